@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import warnings
@@ -50,13 +49,6 @@ def test_others_see_what_is_put_later(path: Path) -> None:
     assert early.product(KEY) == entry, "what is known is not looked for again"
     assert early.product(OTHER) is not None
     assert early.product(KEY) == better
-
-
-def test_writers_keep_what_others_wrote(path: Path) -> None:
-    first, second = PlanStore(path, H200), PlanStore(path, H200)
-    for index in range(4):
-        assert (first, second)[index % 2].put({product_key(index): product()})
-    assert all(PlanStore(path, H200).product(product_key(index)) for index in range(4))
 
 
 def test_a_file_is_read_once_and_again_only_if_it_has_changed(path: Path, filled: ProductEntry) -> None:
@@ -163,15 +155,6 @@ def test_what_a_machine_gave_away_does_not_replace_its_own(path: Path, tmp_path:
     assert store.merge(Document.read(copy)) == (0, True)
     assert store.product(KEY) == entry
     assert not store.has_unproven
-
-
-def test_damaged_entries_are_not_merged(path: Path, tmp_path: Path) -> None:
-    other = PlanStore(tmp_path / "other.json", H200)
-    other.put({KEY: product(), OTHER: product()})
-    data = json.loads(other.path.read_bytes())
-    data["entries"][KEY]["config"]["ID"] = 1
-    assert PlanStore(path, H200).merge(Document.parse(json.dumps(data).encode())) == (1, True)
-    assert list(Document.read(path).raw) == [OTHER]
 
 
 def test_plans_of_another_machine_are_not_merged(path: Path) -> None:

@@ -124,10 +124,6 @@ def test_which_of_two_entries_stays() -> None:
     assert merged(plain, plain) == plain
 
 
-def test_which_stays_does_not_depend_on_the_order_even_among_equals() -> None:
-    merged(product(), product(), product())
-
-
 def test_a_barred_entry_stays_until_there_is_another_and_then_among_what_is_rejected() -> None:
     plain = product(when=LATER)
     barred, other = replace(plain, barred="known to be wrong"), product(rejected=())
@@ -229,19 +225,6 @@ def test_what_is_no_file_of_ours(content: bytes, kind: str) -> None:
     with pytest.raises(UnusableError) as caught:
         Document.parse(content)
     assert caught.value.kind == kind
-
-
-def test_damaged_entries_are_named_and_the_rest_can_be_used() -> None:
-    data = json.loads(full_document().render())
-    data["entries"]["product 1"]["us"] = float("inf")
-    data["entries"]["layer 2"] = 7
-    document = Document.parse(json.dumps(data).encode())
-    assert Document.parse(document.render()).render() == document.render()
-    assert set(document.damaged()) == {"product 1", "layer 2"}
-    assert set(document.drop_damaged()) == {"product 1", "layer 2"}
-    assert document.damaged() == {}
-    assert document.counts == {"products": 2, "layers": 2}
-    assert document.get("product 0") is not None
 
 
 @pytest.mark.parametrize("make", [product, layer])
