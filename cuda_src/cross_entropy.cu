@@ -25,7 +25,7 @@ struct CountLabelsParams {
   int ignores;
 };
 
-// Each block's rows in turn. All threads of a block go through the same number of rows, because they count labels
+// Loops over a block's rows. All threads of a block go through the same number of rows, because they count labels
 // together, at the first row: by then its logits are being loaded.
 __device__ inline float do_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                 Mean& mean) {

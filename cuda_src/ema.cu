@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) ema(const lt::EmaParams p) {
   const Bits old = load_bits(chunk.average, kFloat32, at), value = load_bits(chunk.value, chunk.type, at);
   const Octet now = unpack(value, chunk.type);
   Octet average = unpack(old, kFloat32);
-  // An average that equals its value stays as it is, which a sum of two products would not grant.
+  // An average that equals its value stays as it is, which is not sure if two products are added.
 #pragma unroll
   for (int k = 0; k < kOctet; ++k) average.v[k] += p.weight * (now.v[k] - average.v[k]);
   store_bits(chunk.average, kFloat32, at, pack(average, kFloat32));

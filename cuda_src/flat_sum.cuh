@@ -30,7 +30,7 @@ __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use
   for (int place = self; place < width; place += threads) use(place, sum_column(sums + place, width, rows));
 }
 
-// How the grid's blocks share the columns of a flat matrix. Each block leaves a slot: the sums of its own columns, an octet of
+// How the grid's blocks share the columns of a flat matrix. Each block stores a slot: the sums of its own columns, an octet of
 // sums for the next block's first columns, and an octet of sums for the first block's columns, which octets at a row's end
 // reach.
 struct FlatBlocks {

@@ -72,7 +72,7 @@ __device__ inline void load_left_transposed(uint32 (&a)[4], const SCALAR* tile, 
   load_matrices<true>(a, row_of_tile<true>(tile, pitch));
 }
 
-// The right operand of two products that stand side by side: rows of the tile are the products' columns, or their steps.
+// Loads the right operand of two products side by side. The tile's rows are the products' columns, or their terms.
 __device__ inline void load_right(uint32 (&b)[4], const SCALAR* tile, int pitch) {
   load_matrices<true>(b, row_of_tile<false>(tile, pitch));
 }

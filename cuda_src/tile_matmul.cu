@@ -107,7 +107,7 @@ struct Copier {
   }
 };
 
-// Where a block and a warp work.
+// The tile of D of a block, and the part of it that a warp computes.
 struct Place {
   int row, col;            // D's tile
   int warp_row, warp_col;  // the warp's part of it

@@ -128,7 +128,7 @@ constexpr int kDepth = 16;  // terms of the sums that a block reads at a time
 constexpr int kSide = 16;   // threads of a block along each side
 constexpr int kEach = kTile / kSide;
 constexpr double kSteepest = 1.13;  // largest derivative of the activations
-constexpr double kBiased = 0x1p-20;  // relative error of a sum that truncates: errors of one sign, which add up
+constexpr double kBiased = 0x1p-20;  // relative error of a sum in FP32 whose truncations all have one sign
 
 struct Tile {
   double v[kDepth][kTile + 1];  // one element more: neighbours in a column lie in different banks

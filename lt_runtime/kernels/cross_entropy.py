@@ -223,7 +223,7 @@ class CrossEntropyPass:
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
 
     def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
-        """Whether a row can be copied while the row before it is worked on.
+        """Whether a row can be copied while the previous row is computed.
 
         Rows must begin at multiples of 16 bytes. A warp or a block must hold a row, or a multiprocessor a batch of it.
         The address of the first row, which is not known yet, is left to `run`.

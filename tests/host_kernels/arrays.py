@@ -23,7 +23,7 @@ _GUARD: Final = 8192 if SANITIZER is Sanitizer.NONE else 0  # bytes on either si
 _FILL: Final = 0xFF  # NaN in every type, with bits that no arithmetic yields
 
 FLAT: Final = Placement(column_major=False, gap=0, offset=0)
-"""Without gaps, aligned."""
+"""The placement of a row-major matrix without gaps, at an aligned address."""
 
 
 class Guarded:
@@ -64,7 +64,7 @@ class Guarded:
         assert np.array_equal(self._bytes, self._before), "an operand that is only read was written"
 
     def values(self) -> NDArray[np.float64]:
-        """What the matrix holds; fails if anything around it was written."""
+        """The matrix's values; fails if anything around it was written."""
         before, now = self._before.copy(), self._bytes.copy()
         for buffer in (before, now):
             self._matrix_in(buffer)[...] = np.zeros((), self._type)

@@ -154,7 +154,7 @@ def _digest(command: Sequence[str], files: Sequence[Path]) -> str:
 
 
 def compiler_version() -> str:
-    """What the compiler says of itself."""
+    """The compiler's description of its version."""
     return _output_of("--version")
 
 
@@ -164,7 +164,7 @@ def _output_of(option: str) -> str:
 
 
 def _own_environment() -> dict[str, str]:
-    """Without the sanitizer that this process may have preloaded: some compilers crash under it."""
+    """The environment without LD_PRELOAD: some compilers crash under a preloaded sanitizer."""
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 

@@ -116,7 +116,7 @@ class Operands:
     """Of one launch.
 
     Attributes:
-        kept: what `saved` stands for, an element each.
+        kept: for each element, the value that `saved` was made from.
     """
 
     dy: Guarded
@@ -188,7 +188,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
 
 
 def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
-    """act' from what was saved."""
+    """The activation's derivative at the saved values."""
     if variant.saved is Saved.NOTHING:
         return np.ones_like(saved)
     if variant.saved is Saved.PREACTIVATION:

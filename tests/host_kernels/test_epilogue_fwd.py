@@ -60,7 +60,7 @@ class ForwardCase:
     seed: int
 
     def suited(self, variant: Forward) -> ForwardCase:
-        """The nearest case that the variant takes."""
+        """The case, changed as little as possible, so that the variant supports it."""
         is_aligned, is_flat = (variant.access is each for each in (Access.ALIGNED, Access.FLAT))
         shape = suit_shape(self.shape, aligned=is_aligned, flat=is_flat)
         product, preactivation, y = suit_places(

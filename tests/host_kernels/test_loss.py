@@ -638,7 +638,7 @@ def test_logits_far_apart_do_not_overflow(runner: Runner) -> None:
     values = np.array([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38], [1e4, -1e4, 1e4 - 1]], np.float32)
     gradient = Guarded(np.zeros_like(values))
     for row, (label, expected) in enumerate([(0, 0.0), (2, 0.0), (2, 1 + math.log(1 + math.exp(-1)))]):
-        # the second row's maximum leaves nothing of log 3, which is right in FP32
+        # beside the second row's maximum log 3 is lost to rounding in FP32
         loss = run_cross_entropy(runner, Guarded(values[row : row + 1]), np.array([label]), Guarded(values[:1]))
         assert loss == pytest.approx(expected, abs=1e-3)
     run_cross_entropy(runner, Guarded(values), np.array([0, 2, 2]), gradient)

@@ -54,7 +54,7 @@ def _on_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class _Network:
-    """Weights, biases, inputs and the gradient of outputs, guarded, and what they hold in float64."""
+    """Weights, biases, inputs and the gradient of outputs in guarded memory, and their values in float64."""
 
     problem: MLPProblem
     x: Guarded
@@ -284,7 +284,7 @@ def test_a_loss_is_that_of_rounded_outputs(host: HostKernels, monkeypatch: pytes
 
 
 def _off(made: Array, exact: Array) -> float:
-    """The error's norm, relative."""
+    """The relative norm of the error."""
     return float(np.linalg.norm(made - exact) / np.linalg.norm(exact))
 
 

@@ -125,7 +125,7 @@ def test_rows_are_counted(
     seed: int,
 ) -> None:
     generator = np.random.default_rng(seed)
-    logits = generator.integers(-3, 4, shape).astype(dtype.numpy)  # many are equal
+    logits = generator.integers(-3, 4, shape).astype(dtype.numpy)  # so small a range that many logits are equal
     logits[generator.random(shape) < 0.01] = np.nan
     classes = np.where(
         generator.random(shape[0]) < 0.5, logits.argmax(axis=1), generator.integers(0, shape[1], shape[0])

@@ -90,7 +90,7 @@ def epilogue_of(case: TileCase, variant: Tile) -> Epilogue:
 
 
 class Product:
-    """Operands of a case, and what is to come of them."""
+    """Operands of a case, and the expected results."""
 
     def __init__(self, case: TileCase, variant: Tile) -> None:
         self.case, self.variant, self.epilogue = case, variant, epilogue_of(case, variant)
