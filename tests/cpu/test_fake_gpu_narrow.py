@@ -274,7 +274,7 @@ def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None
     with gpu.lt.tuning():
         outputs = model(x)
     entries = importlib.import_module("lt_runtime.store.plan_store").plan_store(0)._document.raw
-    (entry,) = (each for key, each in entries.items() if "MLPProblem" in key and f"rows={rows}," in key)
+    (entry,) = (each for key, each in entries.items() if "MLPProblem" in key and f'"rows": {rows},' in key)
     assert set(entry["strategy"]) == {"fused_mlp"}
     np.testing.assert_allclose(_values(gpu, outputs), _by_layers(gpu, model, x), atol=1e-2)
 
