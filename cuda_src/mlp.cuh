@@ -178,7 +178,7 @@ __device__ inline uint32 rounded_pair(float x, float y) {
   return word;
 }
 
-// Sums, rounded, as the left operand of the next product. RELU: zeros in place of negative ones.
+// Rounds sums, for the left operand of the next product. RELU: negative sums become zeros.
 template <bool RELU, int R>
 __device__ inline void round_sums(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
 #pragma unroll

@@ -478,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpPa
   const Weights weights{reinterpret_cast<SCALAR*>(memory), INPUTS};
   float* biases = reinterpret_cast<float*>(weights.of(HIDDEN) + OUTPUTS * kPitch);
   SCALAR* rows = reinterpret_cast<SCALAR*>(biases + HIDDEN * WIDTH + OUTPUTS);
-  // One number for the whole warp, which the compiler sees by this.
+  // The shuffle tells the compiler that the number is the same in the whole warp.
   const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / kWarp, 0);
   wait_for_predecessor();
   const WarpBuffers own{rows + warp * WarpBuffers::kSize};

@@ -15,7 +15,7 @@ namespace lt {
 
 constexpr int kMaxLayers = 16;
 constexpr int kFragment = 128;  // sums of a tile: four of each lane
-constexpr int kLossPlaces = 4;  // that of the loss, and a gap that keeps blocks' sums aligned to 16 bytes
+constexpr int kLossPlaces = 4;  // the sum of the loss, and a gap that keeps blocks' sums aligned to 16 bytes
 
 // How many tiles of 8 columns a row of tiles has, the bias's included.
 __host__ __device__ constexpr int tiles_across(int inputs) { return inputs / 8 + 1; }

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_n(const lt::NarrowPa
   const int column = threadIdx.x % WIDTH;
   const bool stores = threadIdx.x < WIDTH && column < p.cols;
   wait_for_predecessor();
-  // Loaded early, together with the rest.
+  // The bias is loaded early, together with the operands.
   const float bias = stores && p.vector ? to_float(p.vector[column]) : 0.0f;
   float addends[ROWS], sums[ROWS][WIDTH] = {};
 #pragma unroll

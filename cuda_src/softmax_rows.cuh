@@ -172,7 +172,7 @@ __device__ inline Softmax reduce_lanes(Softmax softmax, uint32 lanes, uint32 pee
   return softmax;
 }
 
-// The same in a warp that is here as a whole. A mask that the compiler does not know takes more instructions than a shuffle.
+// The same, called by all lanes of a warp. A mask that the compiler does not know takes more instructions than a shuffle.
 template <uint32 kCount>
 __device__ inline Softmax reduce_lanes(Softmax softmax) {
   float max = softmax.max;

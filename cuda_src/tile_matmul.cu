@@ -30,7 +30,7 @@ constexpr int kWarp = 32;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kLines = kSide / kWarps;         // of a tile, which a warp copies or finishes
-constexpr int kShare = kSide / kWarp;          // elements of such a line that a thread has
+constexpr int kShare = kSide / kWarp;          // elements of a copied line that one thread copies
 constexpr int kWarpRows = 16, kWarpCols = 32;  // of the part of D's tile that a warp makes
 constexpr int kWarpsDown = kSide / kWarpRows;
 constexpr int kTiles = kWarpCols / 8;          // products side by side in that part

@@ -141,7 +141,7 @@ class RowSharing:
 
     @classmethod
     def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False) -> RowSharing:
-        """A function of shape, order and type, and of whether weights are spread."""
+        """The division of the rows for a shape, order and type; `spreads` says whether weights are spread."""
         packets, row_group = logits.cols * itemsize // VECTOR_BYTES, RowGroup.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES

@@ -301,7 +301,7 @@ def _warp_rows(problem: MLPProblem) -> int:
 
 
 def _resident_bytes(problem: MLPProblem, biases: int) -> int:
-    """How many bytes the weights of all layers and so many biases take."""
+    """Bytes of shared memory for the weights of all layers and `biases` biases."""
     (inputs, outputs), width, hidden = _ends(problem), _width_of(problem), len(problem.dims) - 2
     weights = width * (inputs + _SKEW) + ((hidden - 1) * width + outputs) * (width + _SKEW)
     return 2 * weights + 4 * biases

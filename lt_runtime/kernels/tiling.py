@@ -20,8 +20,8 @@ VECTOR_BYTES: Final = 16
 """Bytes of the widest access to memory."""
 MAX_GRID_Y: Final = 65535
 
-# Rows and columns of a matrix, at least and at most, whose octets are those of memory if its rows are no whole ones: a
-# block then has 8 to 64 rows of threads, and sums have counters enough.
+# Fewest and most rows and cols of a matrix with Access.FLAT, where an octet may reach into the next row. A block then
+# has 8 to 64 rows of threads, and there are enough counters for the sums.
 _FEWEST_FLAT: Final = (OCTET, 2 * OCTET + 1)
 _MOST_FLAT: Final = 1 << 18
 _MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and looks four steps ahead

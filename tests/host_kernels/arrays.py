@@ -41,7 +41,7 @@ class Guarded:
 
     @property
     def dtype(self) -> DType:
-        """Of an operand's elements; a mask's bytes have none."""
+        """The type of the operand's elements; fails for a mask, whose bytes have no type of ours."""
         return DType.parse("values", self._type)
 
     @property
@@ -72,7 +72,7 @@ class Guarded:
         return self.array.astype(np.float64)
 
     def _lines(self) -> tuple[int, int, int]:
-        """Lines (rows or columns), elements from one to the next, elements in one."""
+        """Number of lines (rows or columns), elements from one line to the next, elements of a line."""
         rows, cols = self._shape
         lines, width = (cols, rows) if self._placement.column_major else (rows, cols)
         return lines, width + self._placement.gap, width

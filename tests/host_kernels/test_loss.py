@@ -510,7 +510,7 @@ def test_many_classes(runner: Runner, dtype: DType, classes: int, offset: int, l
 def test_a_block_goes_from_row_to_row(
     runner: Runner, classes: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its shared memory, in which a row is held and over which it is reduced, serves the next row too."""
+    """The shared memory that holds and reduces a row is used again for the next row."""
     rows = 7 if classes > 2048 else 21 if classes > 256 else 200
     aligned = Placement(column_major=False, gap=-classes % 8, offset=0)
     for blocks, place in ((1, FLAT), (1, aligned), (2, aligned)):

@@ -274,7 +274,7 @@ def test_losses(
 
 
 def test_a_loss_is_that_of_rounded_outputs(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of the layers, which write their outputs before: with targets equal to them nothing is left."""
+    """The loss compares rounded outputs, as a layer stores them: with these as targets, loss and gradients are 0."""
     network = _network((16, 16, 8), 20, _normal(5))
     outputs = network.forward(host, monkeypatch, FLAT, FORWARD)
     exact = replace(network, dy=Guarded(outputs, FLAT, BF16))

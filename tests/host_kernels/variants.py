@@ -212,7 +212,7 @@ class Narrow:
     """A variant of the kernels of products that are tiny in one dimension, with any number of rows a thread.
 
     Attributes:
-        epilogue: that narrow_k is compiled for; None for the others.
+        epilogue: the epilogue that narrow_k is compiled for; None for the other kernels.
     """
 
     entry: str

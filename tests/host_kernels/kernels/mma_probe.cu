@@ -1,4 +1,4 @@
-// What the instructions of mma.cuh give each lane of a warp. Compiled for one SCALAR type.
+// Probes of mma.cuh: the result of each instruction in every lane of a warp. Compiled for one SCALAR type.
 
 #include "mma.cuh"
 
