@@ -36,7 +36,7 @@ _UNRELATED: Final = ("cpu/test_mutants.py", "cpu/test_packaging.py", "cpu/kernel
 """Tests that are left out: they do not import the package into their own process, or compile kernels for minutes."""
 _LIMIT_S: Final = 60
 _CHOSEN_S: Final = 8.0
-"""Limit of the recorded seconds of a mutant's tests. The fastest are chosen."""
+"""Limit of the recorded seconds of a mutant's tests. Tests of the mutant's file, then the fastest, are chosen."""
 _CHOSEN: Final = 200
 _TELLING: Final = 4
 """About a quarter of all changes survive; it is unlikely that this many survive in turn."""
@@ -172,19 +172,19 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 
 
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
-    """The fastest tests that cover the mutant's lines, or its whole file if only its import runs the lines.
+    """Tests that cover the mutant's lines, or its whole file if only its import runs the lines.
 
-    In that case tests come first whose file has the name of the mutant's.
+    Tests that have the name of the mutant's file come first, then the fastest.
     """
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
     run = [lines[str(line)] for line in mutant.lines if str(line) in lines]
     found = {names[number] for tests in run for number in tests}
-    stem, is_imported = Path(mutant.path).stem, bool(run) and not mutant.is_in_function
-    if is_imported:
+    stem = Path(mutant.path).stem
+    if run and not mutant.is_in_function:
         found |= {names[number] for tests in lines.values() for number in tests}
         found |= {name for name in names if stem in Path(name.partition("::")[0]).stem}
     chosen, left_s = [], _CHOSEN_S
-    for name in sorted(found, key=lambda name: (is_imported and stem not in name, recorded["seconds"][name]))[:_CHOSEN]:
+    for name in sorted(found, key=lambda name: (stem not in name, recorded["seconds"][name]))[:_CHOSEN]:
         left_s -= recorded["seconds"][name]
         if chosen and left_s < 0:
             break
