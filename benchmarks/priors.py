@@ -39,6 +39,9 @@ _MOST_LOSS: Final = 0.3  # the most that a sample counts, because times further 
 _DISTURBED: Final = 2.5  # A time was disturbed if it is this multiple of the same work's time in the other order.
 _EPILOGUES: Final = ("none", "relu", "gelu")
 """Activations with epilogues in cuBLASLt, or without need of one."""
+_TALL: Final = 1 << 15
+"""Rows from which on full FP32 products, which keep all multiprocessors busy, lose by being concurrent."""
+_FEW_WEIGHTS: Final = 1 << 18
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "dw_concurrent")
 
@@ -142,17 +145,16 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
             made.setdefault(f"{kind} products", []).append(sample)
         for role, times in row["strategies"].items():
             if role.startswith("backward"):
-                if by_kernel := {name: us for name, us in times.items() if name.split()[1] == "kernel"}:
-                    made.setdefault(f"{kind} {priors.OTHER}", []).append(Sample(sizes, by_kernel))
-                if row["activation"] not in _EPILOGUES:
-                    continue
                 times = _undisturbed(times)
-                saved = role.removeprefix("backward ")
-                sample = Sample(sizes, times)
-                made.setdefault(f"{kind} {row['activation']} {saved}", []).append(sample)
-                if alone := _without_layer_below(times):
-                    sample = sample._replace(times=alone)
-                    made.setdefault(f"{kind} none nothing", []).append(sample)
+                by_tree = {
+                    priors.OTHER: {name: us for name, us in times.items() if name.split()[1] == "kernel"},
+                    "none nothing": _without_layer_below(times),
+                }
+                if row["activation"] in _EPILOGUES:
+                    by_tree[f"{row['activation']} {role.removeprefix('backward ')}"] = times
+                for name, some in by_tree.items():
+                    if some:
+                        made.setdefault(f"{kind} {name}", []).append(Sample(sizes, some))
     return made
 
 
@@ -221,7 +223,7 @@ def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
 
 
 def fitting(rows: Iterable[Row]) -> list[Row]:
-    """The rows for fitting; those of full FP32 are left out, since it takes the trees of TF32."""
+    """The rows for fitting; full FP32 has fixed trees."""
     return [row for row in rows if "strategies" in row and row.get("half", FIT) == FIT and row["type"] in _DTYPES]
 
 
@@ -247,7 +249,24 @@ def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tu
         for name, each in fitted.items():
             losses = [sample.loss(decide(each.tree, sample.features)) for sample in samples[name]]
             quality[f"{part} {name}"] = len(losses), math.exp(sum(losses) / len(losses)) - 1
+    trees["backward"] |= _full_fp32()
     return trees, quality
+
+
+def _full_fp32() -> dict[str, Any]:
+    """The backward trees of full FP32, by what the tuner chose for 103 blocks of the suite `untuned`."""
+
+    def tree(maker: str, below: str, few_weights: str) -> dict[str, Any]:
+        here, there = (_as_entry(f"{maker} {below} {below} {when}", _BACKWARD) for when in ("beside", "after"))
+        few = _as_entry(f"{few_weights} {below} {below} beside", _BACKWARD)
+        limit = {"feature": "weights", "below": _FEW_WEIGHTS, "then": few, "otherwise": here}
+        return {"feature": "rows", "below": _TALL, "then": here if few == here else limit, "otherwise": there}
+
+    return {
+        f"fp32 {priors.OTHER}": tree("kernel", "kernel", "kernel"),
+        "fp32 none nothing": tree("kernel", "nobody", "epilogue"),
+        "fp32 products": tree("nobody", "nobody", "nobody"),
+    }
 
 
 def _table_of(capability: int) -> Path:

@@ -26,7 +26,7 @@ from lt_runtime.plans.strategies import (
     backward_strategies,
     forward_strategies,
 )
-from lt_runtime.problem import BackwardProblem, DType, ForwardProblem, Saved
+from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, Saved
 from lt_runtime.store.records import to_json
 
 Tree: TypeAlias = Mapping[str, Any]
@@ -37,6 +37,8 @@ RAGGED: Final = "ragged"
 _FILES: Final = "priors_sm*.json"
 OTHER: Final = "other"
 """Key of the backward tree for activations that cuBLASLt has no epilogue for: our kernel takes their derivatives."""
+_TALL: Final = 1 << 15
+"""Rows from which on products with whole rows are bound by the memory's bandwidth in FP32 and TF32."""
 _FEW_COLUMNS: Final = OCTET
 """Columns up to which our kernel for narrow products makes ragged ones faster than the one for ragged rows."""
 
@@ -63,6 +65,9 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
     # Our kernel reads a dy that changes in any case, and sums it at hardly any cost. The library's kernels that sum
     # 16-bit rows which are no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
     sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
+    # In FP32 65536x40x24 takes 44 µs with the derivative in the product, and 32 by our kernel.
+    if problem.dtype.itemsize == 4 and features["whole"] and features["rows"] >= _TALL:
+        wanted |= {"derivative": MadeBy.KERNEL.value, "db_below": MadeBy.KERNEL.value} if wanted else {}
     if not problem.output_derivative.is_identity or sums_slowly:
         wanted["db"] = MadeBy.KERNEL.value
     strategies = sorted(backward_strategies(problem), key=_by_library)
@@ -78,7 +83,8 @@ def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tre
     """
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
     kinds = [f"{RAGGED} {kind}"] * is_ours + [kind]
-    names = (f"{each} {name}" for name in (rest, OTHER) for each in kinds)
+    names = [f"{each} {name}" for name in (rest, OTHER) for each in kinds]
+    names += [f"tf32 {rest}"] if kind == "fp32" else []
     return next((trees[name] for name in names if name in trees), {})
 
 
@@ -114,8 +120,10 @@ def leaf_of(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
 
 
 def _kind(problem: ForwardProblem | BackwardProblem) -> str:
-    """The name of the types in the tables: types whose elements have equally many bytes share their trees."""
-    return "bf16" if problem.dtype.itemsize == 2 else "tf32"
+    """The name of the types in the tables: both 16-bit types move the same bytes, at the same speed."""
+    if problem.dtype.itemsize == 2:
+        return "bf16"
+    return "tf32" if problem.compute is Compute.TF32 else "fp32"
 
 
 def _below(problem: BackwardProblem) -> str:

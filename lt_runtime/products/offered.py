@@ -65,6 +65,8 @@ _GRADIENT_MULTIPLIED: Final = {_HOPPER_TF32: 1e6, _OLDER_TF32: 0.7e6}
 """Multiply-adds of a multiprocessor in a microsecond, in such products."""
 _GRADIENT_LOADED: Final = 14e3
 """Numbers that a multiprocessor loads in a microsecond, in such products."""
+_WRITTEN: Final = 12e3
+"""Numbers of a tile that a multiprocessor writes in a microsecond if sums are short, even those beyond D's edge."""
 _SPLIT_US: Final = 1.0
 """Microseconds that the addition of partial sums takes at least."""
 _ADDED: Final = 0.5e6
@@ -161,4 +163,5 @@ def _gradient_us(problem: MatmulProblem, offered: Offered) -> float:
         of_each = math.ceil(tiles * parts / MULTIPROCESSORS)
     a_term = max((rows + cols) / _GRADIENT_LOADED, rows * cols / _GRADIENT_MULTIPLIED[offered.algo_id])
     added = _SPLIT_US + parts * m * n / _ADDED if parts > 1 else 0.0
-    return _GRADIENT_US[offered.algo_id] + of_each * problem.k / parts * a_term + added
+    written = of_each * rows * cols / _WRITTEN if problem.k <= SHORT_K else 0.0
+    return _GRADIENT_US[offered.algo_id] + of_each * problem.k / parts * a_term + added + written

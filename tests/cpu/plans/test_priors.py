@@ -160,9 +160,22 @@ def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, 
 def test_other_activations_share_a_tree_and_take_the_nearest_offered_strategy(
     table: dict[str, Any], activation: str, compute: Compute
 ) -> None:
-    table["backward"]["tf32 other"] = FUSED
+    table["backward"]["fp32 other" if compute is Compute.FLOAT32 else "tf32 other"] = FUSED
+    table["backward"][f"tf32 {activation}"] = {**FUSED, "dw_concurrent": False}
     chain = LayerChain.of_mlp(256, (64, 512, 64), Activation(activation), DType.FLOAT32, compute, input_gradient=True)
     assert first_backward(chain) == BackwardStrategy(EPILOGUE, KERNEL, KERNEL, dw_concurrent=True)
+
+
+def test_the_derivative_of_tall_products_with_four_byte_elements_is_our_kernel_s(table: dict[str, Any]) -> None:
+    table["backward"]["tf32 gelu preactivation"] = FUSED
+
+    def chain(rows: int) -> LayerChain:
+        return LayerChain.of_mlp(
+            rows, (64, 40, 64), Activation("gelu"), DType.FLOAT32, Compute.TF32, input_gradient=True
+        )
+
+    assert first_backward(chain(1 << 14)).derivative is EPILOGUE
+    assert first_backward(chain(1 << 15)).derivative is KERNEL
 
 
 def test_the_nearest_architecture_s_table_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
