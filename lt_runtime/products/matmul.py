@@ -19,7 +19,7 @@ from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.library_terms import column_major, library_epilogue, library_shape, library_types
-from lt_runtime.products.offered import Offered, is_large, is_split_for_nothing, most_promising
+from lt_runtime.products.offered import Offered, has_many_tiles, is_large, is_split_for_nothing, most_promising
 from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
@@ -120,7 +120,8 @@ class MatmulPlan(AlgorithmPlan):
         if not offered and self.problem.no_split_k:
             # For some products cuBLASLt offers only algorithms that split K; a second kernel is better than no plan.
             offered = self.query(self.workspace_size, _REDUCTIONS)
-        if rank is None and offered and all(is_split_for_nothing(self.problem, _offered(each)) for each in offered):
+        splits_all = all(is_split_for_nothing(self.problem, _offered(each)) for each in offered)
+        if rank is None and offered and (splits_all or has_many_tiles(self.problem)):
             offered += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
         self.candidates = tuple(offered)
         if len(self.candidates) <= (rank or 0):

@@ -43,6 +43,8 @@ _SELDOM_FAST: Final = (20, 41, 42)
 """Ids of kernels that are taken only if all offered kernels have one of these ids, except in full FP32 (id 20)."""
 SHORT_K: Final = 128
 """Terms of a sum up to which it is not worth splitting."""
+_TALL: Final = 1 << 15
+"""Rows or columns of D from which on `has_many_tiles` holds."""
 _SHORT_TF32: Final = 55
 _FEWEST_TERMS: Final = 64
 """The fewest terms of a part of a split TF32 sum."""
@@ -94,6 +96,15 @@ class Offered(NamedTuple):
 def is_split_for_nothing(problem: MatmulProblem, offered: Offered) -> bool:
     """Whether an algorithm splits sums that are short."""
     return problem.k <= SHORT_K and offered.splitk > 1
+
+
+def has_many_tiles(problem: MatmulProblem) -> bool:
+    """Whether a TF32 product with a short K has so many rows or columns that its time is that of its tiles.
+
+    More algorithms are worth a query then: 262144x40x32 takes 68 µs in tiles of 256x64 elements, 27 in 64x128.
+    """
+    is_tall = max(problem.m, problem.n) >= _TALL
+    return problem.compute is Compute.TF32 and problem.k <= SHORT_K and is_tall
 
 
 def is_large(problem: MatmulProblem) -> bool:
