@@ -13,15 +13,18 @@ import pytest
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import DType
-from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
+from lt_runtime.schedules import constant, warmup, warmup_cosine, warmup_linear
 from tests.support.peers import NEEDS_TORCH
 from tests.support.strategies import TYPES
 
-F32, F16, BF16 = TYPES
+F32, _, BF16 = TYPES
 SHAPES = [(1,), (7,), (64, 33), (4096,), (4097,), (3, 5, 7), (0,), (10000,)]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "warm-up": {"schedule": warmup(3)},
+    "linear": {"schedule": warmup_linear(2, 6, 0.1)},
+    "cosine": {"schedule": warmup_cosine(2, 6)},
     "amsgrad": {"amsgrad": True},
     "clipping": {"max_norm": 0.5},
     "skipping": {"skip_nonfinite": True},
@@ -55,40 +58,22 @@ def _exact(parameter: lt.Parameter) -> np.ndarray[Any, Any]:
     return array if isinstance(array, np.ndarray) else cp.asnumpy(array)
 
 
-def _bytes(parameters: list[lt.Parameter]) -> list[bytes]:
-    arrays = [array for p in parameters for array in (p.data, p.master) if array is not None]
-    return [cp.asnumpy(array).tobytes() for array in arrays]
-
-
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("data", TYPES)
 @pytest.mark.parametrize("grad", TYPES)
-@pytest.mark.parametrize("schedule", [constant(), warmup(3), warmup_linear(2, 6, 0.1), warmup_cosine(2, 6)])
-def test_agrees_with_reference(data: DType, grad: DType, schedule: Schedule) -> None:
-    ours, expected = _parameters(data, grad, 3), _parameters(data, grad, 3, host=True)
-    optimizer, twin = (lt.AdamW(p, lr=1e-2, weight_decay=0.1, schedule=schedule) for p in (ours, expected))
-    for _ in range(8):
-        optimizer.step()
-        twin.step()
-    for found, wanted in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(_exact(found), _exact(wanted), rtol=2e-6, atol=2e-7)
-        if found.master is not None:
-            np.testing.assert_array_equal(cp.asnumpy(found.data), _exact(found).astype(data.numpy))
-    assert int(optimizer.steps[0]) == 8
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("data", "grad"), [(F32, F32), (F16, F32), (BF16, BF16)])
-def test_options_agree_with_reference(data: DType, grad: DType, options: dict[str, Any]) -> None:
+def test_agrees_with_reference(data: DType, grad: DType, options: dict[str, Any]) -> None:
     in_place = "stochastic_rounding" in options
     ours, expected = (_parameters(data, grad, 4, host=host, master=not in_place) for host in (False, True))
     optimizer, twin = (lt.AdamW(p, lr=1e-2, weight_decay=0.1, **options) for p in (ours, expected))
-    for _ in range(3):
+    for _ in range(8 if "schedule" in options else 3):
         optimizer.step()
         twin.step()
     coarse = in_place and data is BF16
     slack = 2e-4 if "moments" in options else 2e-7
     for found, wanted in zip(ours, expected, strict=True):
         assert (found.master is None) == (wanted.master is None)
+        if found.master is not None:
+            np.testing.assert_array_equal(cp.asnumpy(found.data), _exact(found).astype(data.numpy))
         a, b = (_exact(p).astype(np.float64) for p in (found, wanted))
         # where FP32 and float64 fall on different sides of a random number, BF16 differs by one unit
         tolerance = 2.0**-7 * np.abs(b) + 1e-3 if coarse else 2e-6 * np.abs(b) + slack
@@ -150,26 +135,6 @@ def test_the_scaler_moves_as_pytorch_s() -> None:
         assert float(scaler.scale) == their_scaler.get_scale()
     np.testing.assert_allclose(cp.asnumpy(parameter.data), tensor.detach().cpu().numpy(), rtol=1e-5, atol=1e-6)
     assert (int(optimizer.steps[0]), int(optimizer.skipped_steps[0])) == (17, 3)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_hundred_runs_are_bitwise_equal(options: dict[str, Any]) -> None:
-    generator = np.random.default_rng(11)
-    start, gradient = (generator.standard_normal(300_001).astype(np.float32) for _ in range(2))
-
-    def run() -> tuple[list[bytes], bytes]:
-        parameters = [
-            lt.Parameter(cp.asarray(start[:100_000].astype(BF16.numpy)), cp.asarray(gradient[:100_000])),
-            lt.Parameter(cp.asarray(start), cp.asarray(gradient.astype(BF16.numpy))),
-        ]
-        optimizer = lt.AdamW(parameters, **options)
-        for _ in range(2):
-            optimizer.step()
-        norm = b"" if optimizer.grad_norm is None else cp.asnumpy(optimizer.grad_norm).tobytes()
-        return _bytes(parameters), norm
-
-    first = run()
-    assert all(run() == first for _ in range(99))
 
 
 def test_a_table_of_thousands_of_tensors() -> None:

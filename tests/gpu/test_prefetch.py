@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import cupy as cp
 import cupyx
@@ -46,13 +45,6 @@ def test_a_slow_reader_sees_every_batch_as_it_was(depth: int, kind: str) -> None
             sums.append((x.astype(cp.float32).min(), x.astype(cp.float32).max(), labels.max()))
     stream.synchronize()
     assert [tuple(map(float, found)) for found in sums] == [(i, i, -i) for i in range(30)]
-
-
-def test_batches_last_until_depth_more_were_asked_for() -> None:
-    held: list[tuple[int, Any]] = []
-    for i, (x, _) in enumerate(lt.prefetch(_in_one_array(20, _array("pageable")), 3, "cuda")):
-        held = [*held, (i, x)][-3:]
-        assert all(bool((array == number).all()) for number, array in held)
 
 
 def test_batches_of_many_shapes_and_parts() -> None:

@@ -150,10 +150,19 @@ def test_losses(dtype: DType, shape: tuple[int, int]) -> None:
     scores, target = random(0, shape, dtype), random(1, shape, dtype)
     labels = cp.asarray(np.random.default_rng(2).integers(0, shape[1], shape[0]))
     assert_repeats(lambda: lt.cross_entropy(scores, labels))
+    assert_repeats(lambda: lt.cross_entropy(scores, labels, ignore_index=0, label_smoothing=0.1))
     assert_repeats(lambda: lt.mse_loss(scores, target))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5, "skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_norm": 0.5, "skip_nonfinite": True},
+        {"amsgrad": True, "moments": "bfloat16", "stochastic_rounding": True, "seed": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("data", list(TYPES))
 @pytest.mark.parametrize("grad", list(TYPES))
 def test_adamw(data: DType, grad: DType, options: dict[str, Any]) -> None:
