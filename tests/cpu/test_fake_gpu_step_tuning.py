@@ -138,6 +138,26 @@ def test_a_step_measures_all_that_it_meets_and_later_ones_find_it(
             assert measured(gpu) == count
 
 
+@pytest.mark.parametrize(("activation", "dropout"), [("relu", 0.2), ("gelu", 0.0), ("tanh", 0.0), ("none", 0.2)])
+def test_a_model_meets_the_problems_of_its_chain(
+    process: Process, tmp_path: Path, activation: str, dropout: float
+) -> None:
+    """What `lt.tune` measures for the sizes of an MLP is what the MLP runs."""
+    dims = (24, 20, 16, 5)
+    with process() as gpu:
+        model = gpu.lt.MLP(dims, activation, dtype="float32", dropout=dropout, device="cuda")
+        y, contexts = model.forward(gpu.cp.ones((ROWS, dims[0]), "float32"), 1)
+        model.backward(gpu.cp.ones(y.shape, "float32"), contexts)
+        gpu.synchronize_all()
+        kinds, key, chains = own("problem"), own("store.keys").problem_key, own("tuner.chain")
+        options = kinds.Activation(activation), kinds.DType.FLOAT32, kinds.Compute.FLOAT32
+        chain = chains.LayerChain.of_mlp(ROWS, dims, *options, dropout=dropout > 0)
+        expected = chain.keeping({index: ctx.saved_as for index, ctx in enumerate(contexts)})
+        met = own("store.recording").read_recorded(tmp_path / "met.jsonl")
+        assert {*map(key, met)} == {*map(key, expected.problems)}
+        assert chains.chains_of(met) == [expected]
+
+
 def test_a_graph_follows_the_plans_of_single_launches(process: Process) -> None:
     with process() as gpu:
         single = Run(gpu, graph=False).train()

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.arrays.operand import HOST
 from lt_runtime.gpu.bound import BoundPlan
-from lt_runtime.ops import call as call_module
 from lt_runtime.plans import cache
 
 M, N, K = 96, 64, 80
@@ -56,22 +54,6 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows with every call on a GPU that is looked at."""
-    seen: list[Any] = []
-
-    def prepare(*arguments: Any) -> Any:
-        known = original(*arguments)
-        if known.device != HOST:  # what is expected may be computed by the same calls on NumPy arrays
-            seen.append(known)
-        return known
-
-    original = call_module.prepare
-    monkeypatch.setattr(call_module, "prepare", prepare)
-    return seen
-
-
-@pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[BoundPlan]:
     """Grows with every launch of a bound plan."""
     seen: list[BoundPlan] = []
@@ -87,56 +69,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BoundPlan]:
 
 @pytest.mark.parametrize("buffers", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_repeats_agree_with_the_reference_and_are_looked_at_once(
-    buffers: bool, dtype: str, looks: list[Any], launches: list[BoundPlan]
-) -> None:
+def test_repeats_agree_with_the_reference_and_are_bound(buffers: bool, dtype: str, launches: list[BoundPlan]) -> None:
     layer = Layer(dtype=dtype)
-    for turn in range(REPEATS):
+    for _ in range(REPEATS):
         for array in (layer.y, layer.z, *layer.out.values()):
             array.fill(np.nan)
         results = layer.run(buffers=buffers)
         assert_close(results, layer.expected(), 1e-4 if dtype == "float32" else 0.15)
-        assert len(looks) == 2, turn
     if buffers:
         assert len(launches) == 2 * (REPEATS - 3)
-
-
-@pytest.mark.parametrize("buffers", [True, False])
-def test_repeats_of_tensors(buffers: bool, looks: list[Any], launches: list[BoundPlan]) -> None:
-    torch = pytest.importorskip("torch")
-    layer = Layer(15)
-    for name in ("x", "w", "bias", "dy", "y", "z"):
-        setattr(layer, name, torch.from_dlpack(getattr(layer, name)))
-    layer.out = {name: torch.from_dlpack(array) for name, array in layer.out.items()}
-    cp.cuda.Device().synchronize()
-    for turn in range(REPEATS):
-        results = layer.run(buffers=buffers)
-        cp.cuda.Device().synchronize()
-        assert all(type(each) is torch.Tensor for each in results)
-        assert_close([cp.from_dlpack(each) for each in results], layer.expected())
-        assert len(looks) == 2, turn
-    if buffers:
-        assert len(launches) == 2 * (REPEATS - 3)
-
-
-def test_a_capture_gets_the_launches_themselves(launches: list[BoundPlan]) -> None:
-    layer, stream = Layer(8), cp.cuda.Stream(non_blocking=True)
-    cp.cuda.get_current_stream().synchronize()
-    for _ in range(REPEATS):
-        layer.run(buffers=True, stream=stream)
-    stream.synchronize()
-    before = len(launches)
-    stream.begin_capture()
-    layer.run(buffers=True, stream=stream)
-    graph = stream.end_capture()
-    assert len(launches) == before + 2
-    other = Layer(9)
-    for mine, new in zip((layer.x, layer.w, layer.bias, layer.dy), other.host, strict=True):
-        mine.set(new)
-    cp.cuda.Device().synchronize()
-    graph.launch(stream)
-    stream.synchronize()
-    assert_close([layer.y, *layer.out.values()], other.expected())
 
 
 def test_a_thread_without_a_context() -> None:
@@ -210,26 +151,6 @@ def test_a_thread_that_synchronises_is_not_disturbed(launches: list[BoundPlan]) 
     assert not launches
     for layer in layers:
         assert_close([layer.y, *layer.out.values()], layer.expected())
-
-
-def test_bound_calls() -> None:
-    layer, d = Layer(11), cp.empty((M, N), cp.float32)
-    _, ctx = lt.linear_fwd(layer.x, layer.w, layer.bias, activation="gelu", out=layer.y, out_z=layer.z)
-    forward = lt.bind(lt.linear_fwd, layer.x, layer.w, layer.bias, activation="gelu", out=layer.y, out_z=layer.z)
-    backward = lt.bind(lt.linear_bwd, layer.dy, ctx, **layer.out)
-    product = lt.bind(lt.matmul, layer.x, layer.w.T, out=d)
-    for seed in range(3):
-        other = Layer(30 + seed)
-        for mine, new in zip((layer.x, layer.w, layer.bias, layer.dy), other.host, strict=True):
-            mine.set(new)
-        for call in (forward, backward, product):
-            call()
-        assert_close([layer.y, *layer.out.values()], other.expected())
-        assert_close([d], [other.host[0] @ other.host[1].T])
-    inference = lt.bind(lt.linear, layer.x, layer.w, out=d)
-    d.fill(0)
-    inference()
-    assert_close([d], [other.host[0] @ other.host[1].T])
 
 
 def test_a_bound_call_may_be_let_go_of_during_a_capture() -> None:

@@ -9,120 +9,17 @@ import cupy as cp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from numpy.typing import NDArray
 
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.arrays import assert_close
-from tests.support.gpu_arrays import EPSILON, Guarded, to_host
-from tests.support.strategies import TYPES, LinearCase, Placement, lattice, linear_cases
+from tests.support.gpu_arrays import EPSILON, to_host
+from tests.support.layer_checks import Layer, dz_tolerance, layer_case
+from tests.support.placed import FLAT, Placed
+from tests.support.strategies import TYPES, LinearCase, Placement, linear_cases
 
-Array = NDArray[Any]
-
-_TINY = 1e-6  # FP32 arithmetic of the activations, and FP16's subnormal step
-_TF32 = 2.0**-11
-_FLAT = Placement(column_major=False, gap=0, offset=0)
 _SHIFTED = Placement(column_major=False, gap=1, offset=1)
-
-
-class Data:
-    """Operands of a case, and the reference's results for them."""
-
-    def __init__(self, case: LinearCase) -> None:
-        generator = np.random.default_rng(case.data_seed)
-        m, n, k = case.m, case.n, case.k
-        self.x, self.w = (lattice(generator, shape, case.dtype) for shape in ((m, k), (n, k)))
-        self.bias = lattice(generator, (n,), case.dtype) if case.bias else None
-        self.dy = lattice(generator, (m, n), case.dtype)
-        self.dw, self.db = lattice(generator, (n, k), case.dtype), lattice(generator, (n,), case.dtype)
-        self.factors = reference.dropout_scale((m, n), case.dropout, case.rng) if case.dropout else np.ones((m, n))
-        self.expected_y, self.z = reference.linear_fwd(self.x, self.w, self.bias, case.activation, self.factors)
-        self.gradients = reference.linear_bwd(self.dy, self.x, self.w, self.z, case.activation, self.factors)
-
-
-def _forward_tolerance(case: LinearCase, data: Data) -> Array:
-    """Rounding of the output, and of the pre-activation where it is stored on the way."""
-    epsilon = 2 * EPSILON[case.dtype]
-    slope = max(1.2, abs(case.activation.negative_slope))
-    exact = epsilon * (np.abs(data.expected_y) + slope * np.abs(data.z) * data.factors) + _TINY * (1 + data.factors)
-    # By the priors it is cuBLASLt's GELU in TF32, which is good to five digits.
-    fuses = case.compute == "tf32" and case.activation.name == "gelu"
-    return exact + (2e-5 * np.abs(data.z) * data.factors if fuses else 0.0)
-
-
-def _dz_tolerance(case: LinearCase, data: Data) -> Array:
-    """Rounding of dz, and of the saved tensor that the derivative is taken from."""
-    upstream = np.abs(data.dy.astype(np.float64)) * data.factors
-    slope = max(1.2, abs(case.activation.negative_slope))
-    return upstream * (4 * EPSILON[case.dtype] * (slope + np.abs(data.z)) + _TINY)
-
-
-def _product_tolerance(case: LinearCase, dz: Array, dz_tolerance: Array, other: Array, result: Array) -> Array:
-    """A product of dz (rounded to the type, and to TF32 where asked) with an exact operand, summed in FP32."""
-    rounding = _TF32 if case.compute == "tf32" else 2.0**-20
-    terms = (dz_tolerance + rounding * np.abs(dz)) @ np.abs(other.astype(np.float64))
-    return terms + 2 * EPSILON[case.dtype] * np.abs(result) + _TINY
-
-
-def _check_forward(case: LinearCase, data: Data) -> tuple[Any, Guarded]:
-    x, w = Guarded(data.x, case.x), Guarded(data.w, case.w)
-    out = Guarded(np.zeros((case.m, case.n), case.dtype.numpy), case.y)
-    z = Guarded(np.zeros((case.m, case.n), case.dtype.numpy), case.dy) if case.keep_z else None
-    y, ctx = lt.linear_fwd(
-        x.array,
-        w.array,
-        None if data.bias is None else cp.asarray(data.bias),
-        activation=case.activation,
-        dropout=case.dropout,
-        rng=case.rng,
-        compute=case.compute,
-        out=out.array,
-        out_z=z.array if z else None,
-    )
-    assert y is out.array
-    assert_close("y", out.values(), data.expected_y, _forward_tolerance(case, data))
-    if z is not None:
-        assert_close("z", z.values(), data.z, 2 * EPSILON[case.dtype] * np.abs(data.z))
-    return ctx, out
-
-
-def _check_backward(case: LinearCase, data: Data, ctx: Any, dz_place: Placement | None = None) -> None:
-    """Checks the gradients, and the one before the activation too if it is to be written."""
-    m, n, k = case.m, case.n, case.k
-    need_dx, need_dw, need_db = case.need
-    dy = Guarded(data.dy, case.dy)
-    dx = Guarded(np.zeros((m, k), case.dtype.numpy), case.dx)
-    dw, db = Guarded(data.dw, case.dw), cp.asarray(data.db)
-    dz = Guarded(np.zeros((m, n), case.dtype.numpy), dz_place) if dz_place else None
-    result = lt.linear_bwd(
-        dy.array,
-        ctx,
-        need_dx=need_dx,
-        need_dw=need_dw,
-        need_db=need_db,
-        accumulate=case.accumulate,
-        out_dx=dx.array,
-        out_dw=dw.array,
-        out_db=db,
-        out_dz=dz.array if dz else None,
-    )
-    exact, dz_tolerance = data.gradients, _dz_tolerance(case, data)
-    if dz is not None:
-        assert_close("dz", dz.values(), exact.dz, dz_tolerance + 2 * EPSILON[case.dtype] * np.abs(exact.dz))
-    assert (result.dx is None, result.dw is None) == (not need_dx, not need_dw)
-    assert (result.db is None) == (not (need_db and case.bias))
-    if need_dx:
-        assert_close("dx", dx.values(), exact.dx, _product_tolerance(case, exact.dz, dz_tolerance, data.w, exact.dx))
-    if need_dw:
-        expected = exact.dw + (data.dw.astype(np.float64) if case.accumulate else 0.0)
-        tolerance = _product_tolerance(case, exact.dz.T, dz_tolerance.T, data.x, expected)
-        assert_close("dw", dw.values(), expected, tolerance)
-    if result.db is not None:
-        expected = exact.db + (data.db.astype(np.float64) if case.accumulate else 0.0)
-        tolerance = dz_tolerance.sum(axis=0) + 2 * EPSILON[case.dtype] * np.abs(expected) + _TINY
-        tolerance = tolerance + 2.0**-20 * np.abs(exact.dz).sum(axis=0)
-        assert_close("db", to_host(db), expected, tolerance)
 
 
 @settings(
@@ -131,65 +28,53 @@ def _check_backward(case: LinearCase, data: Data, ctx: Any, dz_place: Placement 
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(case=linear_cases())
-def test_linear_agrees_with_reference(case: LinearCase, examples: Counter[str]) -> None:
-    data = Data(case)
-    ctx, _ = _check_forward(case, data)
-    _check_backward(case, data, ctx)
+def test_linear_agrees_with_reference(gpu: Any, case: LinearCase, examples: Counter[str]) -> None:
+    Layer(gpu, case).check()
     examples["linear_fwd/bwd"] += 1
-
-
-def _case(**changes: Any) -> LinearCase:
-    standard: dict[str, Any] = {
-        "m": 64, "n": 48, "k": 40, "dtype": DType.FLOAT32, "compute": "float32", "activation": lt.Activation(),
-        "bias": True, "dropout": 0.0, "rng": lt.Philox(), "accumulate": False, "need": (True, True, True),
-        "keep_z": False, "x": _FLAT, "w": _FLAT, "y": _FLAT, "dy": _FLAT, "dx": _FLAT, "dw": _FLAT, "data_seed": 0,
-    }  # fmt: skip
-    return LinearCase(**{**standard, **changes})
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_every_activation_type_and_dropout(activation: str, dtype: DType, dropout: float) -> None:
-    case = _case(activation=lt.Activation(activation), dtype=dtype, dropout=dropout, rng=lt.Philox(2**40 + 3, 5, 7))
-    data = Data(case)
-    ctx, _ = _check_forward(case, data)
-    _check_backward(case, data, ctx)
+def test_every_activation_type_and_dropout(gpu: Any, activation: str, dtype: DType, dropout: float) -> None:
+    case = layer_case(activation=activation, dtype=dtype, dropout=dropout, rng=lt.Philox(2**40 + 3, 5, 7))
+    Layer(gpu, case).check()
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize(("m", "n"), [(64, 96), (33, 77), (40, 1), (1, 264), (2048, 264)])
-@pytest.mark.parametrize("dy", [_FLAT, _SHIFTED], ids=["flat", "shifted"])
+@pytest.mark.parametrize("dy", [FLAT, _SHIFTED], ids=["flat", "shifted"])
 @pytest.mark.parametrize(
     "dz", [Placement(True, 0, 0), Placement(True, 8, 8), Placement(True, 3, 1), _SHIFTED],
     ids=["transposed", "transposed, gaps", "transposed, shifted", "shifted"],
 )  # fmt: skip
-def test_dz_lies_as_it_is_wanted(dtype: DType, m: int, n: int, dy: Placement, dz: Placement) -> None:
-    gelu, rng = lt.Activation("gelu"), lt.Philox(2**50 + 1, 4, 9)
-    case = _case(m=m, n=n, dtype=dtype, activation=gelu, dropout=0.2, rng=rng, accumulate=True, dy=dy)
-    data = Data(case)
-    ctx, _ = _check_forward(case, data)
-    _check_backward(case, data, ctx, dz)
+def test_dz_lies_as_it_is_wanted(gpu: Any, dtype: DType, m: int, n: int, dy: Placement, dz: Placement) -> None:
+    rng = lt.Philox(2**50 + 1, 4, 9)
+    case = layer_case(m=m, n=n, dtype=dtype, activation="gelu", dropout=0.2, rng=rng, accumulate=True, dy=dy)
+    layer = Layer(gpu, case)
+    before = Placed(gpu, np.zeros((m, n), dtype.numpy), dz)
+    _, ctx = layer.forward()
+    layer.check_backward(layer.backward(ctx, out_dz=before.array))
+    exact = layer.data.gradients.dz
+    assert_close("dz", before.values(), exact, dz_tolerance(case, layer.data) + 2 * EPSILON[dtype] * np.abs(exact))
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation", ["tanh", "silu"])
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize(("n", "place"), [(77, _FLAT), (77, _SHIFTED), (80, _SHIFTED)])
-def test_rows_off_16_bytes(dtype: DType, activation: str, accumulate: bool, n: int, place: Placement) -> None:
-    case = _case(
+@pytest.mark.parametrize(("n", "place"), [(77, FLAT), (77, _SHIFTED), (80, _SHIFTED)])
+def test_rows_off_16_bytes(gpu: Any, dtype: DType, activation: str, accumulate: bool, n: int, place: Placement) -> None:
+    case = layer_case(
         **dict.fromkeys(("x", "w", "y", "dy", "dx", "dw"), place),
         n=n,
         dtype=dtype,
-        activation=lt.Activation(activation),
+        activation=activation,
         dropout=0.3,
         rng=lt.Philox(17, 1, 2),
         accumulate=accumulate,
         keep_z=True,
     )
-    data = Data(case)
-    ctx, _ = _check_forward(case, data)
-    _check_backward(case, data, ctx)
+    Layer(gpu, case).check()
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
@@ -197,25 +82,21 @@ def test_rows_off_16_bytes(dtype: DType, activation: str, accumulate: bool, n: i
 @pytest.mark.parametrize(("m", "n"), [(100_000, 24), (513, 40), (512, 3000), (3001, 515)])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_bias_gradients_over_many_rows(
-    dtype: DType, need: tuple[bool, bool, bool], m: int, n: int, accumulate: bool
+    gpu: Any, dtype: DType, need: tuple[bool, bool, bool], m: int, n: int, accumulate: bool
 ) -> None:
-    case = _case(m=m, n=n, k=8, dtype=dtype, activation=lt.Activation("gelu"), need=need, accumulate=accumulate)
-    data = Data(case)
-    ctx, _ = _check_forward(case, data)
+    case = layer_case(m=m, n=n, k=8, dtype=dtype, activation="gelu", need=need, accumulate=accumulate)
     for _ in range(2):  # the counters of the blocks are as they were
-        _check_backward(case, data, ctx)
+        Layer(gpu, case).check()
 
 
 @pytest.mark.parametrize("empty", ["m", "n", "k"])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_empty_axes(empty: str, activation: str, accumulate: bool, dtype: DType) -> None:
+def test_empty_axes(gpu: Any, empty: str, activation: str, accumulate: bool, dtype: DType) -> None:
     sizes = {"m": 5, "n": 6, "k": 7, empty: 0}
-    case = _case(**sizes, activation=lt.Activation(activation), accumulate=accumulate, dtype=dtype)
-    data = Data(case)
-    ctx, _ = _check_forward(case, data)
-    _check_backward(case, data, ctx)
+    case = layer_case(**sizes, activation=activation, accumulate=accumulate, dtype=dtype)
+    Layer(gpu, case).check()
 
 
 @pytest.mark.parametrize(("dtype", "compute"), [("float32", "float32"), ("float32", "tf32"), ("bfloat16", "float32")])
@@ -240,13 +121,12 @@ def test_fp32_is_not_tf32_unless_asked() -> None:
 
 
 def test_nothing_is_allocated_with_buffers() -> None:
-    case = _case(activation=lt.Activation("gelu"))
     x, w, b = (cp.ones(s, cp.float32) for s in ((64, 40), (48, 40), (48,)))
     y, z, dy, dx, dw, db = (cp.empty(s, cp.float32) for s in ((64, 48),) * 3 + ((64, 40), (48, 40), (48,)))
     dy.fill(1)
 
     def run() -> None:
-        _, ctx = lt.linear_fwd(x, w, b, activation=case.activation, out=y, out_z=z)
+        _, ctx = lt.linear_fwd(x, w, b, activation="gelu", out=y, out_z=z)
         lt.linear_bwd(dy, ctx, out_dx=dx, out_dw=dw, out_db=db)
 
     for _ in range(3):  # the stream's workspaces are made once, that of repeated calls when a call first repeats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import product_search
 from lt_runtime.tuner.product_search import find_algorithm
-from lt_runtime.tuner.timing import Launch, Timing, take_times, workbench
+from lt_runtime.tuner.timing import Launch, workbench
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON, to_host
 from tests.support.gpu_memory import memory_taken
@@ -57,11 +56,6 @@ def a_problem(
 def tune(problem: MatmulProblem) -> ProductEntry:
     with workbench(0) as bench:
         return find_algorithm(bench, problem)
-
-
-def measure(contenders: dict[str, Launch], sets: int = 1) -> dict[str, Timing]:
-    with workbench(0) as bench:
-        return take_times(contenders, bench.clock, sets, 2.0)
 
 
 PROBLEMS = {
@@ -165,26 +159,17 @@ def test_a_tuned_plan_computes_the_product(dtype: DType) -> None:
 Planted = Callable[[Launch, Sequence[Call]], Launch]
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, spared: int | None, only: int | None) -> list[bytes]:
-    """Replaces the launches of all candidates but one, or of one alone; all algorithms come into the list."""
+def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, only: int) -> list[bytes]:
+    """Replaces the launches of one candidate; returns the algorithms of all, as they are tried."""
     launcher, blobs = product_search.launcher, []
 
     def wrapped(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
         launch, number = launcher(plan, calls), len(blobs)
         blobs.append(plan.blob)
-        is_planted = number == only if spared is None else number != spared
-        return planted(launch, calls) if is_planted else launch
+        return planted(launch, calls) if number == only else launch
 
     monkeypatch.setattr(product_search, "launcher", wrapped)
     return blobs
-
-
-def corrupting(launch: Launch, calls: Sequence[Call]) -> Launch:
-    def run(number: int, stream: int) -> None:
-        launch(number, stream)
-        call("cuMemsetD8Async", calls[number].addresses[-1] + 6, 0x41, 2, stream)  # one element of BF16
-
-    return run
 
 
 def idle(_: Launch, calls: Sequence[Call]) -> Launch:
@@ -204,22 +189,12 @@ def fifty_times(launch: Launch, _: Sequence[Call]) -> Launch:
 def test_a_planted_fault_is_rejected(
     number: int, planted: Planted, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs = plant(monkeypatch, planted, spared=None, only=number)
+    blobs = plant(monkeypatch, planted, only=number)
     verdict = tune(a_problem(4096, 4096, 1024))  # so long that doing nothing is the fastest on a busy GPU as well
     assert len(blobs) > number, "the heuristic offers too few candidates for this test"
     found = {each.algorithm: each.reason for each in verdict.rejected}
     assert found[blobs[number]].startswith(reason)
     assert verdict.algorithm != blobs[number]
-
-
-@pytest.mark.parametrize("right", [0, 1])
-def test_where_all_but_one_are_wrong(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever would win is looked at, until a right one is the fastest."""
-    blobs = plant(monkeypatch, corrupting, spared=right, only=None)
-    verdict = tune(a_problem(1024, 1024, 1024))
-    assert verdict.algorithm == blobs[right]
-    for each in verdict.rejected:
-        assert each.reason.startswith(("wrong: d[0, 0, 3] is ", "far behind", "cannot be launched", "not measured"))
 
 
 def test_nothing_is_left_behind() -> None:
@@ -295,24 +270,3 @@ def test_a_blocking_stream_that_is_captured_is_noticed() -> None:
         graph.launch(stream)
     stream.synchronize()
     assert (x == 1).all()
-
-
-def test_contenders_of_any_kind_are_measured() -> None:
-    """Each is timed, and works on every set of buffers."""
-    buffers = [cp.zeros(3 * _MIB, cp.uint8) for _ in range(2)]
-    cp.cuda.Device().synchronize()
-
-    def marking(part: int) -> Launch:
-        return lambda number, stream: call(
-            "cuMemsetD8Async", buffers[number].data.ptr + part * _MIB, 1 + part, _MIB, stream
-        )
-
-    for _ in range(3):  # another process may hold one up so long that it is given up as far behind
-        timings = measure({f"part {part}": marking(part) for part in range(3)}, sets=2)
-        if all(buffer[::_MIB].all() for buffer in buffers):
-            break
-    assert list(timings) == ["part 0", "part 1", "part 2"]
-    assert all(0.0 < each.median_us < math.inf for each in timings.values())
-    for buffer in buffers:
-        assert cp.asnumpy(buffer[::_MIB]).tolist() == [1, 2, 3]
-        assert cp.asnumpy(buffer[_MIB - 1 :: _MIB]).tolist() == [1, 2, 3]

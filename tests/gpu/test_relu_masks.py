@@ -79,24 +79,6 @@ def test_the_library_writes_the_reference_s_mask(dtype: DType, shape: tuple[int,
 
 
 @pytest.mark.parametrize(("dtype", "shape"), CASES)
-def test_our_kernel_reads_it(dtype: DType, shape: tuple[int, int, int]) -> None:
-    layer, (m, n, k) = Layer(dtype, shape), shape
-    _, mask = layer.run()
-    own = Derivative(Activation("relu"), Saved.MASK, layer.plan.kept_spec, db=256)
-    problem = BackwardProblem(
-        dtype, Compute.FLOAT32, spec(m, k), spec(n, k), spec(m, n), own, dx=None, dw=None, dz=spec(m, n)
-    )
-    dy = lattice(np.random.default_rng(1), (m, n), dtype)
-    on_gpu, dz, db = cp.asarray(dy), cp.empty((m, n), dtype.numpy), cp.empty(n, dtype.numpy)
-    stream = cp.cuda.get_current_stream().ptr
-    call = call_of(problem, stream, dy=on_gpu.data.ptr, saved=mask.data.ptr, dz=dz.data.ptr, db=db.data.ptr)
-    BackwardPlan(problem, 0, BackwardStrategy(db=MadeBy.KERNEL), heuristic_algorithm).run(call)
-    expected = dy.astype(np.float64) * slopes(mask, n)
-    np.testing.assert_array_equal(to_host(dz), expected)
-    np.testing.assert_array_equal(to_host(db), expected.sum(axis=0).astype(dtype.numpy).astype(np.float64))
-
-
-@pytest.mark.parametrize(("dtype", "shape"), CASES)
 @pytest.mark.parametrize("maker", [MadeBy.KERNEL, MadeBy.EPILOGUE])
 @pytest.mark.parametrize("choose", [heuristic_algorithm, NarrowPlan])
 def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], maker: MadeBy, choose: Choose) -> None:

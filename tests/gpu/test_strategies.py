@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.kernels.call import Call
-from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.layout import packed
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.strategies import (
@@ -28,7 +27,6 @@ from lt_runtime.plans.strategies import (
     unchanged,
 )
 from lt_runtime.problem import (
-    ACTIVATIONS,
     Activation,
     BackwardProblem,
     Compute,
@@ -199,39 +197,3 @@ def test_the_library_does_all_of_it_somewhere() -> None:
     assert made == {MadeBy.KERNEL, MadeBy.EPILOGUE}
     saved = {each.saved for each in used if isinstance(each, ForwardStrategy)}
     assert saved == {Saved.OUTPUT, Saved.MASK, Saved.PREACTIVATION}
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_chained_calls(activation: str, dropout: float, accumulate: bool) -> None:
-    block = Block((96, 40, 24), activation, DType.FLOAT32)
-    rng, gpu = lt.Philox(5, 4, 3), block.gpu
-    y, below = lt.linear_fwd(gpu["x"], gpu["w1"], gpu["b1"], activation=activation, dropout=dropout, rng=rng)
-    _, above = lt.linear_fwd(y, gpu["w2"], cp.zeros(24, cp.float32))
-    start = {"out_dw": cp.ones((24, 40), cp.float32), "out_db": cp.ones(24, cp.float32)}
-    start["out_db_below"] = cp.ones(40, cp.float32)
-    chained = lt.linear_bwd(gpu["dy"], above, through=below, accumulate=accumulate, **start)
-    gradients = lt.linear_bwd(chained.dz_below, below, before_activation=True, need_db=False)
-
-    factors = reference.dropout_scale((96, 40), dropout, rng) if dropout else None
-    upper = reference.linear_bwd(block.host["dy"], to_host(y), block.host["w2"], block.host["dy"])
-    dz = reference.through_activation(upper.dx, block.z, block.activation, factors)
-    lower = reference.linear_bwd(dz, block.host["x"], block.host["w1"], dz)
-    more = 1.0 if accumulate else 0.0
-    expected = (dz, upper.dw + more, upper.db + more, dz.sum(axis=0) + more, lower.dx, lower.dw)
-    for actual, wanted in zip((*chained, gradients.dx, gradients.dw), expected, strict=True):
-        np.testing.assert_allclose(to_host(actual), wanted, rtol=2e-4, atol=2e-4)
-
-
-def test_a_masks_rows_are_bytes_of_the_context() -> None:
-    """However forward keeps it, backward finds it: through the public calls, with ReLU's mask forced."""
-    block = Block((64, 43, 21), "relu", DType.FLOAT32)
-    problem = block.forward
-    strategy = next(each for each in forward_strategies(problem) if each.saved is Saved.MASK)
-    plan = ForwardPlan(problem, 0, strategy, heuristic_algorithm)
-    y, kept = block.run_forward(plan)
-    assert plan.kept_spec == Spec(Layout(64, 43, Order.ROW, 128))
-    bits = reference.unpack_mask(cp.asnumpy(kept).reshape(64, 16), 43)
-    np.testing.assert_array_equal(bits | (block.z == 0), (block.z > 0) | (block.z == 0))
-    block.check_forward(y)

@@ -151,7 +151,9 @@ class Layer:
         self.wait()
         case, data = self.case, self.data
         made = self.y.values() if y is None else host_of(self.gpu, y).astype(np.float64)
-        inexact = self.gpu.gelu_error * np.abs(data.z) * data.factors if case.activation.name == "gelu" else 0.0
+        # Other types have cuBLASLt's GELU as well, but their rounding exceeds its error; full FP32 has our pass.
+        is_inexact = case.activation.name == "gelu" and case.compute == "tf32"
+        inexact = self.gpu.gelu_error * np.abs(data.z) * data.factors if is_inexact else 0.0
         assert_close("y", made, data.y, forward_tolerance(case, data) + inexact)
         if self.z is not None:
             assert_close("z", self.z.values(), data.z, 2 * EPSILON[case.dtype] * np.abs(data.z))

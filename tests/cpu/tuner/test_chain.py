@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.plans.strategies import backward_strategies, forward_strategies, unchanged
+from lt_runtime.layout import packed
+from lt_runtime.plans.strategies import backward_strategies, forward_strategies
 from lt_runtime.problem import (
     ACTIVATIONS,
     Activation,
@@ -35,21 +35,6 @@ def mlp(
 GELU, RELU = mlp("gelu"), mlp("relu")
 
 
-def spec(rows: int, cols: int) -> Spec:
-    return Spec(packed(rows, cols), 256)
-
-
-def test_forward_has_the_layers_shapes_and_activations() -> None:
-    problems = [forward_of(GELU, index) for index in range(3)]
-    assert [(each.x, each.w, each.y) for each in problems] == [
-        (spec(64, 32), spec(48, 32), spec(64, 48)),
-        (spec(64, 48), spec(24, 48), spec(64, 24)),
-        (spec(64, 24), spec(10, 24), spec(64, 10)),
-    ]
-    assert [each.activation.name for each in problems] == ["gelu", "gelu", "none"]
-    assert all(each.backward and each.bias == 256 for each in problems)
-
-
 def test_only_hidden_layers_have_dropout() -> None:
     chain = mlp(dropout=True, output_activation=Activation("tanh"))
     assert [forward_of(chain, index).dropout for index in range(3)] == [True, True, False]
@@ -59,37 +44,11 @@ def test_only_hidden_layers_have_dropout() -> None:
     assert backward_of(chain, 2).input_derivative.dropout  # type: ignore[union-attr]
 
 
-def test_a_chain_takes_every_derivative_once() -> None:
-    first, middle, last = (backward_of(GELU, index) for index in range(3))
-    below = derivative_of(forward_of(GELU, 0))
-    assert below.saved is Saved.PREACTIVATION
-    assert below.db == 256
-    assert (last.output_derivative, last.input_derivative) == (unchanged(256), derivative_of(forward_of(GELU, 1)))
-    assert (middle.output_derivative, middle.input_derivative) == (unchanged(None), below)
-    assert (first.output_derivative, first.input_derivative) == (unchanged(None), None)
-    assert (first.dx, middle.dx, last.dx) == (None, spec(64, 48), spec(64, 24))
-    assert backward_of(mlp(input_gradient=True), 0).dx == spec(64, 32)
-
-
 def test_layers_that_are_not_chained_take_their_own() -> None:
     for index in range(3):
         problem = backward_of(by_themselves(GELU), index)
         assert problem.output_derivative == derivative_of(forward_of(GELU, index))
         assert problem.input_derivative is None
-
-
-@pytest.mark.parametrize(
-    ("saved", "layout"),
-    [
-        (Saved.MASK, Layout(64, 24, Order.ROW, 128)),
-        (Saved.PREACTIVATION, Layout(64, 24, Order.ROW, 24)),
-        (Saved.OUTPUT, packed(64, 24)),
-    ],
-)
-def test_what_is_saved_lies_as_forward_leaves_it(saved: Saved, layout: Layout) -> None:
-    problem = backward_of(RELU.keeping({1: saved}), 2)
-    assert problem.input_derivative is not None
-    assert (problem.input_derivative.saved, problem.input_derivative.saved_spec) == (saved, Spec(layout))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

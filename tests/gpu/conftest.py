@@ -1,0 +1,12 @@
+"""The fixture `gpu`: the current GPU, for checks that also run on the pretended GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.real_gpu import RealGpu
+
+
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> RealGpu:
+    return RealGpu(tmp_path_factory.mktemp("gpu"))
