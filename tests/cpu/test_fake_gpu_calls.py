@@ -72,6 +72,18 @@ def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu)
         layer.check()
 
 
+def test_a_second_call_does_no_more_than_its_products(gpu: FakeGpu) -> None:
+    """The descriptor keeps the address of a bias, and without an activation dy is the gradient of both products."""
+    product = Product(gpu, matmul_case(epilogue=Epilogue.BIAS), gpu.stream)
+    layer = Layer(gpu, layer_case(activation="none", bias=False), gpu.stream)
+    for check, products in ((product.check, 1), (layer.check, 3)):
+        check()
+        gpu.calls.begin()
+        check()
+        queries = ("cuCtxGetDevice", "cuStreamIsCapturing")
+        assert [name for name in gpu.calls.names if name not in queries] == ["cublasLtMatmul"] * products
+
+
 def test_the_layer_below_has_made_x(gpu: FakeGpu) -> None:
     lt, ones = gpu.lt, [gpu.cp.ones(shape, "float32") for shape in ((8, 24), (16, 24), (12, 16), (8, 12))]
     y, below = lt.linear_fwd(ones[0], ones[1], activation="gelu")

@@ -6,6 +6,7 @@ import threading
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import lt_runtime as lt
@@ -121,7 +122,14 @@ def test_a_new_name_at_each_step_takes_bounded_memory() -> None:
     assert lt.range("kept") is lt.range("kept")
 
 
-def test_an_attached_tool_sees_ranges_without_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_an_operation_is_a_range() -> None:
+    recorder, ones = Recorder(), np.ones((2, 2), np.float32)
+    with listening(recorder):
+        lt.matmul(ones, ones)
+    assert recorder.seen == ["+lt.matmul", "-lt.matmul"]
+
+
+def test_an_attached_tool_sees_ranges_with_and_without_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranges._nvtx_domain() is None, "no tool is attached to the tests"
     seen: list[str] = []
     domain = SimpleNamespace(
@@ -131,6 +139,12 @@ def test_an_attached_tool_sees_ranges_without_listeners(monkeypatch: pytest.Monk
     with lt.range("attached for the first time"):
         assert seen == ["attached for the first time"]
     assert seen[1:] == ["pop"]
+    seen.clear()
+    recorder = Recorder()
+    with listening(recorder), lt.range("heard by both"):
+        pass
+    assert seen == ["heard by both", "pop"]
+    assert recorder.seen == ["+heard by both", "-heard by both"]
     monkeypatch.undo()
     ranges._made.clear()
     lt.range("detached")  # chooses the methods of all ranges anew

@@ -47,6 +47,7 @@ class Runner:
         self.order = 0
         self.shared_memory = MUCH_SHARED_MEMORY
         self.launched: list[str] = []
+        self.shared: list[int] = []
 
     def get_kernel(self, entry: Entry, macros: Any, device: int) -> Any:
         kernel = self._host.get(entry, macros)
@@ -61,6 +62,7 @@ class _Launcher:
 
     def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
         self.runner.launched.append(self.entry)
+        self.runner.shared.append(arguments[-1])
         return self.kernel.prepare(*arguments, **more, order=self.runner.order)
 
 
@@ -568,6 +570,7 @@ def test_the_ignored_are_counted(runner: Runner, rows: int, classes: int) -> Non
     loss = run_cross_entropy(runner, logits, labels, gradient, ignore_index=-1, order=rows % 3)
     pass_ = "cross_entropy_few" if classes == 3 else "cross_entropy"
     assert runner.launched == ["count_labels"] * (rows > 1024) + [pass_]
+    assert (runner.shared[-1] > 0) == (classes > 16), "rows are copied ahead, unless threads hold them in registers"
     counted = int((labels >= 0).sum())
     assert loss == pytest.approx(math.log(classes), rel=1e-6)
     assert (gradient.values()[labels == -1] == 0).all()

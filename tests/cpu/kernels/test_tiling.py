@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,9 @@ from hypothesis import strategies as st
 from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
-from lt_runtime.kernels import tiling
+from lt_runtime.kernels import kernel, tiling
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.dropout import DropoutParams, DropoutPass
 from lt_runtime.kernels.tiling import (
     MAX_GRID_Y,
     OCTET,
@@ -24,7 +29,7 @@ from lt_runtime.kernels.tiling import (
     wave_of,
 )
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import DType, Spec
+from lt_runtime.problem import DType, Philox, Spec
 
 WAVE = 528  # four blocks on each of 132 multiprocessors
 ROW, COLUMN = Order.ROW, Order.COLUMN
@@ -184,3 +189,22 @@ def test_rows_that_32_bits_count_up_to() -> None:
         sweep(packed(LAST_ROW + 1, 8), None)
     with pytest.raises(ShapeError, match=f"{LAST_ROW + 1} rows"):
         reduction(packed(LAST_ROW + 1, 8), WAVE, transposes=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "swept"),
+    [(1, 2**20, (512, 2048)), (512, 3, (3, 512)), (1, 24, (3, 8)), (7, 13, (1, 91)), (2**20 + 4, 1, (1, 2**20 + 4))],
+)
+def test_dropout_without_gaps_has_rows_of_many_columns(
+    rows: int, cols: int, swept: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of fewer than eight elements would each leave most of a thread's octet unused."""
+    launched: list[DropoutParams] = []
+
+    def prepare(grid: object, block: object, params: DropoutParams, *_: int) -> Callable[[], None]:
+        return lambda: launched.append(params)
+
+    monkeypatch.setattr(kernel, "get_kernel", lambda *_: SimpleNamespace(prepare=prepare))
+    spec = Spec(packed(rows, cols))
+    DropoutPass(DType.FLOAT32, spec, spec, 0).run(0, 0, DropoutState(1, Philox(1)), 0)
+    assert [(params.rows, params.cols) for params in launched] == [swept]

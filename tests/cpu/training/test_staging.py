@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.gpu.driver import call
 from lt_runtime.training.prefetch import _GpuLane
-from lt_runtime.training.staging import Slot
+from lt_runtime.training.staging import Slot, is_pinned
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import host_of
 
@@ -39,13 +39,14 @@ def put_copy(gpu: FakeGpu, array: Any) -> Any:
     return copy
 
 
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_a_slot_keeps_each_batch_until_it_is_released(gpu: FakeGpu, is_pinned: bool) -> None:
+@pytest.mark.parametrize("from_pinned", [False, True])
+def test_a_slot_keeps_each_batch_until_it_is_released(gpu: FakeGpu, from_pinned: bool) -> None:
     copies = gpu.other_stream.ptr
     slot, read = Slot(0, copies), []
     for number in range(1, 4):
         batch = batch_of(number)
-        batch = (pinned(gpu, batch[0]), batch[1]) if is_pinned else batch
+        batch = (pinned(gpu, batch[0]), batch[1]) if from_pinned else batch
+        assert is_pinned(batch[0]) == from_pinned, "only pinned arrays are copied without a copy on the host before"
         on_gpu = slot.fill(batch)
         for array in batch:
             array[...] = 100.0  # the caller may change its arrays now
