@@ -14,7 +14,7 @@ struct None {
 };
 
 struct Relu {
-  // NaN passes, forward and backward, as in PyTorch: `<=` is false for it.
+  // NaN stays NaN, forward and backward, as in PyTorch: `NaN <= 0` is false.
   static __device__ float forward(float z, float) { return z <= 0.0f ? 0.0f : z; }
   static __device__ float derivative(float z, float) { return z <= 0.0f ? 0.0f : 1.0f; }
   static __device__ float derivative_from_output(float y) { return y <= 0.0f ? 0.0f : 1.0f; }
@@ -40,14 +40,14 @@ struct Tanh {
 // The tanh form, 0.5 z (1 + tanh(u)) with u = √(2/π) (z + 0.044715 z³), is computed as z σ(2u): tanhf takes some thirty
 // instructions, σ takes four.
 struct Gelu {
-  static constexpr float kLinear = 1.5957691216057308f;  // factor of z in 2u
+  static constexpr float kLinear = 1.5957691216057308f;  // 2√(2/π): 2u / z for small z
   static constexpr float kCubic = kLinear * 0.044715f;
   static __device__ float gate(float z, float square) {
     return reciprocal_approx(1.0f + exp2_approx(z * (-kLog2E * kLinear - kLog2E * kCubic * square)));
   }
   static __device__ float forward(float z, float) { return z * gate(z, z * z); }
   static __device__ float derivative(float z, float) {
-    const float square = fminf(z * z, 256.0f);  // σ is saturated long before; an infinite square times 0 would be NaN
+    const float square = fminf(z * z, 256.0f);  // beyond |z| = 16 σ is 0 or 1, and infinity · 0 would be NaN
     const float s = gate(z, square);
     return s + z * (s - s * s) * (kLinear + 3.0f * kCubic * square);
   }

@@ -13,7 +13,7 @@
 
 namespace lt {
 
-// One row of the table: a chunk of a tensor. Every address is that of the chunk's first element.
+// An entry of the table: a chunk of a tensor. Every address points to the chunk's first element.
 struct alignas(16) AdamWChunk {
   void* value;  // read and written: FP32, or BF16 where there is no master copy
   void* copy;   // written only: the value in lower precision; may be absent
@@ -46,19 +46,19 @@ struct AdamWParams {
   OptimizerState* state;
   uint32* tickets;  // kCounters counters of blocks, zero between launches
   const AdamWSettings* settings;
-  const float* lr_scales;  // of each tensor
+  const float* lr_scales;  // one entry for each tensor
   const float* weight_decays;
-  float* scale;         // loss scaling; may be absent
-  int* growth_tracker;  // updates since the scale changed
+  float* scale;         // state of loss scaling; may be null
+  int* growth_tracker;  // number of updates since the scale changed
   uint64 seed;
-  float log_beta1;  // the logarithm, so that 1 - βᵗ keeps its precision in FP32
+  float log_beta1;  // log β rather than β, so that 1 - βᵗ keeps its precision in FP32
   float log_beta2;
   float beta1;
   float beta2;
   float one_minus_beta1;
   float one_minus_beta2;
   float eps;
-  float max_norm;      // 0 does not clip
+  float max_norm;      // largest norm; 0 disables clipping
   int skip_nonfinite;  // whether an update with a NaN or infinite gradient is left out
   float growth_factor;
   float backoff_factor;
@@ -77,14 +77,14 @@ struct Progress {
   float weight_decay;
 };
 
-// The step that this thread makes of them.
+// The factors of this update, which each thread computes from the settings.
 struct AdamWStep {
-  uint32 number;  // number of this update, from 1
+  uint32 number;  // number of this update, counted from 1
   bool skipped;
   float kept;             // 1 - lr·λ, the factor of weight decay
   float rate;             // lr / (1 - β₁ᵗ)
   float correction2;      // 1 / √(1 - β₂ᵗ)
-  float gradient_factor;  // the factor of clipping, divided by the loss scale
+  float gradient_factor;  // clipping factor divided by the loss scale
 };
 
 // sin(π/2 · x) for x in [0, 1], exactly 0 at 0: the Taylor series. cosf would need a stack for arguments of any size.
@@ -101,11 +101,11 @@ __device__ inline float schedule_factor(const AdamWSettings& s, uint32 t) {
   const float span = static_cast<float>(s.total_steps - s.warmup_steps);
   const float left = t < s.total_steps ? __fdividef(static_cast<float>(s.total_steps - t), span) : 0.0f;
   const float sine = quarter_sine(left);
-  // the cosine schedule, (1 + cos(π·(1 - left))) / 2, is the square of a sine
+  // (1 + cos(π·(1 - left))) / 2, the cosine schedule, equals sin²(π/2 · left)
   return s.final_factor + (1.0f - s.final_factor) * (s.decay == 1 ? left : sine * sine);
 }
 
-// The factor of torch.nn.utils.clip_grad_norm_. A NaN norm makes it NaN.
+// The clipping factor, as in torch.nn.utils.clip_grad_norm_; NaN if the norm is NaN.
 __device__ inline float clip_factor(const AdamWParams& p, float norm) {
   if (p.max_norm == 0.0f) return 1.0f;
   const float factor = p.max_norm / (norm + 1e-6f);
@@ -141,7 +141,7 @@ __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
 }
 
 constexpr uint32 kThreads = 128;
-constexpr uint32 kBlocksOfChunk = 8;  // A row of the table for each block would be 0.3 % of all that is read.
+constexpr uint32 kBlocksOfChunk = 8;  // Several blocks share a chunk: with one table entry for each block, the table would be 0.3 % of all bytes read.
 // Blocks are counted by several counters, which lie apart: with a single counter an update takes 0.8 % longer on an H200.
 constexpr uint32 kCounters = 32;
 constexpr uint32 kCounterDistance = 64;
@@ -176,8 +176,8 @@ __device__ inline void advance(const AdamWParams& p, const Progress& now, bool s
 }
 
 constexpr int kMoment = kTypeOf<MOMENT>;
-// Blocks that a multiprocessor shall hold. A variant that moves fewer bytes an element needs more blocks to hide the time
-// for which each waits for memory; with two blocks more than here, registers spill.
+// Blocks that a multiprocessor shall hold. A variant that moves fewer bytes an element needs more blocks to hide the
+// latency of memory; with two blocks more than these, registers spill.
 constexpr int kBlocks = kMoment == kBfloat16 && !AMSGRAD ? 10 : 8;
 
 struct Tensors {
@@ -213,7 +213,7 @@ __device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, c
     const float g = gradient.v[k] * s.gradient_factor;
     const float m = p.beta1 * out.m.v[k] + p.one_minus_beta1 * g;
     const float v = p.beta2 * out.v.v[k] + p.one_minus_beta2 * g * g;
-    // fmaxf would lose a NaN
+    // a comparison keeps NaN, which fmaxf would drop
     const float largest = AMSGRAD && out.v_max.v[k] > v ? out.v_max.v[k] : v;
     const float denominator = fast_sqrt(largest) * s.correction2 + p.eps;
     out.value.v[k] = out.value.v[k] * s.kept - __fdividef(s.rate * m, denominator);
@@ -252,22 +252,22 @@ __device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, con
 
 extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) adamw(const lt::AdamWParams p) {
   using namespace lt;
-  __shared__ AdamWChunk chunk;  // values that are needed after the loads stay here rather than in registers
+  __shared__ AdamWChunk chunk;  // values that are needed only after the loads wait in shared memory, which spares registers
   __shared__ Progress now;
   __shared__ AdamWStep step;
-  const AdamWChunk own_chunk = p.chunks[blockIdx.x / kBlocksOfChunk];  // the table never changes
+  const AdamWChunk own_chunk = p.chunks[blockIdx.x / kBlocksOfChunk];  // the table is constant, so it may be read before the previous kernel has ended
   const uint32 start = blockIdx.x % kBlocksOfChunk * kThreads * kOctet;
   wait_for_predecessor();
   if (threadIdx.x == 0) chunk = own_chunk;
   const Quads at = quads_of_thread(own_chunk.count, own_chunk.aligned, start);
   const Tensors old = load_tensors(own_chunk, at);
-  if (threadIdx.x == 0) {  // while the loads are on their way
+  if (threadIdx.x == 0) {  // computed while the loads are in flight
     now = read_progress(p, own_chunk.tensor);
     step = make_step(p, now);
   }
   __syncthreads();
   uint32 before = 0;
-  if (threadIdx.x == 0) before = count_in(p);  // its result is not needed before the end, so that the load's latency is hidden
+  if (threadIdx.x == 0) before = count_in(p);  // the count is not needed before the end, so that the atomic's latency is hidden
   if (!step.skipped) {
     const Octets result = update(p, chunk, step, old);
     const bool rounds = STOCHASTIC || kMoment == kBfloat16;

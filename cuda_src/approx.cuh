@@ -3,8 +3,8 @@
 
 namespace lt {
 
-// Each is one instruction, which takes subnormal numbers as zero; the functions of <math.h> and the intrinsics, which
-// handle them, take four. Results are off by at most 2 units in the last place.
+// Each function is one instruction and treats subnormal numbers as zero; the functions of <math.h> and the intrinsics
+// handle subnormal numbers and take four instructions. Results are off by at most 2 units in the last place.
 __device__ inline float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;

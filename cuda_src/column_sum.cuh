@@ -8,7 +8,7 @@ namespace lt {
 
 constexpr int kThreads = 256;
 
-// The shared memory for all such sums of a kernel.
+// The shared memory of `sum_over_block`; all of a kernel's sums use the same.
 __device__ inline float4* shared_octets() {
   __shared__ float4 octets[kThreads * kOctet / 4];
   return octets;
@@ -37,7 +37,8 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
   shared[2 * self + 1] = float4{octet.v[4], octet.v[5], octet.v[6], octet.v[7]};
   __syncthreads();
   if (rows > kSlice) {
-    // Each thread adds eight rows of a column. The sum takes the place of the first of them, which no other thread reads.
+    // Each thread adds eight rows of a column and writes the sum over the first of these rows, which no other thread
+    // reads.
     rows /= kSlice;
     sums[self] = sum_column(sums + self, rows * width, kSlice);
     __syncthreads();
@@ -48,9 +49,9 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
 // Where a sum over rows goes. Each of the blocks in a column of the grid has a part of the rows.
 template <class T>
 struct ColumnSum {
-  T* sum;           // (cols); absent where no sum is wanted
-  float* partial;   // (gridDim.y, 8 · blockDim.x · gridDim.x), only for more than one part
-  uint32* tickets;  // a zero counter for each column of the grid; only for more than one part
+  T* sum;           // (cols) result; null if no sum is wanted
+  float* partial;   // (gridDim.y, 8 · blockDim.x · gridDim.x) partial sums; used if gridDim.y > 1
+  uint32* tickets;  // a zero counter for each column of the grid; used if gridDim.y > 1
   int accumulate;   // whether the result is added to the present value of `sum`
 };
 

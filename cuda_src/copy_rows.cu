@@ -23,7 +23,7 @@ struct RowBuffers {
 };
 
 struct CopyRowsParams {
-  const Rows* table;  // if not null, `sources` are read from here at each launch, so that a captured graph finds new arrays
+  const Rows* table;  // if not null, replaces `sources`: read at each launch, so that a captured graph finds new arrays
   Rows sources[kCopied];
   RowBuffers targets[kCopied];
   int64 parts;

@@ -26,7 +26,7 @@ struct CountLabelsParams {
 };
 
 // Loops over a block's rows. All threads of a block go through the same number of rows, because they count labels
-// together, at the first row: by then its logits are being loaded.
+// together when they process the first row, while that row's logits are being loaded.
 __device__ inline float do_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                 Mean& mean) {
   const uint32 rows_per_block = blockDim.x / p.lanes;
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, ROW_BLOCKS) cross_entr
   if (threadIdx.x == 0) *p.loss = loss / mean.rows;
 }
 
-// With few classes a thread has a row. A training step waits for this kernel as long as memory takes to answer, so that
-// labels and logits are loaded together.
+// With few classes one thread handles a row. The latency of memory decides the kernel's time, so that labels and logits
+// are loaded together.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::CrossEntropyParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];
@@ -101,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
   if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / averaged;
 }
 
-// Counts the rows that are not ignored, or adds up the weights of their labels. It is a launch of its own: no gradient can be
-// written before the number is known.
+// Counts the rows that are not ignored, or adds up the weights of their labels. It is a separate launch: no gradient
+// can be written before this number is known.
 extern "C" __global__ void __launch_bounds__(256) count_labels(const lt::CountLabelsParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];

@@ -13,12 +13,12 @@ namespace lt {
 
 struct CrossEntropyParams {
   Matrix logits;
-  Matrix gradient;  // may be `logits`
+  Matrix gradient;  // the gradient; may be `logits`
   const void* labels;
   const float* counted;     // divisor of the mean, from count_labels; absent where each block counts
-  const float* grad_scale;  // on the device; may be absent
-  const float* row_weights;    // one a row; may be absent
-  const float* class_weights;  // one a class; may be absent unless WEIGHTS is 2
+  const float* grad_scale;  // factor in device memory; may be null
+  const float* row_weights;    // one weight for each row; may be null
+  const float* class_weights;  // one weight for each class; may be null unless WEIGHTS is 2
   float* partial;           // a loss of each block, or of each row where blocks stream rows
   float* loss;
   uint32* ticket;
@@ -28,10 +28,10 @@ struct CrossEntropyParams {
   int64 ignore_index;
   float gradient_scale;  // factor of the gradient
   float smoothing;
-  int wide_labels;  // int64 rather than int32
+  int wide_labels;  // whether labels are int64 rather than int32
   int ignores;      // whether rows labelled ignore_index are left out
   uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
-  uint32 held;      // packets that each thread has shared memory for
+  uint32 held;      // number of packets for which each thread has shared memory
   int streams;      // all rows begin at multiples of 16 bytes and are held as a whole: see stream_rows
 };
 
@@ -93,7 +93,7 @@ __device__ inline float weight_of(const CrossEntropyParams& p, int64 row, int64 
 // The mean's part in a row's gradient. All threads of a block must make it together.
 struct Mean {
   float rows;   // divisor of the mean: the number of rows that count, or the weights of their labels
-  float scale;  // factor of their gradients
+  float scale;  // factor of every row's gradient
 
   Mean() = default;
   __device__ Mean(const CrossEntropyParams& p, float* scratch) {
@@ -126,7 +126,7 @@ __device__ inline float unpack<__half>(uint32 word, int i) {
   return __half2float(reinterpret_cast<const __half*>(&word)[i]);
 }
 
-// The larger numbers of two words, number by number. Of NaN and a number it takes the number, as fmaxf does.
+// The larger of two words' numbers, number by number. Of NaN and a number it returns the number, as fmaxf does.
 template <class T>
 __device__ inline uint32 max_of_words(uint32 a, uint32 b) {
   typename Pair<T>::Type pairs[2];
@@ -155,7 +155,7 @@ struct Raw {
     return unpack<SCALAR>(word == 0 ? words.x : word == 1 ? words.y : word == 2 ? words.z : words.w, i % kPerWord);
   }
 
-  // The larger numbers, place by place; of NaN and a number it takes the number.
+  // The larger of two packets' numbers, place by place; of NaN and a number, the number.
   __device__ Raw max(const Raw& other) const {
     return {{max_of_words<SCALAR>(words.x, other.words.x), max_of_words<SCALAR>(words.y, other.words.y),
              max_of_words<SCALAR>(words.z, other.words.z), max_of_words<SCALAR>(words.w, other.words.w)}};
@@ -169,7 +169,7 @@ struct Raw {
 
 __device__ inline Raw load_packet(const SCALAR* p) { return {*reinterpret_cast<const uint4*>(p)}; }
 
-// Logits that add nothing to the sum of exponentials: -infinity.
+// A packet of -infinity: logits that add nothing to the sum of exponentials.
 __device__ inline Raw nothing() {
   Packet<SCALAR> packet;
 #pragma unroll
@@ -204,13 +204,14 @@ __device__ inline void store_packet(SCALAR* p, const Values& values) {
 #endif
 }
 
-// Stores so that logits stay in L2 which will be read again. Where shared memory holds all of a row, storing without this
-// hint is faster.
+// Stores with a hint that keeps logits which will be read again in L2. Where shared memory holds all of a row, storing
+// without this hint is faster.
 __device__ inline void store_past(SCALAR* p, const Values& values) {
   __stcs(reinterpret_cast<uint4*>(p), values.rounded());
 }
 
-// Starts to copy 16 bytes into shared memory. The calling thread may read them once it has waited for their batch.
+// Starts an asynchronous copy of 16 bytes into shared memory. The calling thread may read them once it has waited for
+// their batch.
 __device__ inline void copy_async(uint4* to, const uint4* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(to));
@@ -278,8 +279,8 @@ struct SharedRing {
 // The threads that share a row.
 struct Group {
   uint32 lanes;
-  uint32 lane;   // this thread's place among them
-  uint32 peers;  // the threads of the group in its warp, as a mask
+  uint32 lane;   // the calling thread's number in its group
+  uint32 peers;  // mask of the lanes of the warp that belong to the group
 
   __device__ explicit Group(uint32 lanes_) : lanes(lanes_), lane(threadIdx.x % lanes_), peers(0xFFFFFFFF) {
     if (lanes < kWarp) peers = ((1u << lanes) - 1) << (threadIdx.x % kWarp - lane);
@@ -291,7 +292,7 @@ struct Group {
 struct Row {
   const SCALAR* logits;
   SCALAR* gradient;
-  uint32 packets;  // 32 bits count more packets than memory holds
+  uint32 packets;  // 32 bits suffice: memory holds fewer packets
   uint32 head;    // single elements before the first packet
 
   __device__ Row(const CrossEntropyParams& p, int64 row)
@@ -306,7 +307,7 @@ struct Row {
     if (p.cols >= head) packets = static_cast<uint32>((p.cols - head) / kPacket);
   }
 
-  // The packet that a column belongs to; `packets`, which is none, for a single element.
+  // The number of the packet that a column belongs to; the number of packets if the column is a single element.
   __device__ uint32 packet_of(int64 col) const {
     return col >= head && col < head + packet_cols() ? static_cast<uint32>((col - head) / kPacket) : packets;
   }

@@ -8,11 +8,11 @@
 
 namespace lt {
 
-// Octets of each operand that a thread waits for at once where all are whole. A loss of many instructions needs more warps
-// instead: while some compute, others wait.
+// Octets of each operand that a thread loads at once if all octets are whole. A loss of many instructions needs more
+// warps instead: some compute while others wait.
 constexpr int kInFlight = LOSS::kIsShort && !WEIGHTED ? 2 : 1;
-// Blocks that a multiprocessor shall hold, which bounds a thread's registers: as many as let it keep all in them. With
-// weights the compiler takes more from Blackwell on.
+// Blocks that a multiprocessor shall hold, which bounds a thread's registers: as many blocks as possible without
+// spilling. With weights the compiler needs more registers from Blackwell on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kWeightedBlocks = LOSS::kIsShort ? 4 : 2;
 #else
@@ -23,13 +23,13 @@ constexpr int kBlocks = WEIGHTED ? kWeightedBlocks : LOSS::kIsShort ? 4 : 6;
 struct ElementwiseLossParams {
   Matrix prediction;
   Matrix target;
-  Matrix gradient;          // may be `prediction`
-  const float* grad_scale;  // on the device; may be absent
-  float* partial;           // a sum of each block
+  Matrix gradient;          // the gradient; may be `prediction`
+  const float* grad_scale;  // factor in device memory; may be null
+  float* partial;           // one sum for each block
   float* loss;
   uint32* ticket;
-  const float* row_weights;  // one a row, multiplies its losses; may be absent
-  const float* pos_weight;   // one a column, see LossOptions; may be absent
+  const float* row_weights;  // one weight for each row, which multiplies the row's losses; may be null
+  const float* pos_weight;   // one weight for each column, see LossOptions; may be null
   int64 rows;                // 1 where all three matrices have no gaps
   int64 cols;
   int64 width;           // columns that an element's row and column are counted by, also where `rows` is 1
@@ -46,7 +46,7 @@ struct OctetPlace {
 };
 
 __device__ inline OctetPlace place_octet(const ElementwiseLossParams& p, int64 index, int64 octets_per_row) {
-  const int64 row = p.rows == 1 ? 0 : index / octets_per_row;  // a division of 64 bits is slow
+  const int64 row = p.rows == 1 ? 0 : index / octets_per_row;  // 32 bits: a division of 64 bits is slow
   const int64 col = (index - row * octets_per_row) * kOctet;
   const bool exists = row < p.rows && col < p.cols;
   return {row, col, exists ? octet_count(col, p.cols) : 0};
@@ -74,11 +74,11 @@ struct Position {
 // The weights of an octet's elements.
 struct Weights {
   float of_all;
-  Octet of_rows;  // besides; 0 for elements that do not exist
+  Octet of_rows;  // factor of each element's loss and gradient; 0 for elements that do not exist
   Octet of_columns;
 };
 
-// How octets are moved where not all of them are whole and aligned to 16 bytes: decided for each octet.
+// How octets are moved if not all of them are whole and aligned to 16 bytes: the way is chosen for each octet.
 struct EachAsItLies {
   static constexpr int kInFlight = 1;
   using Raw = Octet;
@@ -109,7 +109,8 @@ struct EachAsItLies {
   }
 };
 
-// How they are moved where all are, and each is in one row. Nothing is converted before all loads are under way.
+// How octets are moved if all of them are whole, aligned to 16 bytes and in one row. Nothing is converted before all
+// loads are in flight.
 struct Whole {
   static constexpr int kInFlight = lt::kInFlight;
   using Raw = Packed<SCALAR>;

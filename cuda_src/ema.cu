@@ -11,27 +11,28 @@ struct EmaChunk {
   float* average;
   const void* value;
   uint32 count;
-  unsigned char type;     // of the value: kFloat32, kFloat16 or kBfloat16
+  unsigned char type;     // type of the value: kFloat32, kFloat16 or kBfloat16
   unsigned char aligned;  // whether both addresses are multiples of 16 bytes
   unsigned char reserved[2];
 };
 
 struct EmaParams {
   const EmaChunk* chunks;
-  float weight;  // of the value; the average's own is 1 - weight
+  float weight;  // weight of the value; the average's weight is 1 - weight
 };
 
 }  // namespace lt
 
 extern "C" __global__ void __launch_bounds__(256) ema(const lt::EmaParams p) {
   using namespace lt;
-  const EmaChunk chunk = p.chunks[blockIdx.x];  // the table never changes
+  const EmaChunk chunk = p.chunks[blockIdx.x];  // the table is constant, so it may be read before the previous kernel has ended
   wait_for_predecessor();
   const Quads at = quads_of_thread(chunk.count, chunk.aligned);
   const Bits old = load_bits(chunk.average, kFloat32, at), value = load_bits(chunk.value, chunk.type, at);
   const Octet now = unpack(value, chunk.type);
   Octet average = unpack(old, kFloat32);
-  // An average that equals its value stays as it is, which is not sure if two products are added.
+  // average + weight · (value - average): an average that equals its value stays as it is. A sum of two products could
+  // be off by a rounding.
 #pragma unroll
   for (int k = 0; k < kOctet; ++k) average.v[k] += p.weight * (now.v[k] - average.v[k]);
   store_bits(chunk.average, kFloat32, at, pack(average, kFloat32));

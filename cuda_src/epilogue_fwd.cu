@@ -17,9 +17,9 @@ namespace lt {
 
 struct EpilogueFwdParams {
   Matrix in;             // the matrix product, of type PRODUCT
-  Matrix preactivation;  // where z + bias is kept for backward; only with KEEP; may be `in` if the types agree
+  Matrix preactivation;  // the stored pre-activation z + bias, only with KEEP; may be `in` if the types agree
   Matrix out;            // may be `in` if the types agree
-  const SCALAR* bias;    // one element a column; may be absent
+  const SCALAR* bias;    // the bias, one element for each column; may be null
   uint32 rows;
   int64 cols;
   Dropout dropout;

@@ -1,5 +1,5 @@
-// Rows of few classes, each of which one thread has: all of a row is in registers, so that all of its loads are under way
-// at once and nothing is loaded twice. Compiled for one SCALAR type.
+// Rows of few classes. One thread holds a whole row in registers, so that all of the row's loads are in flight at once
+// and nothing is loaded twice. Compiled for one SCALAR type.
 #pragma once
 
 #include "softmax_rows.cuh"
@@ -19,7 +19,7 @@ struct FewClasses {
     const SCALAR* const from = element<const SCALAR>(m, row, 0);
     FewClasses out;
     if (in_pairs(m, cols)) {
-      Two pairs[kFewClasses / 2];  // unconverted, so that no conversion waits between the loads
+      Two pairs[kFewClasses / 2];  // left unconverted, so that all loads are issued before the first conversion waits for one
 #pragma unroll
       for (int i = 0; i < kFewClasses; i += 2) {
         pairs[i / 2] = Pair<SCALAR>::pack(float2{-CUDART_INF_F, -CUDART_INF_F});
@@ -97,7 +97,7 @@ __device__ inline float to_gradient(const CrossEntropyParams& p, FewClasses& row
   const Slope slope = target.slope(softmax, scale);
 #pragma unroll
   for (int i = 0; i < kFewClasses; ++i) {
-    if (kSpreads && i >= cols) break;  // there is no weight
+    if (kSpreads && i >= cols) break;  // rows have no weight
     row.v[i] = slope.of(row.v[i], i) + (i == place ? slope.at_label : 0.0f);
   }
   return target.loss(softmax);

@@ -8,7 +8,7 @@
 
 namespace lt {
 
-constexpr int kFlatRows = 64;  // of a block's threads, at most
+constexpr int kFlatRows = 64;  // upper limit of a block's threads
 
 // Adds up the columns of a block and those that its octets reach beyond them, and calls `use(place, sum)` once for each of
 // the 8 · (blockDim.x + 1) places. As with `sum_over_block`, every thread must call it.
@@ -22,7 +22,7 @@ __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
     own[threadIdx.x * kOctet + lead + i] = octet.v[i];
-    if (threadIdx.x == 0) own[i < lead ? i : width - kOctet + i] = 0.0f;  // places that no octet of the row has
+    if (threadIdx.x == 0) own[i < lead ? i : width - kOctet + i] = 0.0f;  // places behind the row's last octet
   }
   __syncthreads();
   for (int at = self; at < rows * width; at += threads) sums[at] = sum_column(sums + at, rows * width, kSlice);
@@ -45,19 +45,19 @@ struct FlatBlocks {
   __device__ int64 slot() const { return width + 2 * kOctet; }
   __device__ int own(int block) const { return block == blocks - 1 ? last : width; }
 
-  // Columns behind a block's own up to the row's end, at most an octet.
+  // Number of columns between a block's last column and the row's end, at most 8.
   __device__ int left(int block) const {
     if (block == blocks - 1) return 0;
     return block == blocks - 2 && last < kOctet ? last : kOctet;
   }
 
-  // Blocks that have columns of this one.
+  // Number of blocks that have sums of this block's columns.
   __device__ uint32 arrivals(int block) const {
     if (blocks == 1) return 1;
     return block == 0 && blocks > 2 && last < kOctet ? 3 : 2;
   }
 
-  // Stores the sum at a place behind a block's beginning into its slot.
+  // Stores the sum of column `place` of a block, counted from its first column, into the block's slot.
   __device__ void put(float* at, int block, int place, float sum) const {
     const int beyond = place - own(block), rest = left(block);
     if (beyond < 0) {
@@ -95,8 +95,9 @@ __device__ inline void sum_flat_slots(const ColumnSum<T>& c, const FlatBlocks& f
   sum_over_block(total, [&](int place, float sum) { store_sum(c, first + place, cols, sum); });
 }
 
-// Counts the calling block in with the counter of each block that it has columns of. It does so at once, since each counter
-// alone would take a microsecond. `lasts` tells for which counters the block is the last; see `is_last_block`.
+// Increments the counter of each block whose columns the calling block has sums of. All counters are incremented at
+// once: one after the other, each would take a microsecond. `lasts` tells for which counters the block is the last; see
+// `is_last_block`.
 __device__ inline void arrive(uint32* tickets, const FlatBlocks& flat, const int (&blocks)[3], bool (&lasts)[3]) {
   __shared__ uint32 arrived[3];
   __syncthreads();
@@ -113,7 +114,8 @@ __device__ inline void arrive(uint32* tickets, const FlatBlocks& flat, const int
   for (int i = 0; i < 3; ++i) lasts[i] = blocks[i] >= 0 && arrived[i] == flat.arrivals(blocks[i]) * gridDim.y - 1;
 }
 
-// Adds up the sums of all threads over the grid. A block's columns are summed up by the last of those that have some of them.
+// Adds up the sums of all threads over the grid. Of the blocks that have sums of a column, the last one to finish adds
+// them up.
 template <class T>
 __device__ inline void sum_flat_over_grid(const ColumnSum<T>& c, const Octet& octet, int64 cols, int lead) {
   const FlatBlocks flat(cols);

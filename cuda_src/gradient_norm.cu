@@ -19,7 +19,7 @@ struct GradientChunk {
 
 struct GradientNormParams {
   const GradientChunk* chunks;
-  float* partial;  // a sum of each block
+  float* partial;  // one sum of squares for each block
   OptimizerState* state;
   const float* scale;  // the loss scale, which the gradients are multiplied by; may be absent
 };
@@ -42,7 +42,7 @@ struct CompensatedSum {
 };
 
 struct Squares {
-  float factor;  // of each gradient
+  float factor;  // one entry for each gradient
   CompensatedSum sum;
   bool finite = true;
 
@@ -87,7 +87,7 @@ __device__ inline void add_chunk(Squares& squares, const GradientChunk& chunk) {
 
 constexpr uint32 kGroups = 16;
 
-// Added in two halves, so that a large term costs the others little precision.
+// The eight squares are added in two halves, so that a large term costs the others little precision.
 template <uint32 kCount>
 __device__ inline float sum_in_pairs(const float* terms, uint32 stride) {
   if constexpr (kCount == 1) {
@@ -130,7 +130,7 @@ __device__ inline float sum_of_partials(const float* partial) {
 // Six blocks a multiprocessor: for eight, the compiler would keep only two of a thread's loads in flight, not four.
 extern "C" __global__ void __launch_bounds__(256, 6) gradient_norm(const lt::GradientNormParams p) {
   using namespace lt;
-  const GradientChunk chunk = p.chunks[blockIdx.x];  // the table never changes
+  const GradientChunk chunk = p.chunks[blockIdx.x];  // the table is constant, so it may be read before the previous kernel has ended
   wait_for_predecessor();
   Squares squares{p.scale ? 1.0f / *p.scale : 1.0f, {}};
   if (chunk.type == kFloat32) {

@@ -12,8 +12,8 @@ __device__ inline bool is_last_block(uint32* ticket, uint32 blocks) {
   __shared__ uint32 arrived;
   __syncthreads();
   if (threadIdx.x == 0 && threadIdx.y == 0) {
-    // One thread's fences suffice: they order everything that a barrier has ordered before or after them. If all threads
-    // had fences, each would wait for its own stores.
+    // One thread's fences suffice: they order everything that a barrier has ordered before or after them. If all
+    // threads executed fences, each would wait for its own stores.
     __threadfence();
     arrived = atomicInc(ticket, blocks - 1);
     __threadfence();

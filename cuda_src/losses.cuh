@@ -37,7 +37,7 @@ struct Huber {
   static __device__ LossTerm of(float prediction, float target, const LossOptions& options) {
     const float difference = prediction - target, distance = fabsf(difference), delta = options.delta;
     if (distance <= delta) return {0.5f * difference * difference, difference};
-    // NaN comes here, and stays NaN.
+    // NaN reaches this branch and stays NaN.
     const float slope = difference > delta ? delta : difference < -delta ? -delta : difference;
     return {delta * (distance - 0.5f * delta), slope};
   }
@@ -67,7 +67,7 @@ struct BinaryCrossEntropy {
   static __device__ LossTerm of(float z, float target, const LossOptions& options) {
     const float e = exp2_approx(-kLog2E * fabsf(z)), large = reciprocal_approx(1.0f + e);
     const float negative = 1.0f - target, positive = options.pos_weight * target;
-    // the parts of the target that the logit's sign is against and for
+    // the target's share of the class that the logit's sign votes against, and of the other class
     const float wrong = z >= 0.0f ? negative : positive, right = z >= 0.0f ? positive : negative;
     const float slope = large * fmaf(-right, e, wrong), both = WEIGHTED ? wrong + right : 1.0f;
     return {both * log_of_one_and(e) + wrong * fabsf(z), z >= 0.0f ? slope : -slope};

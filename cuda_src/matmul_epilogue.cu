@@ -17,30 +17,31 @@ namespace lt {
 // ReLU's mask: one bit for each element, the first element of eight in a byte's lowest bit.
 struct Mask {
   unsigned char* data;  // may be absent
-  int64 line_stride;    // bytes from one row (column) to the next
+  int64 line_stride;    // stride in bytes from one row (column) to the next
   int64 batch_stride;   // bytes
   int along_rows;       // whether a byte's bits are consecutive rows rather than columns
 };
 
-// β·C, where the library has not added it: it takes no C that lies the other way than D, or has another type.
+// β·C, where the library has not added it: it refuses a C whose order (row-major or column-major) or type differs from
+// D's.
 struct Addend {
   Matrix c;  // may be absent
   int64 batch_stride;
-  const float* beta_pointer;  // overrides `beta`
+  const float* beta_pointer;  // β in device memory; overrides `beta`
   float beta;
 };
 
 struct MatmulEpilogueParams {
-  Matrix product;  // of type PRODUCT; may be `d` if the types agree
+  Matrix product;  // the product, of type PRODUCT; may be `d` if the types agree
   int64 product_batch_stride;
-  Matrix d;  // matmul_forward takes D's contiguous axis for its columns
+  Matrix d;  // matmul_forward: the columns are D's contiguous axis
   int64 d_batch_stride;
   Addend addend;
-  Matrix bias;  // matmul_forward; a zero stride along the axis that it does not vary with; may be absent
+  Matrix bias;  // the bias of matmul_forward, with stride 0 along the axis on which it is constant; may be null
   Matrix aux;   // the pre-activation, which matmul_forward writes and matmul_backward reads; may be absent
   int64 aux_batch_stride;
-  Mask mask;              // ReLU's bits instead
-  SCALAR* bias_gradient;  // matmul_backward; (batch, cols) sums over the rows; may be absent
+  Mask mask;              // ReLU's mask, in place of a pre-activation
+  SCALAR* bias_gradient;  // the bias gradient of matmul_backward, (batch, cols) sums over the rows; may be null
   int64 rows;
   int64 cols;
 };
@@ -58,7 +59,7 @@ __device__ inline Matrix batch_of(const Matrix& m, int64 stride) {
   return Matrix{m.data ? static_cast<T*>(m.data) + blockIdx.z * stride : nullptr, m.row_stride, m.col_stride};
 }
 
-// Eight elements of the product, with β·C added where there is a C.
+// Eight elements of the product, plus β·C if there is a C.
 __device__ inline Octet load_product(const Matrix& product, const Addend& addend, int64 row, int64 col, int count) {
   Octet z = load<PRODUCT>(product, row, col, count);
   if (addend.c.data) {
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::M
   using namespace lt;
   wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
-  // Threads beyond the last column do not return: the sums have a barrier.
+  // Threads beyond the last column must not return early: computing the bias gradient has a barrier.
   const int count = octet_count(col, p.cols);
   const Matrix product = batch_of<PRODUCT>(p.product, p.product_batch_stride);
   const Matrix d = batch_of<SCALAR>(p.d, p.d_batch_stride), aux = batch_of<SCALAR>(p.aux, p.aux_batch_stride);

@@ -21,26 +21,26 @@ namespace lt {
 constexpr int kStep = 16;           // rows of a tile, and columns of a step of a product
 constexpr int kSteps = WIDTH / kStep;
 constexpr int kTiles = WIDTH / 8;   // tiles of 8 columns
-constexpr int kSkew = 8;            // elements between rows, so that eight rows lie in different banks
+constexpr int kSkew = 8;            // elements of padding behind each row, so that eight rows lie in different banks
 
 struct MlpLayer {
-  void* weight;  // (outputs, inputs), without gaps
-  void* bias;    // (outputs,); may be absent
+  void* weight;  // the weight (outputs, inputs), without gaps
+  void* bias;    // the bias (outputs,); may be null
   int inputs;
   int outputs;
 };
 
 struct MlpParams {
   MlpLayer layers[kMaxLayers];
-  Matrix x;  // (rows, inputs of the first layer)
+  Matrix x;  // inputs of the MLP (rows, inputs of the first layer)
   Matrix y;  // (rows, outputs of the last layer); in the backward pass their gradient or, with a loss, their targets
-  float* partial;           // sums of each block, in the backward pass
+  float* partial;           // backward pass: the sums of each block
   const float* grad_scale;  // factor of a loss's gradient, on the device; may be absent
   int64 rows;
-  int count;  // layers, at least two
+  int count;  // number of layers, at least two
   float slope;
   float gradient_scale;  // 1 / (rows · outputs), times the factor of a loss's gradient
-  float delta;           // of Huber's loss
+  float delta;           // delta of Huber's loss
 };
 
 __device__ inline int whole_steps(int columns) { return (columns + kStep - 1) / kStep * kStep; }
@@ -136,7 +136,7 @@ __device__ inline void start_with_bias(float (&sums)[R][C][4], const float* bias
   }
 }
 
-// ReLU takes no instruction of its own: it is made as sums are rounded, and zero then is zero before.
+// ReLU takes no instruction of its own: the rounding of the sums replaces negative sums with zero.
 template <class A>
 constexpr bool kIsRelu = false;
 template <>
@@ -155,8 +155,8 @@ __device__ inline void activate(float (&sums)[R][kTiles][4], float slope) {
   }
 }
 
-// Zeros in the columns that a layer does not have: infinity or NaN there, as the product of an infinite number and a
-// padded weight, would reach the columns that it has.
+// Writes zeros to the columns that pad a layer. Without that an infinite input times a padded weight of 0 would be NaN
+// there, and the next product would spread it to the layer's columns.
 template <int R>
 __device__ inline void clear_padding(float (&sums)[R][kTiles][4], int columns) {
   if (columns == WIDTH) return;
@@ -195,7 +195,7 @@ __device__ inline void round_sums(uint32 (&rows)[kSteps][R][4], const float (&su
   }
 }
 
-// The same of sums that `activate` has been given.
+// Rounds sums that `activate` has processed, for the left operand of the next product.
 template <int R>
 __device__ inline void round_activated(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
   round_sums<kIsRelu<ACTIVATION>>(rows, sums);
@@ -212,15 +212,15 @@ __device__ inline bool lies_whole(const Matrix& m, int columns) {
   return m.col_stride == 1 && columns % kOctet == 0 && m.row_stride % kOctet == 0 && reinterpret_cast<uint64>(m.data) % 16 == 0;
 }
 
-// Copies rows from `first` on to shared memory, with zeros in columns up to `padded` and in rows that are not there. Begins
-// the copy, which is to be waited for, or makes it at once. Each of `threads` threads takes its part; `padded` is a multiple
-// of 8.
+// Copies rows from `first` on to shared memory, with zeros in columns up to `padded` and in rows that are not there.
+// Starts an asynchronous copy, for which the caller has to wait, or copies at once. Each of `threads` threads takes its
+// part; `padded` is a multiple of 8.
 __device__ inline void copy_rows(SCALAR* to, int pitch, int padded_rows, int padded, const Matrix& from, int64 first,
                                  int64 rows, int columns, int thread, int threads) {
   const int octets = padded / kOctet, down = threads / octets, across = threads % octets;
   const bool is_whole = lies_whole(from, columns);
   int row = thread / octets, octet = thread % octets;
-  if (is_whole && across == 0) {  // a thread stays in its columns
+  if (is_whole && across == 0) {  // a thread copies the same columns of every row
     const int bytes = octet * kOctet < columns ? 16 : 0;
     const SCALAR* source = bytes ? element<SCALAR>(from, first + row, octet * kOctet) : static_cast<SCALAR*>(from.data);
     const int64 step = bytes ? down * from.row_stride : 0;

@@ -78,7 +78,7 @@ struct WarpBuffers {
   static constexpr int kOutputs = (SAVED == 2 ? HIDDEN : LAST) - kFirstOutput;
   static constexpr bool kReplaces = SAVED == 2 && LAST < HIDDEN;
   static constexpr int kGradients = (SAVED == 1 || LAST == HIDDEN ? HIDDEN : LAST + !kReplaces) - FIRST;
-  static constexpr int kHidden = kChunk * kX * kInputPitch;  // where the hidden layers begin
+  static constexpr int kHidden = kChunk * kX * kInputPitch;  // offset of the hidden layers' buffers
   static constexpr int kSize = kHidden + kChunk * ((kOutputs + kGradients) * kPitch + makes(HIDDEN) * kOutputPitch);
 
   static __device__ bool has_output(int layer) {
@@ -92,9 +92,9 @@ struct WarpBuffers {
   }
 };
 
-// How many warps the tiles of a layer's gradient are split among: with the fewest tiles for each, of those with the fewest
-// rows and columns of tiles, which are what a warp has to read, and of those with the fewest rows, each of which has a sum
-// for the bias.
+// How the tiles of a layer's gradient are split among the warps. The split has the fewest tiles for a warp; among
+// equals the fewest rows plus columns of tiles, which a warp has to read; among these the fewest rows, each of which
+// adds a sum for the bias.
 struct Split {
   int down, across;
 };
@@ -139,8 +139,8 @@ struct Sums {
            has(first_down(warp), first_across(warp));
   }
 
-  // Adds the products of all rows of a chunk's gradients with its inputs. Tiles that do not exist take the numbers of the
-  // last one, and are not written.
+  // Adds the products of all rows of a chunk's gradients with its inputs. Tiles beyond the last repeat the last tile's
+  // numbers and are not written.
   __device__ void add(int warp, const SCALAR* gradient, int gradient_pitch, const SCALAR* input, int input_pitch) {
     if (!has_any(warp)) return;
     const int down = first_down(warp), across = first_across(warp);
@@ -175,7 +175,7 @@ struct Sums {
     }
   }
 
-  // Writes them, a float4 a lane for each tile of 8 columns.
+  // Writes the sums: each lane one float4 for each tile of 8 columns.
   __device__ void write(int warp, float* sums) const {
     if (!has_any(warp)) return;
 #pragma unroll
@@ -200,8 +200,8 @@ struct Sums {
 using FirstSums = Sums<kSteps, kInputSteps>;
 using HiddenSums = Sums<kSteps, kSteps>;
 using LastSums = Sums<kOutputSteps, kSteps>;
-constexpr int kBetween = HIDDEN - 1;  // layers whose inputs and outputs are both hidden
-constexpr int kPartial =  // sums of a block
+constexpr int kBetween = HIDDEN - 1;  // number of layers whose inputs and outputs are both hidden
+constexpr int kPartial =  // number of sums of a block
     FirstSums::kSize + kBetween * HiddenSums::kSize + LastSums::kSize + (kHasLoss ? kLossPlaces : 0);
 
 __device__ inline void store_words(SCALAR* tile, const uint32 (&rows)[kSteps][kRowTiles][4]) {
@@ -244,7 +244,8 @@ __device__ inline void multiply_derivative(float (&sums)[kRowTiles][kTiles][4], 
   }
 }
 
-// The same for ReLU, of the rounded gradient: a factor of 0 or 1 rounds nothing. Infinity times 0 is NaN, as it is there.
+// Multiplies by ReLU's derivative, on the rounded gradient: a factor of 0 or 1 rounds nothing. Infinity times 0 is NaN,
+// as for the other activations.
 __device__ inline void multiply_relu_derivative(uint32 (&rows)[kSteps][kRowTiles][4], SCALAR* saved) {
   using Two = Pair<SCALAR>::Type;
 #pragma unroll

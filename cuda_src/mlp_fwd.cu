@@ -7,7 +7,7 @@
 
 namespace lt {
 
-constexpr int kRowTiles = WIDTH <= 64 ? 2 : 1;  // of a warp: with two, weights are read from shared memory half as often
+constexpr int kRowTiles = WIDTH <= 64 ? 2 : 1;  // tiles of rows that a warp has: with two, weights are read from shared memory half as often
 constexpr int kWarpRows = kRowTiles * kStep;
 
 // The last layer, without an activation, into the first `columns` columns of a tile.
@@ -30,7 +30,7 @@ __device__ inline void last_layer(SCALAR* tile, int pitch, int columns, const ui
   }
 }
 
-// Writes a warp's rows, 16 bytes at a time if they lie so.
+// Writes a warp's rows, 16 bytes at a time if the rows are aligned to 16 bytes.
 __device__ inline void store_rows(const Matrix& y, int64 first, int64 rows, int columns, const SCALAR* tile, int pitch) {
   const int lane = threadIdx.x % kWarp, count = rows < kWarpRows ? static_cast<int>(rows) : kWarpRows;
   if (lies_whole(y, columns)) {
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) mlp_fwd(const lt::MlpParams
   const int pitch = (inputs > outputs ? inputs : outputs) + kSkew;
   const Weights weights{reinterpret_cast<SCALAR*>(memory), inputs};
   float* biases = reinterpret_cast<float*>(weights.of(last) + outputs * (WIDTH + kSkew));
-  // Each warp has two tiles: one that it works on, and one that its next rows are copied to meanwhile.
+  // Each warp has two buffers: it works on one while its next rows are copied to the other.
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, lane = threadIdx.x % kWarp;
   SCALAR* tiles = reinterpret_cast<SCALAR*>(biases + last * WIDTH + outputs) + warp * 2 * kWarpRows * pitch;
   const int64 stride = static_cast<int64>(gridDim.x) * warps * kWarpRows;

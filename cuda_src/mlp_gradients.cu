@@ -2,7 +2,7 @@
 // the loss, if there is one.
 // Compiled for one SCALAR type.
 //
-// A thread in x has a sum, a thread in y some of the blocks.
+// threadIdx.x selects the sum; the threads in y share the blocks.
 
 #include "mlp_sums.cuh"
 #include "predecessor.cuh"
@@ -14,25 +14,25 @@ constexpr int kSums = 32;   // threads in x
 constexpr int kParts = 8;   // threads in y
 
 struct MlpGradient {
-  SCALAR* weight;  // (outputs, inputs), without gaps
-  SCALAR* bias;    // (outputs,); may be absent
+  SCALAR* weight;  // gradient of the weight (outputs, inputs), without gaps
+  SCALAR* bias;    // gradient of the bias (outputs,); may be null
   int inputs;
   int outputs;
 };
 
 struct MlpGradientsParams {
   MlpGradient layers[kMaxLayers];
-  const float* partial;  // (blocks, sums)
-  float* loss;           // whose sum is the first of the last kLossPlaces; may be absent
+  const float* partial;  // the blocks' sums (blocks, sums)
+  float* loss;           // the loss, whose sum is the first of the last kLossPlaces sums; may be null
   float size;            // divisor of the loss
   int blocks;
   int sums;
   int count;       // layers
-  int width;       // columns of the hidden layers in the sums
+  int width;       // number of columns of the hidden layers, as padded in the sums
   int accumulate;  // whether the sums are added to the present gradients
 };
 
-// Where the sum with a number goes; null where it belongs to padding, or to a bias that there is not.
+// Address for the sum with a number; null if the sum belongs to padding or to an absent bias.
 __device__ inline SCALAR* place_of_sum(const MlpGradientsParams& p, int number) {
 #pragma unroll 1
   for (int i = 0; i < p.count; ++i) {

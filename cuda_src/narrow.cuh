@@ -13,13 +13,13 @@ constexpr int kWarp = 32;
 
 // All matrices are passed as row-major ones.
 struct NarrowParams {
-  Matrix a;          // (M, K), or its transpose
-  Matrix b;          // (K, N), or its transpose
-  Matrix c;          // may be absent, or `d`
+  Matrix a;          // the operand A (M, K), or its transpose
+  Matrix b;          // the operand B (K, N), or its transpose
+  Matrix c;          // the operand C; may be null or the same memory as `d`
   Matrix d;
   SCALAR* vector;    // (N) the bias, (M) the sum of A over K, or (N) the sum of D over M; may be absent
-  float* partial;    // sums over parts of K, or of M; only for more than one part
-  uint32* tickets;   // counters of last_block.cuh, only for more than one part
+  float* partial;    // partial sums over parts of K, or of M; used if there are several parts
+  uint32* tickets;   // counters of last_block.cuh; used if there are several parts
   int64 rows;        // M
   int64 cols;        // N
   int64 depth;       // K

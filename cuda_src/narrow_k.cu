@@ -15,7 +15,8 @@ namespace lt {
 
 using Load = Access<SCALAR>;
 
-// Bytes of B that a thread waits for at once: all of B where each of few threads has one row, and they wait for each other.
+// Bytes of B that a thread loads at once: all of B if there are few threads, each with one row, since then latency
+// decides the time.
 constexpr int kInFlight = ROWS > 1 ? 128 : SUMS && ALIGNED ? 512 : 256;
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
 constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // rows of B
@@ -55,7 +56,7 @@ struct Aux {
 // `row`, or the last row if `row` is beyond it.
 __device__ inline int64 existing(const NarrowParams& p, int64 row) { return row < p.rows ? row : p.rows - 1; }
 
-// An octet of A·B in each of ROWS rows from `first` on; in place of rows beyond the last, the last one again.
+// An octet of A·B in each of ROWS rows from `first` on; rows beyond the last are replaced by the last row.
 __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int64 first, int64 col, int count) {
 #pragma unroll
   for (int start = 0; start < WIDTH; start += kTogether) {
@@ -63,7 +64,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
     float a[ROWS][kTogether] = {};
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      if (start + k >= p.depth) continue;  // all threads take the same way
+      if (start + k >= p.depth) continue;  // a uniform branch: all threads take the same side
       raw[k] = Load::load(element<SCALAR>(p.b, start + k, col), 1, count);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) a[r][k] = to_float(*element<SCALAR>(p.a, existing(p, first + r), start + k));
@@ -81,7 +82,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
   }
 }
 
-// An octet of D, from that of A·B.
+// Computes an octet of D from the octet of A·B.
 __device__ inline Octet result(const NarrowParams& p, int64 row, int64 col, int count, const Octet& sums,
                                const Aux::Raw& aux) {
   Octet out{};
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_k(const lt::NarrowPa
   const int count = octet_count(col, p.cols);
   wait_for_predecessor();
   if (!SUMS && count == 0) return;
-  // Where there are sums, threads beyond the last column do not return, since the sum has barriers.
+  // If there are sums, threads beyond the last column must not return early, since the sum has barriers.
   const int64 rows = SUMS && count == 0 ? 0 : p.rows;
   Octet total{};
   for (int64 first = (static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y) * ROWS; first < rows; first += step) {

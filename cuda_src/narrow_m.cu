@@ -13,7 +13,7 @@ namespace lt {
 constexpr int kQuad = 4;
 constexpr int kTerms = kQuad * WIDTH;  // terms that a thread sums up: a quad of each of D's rows
 constexpr int kMaxSide = 16, kMaxWarps = 8;
-constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // rows that are loaded together
+constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // number of rows whose loads are in flight together
 
 struct Quad {
   float v[kQuad];
@@ -48,8 +48,8 @@ __device__ inline Quad load_quad(const SCALAR* p, int count) {
 // The four columns of a thread. Where A is to be summed, the column after B's last is all ones.
 struct Columns {
   int64 first;
-  int count;  // how many of them exist
-  int ones;   // which of the four is all ones; none if negative
+  int count;  // how many of the four columns exist
+  int ones;   // which of the four columns is all ones; none if negative
 
   __device__ explicit Columns(const NarrowParams& p)
       : first((static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kQuad), count(0), ones(-1) {
@@ -109,7 +109,7 @@ __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, 
   }
 }
 
-// The shared memory for all such sums of a kernel.
+// The shared memory of the sum over a block; all of a kernel's sums use the same.
 __device__ inline float* shared_sums() {
   __shared__ float sums[kMaxWarps * kMaxSide * kTerms];
   return sums;

@@ -13,7 +13,7 @@ namespace lt {
 using Load = Access<SCALAR>;
 
 constexpr int kMaxWarps = 8;
-constexpr int kInFlight = ROWS == 1 ? 256 : 128;  // bytes of B that a thread waits for at once
+constexpr int kInFlight = ROWS == 1 ? 256 : 128;  // bytes of B that a thread loads at once
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
 constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // columns
 
@@ -22,7 +22,7 @@ __device__ inline void add_products(float (&sums)[ROWS][WIDTH], const Octet (&x)
                                     int64 cols) {
 #pragma unroll
   for (int n = 0; n < kTogether; ++n) {
-    if (first + n >= cols) continue;  // all threads take the same way
+    if (first + n >= cols) continue;  // a uniform branch: all threads take the same side
     const Octet w = Load::unpack(raw[n]);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_n(const lt::NarrowPa
     Load::Raw raw[ROWS];
     Octet x[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {  // in place of rows beyond the last, the last one again
+    for (int r = 0; r < ROWS; ++r) {  // rows beyond the last are replaced by the last row
       raw[r] = Load::load(element<SCALAR>(p.a, first + r < last ? first + r : last, k), 1, count);
     }
 #pragma unroll

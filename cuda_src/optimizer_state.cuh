@@ -7,8 +7,8 @@ namespace lt {
 
 struct alignas(16) OptimizerState {
   uint32 steps;          // updates done
-  uint32 skipped;        // updates left out because a gradient was NaN or infinite
-  uint32 nonfinite;      // threads that have seen such a gradient since the last update
+  uint32 skipped;        // number of updates left out because a gradient was NaN or infinite
+  uint32 nonfinite;      // number of threads that have seen a NaN or infinite gradient since the last update
   float norm;            // norm of all unscaled gradients at the last update
   uint32 update_ticket;  // how many counters of an update's blocks are full; zero between launches
   uint32 norm_ticket;    // how many of a norm's blocks are done; zero between launches

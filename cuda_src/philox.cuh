@@ -10,11 +10,11 @@ constexpr int kRounds = 10;
 
 // Dropout as the host passes it. `step_pointer` overrides `step`, so that a captured graph can advance it.
 struct Dropout {
-  uint32 keys[kRounds][2];  // a key for each round: read from constant memory, they cost neither registers nor additions
+  uint32 keys[kRounds][2];  // a key for each round: keys in constant memory cost neither registers nor additions
   const uint32* step_pointer;
   uint32 step;
   uint32 layer;
-  uint32 limit;  // 65536 times the number of lanes' values that are kept, less 1
+  uint32 limit;  // 65536 · (number of 16-bit values that are kept) - 1
   float scale;
 };
 
@@ -80,7 +80,8 @@ __device__ inline void apply_dropout(Octet& octet, const Dropout& d, uint32 step
   }
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
-    // The lane is in the upper half. The lower half does not change the comparison: the limit's lower half is all ones.
+    // The lane is in the word's upper half. The word's lower half does not change the comparison, because the limit's
+    // lower half is all ones.
     const uint32 lane = i % 2 ? w[i / 2] : w[i / 2] << 16;
     octet.v[i] *= lane <= d.limit ? d.scale : 0.0f;
   }

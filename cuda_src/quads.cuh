@@ -16,14 +16,14 @@ constexpr int kTypeOf<__half> = kFloat16;
 template <>
 constexpr int kTypeOf<__nv_bfloat16> = kBfloat16;
 
-constexpr uint32 kTile = 256;  // elements that a warp has at a time
+constexpr uint32 kTile = 256;  // elements that a warp handles at a time
 constexpr uint32 kQuadDistance = 128;
 
 // Which elements of a chunk are the calling thread's.
 struct Quads {
   uint32 first;  // index of the first quad's first element
   uint32 count;  // elements in the chunk
-  bool vector;   // both quads exist, and the arrays are aligned
+  bool vector;   // whether both quads exist and the arrays are aligned
 
   // The k-th element's index in the chunk.
   __device__ uint32 index(int k) const { return first + k / 4 * kQuadDistance + k % 4; }
@@ -80,7 +80,7 @@ __device__ inline Bits load_bits(const void* data, int type, const Quads& at) {
       if (at.index(k) < at.count) out.w[k] = load_word<uint32>(data, at.index(k));
     }
   } else {
-    uint32 halves[kOctet] = {};  // put together when all loads are under way
+    uint32 halves[kOctet] = {};  // the halves are joined once all loads are in flight
 #pragma unroll
     for (int k = 0; k < kOctet; ++k) {
       if (at.index(k) < at.count) halves[k] = load_word<unsigned short>(data, at.index(k));
@@ -129,7 +129,7 @@ __device__ inline Octet unpack(const Bits& bits, int type) {
   return out;
 }
 
-// Rounds to nearest.
+// Stores the eight elements, rounded to nearest.
 __device__ inline Bits pack(const Octet& octet, int type) {
   Bits out{};
 #pragma unroll

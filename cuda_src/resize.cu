@@ -11,18 +11,18 @@
 namespace lt {
 
 constexpr int kResized = 3;
-constexpr int kBlocks = 3;  // that a multiprocessor shall hold: more would spill registers for some GPUs
+constexpr int kBlocks = 3;  // blocks that a multiprocessor shall hold: more would spill registers for some GPUs
 
 struct Resized {
   Matrix from;
-  Matrix to;  // its rows are contiguous
+  Matrix to;  // the target, whose rows are contiguous
   int64 from_rows;
   int64 from_cols;
   int64 rows;
   int64 cols;
-  int across;   // blocks side by side
-  int down;     // blocks below each other
-  int threads;  // of a block, side by side, with an octet each: two to this power
+  int across;   // number of blocks side by side
+  int down;     // number of blocks below each other
+  int threads;  // log2 of a block's threads side by side, which have an octet each
 };
 
 struct ResizeParams {
@@ -108,8 +108,8 @@ struct Source {
   int64 rows;
   int64 cols;
   int64 col_stride;
-  uint64 first;  // address from which on an octet's words of 16 bytes are the source's own
-  uint64 reach;  // bytes from there for which they are
+  uint64 first;  // first address at which 16-byte words lie within the source
+  uint64 reach;  // number of bytes from `begin` on in which 16-byte words lie within the source
 
   __device__ explicit Source(const Resized& item)
       : rows(item.from_rows < item.rows ? item.from_rows : item.rows),

@@ -6,9 +6,9 @@
 
 namespace lt {
 
-constexpr uint32 kRoundingCalls = 1u << 31;  // above the ids of dropout's layers
+constexpr uint32 kRoundingCalls = 1u << 31;  // a number above the ids of dropout's layers
 
-// The value to round.
+// Which of an element's three numbers is rounded.
 enum class Rounded { kParameter, kFirstMoment, kSecondMoment };
 
 // The random bits of an optimizer's update: the call of Philox with the number `octet` gives eight 16-bit lanes, one for

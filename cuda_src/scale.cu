@@ -8,7 +8,7 @@ namespace lt {
 struct ScaleParams {
   const float* source;
   void* target;
-  const float* scale;  // the factor is `share` times this number, or `share` alone where this is null
+  const float* scale;  // device memory; the factor is `share` times this number, or `share` if this is null
   int64 size;
   float share;
 };

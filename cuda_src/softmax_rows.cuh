@@ -41,7 +41,7 @@ struct Exponential {
 // Running maximum and sums of softmax over the logits read so far. Its alignment lets one instruction move it.
 struct alignas(16) Softmax {
   float max;
-  float sum;    // of exp(logit - max)
+  float sum;    // sum of exp(logit - max)
   float total;  // sum of the logits; kept where labels are smoothed, times their classes' weights if these are spread
   float mass;   // sum of the weights; kept where they are spread
 
@@ -208,7 +208,7 @@ __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
 // spread.
 struct Slope {
   Exponential exponential;
-  float scale;  // divided by the sum of exponentials, and corrected
+  float scale;  // the scale divided by the sum of exponentials, and corrected for the rounding of max · log₂e
   float shift;
   float at_label;
   const float* class_weights;

@@ -15,7 +15,7 @@
 
 namespace lt {
 
-constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;  // from one of a thread's packets to the next
+constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;  // elements from one of a thread's packets to the next
 constexpr int64 kBatchStride = kPacketStride * kPacketsInFlight;
 constexpr bool kLongRows = ROW_BLOCKS == 1;
 constexpr uint32 kKept = ROW_KEPT;
@@ -36,13 +36,13 @@ struct Batches {
         slots(smaller(held.slots / kPacketsInFlight, fetched)) {}
 
   __device__ uint32 all() const { return whole + 1; }
-  // How many of the fetched batches are whole.
+  // How many of the batches that pass through shared memory are whole.
   __device__ uint32 whole_fetched() const { return smaller(whole, fetched); }
-  // The packets that a thread has of a batch.
+  // How many packets of a batch a thread has.
   __device__ uint32 count(uint32 batch) const { return batch < whole ? kPacketsInFlight : rest; }
   __device__ uint32 slot_after(uint32 slot) const { return slot + 1 < slots ? slot + 1 : 0; }
-  // Batches that may still be under way when one is needed that is in shared memory: a batch has been asked for in place
-  // of each that has come into registers.
+  // How many batches may still be in flight when `batch` has to be in shared memory. Each batch that has come into
+  // registers has freed a slot, into which a later batch is being fetched.
   __device__ uint32 behind(uint32 batch) const { return smaller(batch, kKept) + slots - 1 - batch; }
 };
 
@@ -99,7 +99,7 @@ __device__ inline void fetch_row(const SharedRing& held, const Batches& batches,
 // It goes from batch to batch, so that no batch needs an address of its own in registers.
 struct Ahead {
   const SCALAR* from;  // the thread's first packet of the batch that comes next
-  const SCALAR* next;  // and of the next row
+  const SCALAR* next;  // the thread's first packet of the next row
   uint32 batch;
   bool exists;
   bool next_exists;
@@ -112,7 +112,7 @@ struct Ahead {
         next_exists(next_exists_) {
     turn(batches);
   }
-  // Fetches a batch in place of one that is done with.
+  // Fetches a batch into the slot of a consumed batch.
   __device__ void refill(const SharedRing& held, const Batches& batches, uint32 slot) {
     if (exists) fetch_batch(held, slot, from, batches.count(batch));
     end_batch();
@@ -212,7 +212,7 @@ __device__ inline uint32 write_fetched(const SCALAR* from, SCALAR* to, Ahead& ah
 // Warps, of which there are many, take turns. Memory holds fewer such rows than 32 bits count.
 struct Succession {
   uint32 index;
-  uint32* place;  // where one thread of a block leaves the row's number for the others
+  uint32* place;  // shared memory through which one thread tells its block the row's number
 
   __device__ Succession(const CrossEntropyParams& p, const Group& group, uint32 next, uint32 step, uint32* place_)
       : index(next + step), place(place_) {
@@ -256,7 +256,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
     turn = {turn.next, succession.row(), 0, Turn::label_of(p, turn.next)};
     return 0.0f;
   }
-  // Both are loaded before the row is waited for, and used after it.
+  // The label and the weight are loaded before the wait for the row, and used after it.
   const int64 label = turn.label;
   const SCALAR picked = label >= 0 && label < p.cols ? row.logit(p, label) : from_float<SCALAR>(0.0f);
   const float weight = weight_of(p, turn.now, label);
@@ -286,7 +286,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
 // first rows are being fetched.
 __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                     Mean& mean) {
-  __shared__ uint32 places[2];  // used in turns: a thread that is behind may still read the other one
+  __shared__ uint32 places[2];  // used alternately: a slower thread may still read the other element
   const Smoothing smoothing(p);
   const uint32 groups = blockDim.x / kLanes, step = gridDim.x * groups;
   const uint32 start = blockIdx.x * groups + threadIdx.x / kLanes;

@@ -102,13 +102,13 @@ struct Cursor {
   }
 };
 
-// Loads kDepth rows ahead, so that the next loads are under way while the thread computes. Where it computes much, more than
-// one would need registers that are better spent on more threads.
+// Loads kDepth rows ahead, so that the next loads are under way while the thread computes. In a pass that computes
+// much, a depth above 1 would need registers that are better spent on more threads.
 template <class From, int kDepth = 1>
 struct ReadAhead {
   From cursor;
   typename From::Raw next[kDepth] = {};
-  uint32 ahead;  // rows from one that is taken to the one that is loaded then
+  uint32 ahead;  // distance in rows from the row that is processed to the row that is loaded
 
   __device__ ReadAhead(const Matrix& m, const Sweep& s) : cursor(m, s), ahead(kDepth * s.step) {}
 

@@ -9,10 +9,10 @@ namespace lt {
 
 // Zero at the beginning.
 struct TallyState {
-  float loss;  // the sum over all steps
+  float loss;  // the sum of the losses of all steps
   float rest;  // the part that rounding has cut off (Kahan's summation)
   uint64 steps;
-  uint64 rows;  // rows whose label counts
+  uint64 rows;  // number of rows whose label is not ignored
   uint64 correct;
 };
 

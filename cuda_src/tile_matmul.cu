@@ -29,28 +29,28 @@ constexpr int kPitch = kSide + 8;  // elements from a line of a tile to the next
 constexpr int kWarp = 32;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kLines = kSide / kWarps;         // of a tile, which a warp copies or finishes
+constexpr int kLines = kSide / kWarps;         // number of a tile's lines that a warp copies or finishes
 constexpr int kShare = kSide / kWarp;          // elements of a copied line that one thread copies
-constexpr int kWarpRows = 16, kWarpCols = 32;  // of the part of D's tile that a warp makes
+constexpr int kWarpRows = 16, kWarpCols = 32;  // rows of the part of D's tile that a warp computes
 constexpr int kWarpsDown = kSide / kWarpRows;
-constexpr int kTiles = kWarpCols / 8;          // products side by side in that part
-constexpr int kSums = 4;                       // of a thread, in each of them
+constexpr int kTiles = kWarpCols / 8;          // number of mma products side by side in the warp's part of the tile
+constexpr int kSums = 4;                       // sums of a thread in each mma product
 
 struct TileMatmulParams {
   Matrix a;
   Matrix b;
-  Matrix c;         // may be absent, or `d`
+  Matrix c;         // the operand C; may be null or the same memory as `d`
   Matrix d;
-  Matrix aux;       // is written, or read for a derivative; may be absent otherwise
-  SCALAR* bias;     // (N); may be absent
+  Matrix aux;       // the pre-activation, written, or with DERIVATIVE read; may be null without DERIVATIVE
+  SCALAR* bias;     // the bias (N); may be null
   SCALAR* sums;     // (N) the sum of D over M if DERIVATIVE, (M) that of A over K otherwise; may be absent
   float* partial;   // sums of parts of K, then sums of D over the rows of tiles
   uint32* tickets;  // counters of last_block.cuh: of each tile's groups, then of each column of tiles
   int rows;         // M
   int cols;         // N
   int depth;        // K
-  int part;         // terms of K that a block has, a multiple of kSide
-  uint32 group;     // blocks whose sums one of them adds up
+  int part;         // number of terms of K that a block adds up, a multiple of kSide
+  uint32 group;     // size of a group of blocks whose sums one block adds up
   uint32 slots;     // partial sums of a tile that are stored: one for each part, each group of parts, and so on
   float alpha;
   float beta;
@@ -68,9 +68,9 @@ __device__ inline uint32 joined(SCALAR low, SCALAR high) {
 // neighbours of each, which it loads one by one, as a line may begin at any of them.
 struct Copier {
   const SCALAR* from;  // the thread's first element
-  int64 step;          // elements from one of the warp's lines to the next
-  int lines;           // of the matrix, from the warp's first on
-  int length;          // of a line, from the thread's element on
+  int64 step;          // stride in elements from one of the warp's lines to the next
+  int lines;           // number of the matrix's lines from the warp's first line on
+  int length;          // number of a line's elements from the thread's first element on
   uint32 pairs[kLines];
 
   __device__ Copier(const Matrix& m, bool by_rows, int rows, int cols, int row, int col) {
@@ -110,7 +110,7 @@ struct Copier {
 // The tile of D of a block, and the part of it that a warp computes.
 struct Place {
   int row, col;            // D's tile
-  int warp_row, warp_col;  // the warp's part of it
+  int warp_row, warp_col;  // first row and column of the warp's part of the tile
   int tiles;               // count of the warp's tiles side by side that have columns of D, or the sums of A
 
   __device__ Place(const TileMatmulParams& p, int first)
@@ -134,7 +134,7 @@ __device__ inline void add_ones(SCALAR* tile, int col) {
   }
 }
 
-// The warp's part of the product of two tiles is added to its sums.
+// Adds the warp's part of the product of two tiles to the warp's sums.
 __device__ inline void multiply(float (&sums)[kTiles][kSums], const SCALAR* a, const SCALAR* b, const Place& at, int terms) {
   const int lane = threadIdx.x % kWarp, line = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
   for (int k = 0; k < terms; k += 16) {
@@ -292,7 +292,7 @@ __device__ inline float finish(const TileMatmulParams& p, const float* products,
   return total;
 }
 
-// The same for all columns that the thread has. The one after D's last has sums of A.
+// Writes all columns of D that the thread has. The column after D's last holds the sums of A.
 __device__ inline void finish(const TileMatmulParams& p, const Place& at, const float* tile, float (&totals)[kShare]) {
   const int line = threadIdx.x / kWarp, row = at.row + line;
 #pragma unroll

@@ -23,11 +23,11 @@ class TransposedWriter {
     exists_ = col_ < cols;
   }
 
-  // Every thread of the block must call it, also a thread whose octet does not exist.
+  // Every thread of the block must call this function, also a thread whose octet does not exist.
   __device__ void store(const Octet& octet) {
     T* tile = shared_tile();
     const int pitch = blockDim.y + kPad;
-    __syncthreads();  // all threads have read the previous tile
+    __syncthreads();  // here all threads have read the previous tile
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) tile[(threadIdx.x * kOctet + i) * pitch + threadIdx.y] = from_float<T>(octet.v[i]);
     __syncthreads();
@@ -37,7 +37,7 @@ class TransposedWriter {
   }
 
  private:
-  static constexpr int kPad = 4 / sizeof(T);  // one word, so that neighbouring columns begin in different banks
+  static constexpr int kPad = 4 / sizeof(T);  // a padding of one word, so that neighbouring columns begin in different banks
   static constexpr int kMaxThreads = 256, kMaxColumns = 256;
 
   static __device__ T* shared_tile() {
@@ -61,7 +61,7 @@ class TransposedWriter {
   Matrix matrix_;
   uint32 rows_;
   uint32 block_row_;
-  int row_;     // first of the thread's eight rows in the tile
+  int row_;     // number of the thread's first row in the tile; the thread has eight
   int column_;  // the thread's column in the tile
   int64 col_;
   bool exists_;

@@ -119,7 +119,7 @@ __device__ inline void store_packed(T* p, const Packed<T>& packed) {
   }
 }
 
-// Words of two and of four elements.
+// Types for the bits of two and of four elements, which are moved as one word.
 template <class T>
 struct WordOf;
 template <>
@@ -138,7 +138,8 @@ struct WordOf<__nv_bfloat16> {
   using Four = uint2;
 };
 
-// Eight contiguous elements at any address, in the widest words that it allows: rows of odd length begin anywhere.
+// Eight contiguous elements at any address, in the widest words that the address allows: rows of odd length begin
+// anywhere.
 template <class T>
 __device__ inline Octet load_contiguous(const T* p) {
   using Two = typename Pair<T>::Type;

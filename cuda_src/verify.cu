@@ -19,7 +19,7 @@ struct Elements {
   int64 batch_stride;
   int64 row_stride;
   int64 col_stride;
-  int type;  // an ElementType
+  int type;  // element type, an ElementType
 };
 
 __device__ inline double load(const Elements& matrices, int64 batch, int64 row, int64 col) {
@@ -49,9 +49,9 @@ __device__ inline double load(const Elements& matrices, int64 batch, int64 row, 
 
 // The rounding of results to their type, and the range in which they are judged.
 struct Rounding {
-  double unit;     // one unit in the last place, relative
+  double unit;     // one unit in the last place, relative to the number
   double least;    // smallest normal number
-  double largest;  // results beyond it are not judged
+  double largest;  // largest magnitude that is judged
 };
 
 // Expected results and the largest error that each may have; row-major without gaps, null for an absent output.
@@ -76,16 +76,16 @@ struct ExpectParams {
   double accumulation;   // error of a sum of products, relative to the product of the norms
   double addition;       // error of adding C and the bias, relative
   double approximation;  // error of the activation or its derivative, relative to its argument
-  int activation;        // 0 none, 1 ReLU, 2 GELU by tanh
+  int activation;        // activation: 0 none, 1 ReLU, 2 GELU by tanh
   int is_derivative;
-  int keeps_mask;  // whether `kept` has bits
+  int keeps_mask;  // whether `kept` holds bits rather than numbers
 };
 
 struct CompareParams {
   Elements found;
-  Elements wanted;       // null data: every element must be `constant`
+  Elements wanted;       // expected array; if its data is null, every element must be `constant`
   const double* limits;  // row-major without gaps; null: `limit` plus `relative` times the wanted magnitude
-  struct Comparison* parts;  // one for each block
+  struct Comparison* parts;  // one result for each block
   int64 batch;
   int64 rows;
   int64 cols;
@@ -123,7 +123,7 @@ __device__ inline void store(const Results& results, int64 at, double value, dou
   results.limits[at] = fabs(value) + limit > rounding.largest ? CUDART_INF_F : limit;
 }
 
-constexpr int kTile = 64;   // rows, and columns, of a block
+constexpr int kTile = 64;   // rows of a block's tile, and columns
 constexpr int kDepth = 16;  // terms of the sums that a block reads at a time
 constexpr int kSide = 16;   // threads of a block along each side
 constexpr int kEach = kTile / kSide;
@@ -131,17 +131,17 @@ constexpr double kSteepest = 1.13;  // largest derivative of the activations
 constexpr double kBiased = 0x1p-20;  // relative error of a sum in FP32 whose truncations all have one sign
 
 struct Tile {
-  double v[kDepth][kTile + 1];  // one element more: neighbours in a column lie in different banks
+  double v[kDepth][kTile + 1];  // padded by one element, so that neighbours in a column lie in different banks
 };
 
-// Makes a result of D of the sum of its products, and adds it to the sums over a column.
+// Computes an element of D from its sum of products, and adds it to the sums over its column.
 __device__ inline void finish(const ExpectParams& p, int64 batch, int64 row, int64 col, double (&sums)[3]) {
   const int64 at = (batch * p.rows + row) * p.cols + col;
   double product = p.d.values[at], error = p.d.limits[at];
   if (p.c.data != nullptr) product += load(p.c, batch, row, col);
   if (p.bias.data != nullptr) product += load(p.bias, batch, 0, col);
   error += p.addition * fabs(product);
-  if (p.kept.values != nullptr && p.keeps_mask) {  // near 0, where the sign may be off, either bit is right
+  if (p.kept.values != nullptr && p.keeps_mask) {  // near 0 the sign may be wrong, so that either bit is accepted
     p.kept.values[at] = product > 0.0;
     p.kept.limits[at] = fabs(product) <= error;
   } else if (p.kept.values != nullptr) {
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(256) compare(const __grid_constant_
     const double limit = p.limits != nullptr ? p.limits[at] : p.limit + p.relative * fabs(wanted);
     own.error_squares += error * error;
     own.wanted_squares += wanted * wanted;
-    if (error <= limit) continue;  // never where the error is NaN
+    if (error <= limit) continue;  // false if the error is NaN
     if (own.bad++ == 0) own.first = at;
   }
   found[threadIdx.x] = own;
