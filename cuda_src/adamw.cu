@@ -141,7 +141,8 @@ __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
 }
 
 constexpr uint32 kThreads = 128;
-constexpr uint32 kBlocksOfChunk = 8;  // Several blocks share a chunk: with one table entry for each block, the table would be 0.3 % of all bytes read.
+// Several blocks share a chunk: with one table entry for each block, the table would be 0.3 % of all bytes read.
+constexpr uint32 kBlocksOfChunk = 8;
 // Blocks are counted by several counters, which lie apart: with a single counter an update takes 0.8 % longer on an H200.
 constexpr uint32 kCounters = 32;
 constexpr uint32 kCounterDistance = 64;
@@ -252,10 +253,12 @@ __device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, con
 
 extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) adamw(const lt::AdamWParams p) {
   using namespace lt;
-  __shared__ AdamWChunk chunk;  // values that are needed only after the loads wait in shared memory, which spares registers
+  // Values that are needed only after the loads wait in shared memory, which spares registers.
+  __shared__ AdamWChunk chunk;
   __shared__ Progress now;
   __shared__ AdamWStep step;
-  const AdamWChunk own_chunk = p.chunks[blockIdx.x / kBlocksOfChunk];  // the table is constant, so it may be read before the previous kernel has ended
+  // The table is constant, so it may be read before the previous kernel has ended.
+  const AdamWChunk own_chunk = p.chunks[blockIdx.x / kBlocksOfChunk];
   const uint32 start = blockIdx.x % kBlocksOfChunk * kThreads * kOctet;
   wait_for_predecessor();
   if (threadIdx.x == 0) chunk = own_chunk;
@@ -267,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) adamw(const lt::A
   }
   __syncthreads();
   uint32 before = 0;
-  if (threadIdx.x == 0) before = count_in(p);  // the count is not needed before the end, so that the atomic's latency is hidden
+  // The count is not needed before the end, so that the atomic's latency is hidden.
+  if (threadIdx.x == 0) before = count_in(p);
   if (!step.skipped) {
     const Octets result = update(p, chunk, step, old);
     const bool rounds = STOCHASTIC || kMoment == kBfloat16;

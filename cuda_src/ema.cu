@@ -25,7 +25,8 @@ struct EmaParams {
 
 extern "C" __global__ void __launch_bounds__(256) ema(const lt::EmaParams p) {
   using namespace lt;
-  const EmaChunk chunk = p.chunks[blockIdx.x];  // the table is constant, so it may be read before the previous kernel has ended
+  // The table is constant, so it may be read before the previous kernel has ended.
+  const EmaChunk chunk = p.chunks[blockIdx.x];
   wait_for_predecessor();
   const Quads at = quads_of_thread(chunk.count, chunk.aligned);
   const Bits old = load_bits(chunk.average, kFloat32, at), value = load_bits(chunk.value, chunk.type, at);

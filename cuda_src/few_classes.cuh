@@ -19,7 +19,8 @@ struct FewClasses {
     const SCALAR* const from = element<const SCALAR>(m, row, 0);
     FewClasses out;
     if (in_pairs(m, cols)) {
-      Two pairs[kFewClasses / 2];  // left unconverted, so that all loads are issued before the first conversion waits for one
+      // Left unconverted, so that all loads are issued before the first conversion waits for one.
+      Two pairs[kFewClasses / 2];
 #pragma unroll
       for (int i = 0; i < kFewClasses; i += 2) {
         pairs[i / 2] = Pair<SCALAR>::pack(float2{-CUDART_INF_F, -CUDART_INF_F});

@@ -130,7 +130,8 @@ __device__ inline float sum_of_partials(const float* partial) {
 // Six blocks a multiprocessor: for eight, the compiler would keep only two of a thread's loads in flight, not four.
 extern "C" __global__ void __launch_bounds__(256, 6) gradient_norm(const lt::GradientNormParams p) {
   using namespace lt;
-  const GradientChunk chunk = p.chunks[blockIdx.x];  // the table is constant, so it may be read before the previous kernel has ended
+  // The table is constant, so it may be read before the previous kernel has ended.
+  const GradientChunk chunk = p.chunks[blockIdx.x];
   wait_for_predecessor();
   Squares squares{p.scale ? 1.0f / *p.scale : 1.0f, {}};
   if (chunk.type == kFloat32) {

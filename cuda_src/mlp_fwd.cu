@@ -7,7 +7,8 @@
 
 namespace lt {
 
-constexpr int kRowTiles = WIDTH <= 64 ? 2 : 1;  // tiles of rows that a warp has: with two, weights are read from shared memory half as often
+// Tiles of rows that a warp has: with two, weights are read from shared memory half as often.
+constexpr int kRowTiles = WIDTH <= 64 ? 2 : 1;
 constexpr int kWarpRows = kRowTiles * kStep;
 
 // The last layer, without an activation, into the first `columns` columns of a tile.

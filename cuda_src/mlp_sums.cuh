@@ -15,7 +15,8 @@ namespace lt {
 
 constexpr int kMaxLayers = 16;
 constexpr int kFragment = 128;  // number of sums of a tile: four for each lane
-constexpr int kLossPlaces = 4;  // places for the sum of the loss and for a gap that keeps the blocks' sums aligned to 16 bytes
+// Places for the sum of the loss and for a gap that keeps the blocks' sums aligned to 16 bytes.
+constexpr int kLossPlaces = 4;
 
 // How many tiles of 8 columns a row of tiles has, the bias's included.
 __host__ __device__ constexpr int tiles_across(int inputs) { return inputs / 8 + 1; }

@@ -64,7 +64,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
     float a[ROWS][kTogether] = {};
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      if (start + k >= p.depth) continue;  // a uniform branch: all threads take the same side
+      if (start + k >= p.depth) continue;  // all threads take the same side of this branch
       raw[k] = Load::load(element<SCALAR>(p.b, start + k, col), 1, count);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) a[r][k] = to_float(*element<SCALAR>(p.a, existing(p, first + r), start + k));

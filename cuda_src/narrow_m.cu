@@ -102,7 +102,8 @@ __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, 
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(first + i, terms[i]);
   } else {
-    const uint32 alike = distance ? 2 * distance : 1;  // lanes that share a sum of each column; blockDim.x of them use it
+    // Lanes that share a sum of each column; blockDim.x of them use it.
+    const uint32 alike = distance ? 2 * distance : 1;
     const bool uses = lane % alike < blockDim.x;
     for (; distance >= blockDim.x; distance /= 2) *terms += __shfl_xor_sync(0xFFFFFFFF, *terms, distance);
     if (uses) use(first, *terms);

@@ -22,7 +22,7 @@ __device__ inline void add_products(float (&sums)[ROWS][WIDTH], const Octet (&x)
                                     int64 cols) {
 #pragma unroll
   for (int n = 0; n < kTogether; ++n) {
-    if (first + n >= cols) continue;  // a uniform branch: all threads take the same side
+    if (first + n >= cols) continue;  // all threads take the same side of this branch
     const Octet w = Load::unpack(raw[n]);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

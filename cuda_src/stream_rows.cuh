@@ -15,7 +15,8 @@
 
 namespace lt {
 
-constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;  // elements from one of a thread's packets to the next
+// Elements from one of a thread's packets to the next.
+constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;
 constexpr int64 kBatchStride = kPacketStride * kPacketsInFlight;
 constexpr bool kLongRows = ROW_BLOCKS == 1;
 constexpr uint32 kKept = ROW_KEPT;

@@ -37,7 +37,8 @@ class TransposedWriter {
   }
 
  private:
-  static constexpr int kPad = 4 / sizeof(T);  // a padding of one word, so that neighbouring columns begin in different banks
+  // A padding of one word, so that neighbouring columns begin in different banks.
+  static constexpr int kPad = 4 / sizeof(T);
   static constexpr int kMaxThreads = 256, kMaxColumns = 256;
 
   static __device__ T* shared_tile() {
