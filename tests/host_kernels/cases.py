@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -30,16 +30,22 @@ NO_DROPOUT: Final = Dropout()
 VECTOR_BYTES: Final = 16
 
 axes = st.one_of(st.just(1), st.integers(1, 40), st.sampled_from((8, 16, 64, 65, 96, 131)))
-shapes = st.tuples(axes, st.one_of(axes, st.sampled_from((257, 264))))
+shapes = st.one_of(
+    st.tuples(axes, st.one_of(axes, st.sampled_from((257, 264)))),
+    # the longer matrices are several parts to a backward pass; the wide ones have more columns of blocks than a wave
+    st.tuples(st.sampled_from((100, 333, 700)), st.sampled_from((1, 10, 33))),
+    st.tuples(st.integers(1, 9), st.sampled_from((1600, 2000))),
+)
 orders = st.integers(0, 5)
 seeds = st.integers(0, 2**32 - 1)
 
 
 def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
-    """The shape, with rows of whole octets if it has to be aligned, and with rows and columns enough if it is flat."""
+    """The nearest shape for a kernel: rows of whole octets if aligned; large and of no whole octets if flat."""
     rows, cols = shape
     if flat:
-        return max(rows, OCTET), cols if cols > 2 * OCTET else cols + 2 * OCTET
+        cols = cols if cols > 2 * OCTET else cols + 2 * OCTET
+        return max(rows, OCTET), cols + (cols % OCTET == 0)
     return (rows, -(-cols // OCTET) * OCTET) if aligned else shape
 
 
@@ -58,11 +64,24 @@ def suit_place(
     return Placement(order, -width % step + step * place.gap, step * place.offset)
 
 
-def suit_places(access: Access, shape: Shape, *places: tuple[Placement, DType]) -> list[Placement]:
-    """Placements that a pass takes, of matrices of one shape, each of its type."""
-    if access is not Access.FLAT:
-        return [suit_place(place, shape, dtype, aligned=access is Access.ALIGNED) for place, dtype in places]
-    return [Placement(column_major=False, gap=0, offset=OCTET * place.offset) for place, _ in places]
+def suit_places(
+    access: Access, shape: Shape, *places: tuple[Placement, DType], odd: int = 0, others_aligned: bool = False
+) -> list[Placement]:
+    """Placements for which a pass chooses the access, of matrices of one shape, each of its type.
+
+    Args:
+        odd: index of the matrix that does not begin at a multiple of 16 bytes where the access is `ANY`.
+        others_aligned: whether then all the others are aligned.
+    """
+    if access is Access.FLAT:
+        return [Placement(column_major=False, gap=0, offset=OCTET * place.offset) for place, _ in places]
+    aligned = [access is Access.ALIGNED or (others_aligned and i != odd) for i in range(len(places))]
+    suited = [
+        suit_place(place, shape, dtype, aligned=each) for (place, dtype), each in zip(places, aligned, strict=True)
+    ]
+    if access is Access.ANY:
+        suited[odd] = replace(suited[odd], offset=suited[odd].offset | 1)
+    return suited
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,24 @@
-"""What tests of our own products share: a stream's memory, a small GPU."""
+"""What tests of passes and of our own products share: a stream's memory, a small GPU, launches on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 import pytest
+from hypothesis import assume
 
+from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
+from lt_runtime.kernels.kernel import Entry
 from lt_runtime.problem import ALIGNMENT, DType, Spec
 from tests.host_kernels.arrays import Guarded, vector
+from tests.host_kernels.harness import HostKernels, Turns
 
 SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 
@@ -23,6 +29,20 @@ def on_a_small_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
         yield
+
+
+@contextmanager
+def launching(host: HostKernels, macros: Macros, order: int) -> Iterator[pytest.MonkeyPatch]:
+    """Runs the runtime's launches on the CPU, their threads in an order; skips cases of which it asks other macros."""
+
+    def get(entry: Entry, asked: Macros, device: int) -> Turns:
+        # the CPU's kernels are the same however many blocks a multiprocessor shall hold
+        assume(tuple((name, "1" if name == "BLOCKS" else value) for name, value in asked) == macros)
+        return Turns(host, entry, macros, order)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "get_kernel", get)
+        yield patch
 
 
 class Memory:

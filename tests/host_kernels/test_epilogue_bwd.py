@@ -11,17 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.blocks import ColumnSum, Matrix
+from lt_runtime.kernels import epilogue
+from lt_runtime.kernels.blocks import ColumnSum
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.epilogue import EPILOGUE_BWD, EpilogueBwdParams
-from lt_runtime.kernels.tiling import OCTET, Access, Tiling, reduction
-from lt_runtime.layout import packed
-from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold
+from lt_runtime.kernels.epilogue import EPILOGUE_BWD, BackwardPass, EpilogueBwdParams, Sums
+from lt_runtime.kernels.tiling import Access
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import Activation, Derivative, DType, Philox, Saved, Spec, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import (
     FEW,
-    NO_DROPOUT,
     Blocks,
     Drops,
     Shape,
@@ -36,11 +36,12 @@ from tests.host_kernels.cases import (
     tall_blocks,
 )
 from tests.host_kernels.harness import REVERSE, HostKernels
-from tests.host_kernels.variants import BACKWARD_EPILOGUES, F32, Backward
+from tests.host_kernels.products import Memory, launching, spec_of
+from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
+from tests.host_kernels.variants import BACKWARD_EPILOGUES, Backward
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-WAVE = 6  # blocks, of a small GPU
 # sixteen columns, which both ways to load take
 SPECIAL = np.array(
     [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 16.0, -16.0, 1e15, 1e30, -1e30, 3e38, -3e38]],
@@ -69,26 +70,31 @@ class BackwardCase:
         """The nearest case that the variant takes."""
         aligned, dtype = variant.access is Access.ALIGNED, variant.dtype
         shape = suit_shape(self.shape, aligned=aligned, flat=variant.access is Access.FLAT)
-        dy, saved, dz = suit_places(variant.access, shape, *((at, dtype) for at in (self.dy, self.saved, self.dz)))
+        in_place = self.in_place and variant.dz == 1
+        of_values = variant.saved in (Saved.PREACTIVATION, Saved.OUTPUT)
+        apart = [0, *([1] if of_values else []), *([2] if variant.dz and not in_place else [])]
+        dy, saved, dz = suit_places(
+            variant.access,
+            shape,
+            *((at, dtype) for at in (self.dy, self.saved, self.dz)),
+            odd=apart[self.seed // 2 % len(apart)],
+            others_aligned=self.seed % 2 == 1,
+        )
         if variant.transposes:
-            dz = suit_place(self.dz, shape, dtype, aligned=aligned, column_major=True)
+            dy = replace(dy, column_major=False)
+            dz = suit_place(dz, shape, dtype, aligned=aligned, column_major=True)
+        elif not dy.column_major:
+            dz = replace(dz, column_major=False)
         blocks = self.tall_blocks if self.blocks and variant.transposes else self.blocks
         return replace(
             self,
             shape=shape,
             sums=self.sums or variant.dz == 0,
-            in_place=self.in_place and variant.dz == 1,
+            in_place=in_place,
             blocks=blocks if blocks and blocks.suit(variant.access) else None,
             dy=dy,
             saved=saved,
             dz=dz,
-        )
-
-    def tiling(self, variant: Backward) -> Tiling:
-        if self.blocks:
-            return self.blocks.tiling(self.shape)
-        return reduction(
-            packed(*self.shape), WAVE, transposes=variant.transposes, strips=variant.access is not Access.FLAT
         )
 
 
@@ -124,8 +130,6 @@ class Operands:
     kept: Array
     dz: Guarded | None
     db: Guarded
-    partial: Guarded
-    tickets: Guarded
 
     @classmethod
     def of(cls, case: BackwardCase, variant: Backward) -> Operands:
@@ -134,29 +138,18 @@ class Operands:
         saved, kept = saved_of(numbers(generator, case.shape, dtype), variant, case.saved)
         apart = Guarded(np.zeros(case.shape), case.dz, dtype)
         start = numbers(generator, case.shape[1:], dtype)
-        (columns, parts), (x, _) = case.tiling(variant)
-        is_flat = variant.access is Access.FLAT
         return cls(
             dy=dy,
             saved=saved,
             kept=kept,
             dz=None if variant.dz == 0 else dy if case.in_place else apart,
             db=vector(start if case.accumulate else np.full(case.shape[1], np.nan), dtype, case.sum_offset),
-            partial=Guarded(np.full((parts, columns * (x + 2 * is_flat) * OCTET), np.nan), dtype=F32),
-            tickets=vector(np.zeros(columns), F32),
         )
 
     @property
     def written(self) -> list[Guarded]:
         """Operands that hold results."""
         return [self.db] if self.dz is None else [self.db, self.dz]
-
-    def column_sum(self, case: BackwardCase, *, in_parts: bool) -> ColumnSum:
-        """Where the bias gradient goes; scratch memory only for sums in parts."""
-        if not case.sums:
-            return ColumnSum()
-        scratch = (self.partial.address, self.tickets.address) if in_parts else (0, 0)
-        return ColumnSum(self.db.address, *scratch, int(case.accumulate))
 
 
 def saved_of(z: NDArray[Any], variant: Backward, place: Placement) -> tuple[Guarded, Array]:
@@ -170,21 +163,22 @@ def saved_of(z: NDArray[Any], variant: Backward, place: Placement) -> tuple[Guar
 
 def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: Operands, order: int) -> None:
     state, step = case.drops.state()
-    tiling = case.tiling(variant)
-    params = EpilogueBwdParams(
-        dy=operands.dy.matrix,
-        saved=Matrix() if variant.saved is Saved.NOTHING else operands.saved.matrix,
-        dz=operands.dz.matrix if operands.dz else Matrix(),
-        db=operands.column_sum(case, in_parts=tiling.grid[1] > 1 or variant.access is Access.FLAT),
-        rows=case.shape[0],
-        cols=case.shape[1],
-        dropout=state.block() if variant.dropout else NO_DROPOUT,
-        slope=case.slope,
-    )
-    host.get(EPILOGUE_BWD, variant.macros).launch(*tiling, params, order=order)
+    activation, saved, dz = Activation(variant.activation, case.slope), operands.saved, operands.dz
+    saved_spec = None if variant.saved is Saved.NOTHING else spec_of(saved)
+    if variant.saved is Saved.MASK:  # counted in bits, as by cuBLASLt
+        saved_spec = Spec(Layout(*case.shape, Order.ROW, 8 * saved.matrix.row_stride))
+    slopes = Derivative(activation, variant.saved, saved_spec, dropout=variant.dropout)
+    sums = Sums(case.accumulate) if case.sums else None
+    with launching(host, variant.macros, order) as patch:
+        if case.blocks:
+            for choice in ("sweep", "reduction"):
+                patch.setattr(epilogue, choice, lambda *_, **__: case.blocks.tiling(case.shape))
+        backward = BackwardPass(variant.dtype, slopes, spec_of(operands.dy), spec_of(dz) if dz else None, 0, sums=sums)
+    memory = Memory(backward.partial_bytes)
+    addresses = operands.dy.address, saved.address, dz.address if dz else 0, operands.db.address
+    backward.run(*addresses, memory.workspace, memory.tickets, state if variant.dropout else None, 0)
     assert step[0] == case.drops.philox.step
-    operands.partial.values()
-    operands.tickets.assert_unchanged()  # zero again
+    memory.check()
 
 
 def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
@@ -230,11 +224,14 @@ EXAMPLE = BackwardCase(
     seed=0,
 )
 """Blocks of the grid's column wait for each other, and go over several rows."""
+TALL = replace(EXAMPLE, shape=(700, 40), blocks=None)
+"""The runtime's own blocks go over several rows, and share the sum."""
 
 
 @pytest.mark.parametrize("variant", BACKWARD_EPILOGUES, ids=str)
 @FEW
 @example(drawn=EXAMPLE)
+@example(drawn=TALL)
 @given(drawn=cases)
 def test_backward(host: HostKernels, variant: Backward, drawn: BackwardCase) -> None:
     case = drawn.suited(variant)
@@ -274,46 +271,41 @@ def test_the_order_of_execution_does_not_reach_the_bits(
     assert runs[0] == runs[1] == runs[2]
 
 
+def launch_on_row(
+    host: HostKernels, variant: Backward, dy: NDArray[Any], saved: Guarded, *, slope: float = 0.0
+) -> Guarded:
+    """dz of a single row, with a dropout that keeps everything if the variant has one."""
+    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
+    source, dz = Guarded(dy, dtype=variant.dtype), Guarded(np.zeros(dy.shape), place, variant.dtype)
+    keeps_all = DropoutState(65536, Philox()).block()
+    params = EpilogueBwdParams(source.matrix, saved.matrix, dz.matrix, ColumnSum(), *dy.shape, keeps_all, slope)
+    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
+    return dz
+
+
 @pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.saved is Saved.PREACTIVATION and v.dz], ids=str)
 def test_special_values(host: HostKernels, variant: Backward) -> None:
     saved = Guarded(SPECIAL.clip(-3e4, 3e4) if variant.dtype is DType.FLOAT16 else SPECIAL, dtype=variant.dtype)
-    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
-    dy = Guarded(np.ones(SPECIAL.shape), dtype=variant.dtype)
-    dz = Guarded(np.zeros(SPECIAL.shape), place, dtype=variant.dtype)
-    cols = SPECIAL.shape[1]
-    keeps_all = DropoutState(65536, Philox()).block()
-    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), 1, cols, keeps_all, 0.25)
-    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
+    dz = launch_on_row(host, variant, np.ones(SPECIAL.shape), saved, slope=0.25)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = derivative(saved.array, Activation(variant.activation, 0.25))
     assert_close("dz", dz.values(), expected, rounding(variant.dtype, expected) + 16 * EPS32)
 
 
-RELU_FROM_VALUES = [
-    each for each in BACKWARD_EPILOGUES if each.activation == "relu" and each.dz and each.saved is not Saved.MASK
-]
+RELU = [each for each in BACKWARD_EPILOGUES if each.activation == "relu" and each.dz]
 
 
-@pytest.mark.parametrize("variant", RELU_FROM_VALUES, ids=str)
+@pytest.mark.parametrize("variant", [each for each in RELU if each.saved is not Saved.MASK], ids=str)
 def test_relu_hands_on_the_gradient_of_nan(host: HostKernels, variant: Backward) -> None:
     values = np.array([[np.nan, -np.nan, 1.0, -1.0, 0.0, -0.0, np.inf, 7.0]], np.float32)
-    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
-    saved, dy = (Guarded(each, dtype=variant.dtype) for each in (values, np.full(values.shape, 3.0)))
-    dz = Guarded(np.zeros(values.shape), place, dtype=variant.dtype)
-    keeps_all = DropoutState(65536, Philox()).block()
-    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, keeps_all, 0.0)
-    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
+    dz = launch_on_row(host, variant, np.full(values.shape, 3.0), Guarded(values, dtype=variant.dtype))
     assert dz.values().tolist() == [[3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 3.0, 3.0]]
 
 
-@pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.saved is Saved.MASK and v.dz], ids=str)
+@pytest.mark.parametrize("variant", [each for each in RELU if each.saved is Saved.MASK], ids=str)
 @pytest.mark.parametrize("positive", [False, True])
 def test_a_mask_leaves_no_nan_out(host: HostKernels, variant: Backward, positive: bool) -> None:
     values = np.array([[np.nan, np.inf, -np.inf, 1.0, -1.0, 0.0, -0.0, 7.0]], np.float32)
-    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
-    dy, dz = Guarded(values, FLAT, variant.dtype), Guarded(np.zeros(values.shape), place, variant.dtype)
-    saved = mask(np.full(values.shape, positive), 0)
-    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, NO_DROPOUT, 0.0)
-    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
+    dz = launch_on_row(host, variant, values, mask(np.full(values.shape, positive), 0))
     with np.errstate(invalid="ignore"):
         assert_close("dz", dz.values(), values * float(positive), 0.0)

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lt_runtime.kernels import epilogue
 from lt_runtime.kernels.blocks import Matrix
-from lt_runtime.kernels.epilogue import EPILOGUE_FWD, EpilogueFwdParams
-from lt_runtime.kernels.tiling import Access, Tiling, sweep
+from lt_runtime.kernels.epilogue import EPILOGUE_FWD, EpilogueFwdParams, ForwardPass
+from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import packed
-from lt_runtime.problem import Activation, keep_scale, keep_threshold
+from lt_runtime.problem import Activation, Compute, ForwardProblem, Spec, keep_scale, keep_threshold
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import (
@@ -33,9 +34,12 @@ from tests.host_kernels.cases import (
     suit_shape,
 )
 from tests.host_kernels.harness import REVERSE, HostKernels
+from tests.host_kernels.products import launching, spec_of
+from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
 from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Forward
 from tests.support.strategies import Placement, placements
 
+UNUSED = Spec(packed(1, 1))
 # sixteen columns, which both ways to load take
 SPECIAL = np.array(
     [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 1e15, -1e15, 1e30, -1e30, 3e38, -3e38, np.inf]],
@@ -63,22 +67,21 @@ class ForwardCase:
         """The case, changed as little as possible, so that the variant supports it."""
         is_aligned, is_flat = (variant.access is each for each in (Access.ALIGNED, Access.FLAT))
         shape = suit_shape(self.shape, aligned=is_aligned, flat=is_flat)
+        # a matrix of another type cannot lie where the product is
+        kept_in_place, in_place = (each and not variant.once for each in (self.kept_in_place, self.in_place))
+        apart = [0, *([1] if variant.keeps and not kept_in_place else []), *([] if in_place else [2])]
         product, preactivation, y = suit_places(
             variant.access,
             shape,
             (self.product, variant.product),
             (self.preactivation, variant.dtype),
             (self.y, variant.dtype),
+            odd=apart[self.seed // 2 % len(apart)],
+            others_aligned=self.seed % 2 == 1,
         )
-        # a matrix of another type cannot lie where the product is
-        kept_in_place, in_place = (each and not variant.once for each in (self.kept_in_place, self.in_place))
         places = {"product": product, "preactivation": preactivation, "y": y}
         blocks = self.blocks if self.blocks and self.blocks.suit(variant.access) else None
         return replace(self, shape=shape, kept_in_place=kept_in_place, in_place=in_place, blocks=blocks, **places)
-
-    def tiling(self) -> Tiling:
-        """Grid and block."""
-        return self.blocks.tiling(self.shape) if self.blocks else sweep(packed(*self.shape), None)
 
 
 cases = st.builds(
@@ -121,17 +124,30 @@ class Operands:
 
 def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Operands, order: int) -> None:
     state, step = case.drops.state()
-    params = EpilogueFwdParams(
-        in_=operands.product.matrix,
-        preactivation=operands.preactivation.matrix if operands.preactivation else Matrix(),
-        out=operands.y.matrix,
-        bias=operands.bias.address if case.bias else 0,
-        rows=case.shape[0],
-        cols=case.shape[1],
-        dropout=state.block() if variant.dropout else NO_DROPOUT,
-        slope=case.slope,
+    activation, kept = Activation(variant.activation, case.slope), operands.preactivation
+    problem = ForwardProblem(
+        variant.dtype,
+        Compute.FLOAT32,
+        activation,
+        x=UNUSED,
+        w=UNUSED,
+        y=spec_of(operands.y),
+        bias=16 if case.bias else None,
+        dropout=variant.dropout,
     )
-    host.get(EPILOGUE_FWD, variant.macros).launch(*case.tiling(), params, order=order)
+    with launching(host, variant.macros, order) as patch:
+        if case.blocks:
+            patch.setattr(epilogue, "sweep", lambda *_: case.blocks.tiling(case.shape))
+        forward = ForwardPass(
+            problem,
+            0,
+            product=spec_of(operands.product),
+            product_dtype=variant.product,
+            kept=spec_of(kept) if kept else None,
+            adds_bias=case.bias,
+        )
+    addresses = operands.product.address, operands.bias.address, operands.y.address, kept.address if kept else 0
+    forward.run(*addresses, state if variant.dropout else None, 0)
     assert step[0] == case.drops.philox.step
 
 

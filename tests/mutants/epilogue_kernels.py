@@ -101,14 +101,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "cuda_src/column_sum.cuh",
         "first < parts; first += kInFlight * step",
         "first < 4; first += kInFlight * step",
-        "tests/host_kernels/test_launches.py::test_backward_pass",
+        f"{_BACKWARD}[float32-none-whole-aligned-nothing-sum]",
     ),
     fault(
         "the last block does not wait for the others",
         "cuda_src/last_block.cuh",
         "return arrived == blocks - 1;",
         "return arrived == 0;",
-        "tests/host_kernels/test_launches.py::test_backward_pass",
+        f"{_BACKWARD}[float32-none-whole-aligned-nothing-sum]",
     ),
     fault(
         "the ticket counts on from launch to launch",
@@ -220,7 +220,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "cuda_src/sweep.cuh",
         "row(blockIdx.y * blockDim.y + threadIdx.y)",
         "row(threadIdx.y)",
-        "tests/host_kernels/test_launches.py::test_forward_pass",
+        f"{_FORWARD}[float32-none-whole-aligned]",
     ),
     fault(
         "the last octet of a flat matrix is whole",
