@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import pytest
 from hypothesis import assume
 
+from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.problem import ALIGNMENT, DType, Spec
-from tests.host_kernels.arrays import Guarded, vector
+from lt_runtime.kernels.narrow import NarrowPass
+from lt_runtime.kernels.tile_matmul import TileMatmulPass
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import ALIGNMENT, Activation, Compute, DType, MatmulProblem, Spec
+from lt_runtime.reference import activate, derivative, unpack_mask
+from tests.host_kernels.arrays import EPS32, Guarded, assert_close, mask, numbers, rounding, vector
+from tests.host_kernels.cases import Shape
 from tests.host_kernels.harness import HostKernels, Turns
+from tests.support.strategies import Placement
 
+_STEEPEST: Final = 1.2
+"""Above the largest derivative of an activation."""
 SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 
 
@@ -65,3 +75,123 @@ class Memory:
 def spec_of(matrix: Guarded) -> Spec:
     """A matrix as a product's plan takes it."""
     return Spec(matrix.layout, min(ALIGNMENT, matrix.address & -matrix.address))
+
+
+OPERANDS: Final = ("a", "b", "c", "d", "aux")
+
+
+class Case(Protocol):
+    """A product.
+
+    Attributes:
+        c: where C is: nowhere, where D is ("in place"), or apart.
+        places: of the operands, in the order of `OPERANDS`.
+    """
+
+    alpha: float
+    beta: float
+    c: str
+    places: tuple[Placement, ...]
+    seed: int
+
+
+class Product:
+    """Operands of a case, and the expected results.
+
+    Args:
+        shape: M, N, K.
+        place: the placement of an operand, of its name, shape and placement in the case.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        dtype: DType,
+        shape: tuple[int, int, int],
+        epilogue: Epilogue,
+        place: Callable[[str, Shape, Placement], Placement],
+    ) -> None:
+        self.case, self.dtype, self.epilogue, self._shape = case, dtype, epilogue, shape
+        (m, n, k), generator = shape, np.random.default_rng(case.seed)
+        shapes = zip(OPERANDS, ((m, k), (k, n), (m, n), (m, n), (m, n)), case.places, strict=True)
+        self.operands = {
+            name: Guarded(numbers(generator, each, dtype), place(name, each, at)) for name, each, at in shapes
+        }
+        if case.c == "in place":
+            self.operands["c"] = self.operands["d"]
+        self._has_mask = epilogue.activation == "relu" and epilogue.is_derivative
+        if self._has_mask:
+            self.operands["aux"] = mask(self.operands["aux"].array > 0, case.places[-1].gap)
+        self.vector = vector(numbers(generator, (m if epilogue is Epilogue.BGRADA else n,), dtype), dtype)
+        self._expect()
+
+    def _expect(self) -> None:
+        a, b, c, _, aux = (self.operands[name].array.astype(np.float64) for name in OPERANDS)
+        bias = self.vector.array[0].astype(np.float64) if self.epilogue.has_bias else 0.0
+        beta = 0.0 if self.case.c == "nowhere" else self.case.beta
+        z = self.case.alpha * (a @ b) + beta * c + bias
+        size = abs(self.case.alpha) * (np.abs(a) @ np.abs(b)) + np.abs(beta * c) + np.abs(bias)
+        # each term is rounded, and each addition off by half a unit of at most the sum of magnitudes
+        error = (a.shape[1] + 4) * EPS32 * size
+        self._z, self._z_limit = z, rounding(self.dtype, z) + error
+        activation = Activation(self.epilogue.activation)
+        expected, terms, errors = z, a.T, np.zeros(a.T.shape)  # terms and errors of the bias gradient
+        if self.epilogue.is_derivative:
+            bits = unpack_mask(self.operands["aux"].array, z.shape[1]) if self._has_mask else None
+            slopes = derivative(aux, activation) if bits is None else bits.astype(np.float64)
+            approximation = 16 * EPS32 * (1.0 + np.abs(aux)) if bits is None else 0.0
+            expected, error = z * slopes, error * np.abs(slopes) + size * approximation
+            terms, errors = expected, error
+        elif activation.name != "none":
+            expected, error = activate(z, activation), _STEEPEST * error + 16 * EPS32 * np.abs(z)
+        self._expected, self._limit = expected, rounding(self.dtype, expected) + error
+        self._sums, magnitudes = terms.sum(axis=0), np.abs(terms).sum(axis=0)
+        self._sums_limit = rounding(self.dtype, self._sums) + len(terms) * EPS32 * magnitudes + errors.sum(axis=0)
+
+    @property
+    def problem(self) -> MatmulProblem:
+        a, b, c, d = (spec_of(self.operands[name]) for name in "abcd")
+        return MatmulProblem(
+            self.dtype,
+            self.dtype,
+            Compute.FLOAT32,
+            a,
+            b,
+            d,
+            self.epilogue,
+            c=None if self.case.c == "nowhere" else c,
+            aux=self._aux_spec() if self.epilogue.is_derivative or self.epilogue.has_aux_output else None,
+        )
+
+    def _aux_spec(self) -> Spec:
+        """How the auxiliary matrix lies; a mask's strides count bits."""
+        aux, (m, n, _) = self.operands["aux"], self._shape
+        return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0])) if self._has_mask else spec_of(aux)
+
+    def run(self, own_pass: TileMatmulPass | NarrowPass) -> None:
+        """Runs the product by a pass that was made of `problem`."""
+        a, b, c, d, aux = (self.operands[name].address for name in OPERANDS)
+        memory = Memory(own_pass.scratch_bytes)
+        call = Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))
+        own_pass.run(call, memory)  # type: ignore[arg-type]
+        memory.check()
+
+    def check(self) -> None:
+        """Compares the results, and fails if anything else was written."""
+        assert_close("d", self.operands["d"].values(), self._expected, self._limit)
+        if self.epilogue.has_bias_gradient:
+            assert_close("sums", self.vector.values()[0], self._sums, self._sums_limit)
+        else:
+            self.vector.assert_unchanged()
+        if self.epilogue.has_aux_output:
+            assert_close("aux", self.operands["aux"].values(), self._z, self._z_limit)
+        for name, operand in self.operands.items():
+            is_written = name == "aux" and self.epilogue.has_aux_output
+            if operand is not self.operands["d"] and not is_written:
+                operand.assert_unchanged()
+
+    @property
+    def results(self) -> bytes:
+        """The bits of all that a pass may write."""
+        written = (self.operands["d"], self.operands["aux"], self.vector)
+        return b"".join(each.array.tobytes() for each in written)
