@@ -46,11 +46,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(_add_parser, actions)
     add("list", "the files, and which of them fit this machine")
     show = add("show", "what was decided for problems, and what was rejected")
-    show.add_argument(
-        "pattern",
-        metavar="KEY-OR-PATTERN",
-        help="such as 8192x3072x768, or '*bfloat16 gelu*'",
-    )
+    show.add_argument("pattern", metavar="KEY-OR-PATTERN", help="such as 8192x3072x768, or '*bfloat16 gelu*'")
     add("verify", "check every file; exits with 1 if one is damaged")
     merge = add("merge", "add the plans of files from equal machines")
     merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -123,12 +119,7 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
     add("--rows", type=_positive, metavar="M", help="the batch of --mlp")
     add("--preset", action="append", metavar="NAME", help="known shapes, such as gpt2-124m")
-    add(
-        "--recorded",
-        type=Path,
-        metavar="FILE",
-        help="the file of a script that ran with LT_RUNTIME_RECORD=FILE",
-    )
+    add("--recorded", type=Path, metavar="FILE", help="the file of a script that ran with LT_RUNTIME_RECORD=FILE")
     help_dtype = f"of {', '.join(types)} (default: first)"
     add("--dtype", type=_names(*types), action="extend", metavar="TYPES", help=help_dtype)
     add("--compute", choices=("float32", "tf32"), default="float32", help="how FP32 is computed (default: float32)")

@@ -76,11 +76,7 @@ def _files() -> list[CacheFile]:
 
 def _set_aside() -> list[Path]:
     """Unusable files that the package has renamed."""
-    return [path for kind in ("damaged", "foreign", "schema") for path in _beside(f"{kind}-*")]
-
-
-def _beside(pattern: str) -> list[Path]:
-    return _matching_names(f"*.json.{pattern}")
+    return [path for kind in ("damaged", "foreign", "schema") for path in _matching_names(f"*.json.{kind}-*")]
 
 
 def _matching_names(pattern: str) -> list[Path]:
@@ -229,7 +225,7 @@ def _prune(arguments: argparse.Namespace) -> Json:
 def _useless() -> Iterator[tuple[Path, str]]:
     """Files that this installation will never read again, each with the reason."""
     yield from ((path, "set aside") for path in _set_aside())
-    for path in _beside(f"*{TEMPORARY}"):
+    for path in _matching_names(f"*.json.*{TEMPORARY}"):
         if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
             yield path, "never finished"
     installed: int | None = None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from lt_runtime.cli.output import print_lines
-from lt_runtime.profiling.layers import Kernel, Layer, label_of
+from lt_runtime.profiling.layers import Kernel, label_of
 from lt_runtime.profiling.report import Report, load, short, table
 
 if TYPE_CHECKING:
@@ -57,40 +57,46 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison."""
     before, after = load(arguments.before), load(arguments.after)
     kernels, layers, shares = kernels_of(before, after), layers_of(before, after), shares_of(before, after)
+    steps = before.totals.step_us, after.totals.step_us
     if arguments.json:
-        steps = [report.totals.step_us for report in (before, after)]
-        changes = {"layers": [asdict(each) for each in layers], "changes": [asdict(each) for each in kernels]}
+        changes = {"layers": [*map(asdict, layers)], "changes": [*map(asdict, kernels)]}
         print(json.dumps({"step_us": steps, **changes, "shares": shares}, indent=2))
+        return 0
+    if before.kernels and after.kernels:
+        lines = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
+        changed = [each for each in kernels if each.verdict != "same"]
+        print_lines([table("Share of kernel time", ["", "before", "after"], lines, texts={""})])
+        print_lines([_table("Kernels of a step", changed)])
+        print(f"{len(kernels) - len(changed)} kernels took as long as before.")
     else:
-        print_lines(_lines(before, after, kernels, layers, shares))
+        print("One of the profiles has no kernels, so that only layers can be compared.")
+    print_lines([_table("Layers of a step", layers)])
+    print(f"A step took {steps[0]:.1f} µs before, {steps[1]:.1f} µs after.")
     return 0
 
 
 def kernels_of(before: Report, after: Report) -> list[Change]:
     """All kernels of both profiles, the largest change of a step's time first."""
 
-    def figures(kernel: Kernel, report: Report) -> _Figures:
-        variance = kernel.count * kernel.std_us**2 / report.traced_steps if report.traced_steps else 0.0
-        return _Figures(kernel.total_us, kernel.share, variance)
+    def figures(report: Report) -> Iterator[tuple[_Key, _Figures]]:
+        for each in report.kernels:
+            variance = each.count * each.std_us**2 / max(report.traced_steps, 1)
+            yield (each.name, each.layer, each.phase), _Figures(each.total_us, each.share, variance)
 
-    first, second = (
-        {(each.name, each.layer, each.phase): figures(each, report) for each in report.kernels}
-        for report in (before, after)
-    )
-    return sorted(_changes(first, second), key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))
+    changes = _changes(dict(figures(before)), dict(figures(after)))
+    return sorted(changes, key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))
 
 
 def layers_of(before: Report, after: Report) -> list[Change]:
     """All layers of both profiles, in the order of the first."""
 
-    def figures(layer: Layer, report: Report) -> _Figures:
-        variance = (_MEDIAN_ERROR * layer.spread_us) ** 2 / max(report.timed_steps, 1)
-        return _Figures(layer.us, layer.us / report.totals.step_us if report.totals.step_us else 0.0, variance)
+    def figures(report: Report) -> Iterator[tuple[_Key, _Figures]]:
+        whole = report.totals.step_us
+        for each in report.layers:
+            variance = (_MEDIAN_ERROR * each.spread_us) ** 2 / max(report.timed_steps, 1)
+            yield ("", each.name, each.phase), _Figures(each.us, each.us / whole if whole else 0.0, variance)
 
-    first, second = (
-        {("", each.name, each.phase): figures(each, report) for each in report.layers} for report in (before, after)
-    )
-    return list(_changes(first, second))
+    return list(_changes(dict(figures(before)), dict(figures(after))))
 
 
 def shares_of(before: Report, after: Report) -> dict[str, tuple[float, float]]:
@@ -135,36 +141,11 @@ def _verdict(before: _Figures | None, after: _Figures | None, noise: float) -> s
     return "slower" if after.us > before.us else "faster"
 
 
-def _lines(
-    before: Report,
-    after: Report,
-    kernels: Sequence[Change],
-    layers: Sequence[Change],
-    shares: Mapping[str, tuple[float, float]],
-) -> Iterator[str | Table]:
-    if before.kernels and after.kernels:
-        lines = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
-        yield table("Share of kernel time", ["", "before", "after"], lines, texts={""})
-        changed = [each for each in kernels if each.verdict != "same"]
-        yield _table("Kernels of a step", changed)
-        yield f"{len(kernels) - len(changed)} kernels took as long as before."
-    else:
-        yield "One of the profiles has no kernels, so that only layers can be compared."
-    yield _table("Layers of a step", layers)
-    yield f"A step took {before.totals.step_us:.1f} µs before, {after.totals.step_us:.1f} µs after."
-
-
 def _table(title: str, changes: Sequence[Change]) -> Table:
-    def text(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
     headings = ["", "before µs", "after µs", "± µs", "share", "share after", "layer", "phase", "kernel"]
-    lines = [
-        [
-            *(each.verdict, text(each.before_us, ".2f"), text(each.after_us, ".2f"), f"{each.noise_us:.2f}"),
-            *(text(each.before_share, ".2%"), text(each.after_share, ".2%")),
-            *(label_of(each.layer, each.phase), each.phase, short(each.name)),
-        ]
-        for each in changes
-    ]
+    lines = []
+    for each in changes:
+        times = ["" if us is None else f"{us:.2f}" for us in (each.before_us, each.after_us, each.noise_us)]
+        shares = ["" if share is None else f"{share:.2%}" for share in (each.before_share, each.after_share)]
+        lines.append([each.verdict, *times, *shares, label_of(each.layer, each.phase), each.phase, short(each.name)])
     return table(title, headings, lines, texts={"", "layer", "phase", "kernel"})

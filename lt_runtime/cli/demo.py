@@ -19,13 +19,13 @@ from lt_runtime.errors import MissingLibraryError
 from lt_runtime.files import replace_file
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.problem import DTypeName
 from lt_runtime.profiling import Layer, Profile, profile
 from lt_runtime.training import MLP, TrainStep
 from lt_runtime.training.prefetch import prefetch
 from lt_runtime.training.state_dict import copied
 from lt_runtime.tuner.report import Progress, progress_bar
 
+_PIXELS: Final = 64
 _HIDDEN: Final = (256, 128)
 _CLASSES: Final = 10
 _BATCH: Final = 64
@@ -87,33 +87,26 @@ def load_digits() -> Digits:
     return Digits(images[held_out:], labels[held_out:], images[:held_out], labels[:held_out])
 
 
-def train(
-    device: str,
-    dtype: DTypeName,
-    epochs: int,
-    dropout: float,
-    seed: int,
-    progress: Progress | None = None,
-    profiled: Profile | None = None,
-) -> Result:
+def train(options: argparse.Namespace, progress: Progress | None, profiled: Profile | None) -> Result:
     """Trains and evaluates.
 
     Args:
+        options: the command's device, dtype, epochs, dropout and seed.
         progress: called with the number of each epoch, their count, and a word for the progress bar.
         profiled: profiles the last epoch.
     """
-    digits = load_digits()
-    model = MLP((digits.images.shape[1], *_HIDDEN, _CLASSES), dtype=dtype, dropout=dropout, seed=seed, device=device)
-    total = epochs * digits.batches
+    digits, dims = load_digits(), (_PIXELS, *_HIDDEN, _CLASSES)
+    settings = {name: getattr(options, name) for name in ("dtype", "dropout", "seed", "device")}
+    model, total = MLP(dims, **settings), options.epochs * digits.batches
     schedule = schedules.warmup_cosine(min(digits.batches, total - 1), total)
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
     with model.device.current():
-        losses, preparation, speed = _train_epochs(epochs, digits, model, optimizer, progress, profiled)
+        losses, preparation, speed = _train_epochs(options.epochs, digits, model, optimizer, progress, profiled)
         images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
         scores = model.device.to_host(model(images)).astype(np.float32)
     accuracy = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
     layers = [] if profiled is None else [*profiled.layers()]
-    return Result(model.device.description, dtype, accuracy, preparation, speed, losses, layers)
+    return Result(model.device.description, options.dtype, accuracy, preparation, speed, losses, layers)
 
 
 def _train_epochs(
@@ -149,22 +142,17 @@ def _batches(digits: Digits, model: MLP, epochs: int) -> Iterator[tuple[np.ndarr
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains with a progress bar and prints the results; returns the exit status."""
-    options = {name: getattr(arguments, name) for name in ("device", "dtype", "epochs", "dropout", "seed")}
     profiled = profile(device=arguments.device) if arguments.profile else None
     if parse_device(arguments.device) is None:
-        print_lines(["No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`)."])
+        print("No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`).")
     file = None if arguments.json is None else writable("--json", arguments.json)
     with progress_bar() as progress:
-        result = train(**options, progress=progress, profiled=profiled)
+        result = train(arguments, progress, profiled)
     if file is not None:
         replace_file(file, json.dumps(asdict(result), indent=2).encode() + b"\n")
     if profiled is not None:
         print_lines(profiled.report.lines())
-    print_lines(_lines(result))
-    return 0
-
-
-def _lines(result: Result) -> Iterator[str]:
-    yield f"accuracy: {result.accuracy:.2%} of the held-out digits ({result.dtype})"
+    print(f"accuracy: {result.accuracy:.2%} of the held-out digits ({result.dtype})")
     speed, seconds = result.samples_per_second, result.preparation_seconds
-    yield f"{speed:,.0f} samples per second on {result.device}, after {seconds:.1f} s of preparation"
+    print(f"{speed:,.0f} samples per second on {result.device}, after {seconds:.1f} s of preparation")
+    return 0

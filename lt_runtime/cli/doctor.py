@@ -178,7 +178,12 @@ def report_lines(report: Report) -> Iterator[str]:
     for finding in report.findings:
         yield f"{'missing' if finding.needed else 'optional'}  {finding.what}"
         yield f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
-    yield _verdict(report)
+    if not report.ok:
+        yield "Not ready: see what is missing above."
+    elif not report.gpus:
+        yield "Ready: no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."
+    else:
+        yield "Ready: everything needed to run on the GPU is there."
 
 
 def _machine(report: Report) -> Iterator[str]:
@@ -191,11 +196,3 @@ def _machine(report: Report) -> Iterator[str]:
         yield f"GPU {gpu.ordinal}: {gpu.name}, compute capability {gpu.capability / 10}, {memory}"
     size = report.cache.problem or f"{report.cache.size / 1e6:.1f} MB"
     yield f"Cache: {report.cache.path or 'unknown'}, {size}"
-
-
-def _verdict(report: Report) -> str:
-    if not report.ok:
-        return "Not ready: see what is missing above."
-    if not report.gpus:
-        return "Ready: no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."
-    return "Ready: everything needed to run on the GPU is there."

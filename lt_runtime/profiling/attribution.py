@@ -14,26 +14,8 @@ from lt_runtime.profiling.records import Activity
 Path: TypeAlias = tuple[str, ...]
 
 MOST_BORDERS: Final = 4_000_000
-"""Begins and ends of ranges that a timeline keeps, of 16 bytes each."""
+"""Limit of an attribution's borders, of 16 bytes each; nothing is known after them."""
 _LOCAL: Final = 0xFFFFFFFF
-
-
-class Timeline:
-    """The ids of the paths that were open in a thread, by time; nothing is known after `MOST_BORDERS` entries."""
-
-    def __init__(self) -> None:
-        self._times, self._numbers = array("q"), array("q")
-
-    def add(self, time_ns: int, number: int) -> None:
-        """Notes that from this time on the path with this id is open; 0 for no range."""
-        if len(self._times) < MOST_BORDERS:
-            self._times.append(time_ns)
-            self._numbers.append(number)
-
-    def at(self, time_ns: int) -> int:
-        """The id of the path that was open; 0 before the first entry."""
-        index = bisect_right(self._times, time_ns)
-        return self._numbers[index - 1] if index else 0
 
 
 @dataclass
@@ -46,15 +28,24 @@ class Attribution:
             graph is an executable one, or one that an executable graph was made from.
         sources: the id of the graph that a graph, executable or not, was made from, by the id of the latter.
         threads: ids of the threads that opened ranges.
-        timeline: of the profiling thread. Calls of a thread that has opened no range, such as PyTorch's threads for
-            backward passes, get the ranges that were open in the profiling thread at the time.
+        borders: times of the begins and ends of ranges in the profiling thread, in nanoseconds.
+        opened: the id of the path that is open from each of these times on; 0 for no range. Calls of a thread that
+            has opened no range, such as PyTorch's threads for backward passes, get the ranges that were open in the
+            profiling thread at the time.
     """
 
     paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
     places: dict[tuple[int, int], Path] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)
     threads: set[int] = field(default_factory=set)
-    timeline: Timeline = field(default_factory=Timeline)
+    borders: array[int] = field(default_factory=lambda: array("q"))
+    opened: array[int] = field(default_factory=lambda: array("q"))
+
+    def border(self, time_ns: int, number: int) -> None:
+        """Notes that from this time on the path with this id is open in the profiling thread."""
+        if len(self.borders) < MOST_BORDERS:
+            self.borders.append(time_ns)
+            self.opened.append(number)
 
     def place(self, node_id: int, path: Path, graph: int | None = None) -> None:
         """Notes the ranges that were open when a node was captured.
@@ -84,7 +75,8 @@ class Attribution:
         if number is None:
             if call is None or call.thread in self.threads:
                 return ()
-            number = self.timeline.at(call.start_ns)
+            index = bisect_right(self.borders, call.start_ns)
+            number = self.opened[index - 1] if index else 0
         return self.paths.get(number, ())
 
     def _within_graph(self, graph: int, node: int) -> Path:

@@ -32,8 +32,8 @@ class Ceiling(NamedTuple):
     """The resource that limits some work.
 
     Attributes:
-        bound: "compute" or "memory".
-        us: the time that the work takes at the highest rate.
+        bound: "compute" or "memory"; "" if no ceiling is known.
+        us: the time that the work takes at the highest rate; 0.0 if no ceiling is known.
     """
 
     bound: str
@@ -63,12 +63,12 @@ def ceilings(device: int, kinds: Iterable[str]) -> Mapping[str, float]:
     return known
 
 
-def bound_of(flops: float, moved: float, kind: str, known: Mapping[str, float]) -> Ceiling | None:
-    """The ceiling that limits work of so many FLOPs and bytes; None if none is known."""
+def bound_of(flops: float, moved: float, kind: str, known: Mapping[str, float]) -> Ceiling:
+    """The ceiling that limits work of so many FLOPs and bytes."""
     times = {"memory": moved / known[COPY] if COPY in known else 0.0}
     times["compute"] = flops / known[kind] if kind in known else 0.0
     bound = max(times, key=lambda name: times[name])
-    return Ceiling(bound, 1e6 * times[bound]) if times[bound] else None
+    return Ceiling(bound if times[bound] else "", 1e6 * times[bound])
 
 
 def measure(bench: Bench, kind: str) -> float:

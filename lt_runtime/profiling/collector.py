@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from lt_runtime.arrays.libraries import TorchLibrary
 from lt_runtime.errors import GpuError
@@ -33,18 +33,14 @@ _numbers: Final = itertools.count(1)
 """Ids of paths, never used twice: CUPTI still links calls to the ids of ranges that are open after a profile's end."""
 
 
-class _Moment(NamedTuple):
-    """One moment on two clocks, CUPTI's and the host's monotonic one, in nanoseconds."""
+def _moment() -> tuple[int, int]:
+    """The present on two clocks, CUPTI's and the host's monotonic one, in nanoseconds.
 
-    cupti_ns: int
-    host_ns: int
-
-    @classmethod
-    def now(cls) -> Self:
-        """Reads both clocks several times; the reading that took the least time is the most accurate."""
-        reads = [(time.monotonic_ns(), cupti.timestamp(), time.monotonic_ns()) for _ in range(5)]
-        before, there, after = min(reads, key=lambda read: read[2] - read[0])
-        return cls(there, (before + after) // 2)
+    Both are read several times; the reading that took the least time is the most accurate.
+    """
+    reads = [(time.monotonic_ns(), cupti.timestamp(), time.monotonic_ns()) for _ in range(5)]
+    before, there, after = min(reads, key=lambda read: read[2] - read[0])
+    return there, (before + after) // 2
 
 
 class _Thread(threading.local):
@@ -81,7 +77,7 @@ class Collector:
         _wait_for_gpus()
         self._session.start()
         self._own_thread = threading.get_native_id()
-        self._begun = _Moment.now()
+        self._begun = _moment()
         self._note_graphs()
         self._exits.enter_context(listening(self))
         return self
@@ -95,7 +91,7 @@ class Collector:
             with contextlib.suppress(GpuError):  # an error of the program's own work, which its own calls will raise
                 _wait_for_gpus()
                 self._note_graphs()
-            ended = _Moment.now()
+            ended = _moment()
         finally:
             filled, self.dropped = self._session.stop()
         records = [
@@ -145,7 +141,7 @@ class Collector:
         thread = threading.get_native_id()
         self._notes.threads.add(thread)
         if thread == self._own_thread:
-            self._notes.timeline.add(time.monotonic_ns(), number)
+            self._notes.border(time.monotonic_ns(), number)
 
     def _captures(self) -> list[CapturedNodes]:
         """The captures of the streams that are current in the calling thread."""
@@ -189,12 +185,15 @@ def _wait_for_gpus() -> None:
                 call("cuCtxSynchronize")
 
 
-def _on_host_clock(records: Iterable[Activity | Link], begun: _Moment, ended: _Moment) -> Iterator[Activity | Link]:
+def _on_host_clock(
+    records: Iterable[Activity | Link], begun: tuple[int, int], ended: tuple[int, int]
+) -> Iterator[Activity | Link]:
     """The records with their times converted to the host's clock, by two moments that were read on both clocks."""
-    rate = (ended.host_ns - begun.host_ns) / max(ended.cupti_ns - begun.cupti_ns, 1)
+    (cupti_begun, host_begun), (cupti_ended, host_ended) = begun, ended
+    rate = (host_ended - host_begun) / max(cupti_ended - cupti_begun, 1)
 
     def on_host(cupti_ns: int) -> int:
-        return begun.host_ns + round((cupti_ns - begun.cupti_ns) * rate)
+        return host_begun + round((cupti_ns - cupti_begun) * rate)
 
     for each in records:
         if isinstance(each, Activity):

@@ -154,8 +154,8 @@ def _layer(place: Place, steps: Sequence[Step], kernels: Sequence[Kernel], ceili
         bytes=moved,
         tflops=flops / us / 1e6 if us > 0 else 0.0,
         gbytes=moved / us / 1e3 if us > 0 else 0.0,
-        bound="" if ceiling is None else ceiling.bound,
-        fraction=ceiling.us / us if ceiling is not None and us > 0 else 0.0,
+        bound=ceiling.bound,
+        fraction=ceiling.us / us if us > 0 else 0.0,
         strategy="; ".join(dict.fromkeys(work.strategy for work in works if work.strategy)),
     )
 

@@ -82,21 +82,16 @@ def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float])
         line = {"arrowstyle": "-", "color": _colour(layer), "linewidth": 0.7, "alpha": 0.6}
         at = {"xytext": (1.03, (place + 0.5) / len(points)), "textcoords": "axes fraction"}
         axes.annotate(_name(layer), (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("FLOPs per byte")
-    axes.set_ylabel("TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s")
     axes.grid(which="both", alpha=0.2)
     axes.minorticks_off()
-    rates = [rate for kind, rate in ceilings.items() if kind != COPY]
+    rates = {kind: rate for kind, rate in ceilings.items() if kind != COPY}
     if COPY in ceilings and rates and points:
         low, high = min(x for x, *_ in points) / 10, max(x for x, *_ in points) * 10
-        for kind, flops in ceilings.items():
-            if kind != COPY:
-                ridge = flops / ceilings[COPY]
-                corners = sorted({low, min(max(ridge, low), high), high})
-                axes.plot(corners, [min(flops, x * ceilings[COPY]) / 1e12 for x in corners], label=kind, linewidth=1)
-        axes.set_ylim(min(y for _, y, _ in points) / 10, 2e-12 * max(rates))
+        for kind, flops in rates.items():
+            corners = sorted({low, min(max(flops / ceilings[COPY], low), high), high})
+            axes.plot(corners, [min(flops, x * ceilings[COPY]) / 1e12 for x in corners], label=kind, linewidth=1)
+        axes.set_ylim(min(y for _, y, _ in points) / 10, 2e-12 * max(rates.values()))
         axes.legend(title="ceilings, measured", loc="lower right")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 import pytest
 
@@ -32,7 +34,8 @@ def test_loss_curve_agrees_with_the_reference_in_fp32(dropout: float) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_demo_learns(dtype: str) -> None:
     profiled = lt.profile()
-    result = demo.train("cuda", dtype, epochs=40, dropout=0.1, seed=0, profiled=profiled)
+    options = argparse.Namespace(device="cuda", dtype=dtype, epochs=40, dropout=0.1, seed=0)
+    result = demo.train(options, None, profiled)
     print(f"demo {dtype}: accuracy {result.accuracy:.4f}, {result.samples_per_second:,.0f} samples per second")
     assert result.accuracy >= 0.96
     assert result.device.startswith("cuda:0")

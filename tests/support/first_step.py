@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -63,7 +64,7 @@ def main(directory: Path) -> None:
 
     from lt_runtime.cli.demo import train
 
-    train("cuda", "bfloat16", 2, 0.1, 0)
+    train(argparse.Namespace(device="cuda", dtype="bfloat16", epochs=2, dropout=0.1, seed=0), None, None)
     check("the demo")
 
 

@@ -117,7 +117,7 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
 
 
 def quick_training(monkeypatch: pytest.MonkeyPatch, effect: Callable[[], None] = lambda: None) -> None:
-    def train(**_: object) -> demo.Result:
+    def train(*_: object) -> demo.Result:
         effect()
         return demo.Result("cpu", "float32", 0.97, 0.5, 1000.0, [2.0, 0.1], [])
 
