@@ -18,7 +18,7 @@ namespace lt {
 struct EpilogueFwdParams {
   Matrix in;             // the matrix product, of type PRODUCT
   Matrix preactivation;  // the stored pre-activation z + bias, only with KEEP; may be `in` if the types agree
-  Matrix out;            // may be `in` if the types agree
+  Matrix out;            // the output y; may be `in` if the types agree
   const SCALAR* bias;    // the bias, one element for each column; may be null
   uint32 rows;
   int64 cols;

@@ -95,9 +95,9 @@ __device__ inline void sum_flat_slots(const ColumnSum<T>& c, const FlatBlocks& f
   sum_over_block(total, [&](int place, float sum) { store_sum(c, first + place, cols, sum); });
 }
 
-// Increments the counter of each block whose columns the calling block has sums of. All counters are incremented at
-// once: one after the other, each would take a microsecond. `lasts` tells for which counters the block is the last; see
-// `is_last_block`.
+// Increments the counter of each block whose columns the calling block has sums of. The up to three counters are
+// incremented together: one after the other, each would take a microsecond. `lasts` tells for which counters the block
+// is the last; see `is_last_block`.
 __device__ inline void arrive(uint32* tickets, const FlatBlocks& flat, const int (&blocks)[3], bool (&lasts)[3]) {
   __shared__ uint32 arrived[3];
   __syncthreads();
@@ -114,8 +114,8 @@ __device__ inline void arrive(uint32* tickets, const FlatBlocks& flat, const int
   for (int i = 0; i < 3; ++i) lasts[i] = blocks[i] >= 0 && arrived[i] == flat.arrivals(blocks[i]) * gridDim.y - 1;
 }
 
-// Adds up the sums of all threads over the grid. Of the blocks that have sums of a column, the last one to finish adds
-// them up.
+// Adds up the sums of all threads over the grid. Each block's columns are added up by the last block to finish of those
+// that have sums of them.
 template <class T>
 __device__ inline void sum_flat_over_grid(const ColumnSum<T>& c, const Octet& octet, int64 cols, int lead) {
   const FlatBlocks flat(cols);

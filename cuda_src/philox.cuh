@@ -14,7 +14,7 @@ struct Dropout {
   const uint32* step_pointer;
   uint32 step;
   uint32 layer;
-  uint32 limit;  // 65536 · (number of 16-bit values that are kept) - 1
+  uint32 limit;  // 65536 · n - 1, if the n smallest of a lane's 65536 values keep the element
   float scale;
 };
 

@@ -108,8 +108,9 @@ struct Source {
   int64 rows;
   int64 cols;
   int64 col_stride;
-  uint64 first;  // first address at which 16-byte words lie within the source
-  uint64 reach;  // number of bytes from `begin` on in which 16-byte words lie within the source
+  uint64 first;  // first address of the source that is a multiple of 16 bytes
+  // Bytes from `first` on at which an octet may begin so that all 16-byte words read for it lie within the source.
+  uint64 reach;
 
   __device__ explicit Source(const Resized& item)
       : rows(item.from_rows < item.rows ? item.from_rows : item.rows),
@@ -169,7 +170,7 @@ __device__ inline bool is_flat(const Resized& item) {
 // next. Two rows are under way at a time.
 template <bool kFlat>
 __device__ inline void resize_column(const Resized& item, const Source& source, const Place& at, int64 col) {
-  const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;  // in the next row
+  const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;  // columns that lie in the next row
   const Words mask = masked(Words::ones(), 0, octet_count(col, source.cols));
   const Words next_mask = masked(Words::ones(), there, there + octet_count(0, source.cols < rest ? source.cols : rest));
   // In the first row and the last ones an octet's words may reach beyond the matrix.
