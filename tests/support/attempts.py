@@ -42,22 +42,33 @@ class Attempt:
 Prepare = Callable[[FakeGpu], Attempt]
 
 
+def _after(calls: int, prepare: Prepare) -> Prepare:
+    """Adds to an operation's preparation that it is called and checked `calls` times."""
+
+    def prepared(gpu: FakeGpu) -> Attempt:
+        attempt = prepare(gpu)
+        for _ in range(calls):
+            attempt.call()
+            attempt.check()
+        return attempt
+
+    return prepared
+
+
 # Layers and products
 
 
-def forward(case: LinearCase, calls_before: int = 0) -> Prepare:
+def forward(case: LinearCase) -> Prepare:
     """A layer's forward pass into buffers."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer = Layer(gpu, case, gpu.stream)
-        for _ in range(calls_before):
-            layer.forward()
         return Attempt(layer.forward, layer.check_forward)
 
     return prepare
 
 
-def backward(case: LinearCase, calls_before: int = 0) -> Prepare:
+def backward(case: LinearCase) -> Prepare:
     """A layer's backward pass into buffers; it adds to them if the case accumulates."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
@@ -67,20 +78,16 @@ def backward(case: LinearCase, calls_before: int = 0) -> Prepare:
         def call() -> None:
             results.append(layer.backward(ctx))
 
-        for _ in range(calls_before):
-            call()
         return Attempt(call, lambda: layer.check_backward(results[-1], len(results)))
 
     return prepare
 
 
-def product(case: MatmulCase, calls_before: int = 0) -> Prepare:
+def product(case: MatmulCase) -> Prepare:
     """A matrix product into a buffer."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         product = Product(gpu, case, gpu.stream)
-        for _ in range(calls_before):
-            product.run()
         return Attempt(product.run, product.check_results)
 
     return prepare
@@ -206,18 +213,18 @@ def _assert_equal(gpu: FakeGpu, optimizer: Any, host: Any, kind: str = "data", t
         np.testing.assert_allclose(host_of(gpu, getattr(one, kind)), getattr(other, kind), atol=tolerance)
 
 
-def adamw(calls_before: int = 0, *, is_bad_first: bool = False, **options: Any) -> Prepare:
-    """Steps of an optimizer; with `is_bad_first` the first gradient is infinite."""
+def adamw(*firsts: float, **options: Any) -> Prepare:
+    """Steps of an optimizer; `firsts` are values of one element of the gradient in the first steps, later 0.5."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         optimizer = _optimizer(gpu.lt, gpu.cp.asarray, **options)
         with gpu.others_package() as lt:
             host = _optimizer(lt, np.asarray, **options)
         gradient, other_gradient = optimizer.parameters[0].grad, host.parameters[0].grad
-        firsts = [np.inf] if is_bad_first else []
+        values = iter(firsts)
 
         def call() -> None:
-            host_of(gpu, gradient)[0, 0] = firsts.pop() if firsts else 0.5
+            host_of(gpu, gradient)[0, 0] = next(values, 0.5)
             optimizer.step(stream=gpu.stream)
 
         def check() -> None:
@@ -229,9 +236,6 @@ def adamw(calls_before: int = 0, *, is_bad_first: bool = False, **options: Any) 
             for one, other in ((optimizer.steps, host.steps), (optimizer.skipped_steps, host.skipped_steps)):
                 assert int(host_of(gpu, one)[0]) == int(other[0])
 
-        for _ in range(calls_before):
-            optimizer.step(stream=gpu.stream)
-            check()
         return Attempt(call, check, lambda: _optimizer_state(gpu, optimizer))
 
     return prepare
@@ -275,8 +279,8 @@ def _batch(seed: int = 0) -> tuple[Any, Any]:
     return generator.standard_normal((ROWS, _DIMS[0])).astype(np.float32), generator.integers(0, _DIMS[-1], ROWS)
 
 
-def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: float = 2e-5, **options: Any) -> Prepare:
-    """Training steps on one batch."""
+def training(*, other_stream: bool = False, tolerance: float = 2e-5, **options: Any) -> Prepare:
+    """Training steps on one batch; with `other_stream` the first step is on a stream of its own."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         _, optimizer, step = _run_of(gpu.lt, "cuda", **options)
@@ -285,7 +289,7 @@ def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: fl
         gpu.synchronize_all()  # the model was made on the default stream
         batch = _batch()
         placed, losses = [gpu.cp.asarray(each) for each in batch], []
-        streams = [gpu.other_stream] * calls_before + [gpu.stream] * 100 if other_stream else [gpu.stream] * 100
+        streams = [gpu.other_stream] * other_stream + [gpu.stream] * 100
 
         def call() -> None:
             losses[:] = [step(*placed, stream=streams[0])]
@@ -297,9 +301,6 @@ def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: fl
             np.testing.assert_allclose(host_of(gpu, losses[0]), expected, rtol=tolerance)
             _assert_equal(gpu, optimizer, host_optimizer, tolerance=tolerance)
 
-        for _ in range(calls_before):
-            call()
-            check()
         return Attempt(call, check, lambda: _optimizer_state(gpu, optimizer))
 
     return prepare
@@ -473,7 +474,7 @@ _HALF: Final = {"dtype": DType.BFLOAT16, "d_dtype": DType.BFLOAT16}
 OPERATIONS: Final[dict[str, Prepare]] = {
     "linear_fwd": forward(layer_case(keep_z=True)),
     "linear_fwd by a pass": forward(layer_case(y=COLUMNS, activation="silu", dropout=0.5)),
-    "linear_fwd, bound at its third call": forward(layer_case(), 2),
+    "linear_fwd, bound at its third call": _after(2, forward(layer_case())),
     "linear_bwd": backward(layer_case(dropout=0.5, rng=Philox(7, 3, 6))),
     "matmul": product(matmul_case(epilogue=Epilogue.GELU_AUX_BIAS)),
     "matmul with device scalars": product(matmul_case(with_c=True, alpha=2.0, beta=-0.5, device_scalars=True)),
@@ -489,10 +490,10 @@ OPERATIONS: Final[dict[str, Prepare]] = {
     "dropout": against_host("dropout", (numbers(3),), p=0.5, rng=Philox(4)),
     "AdamW": _made_optimizer(max_norm=1.0, scaled=True),
     "AdamW.step": adamw(max_norm=0.5, weight_decay=0.1),
-    "AdamW.step with infinite gradients": adamw(1, scaled=True, is_bad_first=True),
+    "AdamW.step with infinite gradients": _after(1, adamw(0.5, np.inf, scaled=True)),
     "TrainStep, captured": training(),
-    "TrainStep, replayed": training(1),
-    "TrainStep, replayed on another stream": training(1, other_stream=True),
+    "TrainStep, replayed": _after(1, training()),
+    "TrainStep, replayed on another stream": _after(1, training(other_stream=True)),
     "TrainStep without a graph": training(graph=False, accumulate=2),
     "TrainStep.metrics": metrics,
     "MLP.forward and MLP.backward": model_gradients,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -216,63 +217,28 @@ _specs = st.builds(
     st.sampled_from((1, 2, 4, 8, 16, 256)),
     _counts,
 )
-_some = st.none() | _specs
 _slopes = st.floats(allow_nan=False, allow_infinity=False)
-_types, _computes = st.sampled_from(DType), st.sampled_from(Compute)
-_any_activation = st.builds(Activation, st.sampled_from(ACTIVATIONS), _slopes)
-_derivatives = st.builds(
-    Derivative,
-    activation=_any_activation,
-    saved=st.sampled_from(Saved),
-    saved_spec=_some,
-    db=st.none() | _counts,
-    dropout=st.booleans(),
-)
+_of_fields: dict[str, st.SearchStrategy[Any]] = {
+    "Activation": st.builds(Activation, st.sampled_from(ACTIVATIONS), _slopes),
+    "Compute": st.sampled_from(Compute),
+    "DType": st.sampled_from(DType),
+    "Epilogue": st.sampled_from(Epilogue),
+    "Saved": st.sampled_from(Saved),
+    "Spec": _specs,
+    "Spec | None": st.none() | _specs,
+    "bool": st.booleans(),
+    "int": _counts,
+    "int | None": st.none() | _counts,
+}
+"""Strategies of a problem's fields, by their annotations."""
 
-problems = st.one_of(
-    st.builds(
-        MatmulProblem,
-        dtype=_types,
-        d_dtype=_types,
-        compute=_computes,
-        a=_specs,
-        b=_specs,
-        d=_specs,
-        epilogue=st.sampled_from(Epilogue),
-        c=_some,
-        batch=_counts,
-        bias_alignment=_counts,
-        aux=_some,
-        device_scalars=st.booleans(),
-        no_split_k=st.booleans(),
-    ),
-    st.builds(
-        ForwardProblem,
-        dtype=_types,
-        compute=_computes,
-        activation=_any_activation,
-        x=_specs,
-        w=_specs,
-        y=_specs,
-        bias=st.none() | _counts,
-        preactivation=_some,
-        dropout=st.booleans(),
-        propagate_nan=st.booleans(),
-        backward=st.booleans(),
-    ),
-    st.builds(
-        BackwardProblem,
-        dtype=_types,
-        compute=_computes,
-        x=_specs,
-        w=_specs,
-        dy=_specs,
-        output_derivative=_derivatives,
-        dx=_some,
-        dw=_some,
-        dz=_some,
-        accumulate=st.booleans(),
-        input_derivative=st.none() | _derivatives,
-    ),
-)
+
+def _any(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """A dataclass, each of its fields drawn by its annotation."""
+    return st.builds(kind, **{field.name: _of_fields[str(field.type)] for field in fields(kind)})
+
+
+_of_fields["Derivative"] = _any(Derivative)
+_of_fields["Derivative | None"] = st.none() | _of_fields["Derivative"]
+problems = st.one_of(*map(_any, (MatmulProblem, ForwardProblem, BackwardProblem)))
 """Problems as data; most of them could not run."""
