@@ -53,23 +53,75 @@ def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None
             layer.check()
 
 
-def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu) -> None:
+class Repeated:
+    """Calls of one product, whose plan exists, with its own operands or others."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu, self._w = gpu, gpu.cp.ones((4, 16), "float32")
+        self.x, self._y = self.other_x(), gpu.cp.ones((8, 4), "float32")
+        self(self.other_x())
+        gpu.calls.begin()
+
+    def other_x(self) -> Any:
+        return self._gpu.cp.ones((8, 16), "float32")
+
+    def __call__(self, x: Any = None, times: int = 1) -> None:
+        for _ in range(times):
+            host_of(self._gpu, self._y)[...] = 0
+            self._gpu.lt.linear(self.x if x is None else x, self._w, out=self._y, stream=self._gpu.stream)
+            self._gpu.synchronize(self._gpu.stream.ptr)
+            assert (host_of(self._gpu, self._y) == 16).all()
+
+    def count(self, name: str) -> int:
+        """How often a function of the driver was called since the plan was made."""
+        return self._gpu.calls.names.count(name)
+
+
+@pytest.mark.parametrize(("name", "captures"), [("a reader of batches", 0), ("lt_runtime prefetch", 1)])
+def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu, name: str, captures: int) -> None:
     """The thread might call cuCtxSynchronize, which fails in every thread while a stream is captured."""
-    layer, ends = Layer(gpu, layer_case(), gpu.stream), threading.Event()
-    layer.check()
-    thread = threading.Thread(target=ends.wait)
+    call, ends = Repeated(gpu), threading.Event()
+    thread = threading.Thread(target=ends.wait, name=name)
     thread.start()
-    gpu.calls.begin()
     try:
-        for seed in range(_CALLS):
-            layer.refill(seed)
-            layer.check()
+        call(times=_CALLS)
+        assert call.count("cuStreamBeginCapture") == captures
     finally:
         ends.set()
         thread.join()
-    assert "cuStreamBeginCapture" not in gpu.calls.names
-    for _ in range(3):
-        layer.check()
+    call(times=1001)
+    assert call.count("cuStreamBeginCapture") == 1, "tried again once the thread has ended"
+
+
+def test_repeated_calls_are_bounded_and_those_made_once_make_room(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = importlib.import_module("lt_runtime.plans.cache")
+    monkeypatch.setattr("lt_runtime.ops.call._MOST_REPEATS", 8)
+    monkeypatch.setattr(cache, "repeats", {})
+    call = Repeated(gpu)
+    call(times=3)
+    others = [call.other_x() for _ in range(20)]
+    for times in (1, 3):
+        for x in others:
+            call(x, times)
+            assert len(cache.repeats) <= 8
+        if times == 1:
+            call()
+            assert (call.count("cuStreamBeginCapture"), call.count("cuGraphLaunch")) == (1, 2), "still a graph"
+
+
+def test_a_repeated_call_that_cannot_be_captured_stays_as_it_was(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise importlib.import_module("lt_runtime.errors").GpuError("no memory")
+
+    call = Repeated(gpu)
+    call()
+    monkeypatch.setattr("lt_runtime.gpu.bound.BoundPlan.__init__", fail)
+    with pytest.warns(UserWarning, match=r"could not be bound and stays as it was \(no memory\)"):
+        call()
+    call(times=3)
+    assert call.count("cuGraphLaunch") == 0
 
 
 def test_a_second_call_does_no_more_than_its_products(gpu: FakeGpu) -> None:
