@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import sys
@@ -35,6 +34,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.hurry import make_work_long
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
+from tests.support.over_fake_gpu import own
 from tests.support.plan_entries import LATER
 
 FIRST, OTHER = ALGORITHM_IDS[0], ALGORITHM_IDS[1]
@@ -102,7 +102,7 @@ def merge(gpu: FakeGpu, document: Document, tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "theirs.json"
     path.write_bytes(document.render())
     capsys.readouterr()
-    assert importlib.import_module("lt_runtime.cli").main(["cache", "merge", str(path), "--json"]) == 0
+    assert own("cli").main(["cache", "merge", str(path), "--json"]) == 0
     (merged,) = json.loads(capsys.readouterr().out)["merged"]
     assert merged["changed"] == len(document.raw)
 
@@ -159,6 +159,27 @@ def test_a_strategy_of_another_problem_is_not_used(
     barred = [key for key in document.raw if (entry := document.get(key)) is not None and entry.barred is not None]
     assert len(barred) == 1
     assert barred[0].startswith(kind)
+
+
+@pytest.mark.parametrize("epilogue", ["bias", "none"])
+def test_a_measured_strategy_is_used_until_the_library_refuses_it(
+    gpu: FakeGpu, measured: Document, epilogue: str
+) -> None:
+    def change(key: str, entry: Any) -> Entry:
+        chosen = {**entry.strategy, "epilogue": epilogue} if key.startswith(FORWARD) else None
+        return entry if chosen is None else replace(entry, strategy=chosen)
+
+    plant(gpu, changed(measured, change))
+    Layer(gpu, GELU, gpu.stream).check()
+    (found,) = gpu.lt.explain([own("store.keys").parse_key(key) for key in measured.raw if key.startswith(FORWARD)])
+    assert found.strategy.startswith(epilogue)
+    again = FakeGpu(gpu.kernels._host, gpu.directory)  # as in another process, whose library has no epilogues
+    with again.active():
+        again.library.refused = frozenset(range(2, 1024))
+        Layer(again, GELU, again.stream).check()
+        again.settle()
+    barred = [str(entry.barred) for key in measured.raw if (entry := Document.read(plan_file(gpu)).get(key)).barred]
+    assert any("offers 0" in reason for reason in barred) is (epilogue == "bias")
 
 
 def test_tuning_takes_no_strategy_of_another_problem(gpu: FakeGpu, measured: Document) -> None:
@@ -262,7 +283,7 @@ def test_a_merged_algorithm_must_be_lean(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
-    plans = importlib.import_module("lt_runtime.products.matmul").MatmulPlan
+    plans = own("products.matmul").MatmulPlan
     monkeypatch.setattr(plans, "nodes", lambda *_: ["KERNEL"] * 3)
     check_both(gpu)
     reasons = {entry.barred for entry in products_of(gpu).values() if entry.barred}
@@ -273,13 +294,13 @@ def test_a_merged_algorithm_must_be_lean(
 @contextlib.contextmanager
 def refusing(name: str, status: Status) -> Iterator[None]:
     """Meanwhile a call of cuBLASLt returns a status."""
-    library = importlib.import_module("lt_runtime.cublaslt.library")
+    library = own("cublaslt.library")
     call = library.call
 
-    def refuse(function: str, *arguments: Any) -> None:
+    def refuse(function: str, *arguments: Any, **named: Any) -> None:
         if function == name:
             raise library.failure(function, status)
-        call(function, *arguments)
+        call(function, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(library, "call", refuse)
@@ -324,8 +345,8 @@ def test_while_a_stream_is_captured_nothing_is_verified_and_nothing_unverified_i
     gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
-    proof = importlib.import_module("lt_runtime.tuner.product_search")
-    capture_error = importlib.import_module("lt_runtime.errors").CaptureError
+    proof = own("tuner.product_search")
+    capture_error = own("errors").CaptureError
 
     def refuse(device: int) -> Any:
         raise capture_error("another stream is being captured")
@@ -357,7 +378,7 @@ def test_the_command_line_says_what_is_still_to_be_verified(
     gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     merge(gpu, measured, tmp_path, capsys)
-    main, words = importlib.import_module("lt_runtime.cli").main, "to be verified before its first use"
+    main, words = own("cli").main, "to be verified before its first use"
     assert main(["cache", "show", ""]) == 0
     assert words in capsys.readouterr().out
     check_both(gpu)

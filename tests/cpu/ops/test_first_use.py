@@ -91,14 +91,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def test_a_plan_is_made_once(world: World) -> None:
-    assert plan_of(FORWARD, 0, 0) is plan_of(FORWARD, 0, 7)
-    assert plan_of(FORWARD, 1, 0) is not plan_of(FORWARD, 0, 0)
-    assert plan_of(BACKWARD, 0, 0) is plan_of(BACKWARD, 0, 0)
-    assert world.planned == [FORWARD, FORWARD, BACKWARD]
-    assert world.tuned == []
-
-
 def test_a_capture_takes_the_plan_that_is_there_and_makes_none(world: World) -> None:
     plan = plan_of(FORWARD, 0, 7)
     world.capturing.add(7)
@@ -108,15 +100,6 @@ def test_a_capture_takes_the_plan_that_is_there_and_makes_none(world: World) -> 
         with pytest.raises(CaptureError, match=r"no plan yet for BackwardProblem.*stream 0x7 is being captured"):
             plan_of(BACKWARD, 0, 7)
     assert world.tuned == []
-
-
-def test_what_is_forgotten_is_planned_anew(world: World) -> None:
-    kept = plan_of(FORWARD, 1, 0), plan_of(backward_of(CHAIN, 0), 0, 0), plan_of(PRODUCT, 0, 0)
-    old = plan_of(FORWARD, 0, 0), plan_of(BACKWARD, 0, 0)
-    forget([FORWARD, BACKWARD], 0)
-    assert plan_of(FORWARD, 0, 0) is not old[0]
-    assert plan_of(BACKWARD, 0, 0) is not old[1]
-    assert (plan_of(FORWARD, 1, 0), plan_of(backward_of(CHAIN, 0), 0, 0), plan_of(PRODUCT, 0, 0)) == kept
 
 
 def test_a_backward_pass_is_forgotten_whatever_forward_has_saved(world: World) -> None:
@@ -152,28 +135,6 @@ def test_inference_is_tuned_alone(world: World) -> None:
     with first_use.tuning():
         plan_of(inference, 0, 0)
     assert world.tuned == [[LayerChain((Layer(inference),))]]
-
-
-def test_what_is_measured_is_not_tuned(world: World) -> None:
-    world.store.put({problem_key(PRODUCT): product()}, {problem_key(FORWARD): measured_layer(FORWARD)})
-    with first_use.tuning():
-        plan_of(FORWARD, 0, 0)
-        plan_of(PRODUCT, 0, 0)
-    assert world.tuned == []
-
-
-def test_a_strategy_that_the_problem_does_not_offer_is_as_unknown(world: World) -> None:
-    world.store.put({problem_key(FORWARD): layer(strategy={"epilogue": "gelu_bias", "saved": "nothing"})})
-    with first_use.tuning(), pytest.warns(UserWarning, match="a damaged entry, which is not used .*not one of"):
-        plan_of(FORWARD, 0, 0)
-    assert len(world.tuned) == 1
-
-
-def test_what_is_barred_is_tuned(world: World) -> None:
-    world.store.put({problem_key(PRODUCT): product(barred="known to be wrong")})
-    with first_use.tuning():
-        plan_of(PRODUCT, 0, 0)
-    assert world.tuned == [[PRODUCT]]
 
 
 def test_within_the_block_what_ran_before_is_tuned_too(world: World) -> None:
