@@ -45,7 +45,9 @@ _SHARED: Final = 227 << 10  # bytes of shared memory that a block may have on an
 _MULTIPROCESSORS: Final = 132
 _MASK: Final = str(_SAVED[Saved.MASK])
 _TWIN: Final = "sm_89"
-"""Every kernel takes on it as many registers as on sm_86, but for two; only the command compiles for both."""
+"""On this architecture all kernels but two need as many registers as on sm_86; the tests compile for sm_86 only, the
+command for both.
+"""
 
 
 def over(source: str, **choices: Iterable[str]) -> list[Variant]:
@@ -75,7 +77,7 @@ def _epilogue_fwd() -> list[Variant]:
             SCALAR=[scalar],
             ACTIVATION=ACTIVATION_NAMES.values(),
             DROPOUT="01",
-            # A pass that keeps the pre-activation adds the bias to it, and reads an FP32 product therefore.
+            # A pass that keeps the pre-activation adds the bias itself, so that it reads an FP32 product.
             PRODUCT=[SCALAR[DType.FLOAT32]] if keep else sorted({scalar, SCALAR[DType.FLOAT32]}),
             KEEP=[str(keep)],
         )
@@ -84,9 +86,10 @@ def _epilogue_fwd() -> list[Variant]:
 
 
 def saved_modes(activation: str, dropout: bool) -> set[Saved]:
-    """What an activation's derivative may be taken from: all that some strategy of forward keeps.
+    """Kinds of saved tensor from which an activation's derivative may be computed: all that some forward strategy
+    keeps.
 
-    Who passes raw pointers, without dropout, keeps the pre-activation of any activation.
+    Callers that pass raw pointers, without dropout, keep the pre-activation of any activation.
     """
     spec = Spec(packed(8, 8))
     problem = ForwardProblem(
@@ -130,7 +133,7 @@ def _matmul_epilogue() -> list[Variant]:
 
 
 def _narrow() -> list[Variant]:
-    """Several rows a thread only where memory is moved in vectors."""
+    """A thread has several rows only in variants that move vectors."""
     choices = itertools.product(SCALAR, (1, 2, 4, 8, MAX_WIDTH), (True, False))
     return [
         Variant(source, narrow_macros(dtype, width, aligned, rows, epilogue))
@@ -147,7 +150,7 @@ def _narrow() -> list[Variant]:
 
 
 def _tile() -> list[Variant]:
-    """Operands that lie either way, with every activation that an epilogue has."""
+    """Row-major and column-major operands, with every activation that an epilogue has."""
     ways = itertools.product(tile_matmul.TYPES, Order, Order, tile_matmul.EPILOGUES)
     taken = dict.fromkeys(tile_macros(*each) for each in ways if tile_matmul.lies_right(*each[2:]))
     return [Variant("tile_matmul.cu", macros) for macros in taken]
@@ -222,7 +225,7 @@ VARIANTS: Final = (
     *_tile(),
     *_mlp(),
 )
-"""All of them, from the runtime's own tables: a new activation or type is among them by itself."""
+"""All kernel families, from the runtime's own tables: a new activation or type is included automatically."""
 
 SOURCES: Final = sorted({variant.source for variant in VARIANTS})
 STRUCTS: Final[Mapping[str, dict[str, type[ctypes.Structure]]]] = {
@@ -236,18 +239,18 @@ def variants_of(source: str) -> list[Variant]:
 
 
 def compiled(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
-    """What variants take. verify.cu may compute in FP64: it runs only while plans are measured."""
+    """Limits of a variant's resources. Only verify.cu may compute in FP64: it runs only while plans are measured."""
     found = everywhere(variants, architectures)
     return [replace(each, double=each.double and each.variant != "verify.cu") for each in found]
 
 
 def digest_of(source: str) -> str:
-    """Changes with anything that decides whether the source's variants pass."""
+    """Digest of everything that decides whether the source's variants pass."""
     return family_digest(variants_of(source), ARCHITECTURES, STRUCTS[source])
 
 
 def recorded() -> Record:
-    """What passed last, of the sources that there still are."""
+    """Records of the sources that passed last; sources that no longer exist are left out."""
     record = read(TABLE.read_text() if TABLE.exists() else "")
     digests = {source: digest for source, digest in record.digests.items() if source in SOURCES}
     return Record(tuple(usage for source in SOURCES for usage in record.of(source)), digests, record.compiler)

@@ -25,13 +25,13 @@ EXAMPLES: Counter[str] = Counter()
 """Number of examples that property tests have run, by their subject; the terminal summary prints it."""
 
 
-# For planted faults: the same examples in each run, and a failing example is not made smaller.
+# Profile for planted faults: the same examples in each run, and failing examples are not shrunk.
 settings.register_profile("mutants", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
 settings.register_profile("lt_runtime", deadline=None)  # other work on the machine may slow an example down
 settings.load_profile("lt_runtime")
 
 _PROCESSES_OF_A_GPU: Final = 6
-"""More processes take turns on the GPU and only need more memory."""
+"""Limit of processes that share a GPU: more processes would take turns on it and only need more memory."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -163,7 +163,8 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
     verdict, output = Verdict.SURVIVED, "no test runs it"
     if tests:
         verdict, output = checkout.try_out(mutant.path, mutant.text, tests, _LIMIT_S)
-        if verdict is Verdict.BROKEN and "ERROR: not found" in output:  # the change shows in the tests' parameters
+        # The changed value appears in the names of parametrised tests, which are then not found.
+        if verdict is Verdict.BROKEN and "ERROR: not found" in output:
             functions = list(dict.fromkeys(name.partition("[")[0] for name in tests))
             verdict, output = checkout.try_out(mutant.path, mutant.text, functions, _LIMIT_S)
         seen = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]

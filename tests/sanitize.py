@@ -76,7 +76,9 @@ def read(tool: str, status: int, output: str) -> Verdict:
 
 
 def _reports(output: str) -> str:
-    """The lines with the places of faults: the second line of each report, and racecheck's first."""
+    """The lines of a report that name the place of a fault: the second line of each report, but racecheck's first
+    line.
+    """
     lines = (line for line in output.splitlines() if line.startswith("="))
     return "\n".join(line for line in lines if re.match(r"=+ +(at |and \w+ access at |(Error|Warning): Race )", line))
 
@@ -105,7 +107,7 @@ def selection(tool: str) -> list[str]:
         "thread",
         "allocated",
         "candidate",
-    ]  # tests of other libraries, of the host, of memory, and of cuBLASLt alone
+    ]  # these test other libraries, the host, memory, or cuBLASLt alone
     if tool != "memcheck":
         left_out += ["layer_s", "linear"]
     expression = " and ".join(f"not {word}" for word in left_out)

@@ -74,7 +74,7 @@ class Report:
 
 
 def _quarter(values: Sequence[int], number: int) -> int:
-    """The least value of a quarter of the values, which are in the order of time."""
+    """The least value within one quarter of the values, which are in the order of time."""
     size = max(1, len(values) // 4)
     return min(values[number * size : (number + 1) * size] or values[-1:] or [0])
 

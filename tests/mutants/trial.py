@@ -100,7 +100,7 @@ class Copy:
         """Runs Python in the copy, as `pytest` does."""
         path = os.pathsep.join(
             filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
-        )  # it may hold installed packages
+        )  # the virtual environment may contain installed packages
         with subprocess.Popen(
             [self._python, *arguments],
             cwd=self.root,

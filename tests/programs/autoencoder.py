@@ -13,11 +13,12 @@ CODE, STEPS, BATCH = 24, 150, 128
 
 
 def gradients(w: lt.Parameter, biases: list[lt.Parameter], x: Any) -> Any:
-    """The loss of a batch; both uses of the weight add to its gradient."""
+    """Trains on a batch and returns its loss; both uses of the weight add to its gradient."""
     code, ctx1 = lt.linear_fwd(x, w.data, biases[0].data, activation="tanh")
     again, ctx2 = lt.linear_fwd(code, w.data.T, biases[1].data)
     loss, dy = lt.mse_loss(again, x)
-    # The decoder's gradient is that of the transpose, and goes to a view of the same buffer.
+    # The decoder's gradient is the gradient of the transposed weight, and is added to a transposed view of the same
+    # buffer.
     dz, *_ = lt.linear_bwd(dy, ctx2, through=ctx1, out_dw=w.grad.T, out_db=biases[1].grad, out_db_below=biases[0].grad)
     lt.linear_bwd(dz, ctx1, before_activation=True, need_dx=False, need_db=False, accumulate=True, out_dw=w.grad)
     return loss

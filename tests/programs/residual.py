@@ -10,7 +10,7 @@ import lt_runtime as lt
 
 
 class Block:
-    """Two layers of `lt`, a norm over each row, and the residual sum."""
+    """A block of two layers of `lt`, a norm over each row, and the residual sum."""
 
     def __init__(self, xp: Any, width: int, hidden: int, seed: int) -> None:
         rng = np.random.default_rng(seed)

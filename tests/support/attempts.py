@@ -307,7 +307,9 @@ def training(*, other_stream: bool = False, tolerance: float = 2e-5, **options: 
 
 
 def metrics(gpu: FakeGpu) -> Attempt:
-    """One step, and its metrics. They include earlier steps whose metrics a failing call did not return."""
+    """Makes one step and returns its metrics. The metrics include earlier steps whose metrics a failing call did not
+    return.
+    """
     _, _, step = _run_of(gpu.lt, "cuda")
     gpu.synchronize_all()
     placed, read = [gpu.cp.asarray(each) for each in _batch()], list[Any]()
@@ -371,7 +373,7 @@ def model_gradients(gpu: FakeGpu) -> Attempt:
 
 
 def checkpoint(*, loads: bool) -> Prepare:
-    """Saves a run, or loads its state into another run."""
+    """Saves a training run, or loads its state into another run."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         path = Path(tempfile.mkdtemp(dir=gpu.directory)) / "run.safetensors"

@@ -1,4 +1,4 @@
-"""The problems of a chain's layers, which must have them, and variants."""
+"""The forward and backward problems of a chain's layers, and variants of these problems."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def backward_of(chain: LayerChain, index: int, saved: Saved | None = None) -> Ba
 
 
 def by_themselves(chain: LayerChain) -> LayerChain:
-    """The same layers without `through`: each takes its own derivative and has all its gradients."""
+    """The same layers without `through`: each layer applies its own activation's derivative and computes all its
+    gradients.
+    """
     forwards = [forward_of(chain, index) for index in range(len(chain.layers))]
     return LayerChain(tuple(Layer(each, plain_backward(each)) for each in forwards))

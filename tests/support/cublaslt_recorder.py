@@ -50,7 +50,7 @@ class Recorder:
         def run(*arguments: Any) -> int:
             index = len(self.calls)
             self.calls.append(name)
-            if name.endswith("Destroy"):  # counts even if it fails: the caller must not try again
+            if name.endswith("Destroy"):  # a failing call counts too: the caller must not destroy the object again
                 self.destroyed[getattr(arguments[0], "value", arguments[0])] += 1
             if index == self.fail_at:
                 return FAILURE

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cuda import pathfinder
 
-_FILES = {"cudart": ("library_types.h",), "cublas": ("cublas_api.h", "cublasLt.h")}  # the last uses the others' names
+# The last header uses names of the others.
+_FILES = {"cudart": ("library_types.h",), "cublas": ("cublas_api.h", "cublasLt.h")}
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _DIRECTIVE = re.compile(r"^\s*#[^\n]*", re.MULTILINE)
 _ENUM = re.compile(r"typedef\s+enum\s*(?P<tag>\w*)\s*\{(?P<body>[^{}]*)\}\s*(?P<name>\w+)\s*;")

@@ -22,7 +22,7 @@ def install(
     monkeypatch: pytest.MonkeyPatch, activities: list[Activity], *, dropped: int = 0, why: str | None = None
 ) -> ModuleType:
     """Replaces the collector by one that returns these activities, or that fails with the error `why`."""
-    from lt_runtime.errors import CuptiError  # of the copy of the package that the test uses
+    from lt_runtime.errors import CuptiError  # the module of the copy of the package that the test uses
 
     module: Any = ModuleType(MODULE)
 

@@ -45,7 +45,7 @@ _COMPUTES: Final = {
     ComputeType.COMPUTE_32F_FAST_TF32: DataType.R_32F,
     ComputeType.COMPUTE_64F: DataType.R_64F,
 }
-_WORKSPACE: Final = 8192  # bytes that an algorithm needs if it may have them
+_WORKSPACE: Final = 8192  # bytes of workspace that an algorithm needs if the limit allows them
 _WORKSPACE_ALIGNMENT: Final = 256
 _RELU_AUX_BITS: Final = 128
 _GELU_AUX_ELEMENTS: Final = 8
@@ -347,7 +347,7 @@ class FakeCublasLt:
         if number == ALGORITHM_IDS[0] and not call.layouts[3].takes_vectors(call.d):
             raise LibraryMisuseError(f"a misaligned address: the algorithm stores vectors to D at {call.d:#x}")
         if not digest:
-            return  # from AlgoInit, for any problem
+            return  # an algorithm made by AlgoInit may be used for any problem
         if digest != _digest(call.desc, call.layouts):
             raise LibraryMisuseError("the algorithm was offered for another problem")
         reads_c = call.desc.mode == PointerMode.DEVICE or call.beta != 0
@@ -376,7 +376,7 @@ class FakeCublasLt:
             raise LibraryMisuseError(f"streams {owner:#x} and {stream:#x} share a workspace")
 
     def _work(self, call: Matmul) -> Callable[[], None]:
-        """A function that computes the product. All addresses are looked up now."""
+        """Returns a function that computes the product. All addresses are looked up now, not when the function runs."""
         memory, desc = self._memory, call.desc
         a, b, d = (
             layout.at(memory, address, name)
@@ -392,7 +392,7 @@ class FakeCublasLt:
         workspace = memory.view(call.workspace, call.workspace_size, "the workspace")
 
         def run() -> None:
-            workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF  # a real kernel may overwrite all of it
+            workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF  # a real kernel may overwrite all of the workspace
             product = alpha() * (_operand(a, desc.trans_a, desc.compute) @ _operand(b, desc.trans_b, desc.compute))
             if c is not None and (scale := beta()) != 0:
                 product = product + scale * c.astype(np.float64)
@@ -454,7 +454,7 @@ class FakeCublasLt:
 
 
 def address_of(argument: Any) -> int:
-    """The address that ctypes would pass for an argument."""
+    """Returns the address that ctypes would pass for an argument."""
     if argument is None or isinstance(argument, int):
         return argument or 0
     if isinstance(argument, bytes):
@@ -497,7 +497,7 @@ def _operand(values: NDArray[Any], operation: int, compute: int) -> NDArray[np.f
 
 
 def _to_tf32(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The nearest numbers with ten bits after the point."""
+    """Rounds to TF32: the nearest numbers with ten mantissa bits."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(values), rounded.astype(np.uint32).view(np.float32), values)
@@ -510,7 +510,7 @@ def _finish(
     aux: NDArray[Any] | None,
     operands: tuple[NDArray[Any], NDArray[Any]],
 ) -> NDArray[np.float64]:
-    """The values of D; also writes the auxiliary tensor and the bias gradient."""
+    """Returns the values of D; also writes the auxiliary tensor and the bias gradient."""
     epilogue = Epilogue(desc.epilogue)
     if epilogue in _BIAS:
         assert vector is not None

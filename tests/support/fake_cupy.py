@@ -153,7 +153,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._settled.copy()
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
-        options.pop("casting", None)  # what is assigned is cast
+        options.pop("casting", None)  # as in CuPy, the assigned values are cast to the array's type
         return self._result(getattr(function, method), inputs, options, *out)
 
     def __array_function__(self, function: Any, _: Any, arguments: Any, options: Any) -> Any:
@@ -347,7 +347,7 @@ class MemoryPool:
         self._free.clear()
 
 
-_CREATORS: Final = ("ones", "arange")  # CuPy compiles a kernel for them
+_CREATORS: Final = ("ones", "arange")  # CuPy compiles a kernel for these functions
 
 
 def fake_cupy(gpu: Gpu) -> ModuleType:
@@ -361,7 +361,7 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
             return values
         host = np.asarray(values, dtype)
         made = module.ndarray(host.shape, host.dtype)
-        made._host[...] = host  # CuPy reads ordinary memory before it returns
+        made._host[...] = host  # CuPy reads pageable host memory before the call returns
         return made
 
     def ascontiguousarray(array: Any) -> Any:
@@ -425,7 +425,7 @@ def _cuda(gpu: Gpu) -> Any:
             pass
 
         def synchronize(self) -> None:
-            if gpu.streams.captures:  # the driver refuses to wait, and invalidates every capture
+            if gpu.streams.captures:  # during a capture the driver refuses to wait, and invalidates every capture
                 for capture in gpu.streams.captures.values():
                     capture.is_broken = True
                 raise CUDARuntimeError(900)

@@ -22,7 +22,7 @@ from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverSt
 
 _CONTEXT: Final = 1
 _NEEDS_CONTEXT: Final = ("cuCtxSynchronize", "cuEvent", "cuGraph", "cuLaunch", "cuMem", "cuProfiler", "cuStream")
-"""What the names of functions begin with that fail in a thread without a context."""
+"""Prefixes of the names of driver functions that fail in a thread without a context."""
 _ATTRIBUTE = driver.CUdevice_attribute
 H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
@@ -30,7 +30,8 @@ H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 132,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: 233472,
-    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: 64 << 10,  # small, so that the tuner rotates through few buffers
+    # A small L2 cache, so that the tuner rotates through few buffers.
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: 64 << 10,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE: 1980000,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 3201000,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 6144,
@@ -268,7 +269,7 @@ class FakeDriver:
     # Streams and events
 
     def cuStreamGetDevice(self, stream: int) -> int:
-        if stream in self._streams.captures:  # the driver also invalidates the capture
+        if stream in self._streams.captures:  # besides failing, the call invalidates the capture
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         return self.elsewhere.get(stream, 0)
 
@@ -349,7 +350,7 @@ class FakeDriver:
 
     def cuGraphKernelNodeGetParams(self, node: int) -> Any:
         arguments = self._node(node).arguments
-        if arguments is None:  # a kernel of cuBLASLt's, whose arguments the driver does not know
+        if arguments is None:  # the node is a kernel of cuBLASLt, whose arguments the driver does not reveal
             raise DriverStatusError(Status.CUDA_ERROR_INVALID_VALUE)
         function, block = arguments
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))

@@ -91,7 +91,7 @@ class FakeGpu:
                 yield
 
     def settle(self) -> None:
-        """Fails if no one waited for the work of a stream, or work wrote outside of all allocations."""
+        """Fails if work is still waiting on a stream, or if work wrote outside of all allocations."""
         undone = self.streams.left_undone()
         self.streams.synchronize_all()
         self.memory.check_guards()
@@ -131,7 +131,7 @@ class FakeGpu:
         try:
             if not self._modules:
                 self.lt = importlib.import_module(_PACKAGE)
-                self.lt.cublaslt.get_version()  # loads the library
+                self.lt.cublaslt.get_version()  # the first call loads the library
             yield
         finally:
             self._modules = _taken_modules()
@@ -195,7 +195,8 @@ class _Library:
         real = self._real[name]
 
         def run(*arguments: Any) -> int:
-            real.argtypes, real.restype = function.argtypes, function.restype  # as the package has declared them
+            # The argument types are those that the package has declared.
+            real.argtypes, real.restype = function.argtypes, function.restype
             status: int = real(*arguments)
             return status
 

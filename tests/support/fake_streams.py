@@ -155,7 +155,7 @@ class Streams:
         self._launched_on: dict[int, int] = {}
 
     def running_on(self, stream: int) -> int:
-        """The stream that runs the work of `stream`: the graph's stream for work that was captured from `stream`."""
+        """The stream that runs the work of `stream`: for captured work, the stream on which the graph was launched."""
         return self._launched_on.get(stream, stream)
 
     def put(self, stream: int, kind: Any, name: str, run: Callable[[], None]) -> None:
@@ -198,7 +198,7 @@ class Streams:
             run()
 
     def synchronize_all(self) -> None:
-        """Runs everything."""
+        """Runs the waiting work of all streams."""
         for stream in list(self._streams):
             self._run_to(stream, self._streams[stream].given)
 

@@ -1,6 +1,8 @@
-"""All that a training script calls, in a new process: prints the seconds of the first step, fails if CuPy compiles.
+"""Calls everything that a training script may call, in a new process: prints the seconds of the first step, and fails
+if CuPy compiles a kernel.
 
-`python -m tests.support.first_step DIRECTORY`: CuPy's cache and the package's are there, and empty at the beginning.
+`python -m tests.support.first_step DIRECTORY` keeps CuPy's cache and the package's cache in this directory; both are
+empty at the beginning.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from pathlib import Path
 
 
 def main(directory: Path) -> None:
-    """Steps, losses, metrics, evaluation, averages, state and checkpoints, own losses, the demo."""
+    """Runs steps, losses, metrics, evaluation, averages, state and checkpoints, the caller's own losses, and the
+    demo.
+    """
     kernels = directory / "cupy"
     os.environ |= {"CUPY_CACHE_DIR": str(kernels), "LT_RUNTIME_CACHE_DIR": str(directory / "lt_runtime")}
     os.environ.pop("LT_RUNTIME_TUNE", None)

@@ -21,7 +21,7 @@ def forked(run: Callable[[], Any], limit_s: int = 300) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
-        )  # warns of other threads; a test runner's threads hold no lock of ours
+        )  # os.fork warns of other threads, but the test runner's threads hold no lock that the package needs
         child = os.fork()
     if child == 0:
         os.close(reading)

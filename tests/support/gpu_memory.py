@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def memory_taken(run: Callable[[], object], times: int = 4) -> int:
-    """Bytes by which free memory shrinks over `run`: the least of several runs.
+    """Returns the bytes by which a call of `run` shrinks the free memory: the least of several calls.
 
     Other processes allocate and free meanwhile; memory that `run` keeps is missing after every run.
     """

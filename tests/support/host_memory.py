@@ -1,4 +1,4 @@
-"""Operands of the tuner in host memory: what would run on a GPU runs on the CPU, and tests look at the memory."""
+"""Operands of the tuner in host memory: kernels are replaced by NumPy, and tests look at the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.fake_device import HostLibrary, call
 
 @pytest.fixture
 def host_memory(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """The host's memory in the place of a GPU's."""
+    """Host memory that takes the place of GPU memory."""
     monkeypatch.setattr(device_memory, "CUPY", HostLibrary())
     monkeypatch.setattr(device_memory, "call", call)
     monkeypatch.setattr(kernels, "get_kernel", host.get)

@@ -112,7 +112,8 @@ def usages(variant: Variant, architecture: str) -> list[Usage]:
             stack=_total(r"(\d+) bytes stack frame", said),
             shared=_total(r"(\d+) bytes smem", said),
             parameters=int(parameters.get(kernel, 0)),
-            double=".f64" in ptx,  # of the whole file, so that functions count which a kernel calls without inlining
+            # PTX of the whole file, so that functions which a kernel calls without inlining count too.
+            double=".f64" in ptx,
         )
         for kernel, said in sections
     ]

@@ -27,7 +27,7 @@ from lt_runtime.store.plan_store import PlanStore
 from tests.support.plan_entries import H200, product
 
 _WRITERS: Final = 2
-_KEYS: Final = 5  # of each writer
+_KEYS: Final = 5  # number of writers of each kind
 _LONGEST_S: Final = 0.03
 _MOST: Final = 1e6
 
@@ -47,7 +47,7 @@ class Kept(ABC):
 
     @property
     def temporaries(self) -> list[Path]:
-        """Temporary files, which killed writers have left."""
+        """Returns the temporary files that killed writers have left."""
         return [path for path in self.directory.iterdir() if path.name.endswith(TEMPORARY)]
 
 
@@ -61,7 +61,8 @@ class Plans(Kept):
 
     def put(self, key: str, number: int) -> None:
         """See `Kept`."""
-        assert self._store.put({key: product(us=_MOST - number)})  # of two entries the faster is kept
+        # The store keeps the faster of two entries, so that later numbers must be faster.
+        assert self._store.put({key: product(us=_MOST - number)})
 
     def numbers(self) -> dict[str, int]:
         """See `Kept`."""

@@ -25,7 +25,7 @@ _TF32 = 2.0**-11
 
 
 def layer_case(**changes: Any) -> LinearCase:
-    """A layer of 24 rows, 32 outputs and 40 inputs in FP32 with GELU and a bias, but for what is named."""
+    """A layer of 24 rows, 32 outputs and 40 inputs in FP32 with GELU and a bias; arguments replace single fields."""
     activation = changes.pop("activation", "gelu")
     standard: dict[str, Any] = {
         "m": 24, "n": 32, "k": 40, "dtype": DType.FLOAT32, "compute": "float32",
@@ -53,14 +53,16 @@ class LayerData:
 
 
 def readings(z: Array, activation: Activation) -> list[Array]:
-    """The pre-activations that derivatives may be taken from: by cuBLASLt's mask ReLU's is 1 where z is exactly 0."""
+    """Pre-activations at which the derivative may be evaluated, one per accepted convention: with cuBLASLt's mask,
+    ReLU's derivative is 1 where z is exactly 0.
+    """
     if activation.name != "relu" or (z != 0).all():
         return [z]
     return [z, np.where(z == 0, 1.0, z)]
 
 
 def check_any(check: Callable[[Array], None], those: Sequence[Array]) -> None:
-    """Fails as the first check does, if every one fails."""
+    """Passes if one of the checks passes; otherwise fails with the first check's error."""
     for each in those[1:]:
         with contextlib.suppress(AssertionError):
             return check(each)
@@ -68,20 +70,20 @@ def check_any(check: Callable[[Array], None], those: Sequence[Array]) -> None:
 
 
 def forward_tolerance(case: LinearCase, data: LayerData) -> Array:
-    """Rounding of the output, and of the pre-activation where it is stored on the way."""
+    """Bound of the output's error: rounding of the output, and of the pre-activation if it is stored first."""
     epsilon, slope = 2 * EPSILON[case.dtype], max(1.2, abs(case.activation.negative_slope))
     return epsilon * (np.abs(data.y) + slope * np.abs(data.z) * data.factors) + TINY * (1 + data.factors)
 
 
 def dz_tolerance(case: LinearCase, data: LayerData) -> Array:
-    """Rounding of dz, and of the saved tensor that the derivative is taken from."""
+    """Bound of dz's error: rounding of dz, and of the saved tensor at which the derivative is evaluated."""
     upstream = np.abs(data.dy.astype(np.float64)) * data.factors
     slope = max(1.2, abs(case.activation.negative_slope))
     return upstream * (4 * EPSILON[case.dtype] * (slope + np.abs(data.z)) + TINY)
 
 
 def product_tolerance(case: LinearCase, dz: Array, limit: Array, other: Array, result: Array) -> Array:
-    """Of a product of dz, which is rounded to its type, with an operand that is exact."""
+    """Bound of the error of a product of dz, which is rounded to its type, with an exact operand."""
     rounding = _TF32 if case.compute == "tf32" else 2.0**-20
     terms = (limit + rounding * np.abs(dz)) @ np.abs(other.astype(np.float64))
     return terms + 2 * EPSILON[case.dtype] * np.abs(result) + TINY
@@ -90,8 +92,7 @@ def product_tolerance(case: LinearCase, dz: Array, limit: Array, other: Array, r
 class Layer:
     """A case's operands on the GPU, and the calls with them.
 
-    Args:
-        stream: what the calls are given; None for the current one.
+    Args: stream: passed to the calls; None for the current stream.
     """
 
     def __init__(self, gpu: FakeGpu, case: LinearCase, stream: Any = None, data: LayerData | None = None) -> None:
@@ -107,7 +108,7 @@ class Layer:
         self.dw, self.db = Placed(gpu, self.data.dw, case.dw), gpu.cp.asarray(self.data.db)
 
     def refill(self, seed: int) -> None:
-        """Gives all arrays other contents, where they lie. The buffers for dw and db start anew."""
+        """Overwrites all arrays in place with new values, and resets the buffers for dw and db."""
         self.data = LayerData(self.case, seed)
         for placed, values in ((self.x, self.data.x), (self.w, self.data.w), (self.dy, self.data.dy)):
             placed.fill(values)
@@ -117,7 +118,7 @@ class Layer:
         host_of(self.gpu, self.db)[...] = self.data.db
 
     def settings(self) -> dict[str, Any]:
-        """What a forward call is asked for, arrays apart."""
+        """The options of a forward call, without arrays."""
         case, rng = self.case, self.case.rng
         return {
             "activation": case.activation.name,
@@ -128,13 +129,13 @@ class Layer:
         }
 
     def forward(self, *, into_buffers: bool = True) -> tuple[Any, Any]:
-        """y and the context."""
+        """Runs forward; returns y and the context."""
         buffers = {"out": self.y.array, "out_z": self.z.array if self.z else None} if into_buffers else {}
         arrays = (self.x.array, self.w.array, self.bias)
         return self.gpu.lt.linear_fwd(*arrays, **self.settings(), **buffers, stream=self.stream)  # type: ignore[no-any-return]
 
     def backward(self, ctx: Any, *, into_buffers: bool = True, **more: Any) -> Any:
-        """The gradients."""
+        """Runs backward; returns the gradients."""
         case = self.case
         need_dx, need_dw, need_db = case.need
         buffers = {"out_dx": self.dx.array, "out_dw": self.dw.array, "out_db": self.db} if into_buffers else {}
@@ -142,12 +143,12 @@ class Layer:
         return self.gpu.lt.linear_bwd(self.dy.array, ctx, **(asked | buffers | more), stream=self.stream)
 
     def wait(self) -> None:
-        """For the stream of the calls, and no other."""
+        """Waits for the stream of the calls, and for no other stream."""
         current = self.gpu.cp.cuda.get_current_stream()
         self.gpu.synchronize((current if self.stream is None else self.stream).ptr)
 
     def check_forward(self, y: Any = None) -> None:
-        """That y is right, and what was kept on the way; `y` where it is not in the buffer."""
+        """Checks y and the saved tensor. `y` is the result if it is not in the case's buffer."""
         self.wait()
         case, data = self.case, self.data
         made = self.y.values() if y is None else host_of(self.gpu, y).astype(np.float64)
@@ -159,9 +160,9 @@ class Layer:
             assert_close("z", self.z.values(), data.z, 2 * EPSILON[case.dtype] * np.abs(data.z))
 
     def check_backward(self, result: Any, accumulations: int = 1) -> None:
-        """That the gradients are right, where they should be, and the others are not there.
+        """Checks that the requested gradients are right and in their buffers, and that the others are None.
 
-        Where ReLU's pre-activation is exactly 0 the derivative is 0 everywhere, or 1 everywhere; see `Saved`.
+        At pre-activations that are exactly 0, ReLU's derivative must be 0 everywhere or 1 everywhere; see `Saved`.
         """
         self.wait()
         data = self.data
@@ -191,15 +192,15 @@ class Layer:
             assert_close("db", host_of(self.gpu, result.db).astype(np.float64), expected, tolerance)
 
     def _summed(self, gradient: Array, before: Array, times: int) -> Array:
-        """What a buffer holds after as many backward passes."""
+        """The expected contents of an accumulating buffer after `passes` backward passes."""
         return before.astype(np.float64) + times * gradient if self.case.accumulate else gradient
 
     def _made(self, array: Any, buffer: Placed) -> Array:
-        """A result, from the buffer if it was to go there."""
+        """A result's values, read from the case's buffer if the call wrote there."""
         return buffer.values() if array is buffer.array else host_of(self.gpu, array).astype(np.float64)
 
     def check(self) -> None:
-        """Forward and backward, once each."""
+        """Runs and checks forward and backward, once each."""
         y, ctx = self.forward()
         assert y is self.y.array
         self.check_forward()

@@ -47,7 +47,7 @@ class Product:
         self.bias = lattice(generator, (n,), case.d_dtype) if case.epilogue.has_bias else None
         self.z = _draw(
             generator, self.batch, (m, n), case.d_dtype
-        )  # the pre-activation of which an epilogue takes the derivative
+        )  # the pre-activation at which an epilogue evaluates the derivative
         self._expect()
         self._place()
 

@@ -56,7 +56,7 @@ class RealGpu:
         yield self.lt
 
     def settle(self) -> None:
-        """Waits for all work, and frees memory that nothing uses."""
+        """Waits for all work, and frees unused memory of CuPy's pool."""
         self.cp.cuda.Device().synchronize()
         self.cp.get_default_memory_pool().free_all_blocks()
         self.cp.get_default_pinned_memory_pool().free_all_blocks()

@@ -1,4 +1,4 @@
-"""Computes a product's results on NumPy arrays, as a right algorithm must."""
+"""Computes the correct results of a product on NumPy arrays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Checks that a 16-bit result is rounded once: calls on normally distributed data, against a bound of one rounding.
 
 A result may be off by one unit in its last place, by what summing in FP32 costs, and by the approximation of an
-activation. Where the pre-activation is stored in 16 bits, its activation may be that of the rounded one. What a product
-that is rounded before a bias or C is added to it loses is many times more, wherever they nearly cancel.
+activation. Where the pre-activation is stored in 16 bits, its activation may be that of the rounded one. A product that
+is rounded before a bias or C is added exceeds this bound many times wherever the two nearly cancel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLAT: Final = Placement(column_major=False, gap=0, offset=0)
 # The same bounds as in `tuner.verification`, which says where they come from.
 _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3
-_ACTIVATION_ERROR: Final = 1e-6  # of the activations in FP32 arithmetic
+_ACTIVATION_ERROR: Final = 1e-6  # error of the activations in FP32 arithmetic
 
 
 class Matrix(Protocol):
@@ -38,15 +38,13 @@ class Matrix(Protocol):
     array: Any
 
     def values(self) -> NDArray[np.float64]:
-        """What it holds; fails if anything around it was written."""
+        """The matrix's values; fails if memory around the matrix was written."""
 
 
 class Machine(Protocol):
-    """Where the calls run: a GPU, or one that is pretended.
+    """The machine on which the calls run: a real GPU or the pretended one.
 
-    Attributes:
-        lt: the package.
-        stream: what the calls are given.
+    Attributes: lt: the package. stream: passed to the calls.
     """
 
     lt: Any
@@ -59,10 +57,10 @@ class Machine(Protocol):
         """A packed array in device memory."""
 
     def host(self, array: Any) -> Array:
-        """An array's values, in its own type."""
+        """Returns an array's values, in its own type."""
 
     def wait(self) -> None:
-        """For all work on the stream."""
+        """Waits for all work on the stream."""
 
 
 @st.composite
@@ -89,15 +87,18 @@ def unit(values: Array, dtype: DType) -> Array:
 
 
 def summing_error(terms: int, magnitudes: Array) -> Array:
-    """How far off a sum in FP32 may be, by how many terms it has and the sum of their magnitudes.
+    """Bound of the error of an FP32 sum, from its number of terms and the sum of their magnitudes.
 
-    The roundings mostly cancel, in whatever order the sum is taken. Tensor cores truncate, and get a few times that.
+    Rounding errors mostly cancel, whatever the order of the additions. Tensor cores truncate instead of rounding, so
+    that their error is a few times larger.
     """
     return 2.0**-22 * (8 + np.sqrt(terms)) * magnitudes
 
 
 def check_rounded_once(name: str, actual: Array, exact: Array, error: Array, dtype: DType) -> None:
-    """Fails, naming the worst element, unless all are a rounding of numbers at most `error` away from `exact`."""
+    """Fails, naming the worst element, unless every element is the rounding of some number at most `error` away from
+    `exact`.
+    """
     excess = np.abs(actual.astype(np.float64) - exact) / (unit(np.abs(exact) + error, dtype) + error)
     if excess.size and not (excess <= 1).all():  # NaN is wrong
         worst = np.unravel_index(np.argmax(np.nan_to_num(excess, nan=np.inf)), excess.shape)
@@ -108,7 +109,7 @@ def check_rounded_once(name: str, actual: Array, exact: Array, error: Array, dty
 
 
 def spread(function: Callable[[Array], Array], at: Array, error: Array) -> Array:
-    """How far a function's value moves where its argument is off by `error`."""
+    """Largest change of a function's value if its argument is off by at most `error`."""
     value = function(at)
     return np.maximum(np.abs(function(at + error) - value), np.abs(function(at - error) - value))
 
@@ -129,7 +130,7 @@ class RoundedLayer:
         self.machine, self.case = machine, case
         generator = np.random.default_rng(case.data_seed)
         m, n, k, kind = case.m, case.n, case.k, case.dtype
-        # The bias is as large as the product, so that they often nearly cancel.
+        # The bias is as large as the product, so that the two often nearly cancel.
         self.x, self.w = _normal(generator, (m, k), kind), _normal(generator, (n, k), kind)
         self.bias = _normal(generator, (n,), kind, np.sqrt(k)) if case.bias else None
         self.dy = _normal(generator, (m, n), kind)
@@ -141,7 +142,7 @@ class RoundedLayer:
         self.z_error = summing_error(k, magnitudes)
 
     def check(self) -> None:
-        """Inference, forward and backward, once each."""
+        """Runs and checks inference, forward and backward, once each."""
         operands = self._operands()
         if not self.case.dropout:
             y = self._empty(self.case.y)
@@ -168,7 +169,7 @@ class RoundedLayer:
         return place(self.x, case.x).array, place(self.w, case.w).array, bias
 
     def _activation(self) -> dict[str, Any]:
-        """By its name, as the package of a pretended GPU has classes of its own."""
+        """The epilogue is compared by name, because the package's copy on a pretended GPU has other classes."""
         activation = self.case.activation
         return {"activation": activation.name, "negative_slope": activation.negative_slope}
 
@@ -193,7 +194,9 @@ class RoundedLayer:
         return self.z_error + unit(np.abs(self.z) + self.z_error, self.case.dtype) / 2
 
     def _check_backward(self, ctx: Any) -> None:
-        """dz is a rounding of what it should be; dx, dw and db are roundings of what follows from the rounded dz."""
+        """Checks that dz is the rounding of its exact value, and that dx, dw and db are roundings of the exact results
+        computed from the rounded dz.
+        """
         case, machine = self.case, self.machine
         changes = case.activation.name != "none" or case.dropout > 0
         need_dx, need_dw, need_db = case.need
@@ -214,7 +217,7 @@ class RoundedLayer:
         before_dw, before_db = (_wide(each) * case.accumulate for each in (self.dw, self.db))
         if need_dw:
             error = summing_error(case.m, np.abs(rounded).T @ np.abs(x) + np.abs(before_dw))
-            if case.accumulate:  # cuBLASLt rounds the product before it adds to it
+            if case.accumulate:  # cuBLASLt rounds the product before it adds the old gradient
                 error = error + unit(rounded.T @ x, case.dtype) / 2
             check_rounded_once("dw", dw.values(), rounded.T @ x + before_dw, error, case.dtype)
         if need_db and case.bias:
@@ -225,10 +228,10 @@ class RoundedLayer:
             check_rounded_once("db", machine.host(db), rounded.sum(axis=0) + before_db, error, case.dtype)
 
     def _checked_dz(self, dz: Matrix) -> NDArray[np.float64]:
-        """dz as it was written, once it is known to be right."""
+        """Checks dz and returns it as it was written."""
         activation = self.case.activation
         error = spread(lambda z: reference.derivative(z, activation), self.z, self._stored_z_error())
-        if activation.name in ("sigmoid", "tanh"):  # whose derivative is taken from the rounded output
+        if activation.name in ("sigmoid", "tanh"):  # the derivative is computed from the rounded output
             error += 2 * unit(self.exact_y, self.case.dtype)
         upstream = _wide(self.dy) * self.factors
         exact = upstream * reference.derivative(self.z, activation)
@@ -249,7 +252,7 @@ class RoundedProduct:
         self.a, self.b = self._draw(generator, case.batches[0], m, k), self._draw(generator, case.batches[1], k, n)
         self.c = self._draw(generator, self.batch, m, n, scale) if case.with_c else None
         self.bias = _normal(generator, (n,), case.dtype, scale) if case.epilogue.has_bias else None
-        self.aux = self._draw(generator, self.batch, m, n)  # what a derivative is taken at
+        self.aux = self._draw(generator, self.batch, m, n)  # the pre-activation at which the derivative is evaluated
         a, b = _wide(self.a), _wide(self.b)
         self.sum = case.alpha * (a @ b)
         magnitudes = abs(case.alpha) * (np.abs(a) @ np.abs(b))
@@ -268,7 +271,7 @@ class RoundedProduct:
         return _normal(generator, (rows, cols) if batch is None else (batch, rows, cols), self.case.dtype, scale)
 
     def check(self) -> None:
-        """One call, and a look at all that it makes."""
+        """Makes one call and checks all its results."""
         case, machine = self.case, self.machine
         start = self.c if self.c is not None and case.in_place else np.zeros_like(self.aux)
         out = machine.place(start, case.d)
@@ -307,12 +310,16 @@ class RoundedProduct:
         return self.machine.array(np.array([value], np.float32)) if self.case.device_scalars else value
 
     def _lies_in_columns(self, out: Any) -> bool:
-        """Whether the package takes D for column-major: a matrix that is both is row-major to it."""
+        """Whether the package treats D as column-major. A matrix that is both row- and column-major counts as
+        row-major.
+        """
         strides = [stride // out.itemsize for stride in out.strides]
         return batch_of("out", out.shape, strides)[0].order is Order.COLUMN
 
     def _placed_aux(self, in_columns: bool) -> Matrix | None:
-        """Room for GELU's pre-activation, or the one that its derivative is taken at; None for other epilogues."""
+        """A buffer for GELU's pre-activation, or the pre-activation at which GELU's derivative is evaluated; None for
+        other epilogues.
+        """
         epilogue = self.case.epilogue
         if epilogue.activation != "gelu" or not (epilogue.has_aux_output or epilogue.is_derivative):
             return None
@@ -320,13 +327,13 @@ class RoundedProduct:
         return self.machine.place(values, Placement(in_columns, self.case.d.gap, 0), 8)
 
     def _mask(self, in_columns: bool) -> Array:
-        """ReLU's bits that its derivative is taken from, or room for them."""
+        """The ReLU mask from which the derivative is read, or a buffer for the mask."""
         positive = _wide(self.aux) > 0
         mask = reference.pack_mask(np.swapaxes(positive, -1, -2) if in_columns else positive)
         return mask if self.case.epilogue.is_derivative else np.zeros_like(mask)
 
     def _expected(self) -> tuple[Array, Array]:
-        """D before it is rounded, and how far off that may be."""
+        """D before rounding, and the bound of its error."""
         epilogue = self.case.epilogue
         activation, is_gelu = Activation(epilogue.activation), epilogue.activation == "gelu"
         if epilogue.is_derivative:
@@ -348,7 +355,7 @@ class RoundedProduct:
         assert not wrong.any(), f"{int(wrong.sum())} bits of ReLU's mask are wrong"
 
     def _check_sums(self, made: Array, exact: Array, error: Array) -> None:
-        """The bias gradient: of an operand, or of D, be it rounded or not."""
+        """The expected bias gradient: the sum of an operand, or of D, either before or after D is rounded."""
         epilogue, dtype = self.case.epilogue, self.case.dtype
         if epilogue.sums_operand:
             operand, axis = (self.a, -1) if epilogue is Epilogue.BGRADA else (self.b, -2)

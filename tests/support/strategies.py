@@ -38,7 +38,9 @@ sizes = st.one_of(st.just(1), st.sampled_from(_PRIMES), st.sampled_from(_EIGHTS)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a matrix lies in a larger buffer: order, gap after each row (or column), and elements before the first."""
+    """Placement of a matrix in a larger buffer: order, gap after each row (or column), and number of elements before
+    the first.
+    """
 
     column_major: bool = False
     gap: int = 0

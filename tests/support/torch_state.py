@@ -59,5 +59,5 @@ def sequential_state(dims: list[int], dtype: str, **options: Any) -> dict[str, H
 
 
 def sequential_names(layers: int) -> dict[str, str]:
-    """The argument `names=` that maps such a state to a model's parameters."""
+    """The argument `names=` that maps the `state_dict` of an `nn.Sequential` to a model's parameters."""
     return {f"layer{i}.{part}": f"{2 * i}.{part}" for i in range(layers) for part in ("weight", "bias")}

@@ -1,1 +1,1 @@
-"""Code of a user's, for a type checker alone: nothing imports it."""
+"""User code that only a type checker reads; no test imports it."""

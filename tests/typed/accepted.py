@@ -1,4 +1,4 @@
-"""A user's code without an error of type."""
+"""User code without type errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import lt_runtime as lt
 
 
 def own_loss(outputs: Any, target: Any, gradient: Any, stream: int | None) -> Any:
-    """A loss by one of this package's."""
+    """Computes a user's loss by one of the package's losses."""
     made: lt.Loss = lt.mse_loss(outputs, target, out_gradient=gradient, stream=stream)
     return made.loss
 

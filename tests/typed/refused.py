@@ -8,7 +8,7 @@ import lt_runtime as lt
 
 
 def names(model: lt.MLP, x: Any, w: Any) -> None:
-    """Names that there are not."""
+    """Uses names that do not exist."""
     lt.no_such_thing()  # refused
     lt.schedules.warmup_cosin(1, 2)  # refused
     lt.linear_fwd(x, w, activation="gelu_tanh")  # refused
@@ -27,7 +27,7 @@ def names(model: lt.MLP, x: Any, w: Any) -> None:
 
 
 def settings(step: lt.TrainStep, optimizer: lt.AdamW, ema: lt.EMA) -> None:
-    """Attributes that cannot be set, or that there are not."""
+    """Sets attributes that are read-only or do not exist."""
     optimizer.betas = (0.9, 0.99)  # refused
     optimizer.moments = []  # refused
     optimizer.lr = "1e-3"  # refused
@@ -37,7 +37,7 @@ def settings(step: lt.TrainStep, optimizer: lt.AdamW, ema: lt.EMA) -> None:
 
 
 def results(step: lt.TrainStep, x: Any, ctx: lt.LinearContext) -> None:
-    """Parts that a result does not have."""
+    """Reads attributes that a result does not have."""
     print(lt.linear_bwd(x, ctx).dz_below)  # refused
     print(lt.linear_bwd(x, ctx, through=ctx).dx)  # refused
     lt.linear_bwd(x, ctx, need_dq=True)  # refused
