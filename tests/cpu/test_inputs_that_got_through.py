@@ -301,3 +301,83 @@ def test_auxiliary_matrices_are_refused_alike(
     with pytest.raises(getattr(package.errors, error.__name__), match=r"^aux (is|has) "):
         package.matmul(place(ones(8, 8)), place(ones(8, 8)), epilogue=epilogue, aux=aux)
     assert (aux if not on_gpu else gpu.host_of(aux)).all()
+
+
+def _with_gaps(cp: Any, rows: int, columns: int) -> Any:
+    """A matrix neither of whose axes is contiguous."""
+    return cp.asarray(ones(2 * rows, 3 * columns))[::2, ::3]
+
+
+def _on_gpu(*shape: int, dtype: Any = np.float32) -> Any:
+    return lambda cp: cp.asarray(ones(*shape, dtype=dtype))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("linear_fwd", {"w": _on_gpu(5, 5)}, "ShapeError", "w has shape"),
+    ("linear_fwd", {"x": _on_gpu(6, 4, dtype=np.float64)}, "DTypeError", "x has type float64"),
+    ("linear_fwd", {"w": lambda cp: ones(5, 4)}, "DeviceError", "w in host memory"),
+    ("linear_fwd", {"w": lambda cp: _with_gaps(cp, 5, 4)}, "LayoutError", r"w .*lt\.contiguous\(w\)"),
+    ("linear_fwd", {"bias": lambda cp: cp.asarray(ones(10))[::2]}, "LayoutError", "bias has stride"),
+    ("linear_fwd", {"out": _on_gpu(6, 5, dtype=np.float16)}, "DTypeError", "out is float16"),
+    ("linear_bwd", {"dy": lambda cp: ones(6, 5)}, "DeviceError", "dy"),
+    ("linear_bwd", {"out_dx": _on_gpu(4, 6)}, "ShapeError", "out_dx has shape"),
+    ("matmul", {"b": lambda cp: ones(4, 5)}, "DeviceError", "b in host memory"),
+    ("matmul", {"a": lambda cp: _with_gaps(cp, 6, 4)}, "LayoutError", "a .*neither axis is contiguous"),
+    ("matmul", {"alpha": _on_gpu(1)}, "ArgumentError", "alpha and beta must both"),
+    ("matmul", {"alpha": _on_gpu(2), "beta": _on_gpu(1)}, "DTypeError", "alpha is float32 of shape"),
+    ("matmul", {"epilogue": lambda cp: "gelu_aux", "aux": _on_gpu(6, 5)}, "LayoutError", "aux has leading dimension 5"),
+    (
+        "matmul",
+        {"a": _on_gpu(6, 4, dtype="f8"), "b": _on_gpu(4, 5, dtype="f8"), "out": lambda cp: None}
+        | {"c": lambda cp: cp.asarray(ones(5, 6, dtype="f8")).T},
+        "LayoutError",
+        "c is column-major and out row-major",
+    ),
+    ("dropout", {"step": lambda cp: np.zeros(1, np.uint32)}, "LtError", "step"),
+    ("dropout", {"step": lambda cp: cp.asarray(np.zeros(1, np.int32))}, "DTypeError", "step"),
+    ("dropout", {"step": lambda cp: cp.asarray(np.zeros(2, np.uint32))}, "DTypeError", "step"),
+    ("AdamW", {"data": lambda cp: ones(4)}, "DeviceError", r"b\.data"),
+    ("AdamW", {"data": lambda cp: cp.asarray(ones(8))[::2]}, "LayoutError", r"b\.data"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), REFUSED)
+def test_device_arrays_that_are_refused(
+    gpu: FakeGpu, name: str, changes: dict[str, Any], error: str, message: str
+) -> None:
+    """Nothing is written, and the stream stays usable."""
+    place, package = gpu.cp.asarray, gpu.lt
+    x, w, bias, written = (place(ones(*shape)) for shape in ((6, 4), (5, 4), (5,), (6, 5)))
+    given: dict[str, Any] = {"x": x, "w": w, "bias": bias, "out": written}
+    if name == "linear_bwd":
+        given = {"dy": place(ones(6, 5)), "ctx": package.linear_fwd(x, w, bias, activation="tanh")[1]}
+        given["out_dw"] = written = place(ones(5, 4))
+    if name == "matmul":
+        given = {"a": x, "b": place(ones(4, 5)), "out": written}
+    if name == "dropout":
+        given = {"x": x, "p": 0.5, "out": (written := place(ones(6, 4)))}
+    if name == "AdamW":
+        given = {"data": place(ones(4)), "grad": written}
+    given |= {each: make(gpu.cp) for each, make in changes.items()}
+    calls = {
+        "dropout": lambda step, **more: package.dropout(**more, rng=package.Philox(step=step)),
+        "AdamW": lambda **more: package.AdamW([package.Parameter(x, x), package.Parameter(**more, name="b")]),
+    }
+    with pytest.raises(getattr(package.errors, error), match=message):
+        calls.get(name, getattr(package, name))(**given)
+    y = package.linear(x, w)
+    gpu.streams.synchronize_all()
+    assert (gpu.host_of(written) == 1).all()
+    assert (gpu.host_of(y) == 4).all()
+
+
+def test_columns_of_one_buffer_and_a_gradient_over_its_operand(gpu: FakeGpu) -> None:
+    buffer, w, dy = (gpu.cp.asarray(ones(*shape)) for shape in ((6, 8), (4, 4), (6, 4)))
+    x = buffer[:, :4]
+    with pytest.raises(gpu.lt.errors.OverlapError, match="out shares memory with x"):
+        gpu.lt.linear(x, w, out=buffer[:, 2:6])
+    gpu.lt.linear(x, w, out=buffer[:, 4:])  # the columns interleave without overlap
+    with pytest.raises(gpu.lt.errors.OverlapError, match="out_dx shares memory with dy"):
+        gpu.lt.linear_bwd(dy, gpu.lt.linear_fwd(x, w)[1], out_dx=dy)
+    gpu.streams.synchronize_all()
+    assert gpu.host_of(buffer).tolist() == [[1.0] * 4 + [4.0] * 4] * 6

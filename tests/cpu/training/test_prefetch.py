@@ -1,8 +1,7 @@
-"""Batches read ahead by a thread: their order, the depth, the end of the thread; slots of a GPU replaced by fakes."""
+"""Batches read ahead by a thread: their order, the depth, and the end of the thread."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
 import threading
@@ -15,10 +14,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-import lt_runtime.training.prefetch as module
 from lt_runtime.errors import ArgumentError, OperandError
-from lt_runtime.gpu import devices, streams
-from lt_runtime.training.staging import map_arrays
 
 Pair = namedtuple("Pair", "x labels")
 
@@ -62,12 +58,13 @@ def test_on_the_host_an_iterable_may_fill_the_same_arrays_again() -> None:
     def in_place() -> Iterator[dict[str, Any]]:
         for i in range(5):
             x[...], labels[...] = i, -i
-            yield {"x": x, "more": (labels, [labels[:1]])}
+            yield {"x": x, "more": Pair(labels, [labels[:1]]), "none": ()}
 
     fetched = [*lt.prefetch(in_place(), 3, "cpu")]
     assert [float(batch["x"].sum()) for batch in fetched] == [6.0 * i for i in range(5)]
-    assert [batch["more"][0].tolist() for batch in fetched] == [[-i] * 4 for i in range(5)]
-    assert [batch["more"][1][0].tolist() for batch in fetched] == [[-i] for i in range(5)]
+    assert [batch["more"].x.tolist() for batch in fetched] == [[-i] * 4 for i in range(5)]
+    assert [batch["more"].labels[0].tolist() for batch in fetched] == [[-i] for i in range(5)]
+    assert all([*batch] == ["x", "more", "none"] and batch["none"] == () for batch in fetched)
     assert all(batch["x"].flags.f_contiguous and batch["x"].dtype == np.float32 for batch in fetched)
 
 
@@ -272,74 +269,3 @@ def test_what_is_refused_at_once() -> None:
         lt.prefetch([], device="tpu")
     with pytest.raises(TypeError, match="not iterable"):
         lt.prefetch(3, device="cpu")  # type: ignore[arg-type]
-
-
-def test_the_parts_of_a_batch_are_found_and_put_back() -> None:
-    batch = {"a": Pair(np.zeros(1), np.ones(2)), "b": [np.zeros(3), (np.zeros(4),)], "c": ()}
-    sizes = map_arrays(batch, lambda array: array.size)
-    assert [*sizes] == [*batch]
-    assert sizes == {"a": Pair(1, 2), "b": [3, (4,)], "c": ()}
-    assert isinstance(sizes["a"], Pair)
-
-
-class FakeSlot:
-    """A slot that copies at once, and fails if a batch that has not been released is overwritten."""
-
-    def __init__(self, device: int, copies: int) -> None:
-        self.ready, self.released = f"ready {id(self)}", f"released {id(self)}"
-        self.buffer, self.is_free, self.is_closed = np.zeros(3, np.float32), True, False
-
-    def fill(self, batch: np.ndarray) -> np.ndarray:
-        assert self.is_free
-        assert not self.is_closed
-        self.is_free = False
-        self.buffer[...] = batch
-        return self.buffer
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@pytest.fixture
-def slots(monkeypatch: pytest.MonkeyPatch) -> list[FakeSlot]:
-    """The slots that have been made."""
-    made: list[FakeSlot] = []
-
-    def make(device: int, copies: int) -> FakeSlot:
-        made.append(FakeSlot(device, copies))
-        return made[-1]
-
-    def call(name: str, *arguments: Any) -> None:
-        if name == "cuEventRecord":
-            (slot,) = (slot for slot in made if slot.released == arguments[0])
-            slot.is_free = True
-
-    monkeypatch.setattr(devices, "device_count", lambda: 1)
-    monkeypatch.setattr(module, "Slot", make)
-    monkeypatch.setattr(module, "call", call)
-    monkeypatch.setattr(module, "activated", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(module, "private_stream", lambda *_: 1)
-    monkeypatch.setattr(module, "order_after", lambda *_: None)
-    monkeypatch.setattr(streams, "_check_place", lambda *_: None)
-    return made
-
-
-def test_slots_stay_open_while_a_thread_receives(slots: list[FakeSlot], monkeypatch: pytest.MonkeyPatch) -> None:
-    receives, closes = threading.Event(), threading.Event()
-    receive = module._GpuLane.receive
-
-    def slow_receive(lane: Any, batch: Any) -> Any:
-        receives.set()
-        closes.wait(0.2)
-        assert not any(slot.is_closed for slot in slots)
-        return receive(lane, batch)
-
-    monkeypatch.setattr(module._GpuLane, "receive", slow_receive)
-    fetched = lt.prefetch(batches(60), 2, 0, stream=7)
-    takers, seen = take_in_threads(fetched)
-    receives.wait(10)
-    fetched.close()
-    closes.set()
-    join(takers)
-    assert all(slot.is_closed for slot in slots)
-    assert all(isinstance(each, int) or each is StopIteration for each in seen)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.driver import call
-from lt_runtime.training.prefetch import _GpuLane
-from lt_runtime.training.staging import Slot, is_pinned
+from lt_runtime.training.staging import is_pinned
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import host_of
 
@@ -39,44 +41,70 @@ def put_copy(gpu: FakeGpu, array: Any) -> Any:
     return copy
 
 
-@pytest.mark.parametrize("from_pinned", [False, True])
-def test_a_slot_keeps_each_batch_until_it_is_released(gpu: FakeGpu, from_pinned: bool) -> None:
-    copies = gpu.other_stream.ptr
-    slot, read = Slot(0, copies), []
-    for number in range(1, 4):
+def batches_from(gpu: FakeGpu, numbers: range, from_pinned: bool) -> Iterator[tuple[Array, Array]]:
+    """Batches whose arrays are overwritten before the next batch."""
+    for number in numbers:
         batch = batch_of(number)
         batch = (pinned(gpu, batch[0]), batch[1]) if from_pinned else batch
         assert is_pinned(batch[0]) == from_pinned, "only pinned arrays are copied without a copy on the host before"
-        on_gpu = slot.fill(batch)
+        yield batch
         for array in batch:
-            array[...] = 100.0  # the caller may change its arrays now
-        call("cuStreamWaitEvent", gpu.stream.ptr, slot.ready, 0)
-        read.append([put_copy(gpu, array) for array in on_gpu])
-        call("cuEventRecord", slot.released, gpu.stream.ptr)
-    gpu.synchronize(copies)
-    gpu.synchronize(gpu.stream.ptr)
-    for number, arrays in enumerate(read, 1):
-        for array, expected in zip(arrays, batch_of(number), strict=True):
-            np.testing.assert_array_equal(host_of(gpu, array), expected)
-    slot.close()
+            array[...] = 100.0
 
 
-@pytest.mark.parametrize("held", [1, 2, 3])
-@pytest.mark.parametrize("copies_first", [False, True])
-def test_batches_stay_until_as_many_more_were_asked_for(gpu: FakeGpu, held: int, copies_first: bool) -> None:
-    lane = _GpuLane(0, 2 * held, held, gpu.stream)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("from_pinned", [False, True])
+@pytest.mark.parametrize("all_first", [False, True])
+def test_batches_stay_until_as_many_more_were_asked_for(
+    gpu: FakeGpu, depth: int, from_pinned: bool, all_first: bool
+) -> None:
     waiting, read = [], []
     first = next(_FIRST)
-    for number in range(first, first + 4 * held):
-        lane.ask()
-        waiting.append(lane.receive(lane.send(batch_of(number))))
-        if len(waiting) == held:  # the last moment at which its user may read it
+    numbers = range(first, first + 4 * depth)
+    for batch in gpu.lt.prefetch(batches_from(gpu, numbers, from_pinned), depth, 0, gpu.stream):
+        waiting.append(batch)
+        if len(waiting) == depth:  # the last moment at which its user may read it
             read.append([put_copy(gpu, array) for array in waiting.pop(0)])
-    if copies_first:
-        gpu.synchronize(lane._copies)
+    if all_first:
+        gpu.synchronize_all()
     gpu.synchronize(gpu.stream.ptr)
     for number, arrays in enumerate(read, first):
         for array, expected in zip(arrays, batch_of(number), strict=True):
             np.testing.assert_array_equal(host_of(gpu, array), expected)
-    lane.close()
-    gpu.streams.synchronize_all()
+    assert len(read) == 3 * depth + 1
+    gpu.synchronize_all()
+
+
+def test_buffers_stay_while_a_thread_receives(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    receives, closes, errors, freed = threading.Event(), threading.Event(), list[BaseException](), list[Any]()
+    wait, destroy = driver.cuStreamWaitEvent, driver.cuEventDestroy
+
+    def slow(*arguments: Any) -> Any:
+        if threading.current_thread() in takers:  # and not the thread that reads ahead
+            receives.set()
+            closes.wait(0.2)
+            assert not freed
+        return wait(*arguments)
+
+    def take() -> None:
+        try:
+            for _ in fetched:
+                pass
+        except BaseException as error:
+            errors.append(error)
+
+    takers = [threading.Thread(target=take, daemon=True) for _ in range(4)]
+    fetched = gpu.lt.prefetch(batches_from(gpu, range(60), from_pinned=False), 2, 0, gpu.stream)
+    monkeypatch.setattr(driver, "cuStreamWaitEvent", slow)
+    monkeypatch.setattr(driver, "cuEventDestroy", lambda event: freed.append(event) or destroy(event))
+    for taker in takers:
+        taker.start()
+    receives.wait(10)
+    fetched.close()
+    closes.set()
+    for taker in takers:
+        taker.join(10)
+    assert not any(taker.is_alive() for taker in takers)
+    assert errors == []
+    assert freed
+    gpu.synchronize_all()
