@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fake_streams import MEMCPY
-from tests.support.hurry import make_work_long
 from tests.support.numpy_cases import numbers
 from tests.support.placed import host_of
 
@@ -60,19 +59,6 @@ def test_training(gpu: FakeGpu, name: str, graph: bool) -> None:
         np.testing.assert_allclose(host_of(gpu, made), loss, rtol=2e-5)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         np.testing.assert_allclose(host_of(gpu, one.data), other.data, atol=5e-5, err_msg=one.name)
-
-
-def test_tuning(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_work_long(gpu, monkeypatch)
-    x, dy = (gpu.cp.asarray(numbers(i, (_ROWS, width), "float32")) for i, width in enumerate((_DIMS[0], _DIMS[-1])))
-    model = gpu.lt.MLP(_DIMS, device="cuda", **_MODELS["mixed"])
-    with gpu.lt.tuning():
-        outputs, contexts = model.forward(x, stream=gpu.stream)
-        model.backward(dy, contexts, need_dx=True, stream=gpu.stream)
-    gpu.synchronize(gpu.stream.ptr)
-    with gpu.others_package() as host_lt:
-        expected = host_lt.MLP(_DIMS, device="cpu", **_MODELS["mixed"])(numbers(0, (_ROWS, _DIMS[0]), "float32"))
-    np.testing.assert_allclose(host_of(gpu, outputs), expected, atol=2e-5)
 
 
 def test_a_step_that_advances_keeps_its_masks(gpu: FakeGpu) -> None:

@@ -108,31 +108,6 @@ def test_steps_under_way_keep_the_settings_that_they_were_put_on_the_stream_with
     assert _values(gpu, together) == _values(gpu, waiting)
 
 
-def test_only_what_changed_is_written_and_equal_neighbours_at_once(gpu: FakeGpu) -> None:
-    model = gpu.lt.MLP(_DIMS, device=0)
-    optimizer = gpu.lt.AdamW(model.parameters(), lr=0.1)
-    gpu.streams.synchronize_all()
-
-    def memsets() -> int:
-        before = len(gpu.streams.log.get(gpu.stream.ptr, ()))
-        optimizer.step(stream=gpu.stream)
-        return len(gpu.streams.log[gpu.stream.ptr]) - before - 1  # apart from the optimizer's kernel
-
-    assert memsets() == 0
-    assert memsets() == 0
-    optimizer.lr = 0.2
-    assert memsets() == 1
-    optimizer.lr = 0.2
-    assert memsets() == 0
-    optimizer.weight_decay = 0.5  # the settings of all four parameters are equal words
-    assert memsets() == 1
-    for layer in model.layers:  # two words that are not adjacent
-        layer.weight.weight_decay = 0.25
-    assert memsets() == 2
-    assert memsets() == 0
-    gpu.streams.synchronize_all()
-
-
 def test_a_graph_of_ones_own_follows_what_is_applied(gpu: FakeGpu) -> None:
     parameters = [
         [gpu.lt.Parameter(gpu.cp.asarray(np.ones(40, np.float32)), gpu.cp.asarray(np.ones(40, np.float32)))]

@@ -1,4 +1,4 @@
-"""Weights on the pretended GPU: loaded and read bit for bit while graphs go on; stale master copies are refused."""
+"""Weights and checkpoints on the pretended GPU: bit for bit while graphs go on; stale master copies are refused."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STALE = r"layer0.weight.data has 0.*, but its master copy .* by parameter.assig
 class _Run:
     """A model in training on the GPU."""
 
-    def __init__(self, gpu: FakeGpu, dtype: str, *, graph: bool = True, **options: Any) -> None:
+    def __init__(self, gpu: FakeGpu, dtype: str, *, graph: bool = True, dropout: float = 0.0, **options: Any) -> None:
         self.gpu, self.dtype, lt = gpu, dtype, gpu.lt
-        self.model = lt.MLP(_DIMS, activation="gelu", dtype=dtype, seed=3, device="cuda")
+        self.model = lt.MLP(_DIMS, activation="gelu", dtype=dtype, dropout=dropout, seed=3, device="cuda")
         self.optimizer = lt.AdamW(self.model.parameters(), **options)
         self.step = lt.TrainStep(self.model, self.optimizer, batch_size=_ROWS, graph=graph)
         gpu.streams.synchronize_all()
@@ -38,6 +38,24 @@ class _Run:
     def bits(self) -> dict[str, bytes]:
         self.gpu.streams.synchronize_all()
         return {name: self.gpu.host_of(array).tobytes() for name, array in self.model.state_dict().items()}
+
+    def state(self) -> list[bytes]:
+        """Bytes of every array that training changes."""
+        self.gpu.streams.synchronize_all()
+        return [self.gpu.host_of(each).tobytes() for each in _arrays(self.model, self.optimizer)]
+
+
+def _arrays(model: Any, optimizer: Any) -> list[Any]:
+    arrays = [array for each in model.parameters() for array in (each.data, each.master)]
+    arrays += [moment for moments in optimizer.moments for moment in moments]
+    arrays += [optimizer.steps, optimizer.skipped_steps, optimizer.grad_norm]
+    arrays += [optimizer.scaler.scale, optimizer.scaler.growth_tracker]
+    return [each for each in arrays if each is not None]
+
+
+def _with_everything(lt: Any) -> dict[str, Any]:
+    """Options of an optimizer with every array that a checkpoint may have."""
+    return {"lr": 1e-2, "scaler": lt.GradScaler(1024.0, growth_interval=3), "max_norm": 1.0, "amsgrad": True}
 
 
 def _numbers(shape: tuple[int, ...], dtype: str) -> Array:
@@ -208,3 +226,51 @@ def test_values_without_an_optimizer_while_a_graph_goes_on(gpu: FakeGpu, tmp_pat
     gpu.lt.load_checkpoint(tmp_path / "run", run.model)
     run.train(range(2))
     assert run.bits() == saved.bits()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_resumed_run_is_the_unbroken_one(gpu: FakeGpu, dtype: str, graph: bool, tmp_path: Path) -> None:
+    lt = gpu.lt
+    unbroken, first, second = (_Run(gpu, dtype, graph=graph, dropout=0.3, **_with_everything(lt)) for _ in range(3))
+    unbroken.train(range(8))
+    first.train(range(4))
+    lt.save_checkpoint(tmp_path / "run", first.model, first.optimizer)
+    second.train(range(90, 93))
+    lt.load_checkpoint(tmp_path / "run", second.model, second.optimizer)
+    assert second.state() == first.state()
+    on_host = lt.MLP(_DIMS, activation="gelu", dtype=dtype, dropout=0.3, seed=3, device="cpu")
+    optimizer = lt.AdamW(on_host.parameters(), **_with_everything(lt))
+    lt.load_checkpoint(tmp_path / "run", on_host, optimizer)
+    assert [each.tobytes() for each in _arrays(on_host, optimizer)] == first.state()
+    second.train(range(4, 8))
+    assert second.state() == unbroken.state()
+
+
+@pytest.mark.parametrize("failing", ["write", "synchronize"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_write_that_fails_changes_nothing(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, error: type[BaseException]
+) -> None:
+    run, other = (_Run(gpu, "float32", **_with_everything(gpu.lt)) for _ in range(2))
+    path = tmp_path / "run"
+    run.train(range(3))
+    gpu.lt.save_checkpoint(path, run.model, run.optimizer)
+    other.train(range(3, 5))
+    before, calls = other.state(), list[None]()
+    kind = type(other.model.device)
+    work = getattr(kind, failing)
+
+    def fail(*arguments: Any) -> None:
+        calls.append(None)
+        if len(calls) == (9 if failing == "write" else 2):
+            raise error("in the middle")
+        work(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, failing, fail)
+        with pytest.raises(error, match="in the middle"):
+            gpu.lt.load_checkpoint(path, other.model, other.optimizer)
+    assert other.state() == before
+    gpu.lt.load_checkpoint(path, other.model, other.optimizer)
+    assert other.state() == run.state()

@@ -169,10 +169,3 @@ def test_what_trains_shows_what_it_was_made_with() -> None:
     with lt.prefetch([np.ones(2)], depth=3, device="cpu") as batches:
         assert repr(batches) == "Prefetcher(depth=3, cpu, open)"
     assert repr(batches) == "Prefetcher(depth=3, cpu, closed)"
-
-
-def test_a_step_takes_batches_of_any_size_unless_told() -> None:
-    model = lt.MLP([2, 3], device="cpu")
-    step = lt.TrainStep(model, lt.AdamW(model.parameters()))
-    for rows in (4, 7):
-        assert np.isfinite(step(np.ones((rows, 2), np.float32), np.zeros(rows, np.int32)))

@@ -16,10 +16,10 @@ from benchmarks import priors as derived
 from benchmarks import splits
 from benchmarks.layers import Block
 from benchmarks.priors import Sample, fit
-from benchmarks.splits import Split, chain_of, near, strategy_name
+from benchmarks.splits import chain_of, strategy_name
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
-from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies
+from lt_runtime.plans.strategies import BackwardStrategy
 from lt_runtime.store.records import from_json
 from tests.support.chain_problems import backward_of, forward_of
 
@@ -38,53 +38,14 @@ ENTRIES = {
 }
 
 
-def test_candidates_are_what_the_tuner_found_near() -> None:
-    chain = chain_of(BLOCK)
-    *_, plain = forward_strategies(forward_of(chain, 1))
-    bias = next(forward_strategies(forward_of(chain, 1)))
-    by_name = {strategy_name(each): each for each in forward_strategies(forward_of(chain, 0))}
-    backward = backward_of(chain, 1)
-    through = {strategy_name(each): each for each in backward_strategies(backward)}
-    after, beside = backward_strategies(backward_of(chain, 0))
-    chosen = Split(by_name["bias preactivation"], bias, through["kernel kernel kernel after"], beside)
-    found = near(chain, ENTRIES, chosen, 1.25, 10)
-    assert [str(each) for each in found] == [
-        "bias preactivation | none nothing | kernel kernel kernel after | nobody nobody nobody beside",
-        "bias preactivation | bias nothing | kernel kernel kernel after | nobody nobody nobody after",
-        "gelu_aux_bias preactivation | bias nothing | kernel kernel kernel after | nobody nobody nobody beside",
-        "bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
-        "gelu_aux_bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
-    ]
-    assert near(chain, ENTRIES, chosen, 1.25, 2) == found[:2]
-    assert near(chain, {}, chosen, 1.25, 10) == [chosen._replace(second=plain), chosen._replace(last=after)]
-
-
 def samples(*times: tuple[int, float, float]) -> list[Sample]:
     return [Sample({"rows": size, "inner": 7}, {"a": a, "b": b}) for size, a, b in times]
-
-
-def test_a_tree_without_need_of_a_limit_is_a_strategy() -> None:
-    made = fit(samples((1, 1.0, 2.0), (2, 1.0, 2.0), (4, 1.1, 1.0), (8, 1.0, 2.0)))
-    assert made.tree == "a"
-    assert made.loss == pytest.approx(math.log(1.1))
 
 
 def test_a_limit_is_found_where_the_winner_changes() -> None:
     made = fit(samples(*2 * [(100, 1.0, 2.0), (200, 1.0, 2.0), (3000, 2.0, 1.0), (5000, 2.0, 1.0)]))
     assert made.tree == {"feature": "rows", "below": 256, "then": "a", "otherwise": "b"}
     assert derived.decide({**made.tree, "then": {"x": "a"}, "otherwise": {"x": "b"}}, {"rows": 255}) == {"x": "a"}
-
-
-def test_no_sample_decides_alone() -> None:
-    assert fit(samples((1, 90.0, 1.0), *5 * [(1, 1.0, 1.1)])).tree == "a", "one was disturbed"
-
-
-def test_two_limits_where_one_is_not_enough() -> None:
-    sizes = [(10, 1.0, 3.0), (20, 1.0, 3.0), (100, 3.0, 1.0), (200, 3.0, 1.0), (1000, 1.0, 3.0), (2000, 1.0, 3.0)]
-    sizes *= 2
-    made = fit(samples(*sizes))
-    assert made.loss == pytest.approx(2 * derived._LEAST_GAIN), "every one is chosen right"
-    assert fit(samples(*sizes), depth=1).loss > 1.0
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=8))

@@ -30,16 +30,6 @@ def test_there_are_64_shapes_half_of_them_for_judging() -> None:
     assert len({*SUITE.order}) == len(wide.blocks()) == 80
 
 
-def test_each_stratum_is_what_it_is_called() -> None:
-    odd = shapes("odd")
-    assert all(min(n, k) >= 13 and max(n, k) <= 5000 for _, n, k in odd)
-    assert [(n % 2, k % 2) for _, n, k in odd] == [(1, 0), (0, 1), (1, 1), (1, 1)] * 4
-    assert all(m >= 2048 and min(n, k) >= 500 for m, n, k in odd[3::4])
-    assert all(m in (1 << 16, 1 << 17, 1 << 18) and 16 <= min(n, k) <= max(n, k) <= 128 for m, n, k in shapes("tall"))
-    assert all(n <= 24 and 128 <= k <= 2048 for _, n, k in shapes("narrow"))
-    assert all(n % 64 == k % 64 == 0 for _, n, k in shapes("ordinary"))
-
-
 def test_findings() -> None:
     rows = [
         {"case": "a", "half": JUDGE, "stratum": "odd", "us": {"lt": 9.0, "lt_priors": 10.0, "torch_graph": 12.0}},

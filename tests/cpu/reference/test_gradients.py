@@ -55,18 +55,6 @@ def test_linear(name: str, with_bias: bool, p: float) -> None:
     assert_gradient(gradients.dz, loss_of_z, z)
 
 
-def test_dropped_elements_have_no_gradient() -> None:
-    x, w, upstream = numbers(0, (8, 3)), numbers(1, (16, 3)), np.ones((8, 16))
-    philox = Philox(1, 2, 3)
-    factors = reference.dropout_scale((8, 16), 0.5, philox)
-    y, z = reference.linear_fwd(x, w, None, Activation("tanh"), factors)
-    dz = reference.linear_bwd(upstream, x, w, z, Activation("tanh"), factors).dz
-    mask = reference.dropout_mask((8, 16), 0.5, philox)
-    assert 0 < mask.sum() < mask.size
-    assert ((y != 0) == mask).all()
-    assert ((dz != 0) == mask).all()
-
-
 def test_mse() -> None:
     prediction, target = numbers(2, (M, N)), numbers(3, (M, N))
     value, gradient = reference.mse_loss(prediction, target)

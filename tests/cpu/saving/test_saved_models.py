@@ -16,7 +16,7 @@ import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, CheckpointError, KindError, MissingFileError, OperandError
 from lt_runtime.saving import checkpoint_file
 from tests.support.numpy_cases import DTYPES, Array
-from tests.support.training_runs import assert_same, content_of, rewrite, run_of, state, train
+from tests.support.training_runs import assert_same, content_of, rewrite, run_of, train
 
 TEXT = "lt_runtime"
 X = np.random.default_rng(4).standard_normal((5, 6))
@@ -47,16 +47,6 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, dtype: str, with_optimizer
     assert_same(values_of(model), values_of(run[0]))
     x = X.astype(DTYPES[dtype])
     assert model(x).tobytes() == run[0](x).tobytes()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fine_tuning_goes_on_from_full_precision(tmp_path: Path, dtype: str) -> None:
-    model = trained(dtype)
-    lt.save_model(tmp_path / "model", model)
-    runs = [(each, lt.AdamW(each.parameters(), lr=1e-2)) for each in (model, lt.load_model(tmp_path / "model", "cpu"))]
-    for run in runs:
-        train(run, range(10, 15))
-    assert_same(state(runs[0]), state(runs[1]))
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -234,16 +224,6 @@ def test_forged_files(tmp_path: Path, change: Any, message: str) -> None:
     lt.save_model(path, run_of()[0])
     forge(path, change)
     refused(path, message)
-
-
-def test_files_of_others(tmp_path: Path) -> None:
-    path, arrays = tmp_path / "model", {"w": np.ones(3)}
-    safetensors.numpy.save_file(arrays, path)
-    refused(path, "was not written by lt.save_checkpoint or lt.save_model")
-    safetensors.numpy.save_file(arrays, path, {"format": "pt"})
-    refused(path, "was not written by lt.save_checkpoint or lt.save_model")
-    path.write_bytes(b"no such thing")
-    refused(path, "is damaged or no safetensors file")
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:

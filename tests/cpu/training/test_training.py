@@ -9,7 +9,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError, ShapeError
-from tests.support.numpy_cases import DTYPES, FORMULAS, Array, DeviceArray, numbers
+from tests.support.numpy_cases import DTYPES, Array, DeviceArray, numbers
 
 BATCH, CLASSES = 32, 3
 
@@ -58,16 +58,6 @@ def test_a_seed_decides_everything() -> None:
     assert curve(seed=3, dropout=0.2, steps=20) == first
     assert curve(seed=4, dropout=0.2, steps=20) != first
     assert curve(seed=3, dropout=0.0, steps=20) != first
-
-
-def test_the_model_is_its_layers() -> None:
-    model = lt.MLP([3, 4, 2], activation="gelu", device="cpu", seed=5)
-    x = numbers(0, (6, 3), "float32")
-    (w0, b0), (w1, b1) = ((layer.weight.data, layer.bias.data) for layer in model.layers)
-    z = x.astype(np.float64) @ w0.T + b0
-    hidden = np.vectorize(lambda value: FORMULAS["gelu"](value, 0.0))(z)
-    np.testing.assert_allclose(model(x), hidden @ w1.T + b1, rtol=1e-5, atol=1e-6)
-    assert (model.forward(x)[0] == model(x)).all()
 
 
 def test_the_initial_values_are_pytorchs() -> None:
