@@ -80,28 +80,6 @@ def test_the_stride_of_an_axis_of_size_one_has_no_meaning(extent: int, step: int
     assert first == second
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    rows=st.slices(9),
-    cols=st.slices(7),
-    order=st.sampled_from(("C", "F")),
-    transpose=st.booleans(),
-)
-def test_slices_of_an_array(rows: slice, cols: slice, order: Any, transpose: bool) -> None:
-    base = np.zeros((9, 7), np.float32, order=order)
-    base[...] = np.arange(63).reshape(9, 7)
-    matrix = base[rows, cols].T if transpose else base[rows, cols]
-    steps = (matrix.strides[0] // 4, matrix.strides[1] // 4)
-    try:
-        layout = layout_of("x", matrix.shape, steps)
-    except LayoutError:
-        at_length = [step for step, extent in zip(steps, matrix.shape, strict=True) if extent > 1]
-        assert 1 not in at_length or min(at_length) < 0
-        return
-    again = np.lib.stride_tricks.as_strided(matrix, layout.shape, tuple(4 * step for step in layout.strides))
-    np.testing.assert_array_equal(again, matrix)
-
-
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
 def test_matrices_only(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=r"x has shape .*; accepted are matrices, two axes"):

@@ -85,14 +85,6 @@ def test_two_element_sizes_never_miss(first: Layout, second: Layout, distance: i
         assert not found
 
 
-def test_column_slices_side_by_side_are_apart() -> None:
-    left, right = Layout(6, 4, Order.ROW, 9), Layout(6, 5, Order.ROW, 9)
-    assert not overlap(matrix(left, 0, 4), matrix(right, 16, 4))
-    assert overlap(matrix(left, 0, 4), matrix(right, 12, 4))
-    assert overlap(matrix(right, 0, 4), matrix(left, 16, 4))
-    assert not overlap(matrix(left, 0, 4), matrix(right, 4 * (5 * 9 + 4), 4))
-
-
 def test_large_matrices_of_two_pitches_and_batches() -> None:
     wide, narrow = Layout(1 << 20, 4, Order.ROW, 8192), Layout(1 << 20, 1, Order.COLUMN, 1 << 20)
     assert overlap(matrix(wide, 0, 2), matrix(narrow, 0, 2))

@@ -136,30 +136,6 @@ class _Recorded:
         self.blocks, self.threads = self.grid[0] * self.grid[1], self.block[0] * self.block[1]
 
 
-@pytest.mark.parametrize(
-    ("problem", "entry", "width", "rows"),
-    [
-        (forward(256, 10, 512), "narrow_n", "16", "1"),
-        (forward(2048, 1, 256), "narrow_n", "1", "1"),
-        (forward(65536, 10, 512), "narrow_n", "16", "4"),
-        (input_gradient(256, 512, 10), "narrow_k", "16", "1"),
-        (input_gradient(65536, 512, 3), "narrow_k", "4", "4"),
-        (through(256, 512, 10, Epilogue.DGELU), "narrow_k", "16", "1"),
-        (through(256, 512, 10, Epilogue.DRELU_BGRAD), "narrow_k", "16", "1"),
-        (weight_gradient(10, 512, 256), "narrow_m", "16", None),
-        (weight_gradient(1, 256, 2048), "narrow_m", "1", None),
-    ],
-)
-def test_blocks_spread_over_the_gpu(
-    problem: MatmulProblem, entry: str, width: str, rows: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = _Recorded(problem, monkeypatch)
-    assert (made.entry, made.macros["WIDTH"], made.macros.get("ROWS")) == (entry, width, rows)
-    assert made.macros["ALIGNED"] == "1"
-    assert made.blocks >= 64
-    assert not made.scratch_bytes, "one kernel, no block of which waits for another"
-
-
 def test_blocks_share_a_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _Recorded(weight_gradient(10, 512, 65536), monkeypatch)
     assert made.grid[1] > 1

@@ -8,12 +8,10 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.tile_matmul import TileMatmulPass, supports
+from lt_runtime.kernels.tile_matmul import supports
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import own
@@ -88,58 +86,6 @@ def test_a_gradient_s_weights_lie_in_rows() -> None:
     assert supports(problem)
     assert not supports(replace(problem, epilogue=Epilogue.BGRADA))
     assert not supports(replace(problem, epilogue=Epilogue.DGELU, aux=problem.d))
-
-
-class _Recorded:
-    """The grid, parameters and scratch memory of a pass on an H200."""
-
-    def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
-        def get(entry: Entry, macros: Macros, device: int) -> None:
-            self.macros = dict(macros)
-
-        monkeypatch.setattr(kernels, "get_kernel", get)
-        monkeypatch.setattr(tiling, "device_info", lambda _: H200)
-        made = TileMatmulPass(problem, 0)
-        self.scratch_bytes, self.tickets, launches = made.scratch_bytes, made.tickets, made._launches
-        (self.grid, _), self.params, self.parts = launches._tiling, launches._params, launches._batch
-
-
-TILE_BYTES = 4 * 64 * 64
-
-
-@pytest.mark.parametrize(
-    ("problem", "grid", "parts", "group", "sums"),
-    [
-        (forward(1000, 221, 48), (16, 4), 1, 1, 0),
-        (forward(1000, 21, 640), (16, 1), 10, 10, 10),
-        (weight_gradient(48, 63, 12_800), (1, 1), 200, 15, 200 + 14),
-        (weight_gradient(48, 64, 12_800), (1, 2), 100, 10, 100 + 10),
-        (weight_gradient(48, 221, 70), (1, 4), 2, 2, 2),
-    ],
-)
-def test_k_is_split_where_there_are_few_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-    problem: MatmulProblem,
-    grid: tuple[int, int],
-    parts: int,
-    group: int,
-    sums: int,
-) -> None:
-    made = _Recorded(problem, monkeypatch)
-    assert (made.grid, made.parts, made.params.group) == (grid, parts, group)
-    tiles = grid[0] * grid[1]
-    assert (made.scratch_bytes, made.tickets) == (tiles * sums * TILE_BYTES, tiles * sums)
-    assert made.params.part % 64 == 0
-    assert (parts - 1) * made.params.part < problem.k <= parts * made.params.part
-
-
-def test_blocks_that_add_up_columns_are_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _Recorded(input_gradient(20_000, 221, 33), monkeypatch)
-    assert made.grid == (99, 4), "three blocks on each of 132 multiprocessors"
-    assert (made.scratch_bytes, made.tickets) == (4 * 99 * 221, 4)
-    alone = _Recorded(input_gradient(64, 221, 33), monkeypatch)
-    assert (alone.grid, alone.scratch_bytes, alone.tickets) == ((1, 4), 0, 0)
-    assert _Recorded(input_gradient(20_000, 221, 33, Epilogue.DGELU), monkeypatch).grid == (313, 4)
 
 
 @pytest.fixture

@@ -116,14 +116,6 @@ def merged(*entries: ProductEntry) -> ProductEntry:
     return results[0]
 
 
-def test_which_of_two_entries_stays() -> None:
-    plain, later = product(us=50.0), product(us=60.0, when=LATER)
-    faster = product(us=40.0)
-    assert merged(plain, later) == later
-    assert merged(plain, faster) == faster
-    assert merged(plain, plain) == plain
-
-
 def test_a_barred_entry_stays_until_there_is_another_and_then_among_what_is_rejected() -> None:
     plain = product(when=LATER)
     barred, other = replace(plain, barred="known to be wrong"), product(rejected=())
@@ -132,14 +124,6 @@ def test_a_barred_entry_stays_until_there_is_another_and_then_among_what_is_reje
     assert kept == replace(other, rejected=(RejectedAlgorithm(plain.algorithm, plain.config, "known to be wrong"),))
     assert merged(barred, kept) == kept
     assert merged(kept, other) == kept
-
-
-def test_a_barred_strategy_likewise() -> None:
-    barred, other = layer(barred="refused"), layer(strategy={"epilogue": "none"}, rejected=())
-    document = Document(H200)
-    document.add("key", barred)
-    document.add("key", other)
-    assert document.get("key") == replace(other, rejected=(RejectedStrategy(barred.strategy, "refused"),))
 
 
 def test_a_damaged_entry_gives_way() -> None:

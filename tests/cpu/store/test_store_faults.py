@@ -186,18 +186,6 @@ def test_a_directory_that_is_read_only() -> None:
         directory.chmod(0o700)
 
 
-def test_a_damaged_file_in_a_directory_that_is_read_only() -> None:
-    with as_ordinary_user() as directory:
-        path = directory / H200.file_name
-        path.write_text("{")
-        directory.chmod(0o500)
-        store = PlanStore(path, H200)
-        with one_warning("is damaged .* and is not used .*Permission denied"):
-            assert store.product(KEY) is None
-            assert store.product(OTHER) is None
-        directory.chmod(0o700)
-
-
 def test_a_file_that_may_not_be_read_is_not_written_either() -> None:
     with as_ordinary_user() as directory:
         path = directory / H200.file_name
@@ -223,15 +211,6 @@ def test_a_directory_that_may_not_be_entered() -> None:
             assert not store.put({KEY: entry})
         assert store.product(KEY) == entry
         inner.chmod(0o700)
-
-
-def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "plans").touch()
-    store, entry = PlanStore(tmp_path / "plans" / H200.file_name, H200), product()
-    assert store.product(KEY) is None
-    with one_warning("kept in memory alone"):
-        assert not store.put({KEY: entry})
-    assert store.product(KEY) == entry
 
 
 def test_a_lock_that_is_never_free_is_waited_for_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,15 +35,6 @@ def mlp(
 GELU, RELU = mlp("gelu"), mlp("relu")
 
 
-def test_only_hidden_layers_have_dropout() -> None:
-    chain = mlp(dropout=True, output_activation=Activation("tanh"))
-    assert [forward_of(chain, index).dropout for index in range(3)] == [True, True, False]
-    assert forward_of(chain, 2).activation == Activation("tanh")
-    assert backward_of(chain, 2).output_derivative == derivative_of(forward_of(chain, 2))
-    assert backward_of(chain, 2).input_derivative == derivative_of(forward_of(chain, 1))
-    assert backward_of(chain, 2).input_derivative.dropout  # type: ignore[union-attr]
-
-
 def test_layers_that_are_not_chained_take_their_own() -> None:
     for index in range(3):
         problem = backward_of(by_themselves(GELU), index)
