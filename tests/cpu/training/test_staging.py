@@ -21,6 +21,9 @@ Array = NDArray[np.float32]
 _FIRST = itertools.count(1000, 100)
 """Numbers of batches, different in each test, because memory may still hold the batches of an earlier test."""
 
+_KEPT: list[Array] = []
+"""Page-locked memory of all tests, because the pretended driver takes what reuses its addresses for page-locked."""
+
 
 def batch_of(number: int) -> tuple[Array, Array]:
     """Two arrays; the second is not contiguous."""
@@ -29,6 +32,7 @@ def batch_of(number: int) -> tuple[Array, Array]:
 
 def pinned(gpu: FakeGpu, values: Array) -> Array:
     memory = np.frombuffer(gpu.cp.cuda.alloc_pinned_memory(values.nbytes), values.dtype, values.size)
+    _KEPT.append(memory)
     array = memory.reshape(values.shape)
     array[...] = values
     return array
