@@ -239,7 +239,9 @@ def variants_of(source: str) -> list[Variant]:
 
 
 def compiled(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
-    """Limits of a variant's resources. Only verify.cu may compute in FP64: it runs only while plans are measured."""
+    """Usages of the variants' kernels. FP64 arithmetic of verify.cu does not count: it runs only while plans are
+    measured.
+    """
     found = everywhere(variants, architectures)
     return [replace(each, double=each.double and each.variant != "verify.cu") for each in found]
 

@@ -1,4 +1,4 @@
-"""In full FP32 a layer's GELU is as accurate as FP32: cuBLASLt's own, which is not, is never used for it."""
+"""In full FP32 a layer's GELU is as accurate as FP32: cuBLASLt's GELU is less accurate and is not used."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _parameters(data: DType, grad: DType, seed: int, *, host: bool = False, mast
 
 
 def _exact(parameter: lt.Parameter) -> np.ndarray[Any, Any]:
-    """What is trained, on the host."""
+    """The parameters and gradients to train, on the host."""
     array = parameter.data if parameter.master is None else parameter.master
     return array if isinstance(array, np.ndarray) else cp.asnumpy(array)
 
@@ -120,7 +120,7 @@ def test_the_scaler_moves_as_pytorch_s() -> None:
     tensor = torch.nn.Parameter(torch.ones(300, device="cuda"))
     peer = torch.optim.AdamW([tensor], lr=1e-2, fused=True)
     their_scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=3)
-    their_scaler.scale(torch.ones((), device="cuda"))  # allocates the scale
+    their_scaler.scale(torch.ones((), device="cuda"))  # the first step allocates the scale
     parameter = lt.Parameter(cp.ones(300, cp.float32), cp.zeros(300, cp.float32))
     scaler = lt.GradScaler(256.0, growth_interval=3)
     optimizer = lt.AdamW([parameter], lr=1e-2, scaler=scaler)

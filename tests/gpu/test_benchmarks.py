@@ -69,7 +69,7 @@ def stream() -> Any:
 @pytest.mark.parametrize("case", KERNELS, ids=name_of)
 def test_every_contender_of_a_kernel_is_measured(case: Case, stream: Any) -> None:
     row = kernels.measure_case(case, asked("kernels"), lambda _: COPIES, stream)
-    names = {name for name in case.builders(1) if name != TORCH_COMPILE}  # which takes a minute
+    names = {name for name in case.builders(1) if name != TORCH_COMPILE}  # the real measurement takes a minute
     assert {*row.left_out} == (set() if HAS["torch"] else {name for name in names if name.startswith("torch")})
     assert {*row.timings, *row.left_out} == names
     assert row.as_json()["fraction_of_copy"] > 0
@@ -199,8 +199,8 @@ def test_calls_of_the_host_compute_the_same() -> None:
 
 
 def expected(block: Block, at: Arrays) -> dict[str, Any]:
-    """The results in float64, each from the results of the passes before it, as these are stored."""
-    with np.errstate(invalid="ignore"):  # A buffer that a split does not use holds any bits.
+    """The results in float64; each pass starts from the stored results of the passes before it."""
+    with np.errstate(invalid="ignore"):  # A buffer that a split does not use has arbitrary contents.
         have = {name: to_host(array).astype(np.float64) for name, array in at._asdict().items()}
     activation = Activation(block.activation)
     z = have["x"] @ have["w1"].T + have["b1"]

@@ -1,4 +1,4 @@
-"""The fingerprint of a GPU that is there."""
+"""The fingerprint of a real GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls like one made before: they do the same with less, and look again where they have to."""
+"""Calls that repeat an earlier call skip its checks and give the same results; calls that differ are checked again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.plans import cache
 
 M, N, K = 96, 64, 80
-REPEATS = 4  # the first looks, the second is like it, the third repeats and is bound, the fourth is bound
+# The first call is checked, the second reuses its checks, the third is captured, the fourth launches the graph.
+REPEATS = 4
 
 
 class Layer:
@@ -55,7 +56,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[BoundPlan]:
-    """Grows with every launch of a bound plan."""
+    """Counts the launches of bound plans."""
     seen: list[BoundPlan] = []
     original = BoundPlan.__call__
 
@@ -126,9 +127,11 @@ def test_threads_that_share_a_stream() -> None:
 
 
 def test_a_thread_that_synchronises_is_not_disturbed(launches: list[BoundPlan]) -> None:
-    """While a stream is captured cuCtxSynchronize fails in every thread: nothing is captured that nobody asked for."""
+    """While a stream is captured, cuCtxSynchronize fails in every thread, so that the package captures only on
+    request.
+    """
     layers, ends, failed = [Layer(seed) for seed in range(50)], threading.Event(), list[Exception]()
-    layers[0].run(buffers=True)  # the plans are made
+    layers[0].run(buffers=True)  # these calls make the plans
 
     def synchronise() -> None:
         try:

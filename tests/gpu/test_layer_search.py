@@ -26,7 +26,7 @@ from tests.support.gpu_memory import memory_taken
 
 FP32, BF16 = DType.FLOAT32, DType.BFLOAT16
 TOLERANCE = {FP32: 2e-3, BF16: 3e-2}
-"""Of an output's norm: two layers' roundings, and the library's GELU."""
+"""Tolerance relative to an output's norm: the roundings of two layers and the error of cuBLASLt's GELU."""
 
 
 class Case(NamedTuple):
@@ -100,7 +100,9 @@ def test_layers_are_decided_once(name: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def arrays(case: Case) -> dict[str, Any]:
-    """Data of which the first layer's sums are exact, and never 0: no split gets another derivative of ReLU."""
+    """Data for which the first layer's sums are exact and never 0, so that every split has the same derivative of
+    ReLU.
+    """
     generator = np.random.default_rng(0)
     inner = case.dims[1]
     shapes = {"x": (case.rows, case.dims[0]), "w0": (inner, case.dims[0]), "b0": (inner,)}
@@ -144,7 +146,7 @@ def test_tuned_layers_agree_with_the_reference(name: str) -> None:
 
 
 def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those with a bias gradient by the library are made fast and wrong: they leave it as it is."""
+    """Makes plans whose bias gradient comes from cuBLASLt fast and wrong: they do not write the bias gradient."""
     run = BackwardPlan.run
 
     def planted(plan: BackwardPlan, call: Call) -> None:
@@ -159,7 +161,7 @@ def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """But for what streams and libraries keep, which the first time takes."""
+    """Memory that streams and libraries keep does not count: the first run allocates it."""
     chain = Case(2048, (768, 1024, 768), RELU, BF16).chain.cut(Part(0, 1))
     numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Arrays of other libraries as operands and as results."""
+"""Operands and results that are arrays of other libraries."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_bias_gradients_over_many_rows(
     gpu: Any, dtype: DType, need: tuple[bool, bool, bool], m: int, n: int, accumulate: bool
 ) -> None:
     case = layer_case(m=m, n=n, k=8, dtype=dtype, activation="gelu", need=need, accumulate=accumulate)
-    for _ in range(2):  # the counters of the blocks are as they were
+    for _ in range(2):  # the kernels have reset the counters of blocks to zero
         Layer(gpu, case).check()
 
 
@@ -129,7 +129,8 @@ def test_nothing_is_allocated_with_buffers() -> None:
         _, ctx = lt.linear_fwd(x, w, b, activation="gelu", out=y, out_z=z)
         lt.linear_bwd(dy, ctx, out_dx=dx, out_dw=dw, out_db=db)
 
-    for _ in range(3):  # the stream's workspaces are made once, that of repeated calls when a call first repeats
+    # The first call allocates the stream's workspace, and the first repeated call the workspace of graphs.
+    for _ in range(3):
         run()
     pool = cp.get_default_memory_pool()
     before, used = pool.total_bytes(), pool.used_bytes()

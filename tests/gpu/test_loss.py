@@ -35,7 +35,7 @@ def check_cross_entropy(
     ignore_index: int | None = -100,
     scale: float = 1.0,
 ) -> None:
-    """Against the reference; written over the logits if there is no placement for the gradient."""
+    """Compares with the reference; without a placement the gradient is written over the logits."""
     dtype = DType.parse("logits", logits.dtype)
     source = Guarded(logits, at)
     gradient = source if out is None else Guarded(np.zeros_like(logits), out)
@@ -55,7 +55,8 @@ def check_cross_entropy(
     assert loss.dtype == cp.float32
     assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
     tolerance = 2 * EPSILON[dtype] * np.abs(exact) + 2e-6 / len(labels)
-    assert_close("gradient", gradient.values(), exact * scale, tolerance * scale + 2.0**-24)  # FP16's smallest number
+    # The smallest FP16 number is added to the tolerance.
+    assert_close("gradient", gradient.values(), exact * scale, tolerance * scale + 2.0**-24)
 
 
 @settings(max_examples=200, deadline=None)
@@ -108,7 +109,7 @@ def test_a_vocabulary(dtype: DType, classes: int, place: Placement | None) -> No
     ("rows", "classes"), [(20000, 10), (8000, 1000), (5000, 300), (5000, 3000), (300, 70000), (150, 128256)]
 )
 def test_many_rows(rows: int, classes: int, dtype: DType, out: Placement | None) -> None:
-    """So many that blocks, or warps, go from row to row, and that the ignored are counted beforehand."""
+    """So many rows that blocks or warps process several, and that a separate launch counts the ignored labels."""
     generator = np.random.default_rng(rows)
     logits = generator.standard_normal((rows, classes)).astype(dtype.numpy)
     labels = generator.integers(0, classes, rows)
@@ -158,7 +159,7 @@ _SHAPES = pytest.mark.parametrize("shape", [(64, 1000), (2000, 1), (333, 17), (5
 
 
 def check_against_torch(torch: Any, scores: Any, expected: Any, result: Any) -> None:
-    """A loss and its gradient against those of FP32 copies of the same numbers."""
+    """Compares a loss and its gradient with those of FP32 copies of the same numbers."""
     (exact,) = torch.autograd.grad(expected, scores)
     assert isinstance(result.loss, torch.Tensor)
     torch.testing.assert_close(result.loss, expected.detach(), rtol=2e-5, atol=1e-6)
@@ -186,7 +187,7 @@ def test_means_over_elements_as_pytorch(loss: str, shape: tuple[int, int], weigh
     name = "binary_cross_entropy_with_logits" if loss == "bce_with_logits" else loss
     losses = getattr(functional, name)(exact, target.float(), **own)
     expected = (losses * of_rows[:, None] if weighted else losses).mean()
-    for _ in range(4):  # the last ones are launches of a graph
+    for _ in range(4):  # the last calls are launches of a graph
         result = getattr(lt, loss)(scores, target, grad_scale=1.0, **options)
     check_against_torch(torch, exact, expected, result)
 

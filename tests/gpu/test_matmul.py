@@ -46,15 +46,15 @@ def test_matmul_agrees_with_reference_and_launches_kernels_only(
         product.check()
     except cp.cuda.runtime.CUDARuntimeError as error:  # nothing runs in this process any more, nor any other example
         raise AssertionError(f"{case} is the end of the context") from error
-    lt.matmul(**product.operands, stream=_capture_stream())  # that stream's own memory is made outside the capture
-    _capture_stream().synchronize()  # before the operands' memory is given to the next example
+    lt.matmul(**product.operands, stream=_capture_stream())  # the stream's memory is allocated before the capture
+    _capture_stream().synchronize()  # waits before the next example reuses the operands' memory
     nodes = captured_nodes(lambda stream: lt.matmul(**product.operands, stream=stream), _capture_stream().ptr)
     assert set(nodes) == {"KERNEL"}, nodes
-    assert len(nodes) <= 3, nodes  # copies of operands, the product, and a pass of ours
+    assert len(nodes) <= 3, nodes  # at most: copies of operands, the product, and our pass
     examples["matmul"] += 1
 
 
-# (n, m, k) that have been wrong in one library or another
+# sizes (n, m, k) for which some version of cuBLASLt was wrong
 _AWKWARD = [(1, 1, 1), (1, 2, 3), (3, 2, 1), (2, 1, 3), (65, 43, 21), (40, 50, 60), (9, 2, 1), (4, 1, 2)]
 
 
@@ -92,7 +92,7 @@ def test_rows_of_d_less_aligned_than_those_of_c(gpu: Any, epilogue: Epilogue, dt
     scalars = {"alpha": 2.0, "beta": -0.5, "device_scalars": True}
     case = matmul_case(dtype=dtype, d_dtype=DType.FLOAT32, epilogue=epilogue, with_c=True, d=pitched, **scalars)
     if epilogue.sums_operand:
-        case = dataclasses.replace(case, c=pitched)  # which the reference's sums ask for
+        case = dataclasses.replace(case, c=pitched)  # the tolerance that the reference's sums need
     Product(gpu, case).check()
 
 

@@ -84,7 +84,7 @@ class Product:
         self.plan = NarrowPass(self.problem, 0)
 
     def _aux_spec(self) -> Spec:
-        """How the auxiliary matrix lies, a mask in bits."""
+        """Layout of the auxiliary matrix; a mask counts in bits."""
         if self.epilogue.activation == "gelu":
             return spec_of(self.z_gpu.array)
         m, n = self.z.shape
@@ -101,7 +101,7 @@ class Product:
             self.plan.run(Call((a, b, c, vector, int(aux.data.ptr), d), stream, (self.alpha, self.beta)), memory)
 
     def check(self) -> None:
-        """Compares what one run has made with float64."""
+        """Compares the results of one run with float64."""
         a, b, c = (each.astype(np.float64) for each in (self.a, self.b, self.c))
         expected, size = self.alpha * (a @ b), abs(self.alpha) * (np.abs(a) @ np.abs(b))
         if self.has_c:
@@ -109,11 +109,12 @@ class Product:
         if self.epilogue is Epilogue.BIAS:
             bias = self.bias.astype(np.float64)
             expected, size = expected + bias, size + np.abs(bias)
-        terms = a.T  # of the bias gradient
+        terms = a.T  # error bound of the bias gradient
         if self.epilogue.is_derivative:
             z = self.z.astype(np.float64)
             expected = expected * derivative(z, Activation(self.epilogue.activation))
-            size, terms = 4.0 * size * (1.0 + np.abs(z)), expected  # what the approximation adds is of the product
+            # The error of GELU's approximation is relative to the product.
+            size, terms = 4.0 * size * (1.0 + np.abs(z)), expected
         assert_close("d", self.d_gpu.values(), expected, self._limit(expected, size, self.a.shape[1]))
         sums, sizes = self.bias[0].astype(np.float64), np.abs(self.bias[0].astype(np.float64))
         if self.epilogue.has_bias_gradient:
@@ -121,7 +122,7 @@ class Product:
         assert_close("vector", self.vector_gpu.values()[0], sums, self._limit(sums, sizes, len(terms)))
 
     def _limit(self, expected: Array, size: Array, additions: int) -> Array:
-        """Half a unit of the result, and of each addition's magnitude at most."""
+        """Error bound: half a unit of the result, and half a unit of each partial sum's largest magnitude."""
         limit: Array = EPSILON[self.dtype] * np.abs(expected) + (additions + 4) * EPS32 * size + _TINY
         return limit
 
@@ -205,9 +206,9 @@ def test_without_beta_c_is_not_looked_at(
 @pytest.mark.parametrize(("shape", "column_major", "epilogue"), KINDS)
 def test_in_a_graph(shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue) -> None:
     product = Product(shape, DType.BFLOAT16, column_major, epilogue)
-    cp.cuda.Device().synchronize()  # the operands are there
+    cp.cuda.Device().synchronize()  # waits until the operands are written
     with cp.cuda.Stream(non_blocking=True) as stream:
-        product.run()  # scratch memory is there before the capture
+        product.run()  # allocates the scratch memory before the capture
         stream.begin_capture()
         product.run()
         graph = stream.end_capture()

@@ -69,7 +69,7 @@ def _normal(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def _integers(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Few and small ones, so that most sums are exact."""
+    """Draws few small integers, so that most sums are exact."""
     values = generator.integers(-1, 2, shape)
     return np.where(generator.random(shape) < min(1.0, 4.0 / shape[-1]), values, 0)
 
@@ -94,7 +94,7 @@ def test_activations(activation: str) -> None:
 
 
 def test_small_integers_are_exact() -> None:
-    """What would be hidden among roundings: a row, a column or a step that is left out, or counted twice."""
+    """With exact sums, a row, column or step that is left out or counted twice cannot hide among roundings."""
     network = _Network((24, 64, 32, 8), 50, DType.BFLOAT16, "relu", integers=True)
     for made, exact in zip(network.made, network.expected, strict=True):
         assert np.array_equal(made, exact)

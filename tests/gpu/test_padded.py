@@ -54,7 +54,9 @@ def a_problem(
 
 
 def faults(problem: MatmulProblem, plan: PaddedPlan | None = None) -> dict[str, str]:
-    """What is wrong with a product, its workspace and copies being NaN before each launch."""
+    """Runs a product whose workspace and copies hold NaN before each launch; returns a message if the result is
+    wrong.
+    """
     plan, stream = plan or PaddedPlan(problem, 0), cp.cuda.get_current_stream().ptr
     memory, trial = stream_memory(0, stream), ProductOperands(Memory(0, stream), problem)
 
@@ -143,7 +145,7 @@ def test_a_large_layer_is_padded_by_default(dtype: str) -> None:
         runs.append([to_host(each) for each in (y, gradients.dx, gradients.dw, gradients.db)])
     for again in runs[1:]:
         assert all(np.array_equal(one, other) for one, other in zip(runs[0], again, strict=True))
-    gelu = lt.Activation("gelu")  # whose derivative has no step that a rounding could take
+    gelu = lt.Activation("gelu")  # the activation's derivative is continuous, so that a rounding changes it little
     y_exact, z = reference.linear_fwd(x, w, b, gelu)
     exact = reference.linear_bwd(dy, x, w, z, gelu)
     limit = 1e-2 if dtype == "bfloat16" else 1e-3

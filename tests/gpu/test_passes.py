@@ -1,6 +1,7 @@
-"""The passes around a product, without one: a layer of no inputs is its bias, and cuBLASLt has no part in it.
+"""The passes around a product, without the product: the output of a layer without inputs is its bias, and cuBLASLt is
+not called.
 
-So initcheck can follow every byte, which it cannot through the library's own kernels.
+In these tests initcheck can follow every byte; through cuBLASLt's kernels it cannot.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.support.gpu_arrays import EPSILON, MaskPass, to_host
 from tests.support.strategies import TYPES
 
 RNG = lt.Philox(2**40 + 3, 5, 7)
-_SLOPE = 1.2  # the largest of any derivative here
+_SLOPE = 1.2  # the largest derivative of these activations
 _TINY = 1e-6
 SHAPES = [(5, 3), (64, 96), (129, 777)]
 

@@ -43,7 +43,7 @@ def a_problem(
     w_transposed: bool = True,
     **changes: Any,
 ) -> MatmulProblem:
-    """x·wᵀ, as a layer has it, or a product of two row-major matrices."""
+    """A product x·wᵀ, as in a layer, or a product of two row-major matrices."""
     b = Layout(k, n, Order.COLUMN, k) if w_transposed else packed(k, n)
     aux = None
     if epilogue.has_aux_output or epilogue.is_derivative:

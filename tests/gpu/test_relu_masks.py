@@ -31,7 +31,7 @@ CASES = [
     for shape in SHAPES
     if dtype is DType.FLOAT32 or all(extent % 8 == 0 for extent in shape[1:])
 ]
-"""Of 16-bit types whose rows are no whole vectors cuBLASLt is not asked for an epilogue, see `MatmulPlan`."""
+"""For 16-bit types with ragged rows the package does not use cuBLASLt's epilogues, see `MatmulPlan`."""
 
 
 def spec(*shape: int) -> Spec:
@@ -82,9 +82,10 @@ def test_the_library_writes_the_reference_s_mask(dtype: DType, shape: tuple[int,
 @pytest.mark.parametrize("maker", [MadeBy.KERNEL, MadeBy.EPILOGUE])
 @pytest.mark.parametrize("choose", [heuristic_algorithm, NarrowPlan])
 def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], maker: MadeBy, choose: Choose) -> None:
-    """In place, behind the product of the layer above, and within that product: the same to the last bit.
+    """The derivative applied in place, as a pass behind the product of the layer above, or within that product gives
+    the same bits.
 
-    Where the library offers nothing, the heuristic's algorithm is our kernel.
+    If cuBLASLt offers no algorithm, the default is our kernel.
     """
     outputs, layer, (m, n, _) = 16, Layer(dtype, shape), shape
     _, mask = layer.run()

@@ -56,7 +56,7 @@ def cauchy(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
 
 
 def huber(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
-    """A loss of this package."""
+    """A loss function that calls a loss of this package."""
     return lt.huber_loss(outputs.astype(cp.float32), target, out_gradient=gradient, stream=stream).loss
 
 

@@ -32,7 +32,7 @@ def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in another process."""
+    """Forgets all plans in memory, as a new process would."""
     monkeypatch.setattr(cache, "_plans", {})
     cache.calls.clear()
     monkeypatch.setattr(first_use, "_seen", set())

@@ -74,7 +74,7 @@ class Block:
         return ForwardProblem(self.dtype, Compute.FLOAT32, self.activation, *specs, 256, backward=True)
 
     def backward(self, plan: ForwardPlan) -> BackwardProblem:
-        """Of the second layer, through the first."""
+        """Backward problems of the second layer that continue through the first layer's activation."""
         saved = plan.kept_spec if plan.strategy.saved in (Saved.MASK, Saved.PREACTIVATION) else self.hidden
         below = Derivative(
             self.activation, plan.strategy.saved, None if plan.strategy.saved is Saved.NOTHING else saved, 256
@@ -109,14 +109,16 @@ class Block:
         assert_close("y", to_host(y), self.y, tolerance)
 
     def check_backward(self, made: dict[str, Any], y: Any) -> None:
-        """From y as it was rounded, and within the rounding of dx before and after the derivative."""
+        """The derivative is computed from the rounded y; the bound includes the rounding of dx before and after the
+        derivative.
+        """
         dy, w2 = (self.host[name].astype(np.float64) for name in ("dy", "w2"))
         exact = reference.linear_bwd(dy, to_host(y), w2, dy)
         dz = reference.through_activation(exact.dx, self.z, self.activation)
         epsilon, below = 4 * EPSILON[self.dtype], np.abs(exact.dx)
         near_zero = 8 * EPSILON[self.dtype] * below * np.abs(self.z) + 2e-5 * below
         if self.activation.name == "relu":
-            near_zero += below * (self.z == 0)  # where it has no derivative, and the library's mask says 1
+            near_zero += below * (self.z == 0)  # at 0 ReLU has no derivative, and cuBLASLt's mask has 1 there
         tolerance = epsilon * (np.abs(dz) + _STEEPEST * below) + near_zero + 1e-6
         assert_close("dz_below", to_host(made["dx"]), dz, tolerance)
         assert_close("dw", to_host(made["dw"]), exact.dw, epsilon * np.abs(exact.dw) + 2e-5 * np.abs(exact.dw).max())
@@ -138,7 +140,7 @@ def forward_plans(problem: ForwardProblem) -> Iterator[ForwardPlan]:
         try:
             yield ForwardPlan(problem, 0, strategy, heuristic_algorithm)
         except PlanError:
-            assert strategy.epilogue.value != "none"  # the library may refuse any other
+            assert strategy.epilogue.value != "none"  # cuBLASLt may refuse every other strategy
 
 
 def backward_plans(problem: BackwardProblem) -> Iterator[BackwardPlan]:
@@ -173,7 +175,8 @@ def test_a_branch_of_a_graph_gives_the_same() -> None:
         if not plan.strategy.dw_concurrent:
             continue
         eager = block.run_backward(plan, y, kept)
-        made = block.run_backward(plan, y, kept, stream.ptr)  # makes the memory of the stream and of its branch
+        # The first call allocates the memory of the stream and of its branch.
+        made = block.run_backward(plan, y, kept, stream.ptr)
         stream.synchronize()
         for array in made.values():
             array.fill(cp.nan)
@@ -187,7 +190,7 @@ def test_a_branch_of_a_graph_gives_the_same() -> None:
 
 
 def test_the_library_does_all_of_it_somewhere() -> None:
-    """Otherwise the test above says little."""
+    """Without this the test above would check little."""
     used: set[ForwardStrategy | BackwardStrategy] = set()
     for activation in ("relu", "gelu"):
         block = Block((256, 512, 784), activation, DType.BFLOAT16)

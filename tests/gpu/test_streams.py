@@ -69,7 +69,7 @@ def test_replay_repeats_eager_and_masks_advance() -> None:
         layer.step.fill(step)
         layer.run(None)
         eager.append(layer.results())
-    layer.run(stream)  # makes the plans and allocates this stream's memory
+    layer.run(stream)  # the first call makes the plans and allocates this stream's memory
     stream.begin_capture()
     layer.run(stream)
     graph = stream.end_capture()

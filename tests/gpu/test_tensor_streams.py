@@ -61,7 +61,7 @@ def _dropout() -> _Case:
 
 
 def _fill(tensors: tuple[Any, ...]) -> None:
-    """Fills with random values made on the device: a copy from the host could wait for the stream."""
+    """Fills the tensors with random values made on the device: a copy from the host could wait for the stream."""
     generator = torch.Generator(device="cuda").manual_seed(5)
     for tensor in tensors:
         tensor.normal_(generator=generator)
@@ -84,7 +84,7 @@ def test_operands_are_read_in_their_turn(make: Callable[[], _Case]) -> None:
     inputs, call = make()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(_CALLS):  # makes plans and kernels, which takes as long as the long work
+        for _ in range(_CALLS):  # the first call makes plans and compiles kernels, which takes as long as the long work
             call()
     made = _behind_long_work(lambda: _fill(inputs), call)
     expected = call()

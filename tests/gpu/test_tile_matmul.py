@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices whose rows are no whole vectors, on a GPU, against float64."""
+"""Products of 16-bit matrices with ragged rows, on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Product:
         self.plan.run(Call(tuple(int(each.array.data.ptr) for each in arrays), stream, (self.alpha, self.beta)))
 
     def check(self) -> None:
-        """Compares what one run has made with float64."""
+        """Compares the results of one run with float64."""
         a, b, c, z = (each.astype(np.float64) for each in (self.a, self.b, self.c, self.z))
         expected, size = self.alpha * (a @ b), abs(self.alpha) * (np.abs(a) @ np.abs(b))
         if self.has_c:
@@ -112,7 +112,7 @@ class Product:
         assert_close("vector", self.vector_gpu.values()[0], sums, self._limit(sums, sizes, len(terms)))
 
     def _limit(self, expected: Any, size: Any, additions: int) -> Any:
-        """Half a unit of the result, and of each addition's magnitude at most."""
+        """Error bound: half a unit of the result, and half a unit of each partial sum's largest magnitude."""
         return EPSILON[self.dtype] * np.abs(expected) + (additions + 4) * EPS32 * size + 1e-6
 
 
@@ -173,9 +173,9 @@ def test_what_is_added_to(
 @pytest.mark.parametrize(("shape", "column_major", "epilogue"), KINDS)
 def test_in_a_graph(shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue) -> None:
     product = Product(shape, DType.BFLOAT16, column_major, epilogue)
-    cp.cuda.Device().synchronize()  # the operands are there
+    cp.cuda.Device().synchronize()  # waits until the operands are written
     with cp.cuda.Stream(non_blocking=True) as stream:
-        product.run()  # scratch memory is there before the capture
+        product.run()  # allocates the scratch memory before the capture
         stream.begin_capture()
         product.run()
         graph = stream.end_capture()

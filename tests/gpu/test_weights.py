@@ -95,4 +95,4 @@ def test_what_updates_round_is_never_stale(dtype: str, more: tuple[float, ...]) 
         parameter.grad.set(gradient.astype(parameter.grad.dtype))
     for _ in range(3):
         run.optimizer.step()
-        lt.AdamW(run.model.parameters())  # checks every value
+        lt.AdamW(run.model.parameters())  # the first load checks every value

@@ -105,7 +105,7 @@ def mask(positive: NDArray[np.bool_], gap: int) -> Guarded:
 
 
 def rounding(dtype: DType, expected: NDArray[Any]) -> NDArray[np.float64]:
-    """How far off a value rounded to `dtype` may be."""
+    """Bound of the error of a value that is rounded to `dtype`."""
     error: NDArray[np.float64] = EPSILON[dtype] * np.abs(expected) + _HALF_SUBNORMAL[dtype]
     return error
 

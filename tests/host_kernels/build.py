@@ -25,7 +25,7 @@ COMPILER: Final = os.environ.get("CXX", "g++")
 
 _FLAGS: Final = (
     *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # `#pragma unroll` is none of g++'s
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # g++ does not know `#pragma unroll`
 )
 _ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w:, ]*\) )?(\w+)\(')
 _MAX_THREADS: Final = 1024
@@ -36,7 +36,7 @@ class BuildError(Exception):
 
 
 class Sanitizer(enum.Enum):
-    """What the compiler builds into a library."""
+    """A sanitizer that the compiler builds into a library."""
 
     NONE = "none"
     ADDRESS = "address"
@@ -56,7 +56,7 @@ class Sanitizer(enum.Enum):
 
     @property
     def runtime_library(self) -> str:
-        """What a program that loads such a library must have loaded before."""
+        """The runtime library that a program must load before a library with this sanitizer."""
         name = {Sanitizer.ADDRESS: "libasan.so", Sanitizer.THREAD: "libtsan.so"}[self]
         return _output_of(f"-print-file-name={name}").strip()
 
@@ -65,7 +65,7 @@ BUILD_DIRECTORY: Final = "LT_HOST_BUILD_DIRECTORY"
 """Variable that names where libraries are kept, rather than in pytest's cache."""
 
 SANITIZER: Final = Sanitizer(os.environ.get("LT_HOST_SANITIZER", "none"))
-"""What this process's kernels are built with: LT_HOST_SANITIZER, "address" or "thread"."""
+"""The sanitizer that this process's kernels are built with, from LT_HOST_SANITIZER: "address" or "thread"."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Builder:
         return partial.replace(file)
 
     def _runtime(self) -> list[Path]:
-        """What every library is linked with."""
+        """Object file that every library is linked with."""
         files = [SHIM / "launch.cpp", SHIM / "warp.cpp", SHIM / "fibers.cpp"]
-        # The runtime tells ThreadSanitizer what comes before what; its own memory is no thread's.
+        # The shim's runtime tells ThreadSanitizer how threads are ordered; it is not itself instrumented.
         options = ["-O2", *(["-fno-sanitize=thread"] if self._sanitizer is Sanitizer.THREAD else [])]
         return [self._build(f"{file.stem}.o", ["-c", *options], [], [file]) for file in files]
 
@@ -136,7 +136,8 @@ class Builder:
         command = [COMPILER, *_FLAGS, *self._sanitizer.options, *arguments, *(f"-I{path}" for path in headers)]
         command += ["-isystem", runtime_headers()]
         read = [*inputs, *included, *sorted(SHIM.glob("*.h")), *sorted(kernel_sources().glob("*.cuh"))]
-        # Neither the place of the tree nor of the toolkit shows in what is built, so that copies of the tree share it.
+        # Libraries do not contain the path of the checkout or of the toolkit, so that copies of the checkout share
+        # them.
         command.append(f"-ffile-prefix-map={_ROOT}=.")
         places = (str(self._directory), runtime_headers(), str(_ROOT))
         key = _digest(
@@ -169,7 +170,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def _once(target: Path, command: Sequence[str]) -> Path:
-    """Runs the command that writes `target`, unless it is there. The lock is for threads and processes alike."""
+    """Runs the command that writes `target`, unless the file exists. The lock excludes other threads and processes."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():

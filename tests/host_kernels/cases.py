@@ -1,4 +1,4 @@
-"""What the property tests draw: shapes, placements that suit a kernel, tilings, dropout, orders of execution."""
+"""Strategies of the property tests: shapes, placements that suit a kernel, tilings, dropout, orders of execution."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ class Blocks:
         return Tiling((-(-shape[1] // (OCTET * self.block[0])), self.blocks_y), self.block)
 
     def suit(self, access: Access) -> bool:
-        """Whether a pass of that access can be launched in these blocks."""
+        """Whether a pass that moves octets by `access` can be launched with these blocks."""
         return access is not Access.FLAT or OCTET <= self.block[1] <= 8 * OCTET
 
 
 _TALL = ((1, 8), (2, 128), (4, 16), (8, 32), (16, 16), (32, 8), (1, 256))
 tall_blocks = st.builds(Blocks, st.sampled_from(_TALL), st.integers(1, 5))
-"""For kernels that transpose: eight rows of threads at least."""
+"""Blocks for kernels that transpose, which need at least eight rows of threads."""
 blocks = st.one_of(
     tall_blocks, st.builds(Blocks, st.sampled_from(((1, 1), (8, 1), (2, 4), (64, 2), (256, 1))), st.integers(1, 5))
 )
@@ -117,7 +117,7 @@ class Drops:
     step_in_memory: bool
 
     def state(self) -> tuple[DropoutState, NDArray[np.uint32]]:
-        """What a launch needs, and the step's memory, to be kept until then."""
+        """The argument of a launch, and the memory of its step, which must live until the launch."""
         step = np.array([self.philox.step], np.uint32)
         address = step.ctypes.data if self.step_in_memory else 0
         return DropoutState(keep_threshold(self.p), self.philox, address), step

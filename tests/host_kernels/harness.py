@@ -12,7 +12,7 @@ from lt_runtime.kernels.kernel import Entry
 from tests.host_kernels.build import Builder, Variant
 
 FORWARD, REVERSE, SHUFFLED = 0, 1, 2
-"""Orders in which blocks, warps and lanes take their turns; larger ones are other shuffles."""
+"""Orders in which blocks, warps and lanes run; larger numbers are random orders."""
 
 Pair = tuple[int, int]
 
@@ -43,9 +43,8 @@ class HostKernel:
     ) -> None:
         """Runs the kernel to its end; `batch` is the grid's blocks in z, `shared` a block's bytes besides.
 
-        Raises:
-            HostKernelError: threads of a block wait at different barriers, or those of a warp for different exchanges,
-                or the launch is too large.
+        Raises: HostKernelError: threads of a block wait at different barriers, or threads of a warp for different
+            shuffles, or the launch is too large.
         """
         if block[0] * block[1] > self._max_threads:
             raise HostKernelError(f"a block of {block} exceeds the {self._max_threads} threads that the kernel allows")
@@ -54,7 +53,7 @@ class HostKernel:
             raise HostKernelError(error.decode())
 
     def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
-        """`launch`, to be made at each call."""
+        """Returns a function that makes the launch at each call."""
         return functools.partial(self.launch, *arguments, **more)
 
 

@@ -50,7 +50,7 @@ OPTIONS: Final = Options(
 
 @dataclass(frozen=True)
 class TensorCase:
-    """A parameter's size, types and places; below FP32 it has a master copy, or is BF16 and `in_place`."""
+    """A parameter's size, types and offsets. Below FP32 it has a master copy, or is BF16 and updated `in_place`."""
 
     size: int
     dtype: DType = F32
@@ -102,25 +102,25 @@ class HostTensor:
 
     @property
     def updated(self) -> list[Guarded]:
-        """Value, m, v, and the largest v with AMSGrad."""
+        """Value, m, v and, with AMSGrad, the largest v."""
         return [x for x in (self.master or self.parameter, self.m, self.v, self.v_max) if x is not None]
 
     @property
     def written(self) -> list[Guarded]:
-        """All that an update may write."""
+        """All arrays that an update may write."""
         return [*self.updated, self.parameter]
 
     @property
     def state(self) -> AdamWTensor:
-        """As the reference takes it, copied."""
+        """The tensor's state as a copy for the reference."""
         return AdamWTensor(*(x.array.copy() for x in self.updated))
 
     def hyper(self, hyper: AdamWHyper) -> AdamWHyper:
-        """The tensor's own."""
+        """The settings with the tensor's own learning rate and weight decay."""
         return replace(hyper, lr=hyper.lr * self.case.lr_scale, weight_decay=self.case.weight_decay)
 
     def row(self) -> Tensor:
-        """As the kernels' tables are made from it."""
+        """The tensor as the kernels' tables describe it."""
         arrays = {"value": self.updated[0], "gradient": self.gradient, "m": self.m, "v": self.v}
         if self.master:
             arrays["copy"] = self.parameter
@@ -131,7 +131,7 @@ class HostTensor:
 
 
 class HostOptimizer:
-    """The two kernels with what they keep.
+    """The kernels of the norm and the update, with the state that they keep.
 
     Attributes:
         state: as on the device. scale, growth_tracker: of a scaler.
@@ -177,6 +177,6 @@ class HostOptimizer:
 
 
 def rounded(values: NDArray[np.float32], dtype: DType, lanes: NDArray[np.uint16]) -> NDArray[np.float64]:
-    """What is stored of FP32 values: themselves, or BF16 with the given lanes."""
+    """The stored form of FP32 values: unchanged, or rounded to BF16 with the given random lanes."""
     stored = values if dtype is F32 else reference.round_stochastically(values, lanes.reshape(values.shape))
     return stored.astype(np.float64)

@@ -35,7 +35,7 @@ SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_small_gpu() -> Iterator[None]:
-    """Has passes share their work out as on a GPU of three multiprocessors, in the modules that import it."""
+    """Fixture under which passes divide their work as on a GPU of three multiprocessors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
         yield

@@ -46,7 +46,7 @@ hypers = st.builds(
 class AdamWCase:
     tensors: list[TensorCase]
     hyper: AdamWHyper
-    first: int  # updates done before
+    first: int  # number of updates before this one
     updates: int
     order: int
     seed: int
@@ -172,7 +172,7 @@ def test_random_numbers_of_tensors_over_two_thousand_million_elements(host: Host
     lanes = reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M, first=8 * octet)
     expected = rounded(new.m, BF16, lanes)
     agree = (tensor.m.values() == expected).mean()
-    assert agree > 0.99  # FP32's own rounding decides the rest
+    assert agree > 0.99  # the others differ because the kernel computes in FP32
     elsewhere = rounded(new.m, BF16, reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M))
     assert (tensor.m.values() == elsewhere).mean() < 0.9
 
@@ -325,13 +325,15 @@ def test_scaling_clipping_and_skipping(host: HostKernels, case: Judged) -> None:
             assert (optimizer.scale[0], optimizer.growth_tracker[0]) == (scale, tracker)
         assert (optimizer.state["steps"], optimizer.state["skipped"]) == (steps, skipped)
         if not finite and not skips:
-            return  # NaN from here on
+            return  # from here on the values are NaN
 
 
 def set_gradients(
     parameters: list[HostTensor], scale: float, bad: float | None, generator: np.random.Generator
 ) -> bool:
-    """Draws gradients that are finite when multiplied by the scale; whether the bad one found a place."""
+    """Draws gradients that stay finite when multiplied by the scale; returns whether a tensor had an element for the
+    bad one.
+    """
     for tensor in parameters:
         kind = tensor.case.gradient_dtype
         drawn = generator.standard_normal(tensor.case.size) * min(scale, 256.0)

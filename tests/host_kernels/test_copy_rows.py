@@ -40,7 +40,7 @@ LABELS = Batch("i8", 1)
 
 
 class _Operands:
-    """An array, its buffers with a gap after each part, and what they are to hold."""
+    """An array, its buffers with a gap after each part, and their expected contents."""
 
     def __init__(self, batch: Batch, rows: int, parts: int, generator: np.random.Generator) -> None:
         kind = np.dtype(batch.kind)
@@ -93,7 +93,7 @@ def test_copies(
     else:
         copies.run([each.place for each in operands], 0)
     for each in operands:
-        each.target.values()  # nothing around it was written
+        each.target.values()  # fails if memory around the array was written
         assert each.target.array.tobytes() == each.expected.tobytes()
         each.source.assert_unchanged()
 

@@ -42,7 +42,7 @@ from tests.host_kernels.variants import BACKWARD_EPILOGUES, Backward
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-# sixteen columns, which both ways to load take
+# sixteen columns, which the aligned and the scattered loads support
 SPECIAL = np.array(
     [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 16.0, -16.0, 1e15, 1e30, -1e30, 3e38, -3e38]],
     np.float32,
@@ -52,14 +52,14 @@ SPECIAL = np.array(
 @dataclass(frozen=True)
 class BackwardCase:
     shape: Shape
-    sums: bool  # the bias gradient is wanted; always where dz is not
-    accumulate: bool  # to what it holds
+    sums: bool  # whether the bias gradient is computed; always true if dz is not written
+    accumulate: bool  # whether the bias gradient is added to the buffer's contents
     sum_offset: int
     in_place: bool  # dz over dy
     slope: float
     drops: Drops
-    blocks: Blocks | None  # None leaves them to the runtime
-    tall_blocks: Blocks  # instead, where the variant transposes
+    blocks: Blocks | None  # None lets the runtime choose the blocks
+    tall_blocks: Blocks  # used in place of `blocks` if the variant transposes
     order: int
     dy: Placement
     saved: Placement
@@ -119,7 +119,7 @@ cases = st.builds(
 
 @dataclass(frozen=True)
 class Operands:
-    """Of one launch.
+    """Operands of one launch.
 
     Attributes:
         kept: for each element, the value that `saved` was made from.
@@ -153,7 +153,7 @@ class Operands:
 
 
 def saved_of(z: NDArray[Any], variant: Backward, place: Placement) -> tuple[Guarded, Array]:
-    """What forward saves of a pre-activation, and an element each of what it stands for."""
+    """The tensor that forward saves of a pre-activation, and for each element the value that it represents."""
     if variant.saved is Saved.MASK:
         return mask(z > 0, place.gap), (z > 0).astype(np.float64)
     values = activate(z, Activation(variant.activation)) if variant.saved is Saved.OUTPUT else z
@@ -198,7 +198,7 @@ def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
 
 
 def expected_gradient(variant: Backward, case: BackwardCase, dy: Array, saved: Array) -> tuple[Array, Array]:
-    """dz before it is rounded, and how far off it may be."""
+    """dz before rounding, and the bound of its error."""
     dz = dy * expected_slopes(variant, saved, case.slope)
     size = np.abs(dy) * max(1.0, abs(case.slope)) * (1.0 + np.abs(saved))
     if variant.dropout:
@@ -223,7 +223,7 @@ EXAMPLE = BackwardCase(
     dz=FLAT,
     seed=0,
 )
-"""Blocks of the grid's column wait for each other, and go over several rows."""
+"""Several blocks share a column's sum, and each has several rows."""
 TALL = replace(EXAMPLE, shape=(700, 40), blocks=None)
 """The runtime's own blocks go over several rows, and share the sum."""
 
@@ -275,7 +275,7 @@ def launch_on_row(
     host: HostKernels, variant: Backward, dy: NDArray[Any], saved: Guarded, *, slope: float = 0.0
 ) -> Guarded:
     """dz of a single row, with a dropout that keeps everything if the variant has one."""
-    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
+    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns begin at multiples of 16 bytes
     source, dz = Guarded(dy, dtype=variant.dtype), Guarded(np.zeros(dy.shape), place, variant.dtype)
     keeps_all = DropoutState(65536, Philox()).block()
     params = EpilogueBwdParams(source.matrix, saved.matrix, dz.matrix, ColumnSum(), *dy.shape, keeps_all, slope)

@@ -40,7 +40,7 @@ from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Forward
 from tests.support.strategies import Placement, placements
 
 UNUSED = Spec(packed(1, 1))
-# sixteen columns, which both ways to load take
+# sixteen columns, which the aligned and the scattered loads support
 SPECIAL = np.array(
     [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 1e15, -1e15, 1e30, -1e30, 3e38, -3e38, np.inf]],
     np.float32,
@@ -56,7 +56,7 @@ class ForwardCase:
     in_place: bool  # y over the product
     slope: float
     drops: Drops
-    blocks: Blocks | None  # None leaves them to the runtime
+    blocks: Blocks | None  # None lets the runtime choose the blocks
     order: int
     product: Placement
     preactivation: Placement
@@ -67,7 +67,7 @@ class ForwardCase:
         """The case, changed as little as possible, so that the variant supports it."""
         is_aligned, is_flat = (variant.access is each for each in (Access.ALIGNED, Access.FLAT))
         shape = suit_shape(self.shape, aligned=is_aligned, flat=is_flat)
-        # a matrix of another type cannot lie where the product is
+        # a matrix of another type cannot share the product's memory
         kept_in_place, in_place = (each and not variant.once for each in (self.kept_in_place, self.in_place))
         apart = [0, *([1] if variant.keeps and not kept_in_place else []), *([] if in_place else [2])]
         product, preactivation, y = suit_places(

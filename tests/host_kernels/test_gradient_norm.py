@@ -23,7 +23,7 @@ from tests.host_kernels.variants import BF16, F16, F32, PLAIN_ADAMW, TYPES
 
 @dataclass(frozen=True)
 class NormCase:
-    tensors: list[tuple[int, DType, int]]  # size, type, elements before the first
+    tensors: list[tuple[int, DType, int]]  # size, type, and number of elements before the first
     scale: float | None
     order: int
     seed: int

@@ -62,11 +62,11 @@ MACROS = (
     ("DERIVATIVE", "0"),
 )
 TILES = "mma.cuh"
-"""Kernels that include it multiply numbers of 16 bits."""
+"""Kernels that include this header multiply 16-bit numbers."""
 
 
 def name_in_c(struct: type[ctypes.Structure]) -> str:
-    """The docstring begins with it."""
+    """The name that the docstring begins with."""
     found = re.match(r"`(lt::\w+(?:<SCALAR>)?)`", struct.__doc__ or "")
     assert found, f"the docstring of {struct.__name__} does not name the struct of cuda_src"
     return found[1]

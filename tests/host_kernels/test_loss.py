@@ -36,7 +36,7 @@ Array = NDArray[np.float64]
 
 MUCH_SHARED_MEMORY = (227 << 10, 228 << 10)
 LITTLE_SHARED_MEMORY = (48 << 10, 30 << 10)
-"""Room for a few packets of each thread."""
+"""Bytes of shared memory for a few packets of each thread."""
 
 
 class Runner:
@@ -137,7 +137,7 @@ class LossCase:
 
 columns = st.one_of(
     axes,
-    # a thread alone, lanes of a warp, a warp, a block, with and without a rest
+    # numbers of columns for which a thread, some lanes, a warp or a block share a row, with and without a remainder
     st.sampled_from((1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 100, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025)),
     st.sampled_from((2047, 2048, 2056, 2057, 4000, 10000)),
 )
@@ -157,7 +157,7 @@ cases = st.builds(
 
 
 def row_of(values: NDArray[Any] | None) -> Guarded | None:
-    """Weights as they lie in memory; None where there are none."""
+    """Guarded weights in memory; None if there are no weights."""
     return None if values is None else Guarded(values.astype(np.float32)[None])
 
 
@@ -175,7 +175,7 @@ class Elementwise:
     by_column: bool = False
 
     def weights(self, shape: Shape, seed: int) -> tuple[Guarded | None, Guarded | None]:
-        """Of rows, some of them 0 or negative, and of columns."""
+        """Draws weights of rows, some of them 0 or negative, and weights of columns."""
         generator = np.random.default_rng(seed + 2)
         of_rows, of_columns = generator.integers(-2, 4, shape[0]) / 2, generator.random(shape[1]) * 4
         return row_of(of_rows if self.by_row else None), row_of(of_columns if self.by_column else None)
@@ -226,7 +226,7 @@ def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Eleme
 @FEW
 @example(case=LossCase((3, 200)), by_row=False)
 @example(case=LossCase((3, 200)), by_row=True)
-@example(case=LossCase((9, 5)), by_row=True)  # octets over several rows
+@example(case=LossCase((9, 5)), by_row=True)  # octets that extend over several rows
 @example(case=LossCase((8, 9)), by_row=True)
 @example(case=LossCase((24, 5), False, 0, COLUMNS, COLUMNS, COLUMNS), by_row=True)
 @example(case=LossCase((3, 16), prediction=Placement(column_major=False, gap=8, offset=0)), by_row=False)
@@ -379,13 +379,13 @@ def test_few_classes(runner: Runner, dtype: DType, data: st.DataObject, case: Lo
 
 @dataclass(frozen=True)
 class Weighted:
-    """Which weights a case has."""
+    """The kinds of weights that a case has."""
 
     by_row: bool = False
     by_class: bool = False
 
     def weights(self, shape: Shape, seed: int) -> tuple[Guarded | None, Guarded | None]:
-        """Of rows, some of them 0 or negative, and of classes, all positive."""
+        """Draws weights of rows, some of them 0 or negative, and weights of classes, all positive."""
         generator = np.random.default_rng(seed + 2)
         of_rows, of_classes = generator.integers(-2, 4, shape[0]) / 2, 0.5 + generator.random(shape[1])
         return row_of(of_rows if self.by_row else None), row_of(of_classes if self.by_class else None)
@@ -428,7 +428,8 @@ def check_cross_entropy(
     most = 1.0 if of_rows is None else float(np.abs(of_rows).max())
     if of_classes is not None:
         most *= float(of_classes.max() / of_classes.min())
-    farthest = 1.0 if most == 1.0 else 1.0 + float(np.abs(values).max())  # weights are multiples of the logits too
+    # A weighted sum of logits is rounded in units of weight times logit.
+    farthest = 1.0 if most == 1.0 else 1.0 + float(np.abs(values).max())
     tolerance = most * farthest * float(limits.max()) + 8 * EPS32 * abs(expected)
     assert_close("loss", np.array([loss]), np.array([expected]), tolerance)
     divisor, factor = max(int((labels != ignore_index).sum()), 1), case.scale / 2
@@ -459,7 +460,9 @@ weightings = st.builds(Weighted, st.booleans(), st.booleans())
 def test_weights(
     runner: Runner, dtype: DType, labels: tuple[int, int], case: LossCase, smoothing: float, weighted: Weighted
 ) -> None:
-    """Of rows and classes; labels of which some are ignored, and some are out of range where there are few classes."""
+    """Weights of rows and classes, with labels of which some are ignored and, if there are few classes, some are out of
+    range.
+    """
     first, step = labels
     of_rows = (first + step * np.arange(case.shape[0])) % 7
     check_cross_entropy(runner, dtype, case, of_rows.astype(np.int32), smoothing, 6, weighted)
@@ -475,7 +478,7 @@ def test_weights(
 def test_weights_of_many_rows_and_classes(
     runner: Runner, shape: Shape, smoothing: float, weighted: Weighted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Labels that a launch of its own adds up, and rows that warps and blocks stream one after the other."""
+    """Labels whose weights a separate launch adds up, and rows that warps and blocks stream one after the other."""
     monkeypatch.setattr(family, "_MAX_BLOCKS", 2)
     aligned = Placement(column_major=False, gap=-shape[1] % 8, offset=0)
     case = LossCase(shape, prediction=aligned, gradient=aligned)
@@ -486,7 +489,7 @@ def test_weights_of_many_rows_and_classes(
 
 @pytest.mark.parametrize("classes", [4, 40, 3000])
 def test_a_label_out_of_range_has_no_weight(runner: Runner, classes: int) -> None:
-    """It makes its own row NaN, and leaves the others finite."""
+    """A label out of range makes its own row NaN, and leaves the other rows finite."""
     labels = np.array([1, classes, 0], np.int64)
     gradient = Guarded(np.zeros((3, classes), np.float32))
     weights = None, row_of(np.full(classes, 2.0))
@@ -524,7 +527,9 @@ def test_a_block_goes_from_row_to_row(
 @pytest.mark.parametrize("dtype", [F32, DType.BFLOAT16], ids=str)
 @pytest.mark.parametrize("room", [10, 42, 227], ids=["none", "of one batch", "of all"])
 def test_long_rows(runner: Runner, room: int, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block goes from row to row; a thread has its first packets in registers, and reads again what has no room."""
+    """A block streams several rows; a thread keeps its first packets in registers, and reads packets again for which
+    memory has no room.
+    """
     monkeypatch.setattr(family, "_LONG_ROW", 0)
     monkeypatch.setitem(globals(), "MUCH_SHARED_MEMORY", (room << 10, room << 10))
     for classes, smoothing in ((37000, 0.1), (16392, 0.0)):
@@ -551,9 +556,9 @@ def test_more_rows_than_a_block_adds_up_at_once(runner: Runner, monkeypatch: pyt
 
 @pytest.mark.parametrize("classes", [40, 3000])
 def test_maxima_of_threads_that_differ_a_little(runner: Runner, classes: int) -> None:
-    """Where the product of a maximum and log₂ e is rounded by much, each thread has an error of its own to undo."""
+    """If the product of a maximum and log₂ e has a large rounding error, each thread has to correct its own error."""
     octets = np.arange(classes) // 8
-    behind = np.stack([octets % 5, octets // 32 % 5])  # from thread to thread, and from warp to warp
+    behind = np.stack([octets % 5, octets // 32 % 5])  # the maxima differ from thread to thread, and from warp to warp
     values = np.array([[2.0**20], [2.0**21]]) - np.array([[0.5], [1.0]]) * behind
     logits, gradient = Guarded(values.astype(np.float32)), Guarded(np.zeros_like(values, np.float32))
     run_cross_entropy(runner, logits, np.zeros(2, np.int64), gradient)
@@ -564,7 +569,7 @@ def test_maxima_of_threads_that_differ_a_little(runner: Runner, classes: int) ->
 @pytest.mark.parametrize("classes", [3, 17])
 @pytest.mark.parametrize("rows", [1, 300, 1024, 1025, 5000])
 def test_the_ignored_are_counted(runner: Runner, rows: int, classes: int) -> None:
-    """In every block, or by a launch of its own where there are many."""
+    """Ignored labels are counted in every block, or by a separate launch if there are many labels."""
     labels = np.random.default_rng(rows).integers(-1, 3, rows)
     logits, gradient = (Guarded(np.zeros((rows, classes), np.float32)) for _ in range(2))
     loss = run_cross_entropy(runner, logits, labels, gradient, ignore_index=-1, order=rows % 3)
@@ -612,7 +617,7 @@ def test_labels_far_out_of_range(runner: Runner, far: int, place: str, classes: 
 @pytest.mark.parametrize("classes", [2056, 4001, 4104])
 @pytest.mark.parametrize("beyond", [0, 1, 7, 255])
 def test_labels_just_out_of_range(runner: Runner, classes: int, beyond: int) -> None:
-    """Of rows that a block streams: no thread takes one for its own."""
+    """In rows that a block streams, no thread mistakes an out-of-range label for one of its columns."""
     place = Placement(column_major=False, gap=-classes % 8, offset=0)
     logits, gradient = (Guarded(np.zeros((3, classes), np.float32), place) for _ in range(2))
     labels = np.array([classes - 1, classes + beyond, 0])
@@ -664,7 +669,7 @@ def test_logits_of_any_size(runner: Runner, dtype: DType, classes: int, sign: in
     labels = np.arange(rows)
     loss = run_cross_entropy(runner, logits, labels, gradient, smoothing=smoothing)
     exact = cross_entropy(logits.array.astype(np.float64), labels, label_smoothing=smoothing)[1]
-    assert smoothing or not math.isnan(loss)  # the sum of such logits overflows
+    assert smoothing or not math.isnan(loss)  # with smoothing the loss needs the sum of the logits, which overflows
     assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 128 * EPS32 / rows)
 
 

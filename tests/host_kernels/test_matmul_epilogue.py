@@ -25,7 +25,7 @@ from tests.host_kernels.variants import MATMUL_EPILOGUES, MatmulEpilogue
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-PITCH = 16  # bytes that a mask's rows lie a multiple of apart
+PITCH = 16  # a mask's pitch is a multiple of these bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +68,7 @@ class BitMask:
         self.spec = Spec(Layout(rows, cols, order, 8 * pitch), batch_stride=8 * lines * pitch)
 
     def fill(self) -> None:
-        """Writes the bits, as the library would."""
+        """Writes the expected bits, as cuBLASLt would."""
         self.bytes[:] = self.expected()
 
     def expected(self) -> NDArray[np.uint8]:
@@ -85,11 +85,11 @@ class MatmulCase:
     k: int
     keep: bool
     bias: bool
-    beta: float  # of a C that lies across D; 0 where there is none
+    beta: float  # β of a C whose order differs from D's; 0 without C
     beta_in_memory: bool
     d: Placement
-    c: Placement  # of a C that meets a separate product
-    product: Placement  # of a separate one
+    c: Placement  # placement of C if the product is not stored in D
+    product: Placement  # placement of the product if it is not stored in D
     operand: Placement
     aux_gap: int
     seed: int
@@ -114,16 +114,16 @@ cases = st.builds(
 
 
 class Product:
-    """A product that is stored, with everything that an epilogue may want."""
+    """A stored product with all operands that an epilogue may need."""
 
     def __init__(self, case: MatmulCase, variant: MatmulEpilogue) -> None:
         self.case, self.variant = case, variant
         self.generator = np.random.default_rng(case.seed)
         shape = (case.batch, *case.shape)
         self.d = self.batch(shape, variant.dtype, case.d)
-        # the product, in D or apart from it
+        # the product, in D or in memory of its own
         self.source = self.batch(shape, DType.FLOAT32, case.product) if variant.once else self.d
-        # over a product in D the pass adds only a C that lies across D
+        # if the product is stored in D, the pass adds only a C whose order differs from D's
         across = replace(case.d, column_major=not case.d.column_major)
         self.c = self.batch(shape, variant.dtype, case.c if variant.once else across)
         self.before = self.source.values() + case.beta * self.c.values()
@@ -146,7 +146,7 @@ class Product:
         aux: int = 0,
         aux_spec: Spec | None = None,
     ) -> None:
-        """Runs the pass; `of` is the bias or its gradient."""
+        """Runs the pass; `of` is the bias or the bias gradient."""
         (m, n), k = self.case.shape, self.case.k
         a_spec = a.spec if a else Spec(Layout(m, k, Order.ROW, k))
         b_spec = b.spec if b else Spec(Layout(k, n, Order.ROW, n))

@@ -169,7 +169,7 @@ def _network(
 
 
 def _integers(seed: int) -> Callable[[tuple[int, ...]], NDArray[Any]]:
-    """Few and small ones, so that every sum is exact in 16 bits where it is rounded to them."""
+    """Draws -1, 0 and 1, so that every sum that is rounded to 16 bits is exact."""
     generator = np.random.default_rng(seed)
 
     def draw(shape: tuple[int, ...]) -> NDArray[Any]:
@@ -242,7 +242,9 @@ ACTIVATIONS_AND_TYPES = [(name, (BF16, F16)[i % 2]) for i, name in enumerate(ACT
 
 @pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_TYPES, ids=str)
 def test_activations(host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, dtype: DType) -> None:
-    """Within what the roundings of layers can add up to: half a unit each, passed on by a gain of about one."""
+    """The error is within the sum of the layers' roundings: half a unit for each layer, passed on with a gain of about
+    one.
+    """
     network = _network((20, 32, 24, 5), 75, _normal(7), dtype=dtype, activation=activation)
     outputs, gradients = network.exact[1][-1], network.exact_gradients
     assert _off(network.forward(host, monkeypatch, FLAT, SHUFFLED), outputs) < 4 * EPSILON[dtype]
@@ -284,7 +286,7 @@ def test_a_loss_is_that_of_rounded_outputs(host: HostKernels, monkeypatch: pytes
 
 
 def _off(made: Array, exact: Array) -> float:
-    """The relative norm of the error."""
+    """Norm of the error relative to the norm of the exact result."""
     return float(np.linalg.norm(made - exact) / np.linalg.norm(exact))
 
 
@@ -335,7 +337,9 @@ def test_the_order_of_turns_changes_no_bit(
 
 
 def test_infinities_stay_in_their_rows_and_columns(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An infinite input is infinite or zero behind ReLU, by the sign of its weight, and reaches no other row."""
+    """An infinite input makes a ReLU's output infinite or zero, depending on the weight's sign, and affects no other
+    row.
+    """
 
     def draw(shape: tuple[int, ...]) -> NDArray[Any]:
         values = np.ones(shape)
@@ -402,7 +406,7 @@ IN_PARTS = ([(2, 2), (0, 1)], [(1, 2), (0, 0)], [(2, 2), (1, 1), (0, 0)])
 def test_parts_make_what_one_launch_does(
     host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, parts: list[tuple[int, int]]
 ) -> None:
-    """To the bit, from the gradient of the outputs and with a loss; what one part leaves is not another's."""
+    """Launches of some layers' gradients agree bit for bit with one launch of all, with and without a loss."""
     network, block = _network((20, 32, 24, 5), 300, _normal(3), activation=activation), Block(2, 1, 4)
     found = []
     for each in ([(0, 2)], parts):

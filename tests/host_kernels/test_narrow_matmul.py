@@ -25,7 +25,7 @@ from tests.support.strategies import Placement, placements
 _TRANSPOSED = {"narrow_n": (False, True), "narrow_k": (False, False), "narrow_m": (True, False)}
 """Whether A and B are column-major."""
 _MOVED = {"narrow_n": ("a", "b"), "narrow_k": ("b", "c", "d", "aux"), "narrow_m": ("b",)}
-"""Which matrices a kernel moves in vectors."""
+"""Names of the matrices that a kernel moves in vectors."""
 _EPILOGUE = {"narrow_n": Epilogue.BIAS, "narrow_m": Epilogue.BGRADA}
 
 
@@ -106,9 +106,9 @@ def run(product: Product, host: HostKernels, variant: Narrow, case: NarrowCase, 
 
 
 MANY = NarrowCase(3, (700, 264), 1.0, 1.0, "in place", True, True, (FLAT,) * len(OPERANDS), FORWARD, 0)
-"""Threads have several rows of D, and blocks share K."""
+"""In this case threads have several rows of D, and blocks share K."""
 LONG = replace(MANY, long=(800, 32), c="nowhere")
-"""Blocks share M, and their threads have several rows."""
+"""In this case blocks share M, and their threads have several rows."""
 
 
 @pytest.mark.parametrize("variant", NARROW, ids=str)

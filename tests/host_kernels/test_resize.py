@@ -45,7 +45,7 @@ TRIMMING_LARGE = Copy((300, 480), (299, 479), (FLAT, Placement(False, 0, 3)))
 
 
 def _layout(shape: tuple[int, int], place: Placement) -> Layout:
-    """Not as read from strides, which do not tell the order of a single row."""
+    """The layout is not read from strides, because strides do not tell the order of a single row."""
     order = Order.COLUMN if place.column_major else Order.ROW
     return Layout(*shape, order, shape[0 if place.column_major else 1] + place.gap)
 
@@ -73,7 +73,7 @@ class _Operands:
 @example(drawn=[TURNING, PADDING], blocks=4, order=0, seed=2)
 @given(drawn=st.lists(copies, min_size=1, max_size=3), blocks=st.sampled_from((1, 4, 2048)), order=orders, seed=seeds)
 def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int, order: int, seed: int) -> None:
-    """By so few blocks that a thread has many rows, or by so many that it has one."""
+    """Copies with so few blocks that a thread has many rows, or with so many that it has one row."""
     generator = np.random.default_rng(seed)
     operands = [_Operands(each, dtype, generator) for each in drawn]
 

@@ -65,7 +65,7 @@ cases = st.builds(
 
 
 def epilogue_of(case: TileCase, variant: Tile) -> Epilogue:
-    """What the case asks of the variant's kernel."""
+    """The epilogue of a case, as the variant's kernel supports it."""
     name = variant.activation
     if variant.derivative:
         return Epilogue(f"d{name}{'_bgrad' if case.sums else ''}")
@@ -89,7 +89,9 @@ def made(case: TileCase, variant: Tile) -> Product:
 
 
 def run(product: Product, host: HostKernels, variant: Tile, case: TileCase, order: int) -> None:
-    """Runs the product; a single row or column may lie either way, so that the runtime may ask another variant."""
+    """Runs the product; a single row or column may count as row-major or column-major, so that the runtime may ask
+    another variant.
+    """
     assume(supports(product.problem))
     with launching(host, variant.macros, order) as patch:
         patch.setattr(tile_matmul, "_ONE_GROUP", case.together)
@@ -98,10 +100,10 @@ def run(product: Product, host: HostKernels, variant: Tile, case: TileCase, orde
 
 
 LONG = TileCase((70, 67, 700), 1.0, 1.0, "in place", True, True, True, 2, (FLAT,) * len(OPERANDS), FORWARD, 0)
-"""Four tiles; with fewer, blocks share K, in groups of groups."""
+"""In this case there are four tiles; with fewer, blocks share K, in groups of groups."""
 SHARED = replace(LONG, shape=(30, 21, 700))
 TALL = replace(LONG, shape=(700, 65, 21), c="nowhere")
-"""Tiles share the sums of columns."""
+"""In this case tiles share the sums of columns."""
 
 
 @pytest.mark.parametrize("variant", TILE, ids=str)

@@ -29,10 +29,8 @@ _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 class Forward:
     """A variant of epilogue_fwd.
 
-    Attributes:
-        access: how octets are moved.
-        keeps: the pre-activation is written.
-        once: the product is FP32, so that a 16-bit result is rounded only once.
+    Attributes: access: how octets are moved. keeps: whether the pre-activation is written. once: whether the product is
+        FP32, so that a 16-bit result is rounded only once.
     """
 
     dtype: DType
@@ -129,7 +127,7 @@ def _saved_modes(activation: str) -> tuple[Saved, ...]:
     return (Saved.PREACTIVATION, Saved.OUTPUT) if activation in _FROM_OUTPUT else (Saved.PREACTIVATION,)
 
 
-# Half of them aligned, in turn: each with and without dropout.
+# Every second variant is aligned; each appears with and without dropout.
 FORWARD_EPILOGUES: Final = (
     *(
         Forward(F32, name, dropout, Access((index + dropout) % 2 == 0))
@@ -229,12 +227,12 @@ class Narrow:
         return [Variant(f"{self.entry}.cu", each) for each in macros]
 
     def matches(self, entry: str, macros: Macros) -> bool:
-        """Whether that kernel is one of these."""
+        """Whether the kernel `entry` with these macros is among the variants."""
         return Variant(f"{entry}.cu", macros) in self.variants
 
     @property
     def shares(self) -> bool:
-        """Whether threads hand each other sums."""
+        """Whether threads of a block exchange partial sums."""
         return self.epilogue is None or self.epilogue.has_bias_gradient
 
     def __str__(self) -> str:
@@ -265,7 +263,7 @@ NARROW: Final = (
 
 @dataclass(frozen=True)
 class Tile:
-    """A variant of tile_matmul.cu: how A and B lie, and the activation, or that it is the derivative's."""
+    """A variant of tile_matmul.cu: the orders of A and B, and the activation or its derivative."""
 
     dtype: DType
     a_along_k: bool

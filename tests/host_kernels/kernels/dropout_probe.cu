@@ -16,7 +16,7 @@ __device__ lt::Octet factors_from(const lt::Dropout& d, lt::uint64 index) {
 
 struct PhiloxProbeParams {
   const lt::Words* counters;
-  const lt::uint32* keys;  // two a counter
+  const lt::uint32* keys;  // two words for each counter
   lt::Words* words;
 };
 

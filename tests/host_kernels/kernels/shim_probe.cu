@@ -4,7 +4,7 @@
 #include "vector.cuh"
 
 struct ShimProbeParams {
-  float* out;  // one a thread of the grid
+  float* out;  // one element for each thread of the grid
   unsigned* count;
 };
 
@@ -21,7 +21,7 @@ extern "C" __global__ void indices(const ShimProbeParams p) {
   p.out[thread_of_grid()] = static_cast<float>(((blockIdx.y * 10 + blockIdx.x) * 10 + threadIdx.y) * 10 + threadIdx.x);
 }
 
-// The turn that each thread had.
+// Records the position of each thread in the order of execution.
 extern "C" __global__ void turns(const ShimProbeParams p) {
   p.out[thread_of_grid()] = static_cast<float>(atomicAdd(p.count, 1u));
 }
@@ -57,7 +57,7 @@ extern "C" __global__ void early_return(const ShimProbeParams p) {
   p.out[thread_of_grid()] = shared[blockDim.x - 1 - threadIdx.x];
 }
 
-// How many threads' places are multiples of three, and right after it of five.
+// Counts the threads whose numbers are multiples of three, and then those whose numbers are multiples of five.
 extern "C" __global__ void votes(const ShimProbeParams p) {
   const int threes = __syncthreads_count(threadIdx.x % 3 == 0), fives = __syncthreads_count(threadIdx.x % 5 == 0);
   p.out[thread_of_grid()] = static_cast<float>(100 * threes + fives);
@@ -106,7 +106,8 @@ extern "C" __global__ void warp_sum(const ShimProbeParams p) {
 extern "C" __global__ void segments(const ShimProbeParams p) {
   const unsigned across = __shfl_xor_sync(0xFFFFFFFF, lane(), 3, 8);
   const int down = __shfl_down_sync(0xFFFFFFFF, static_cast<int>(lane()), 2, 8);
-  const float from = __shfl_sync(0xFFFFFFFF, static_cast<float>(lane()), 13, 8);  // the sixth of the segment
+  // The value of the segment's sixth lane.
+  const float from = __shfl_sync(0xFFFFFFFF, static_cast<float>(lane()), 13, 8);
   p.out[thread_of_grid()] = static_cast<float>(10000 * across + 100 * down) + from;
 }
 
@@ -115,7 +116,7 @@ extern "C" __global__ void beyond_the_segment(const ShimProbeParams p) {
   p.out[thread_of_grid()] = static_cast<float>(__shfl_xor_sync(0xFFFFFFFF, lane(), 8, 8));
 }
 
-// Halves of a warp that part, each with a mask of its own.
+// The halves of a warp take different branches, each with a mask of its own.
 extern "C" __global__ void parted_halves(const ShimProbeParams p) {
   float value = static_cast<float>(lane());
   if (lane() < 16) {
@@ -140,7 +141,7 @@ extern "C" __global__ void shuffle_of_no_width(const ShimProbeParams p) {
   p.out[thread_of_grid()] = __shfl_sync(0xFFFFFFFF, 1.0f, 0, 12);
 }
 
-// Lanes hand values on through shared memory.
+// Lanes pass values to each other through shared memory.
 extern "C" __global__ void warp_barrier(const ShimProbeParams p) {
   __shared__ float shared[256];
   shared[threadIdx.x] = static_cast<float>(threadIdx.x);
@@ -148,7 +149,7 @@ extern "C" __global__ void warp_barrier(const ShimProbeParams p) {
   p.out[thread_of_grid()] = shared[threadIdx.x ^ 15];
 }
 
-// Right within a warp, but read by the next one.
+// Correct within a warp, but wrong here: the next warp reads the values.
 extern "C" __global__ void barrier_of_warps_alone(const ShimProbeParams p) {
   __shared__ float shared[256];
   shared[threadIdx.x] = static_cast<float>(threadIdx.x);
