@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cli import main
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.store.document import Document
@@ -21,6 +21,7 @@ from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore
+from tests.cpu.cli.conftest import Cli
 from tests.support.machine import HasGpus
 from tests.support.plan_entries import H200, LATER, layer, layer_key, product, product_key
 
@@ -29,14 +30,10 @@ OTHER_DRIVER = replace(H200, driver="570.86.15")
 PRODUCT, LAYER = product_key(8192), layer_key(8192)
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 @pytest.fixture
 def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of an empty cache."""
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "plans"
 
@@ -60,51 +57,61 @@ def damage_entry(path: Path) -> None:
     path.write_text(json.dumps(data))
 
 
-def run(*arguments: str) -> int:
-    return main(["cache", *arguments])
+@pytest.fixture
+def shown(cli: Cli) -> Callable[..., str]:
+    """Runs a command, and returns its output."""
+
+    def run(*arguments: object, status: int = 0) -> str:
+        done = cli("cache", *arguments)
+        assert done.status == status
+        return done.out
+
+    return run
 
 
-def as_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
-    capsys.readouterr()
-    assert run(*arguments, "--json") == status
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def as_json(shown: Callable[..., str]) -> Callable[..., Any]:
+    """Runs a command, and returns the object that it prints."""
+    return lambda *arguments, status=0: json.loads(shown(*arguments, "--json", status=status))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which a command refuses."""
-    capsys.readouterr()
-    assert run(*arguments) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("lt_runtime cache: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+@pytest.fixture
+def refused(cli: Cli) -> Callable[..., str]:
+    """Runs a command, and returns the one line with which it refuses."""
+
+    def run(*arguments: object) -> str:
+        status, out, err = cli("cache", *arguments)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith("lt_runtime cache: ")
+        return err
+
+    return run
 
 
 def names(plans: Path) -> set[str]:
     return {file.name for file in plans.iterdir() if file.suffix != ".lock"}
 
 
-def test_an_empty_cache(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("list") == 0
-    assert "None yet" in capsys.readouterr().out
-    assert as_json(capsys, "list") == {"ok": True, "directory": str(plans), "files": [], "set_aside": []}
-    assert as_json(capsys, "verify") == {"ok": True, "files": []}
-    assert as_json(capsys, "prune")["files"] == []
-    assert f"nothing in {plans} matches 'gelu'" in refused(capsys, "show", "gelu")
+def test_an_empty_cache(plans: Path, shown: Any, as_json: Any, refused: Any) -> None:
+    assert "None yet" in shown("list")
+    assert as_json("list") == {"ok": True, "directory": str(plans), "files": [], "set_aside": []}
+    assert as_json("verify") == {"ok": True, "files": []}
+    assert as_json("prune")["files"] == []
+    assert f"nothing in {plans} matches 'gelu'" in refused("show", "gelu")
     assert not plans.exists()
 
 
+@pytest.mark.parametrize("arguments", ["list", "show gelu", "verify", "verify --json", "prune", "prune --yes"])
 @pytest.mark.parametrize(
-    "arguments", [("list",), ("show", "gelu"), ("verify",), ("verify", "--json"), ("prune",), ("prune", "--yes")]
+    ("kind", "reason"),
+    [
+        ("file", "Not a directory"),
+        ("loop", "Too many levels of symbolic links"),
+        ("forbidden", "Permission denied"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["file", "loop", "forbidden"])
 def test_a_cache_that_cannot_be_read(
-    plans: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    arguments: tuple[str, ...],
+    plans: Path, refused: Any, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str, arguments: str
 ) -> None:
     plans.parent.mkdir()
     if kind == "file":
@@ -112,51 +119,40 @@ def test_a_cache_that_cannot_be_read(
     elif kind == "loop":
         plans.symlink_to(plans)
     else:
-        plans.mkdir()
 
         def refuse(path: Path) -> None:  # as the system does, except to root
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
         monkeypatch.setattr(Path, "iterdir", refuse)
-    reasons = {"file": "Not a directory", "loop": "Too many levels of symbolic links", "forbidden": "Permission denied"}
-    assert refused(capsys, *arguments) == f"lt_runtime cache: {plans} cannot be read ({reasons[kind]})\n"
+    assert refused(*arguments.split()) == f"lt_runtime cache: {plans} cannot be read ({reason})\n"
 
 
-def test_list_says_what_fits(plans: Path, here: HasGpus, capsys: pytest.CaptureFixture[str]) -> None:
-    for fingerprint in (H200, H100, OTHER_DRIVER):
+def test_list_says_what_fits(plans: Path, here: HasGpus, shown: Any, as_json: Any) -> None:
+    machines = (H200, H100, OTHER_DRIVER)
+    for fingerprint in machines:
         fill(plans, fingerprint)
-    found = {each["name"]: each for each in as_json(capsys, "list")["files"]}
-    assert {each["fits"] for each in found.values()} == {None}
-    assert found[H100.file_name]["fingerprint"] == asdict(H100)
-    assert (found[H200.file_name]["products"], found[H200.file_name]["layers"]) == (1, 1)
-    here(H200)
-    found = {each["name"]: each for each in as_json(capsys, "list")["files"]}
-    assert [found[each.file_name]["fits"] for each in (H200, H100, OTHER_DRIVER)] == [True, False, False]
-    assert found[OTHER_DRIVER.file_name]["differs"] == ["driver 570.86.15 instead of 580.95.05"]
-    here(H100, OTHER_DRIVER)
-    found = {each["name"]: each for each in as_json(capsys, "list")["files"]}
-    assert [found[each.file_name]["fits"] for each in (H200, H100, OTHER_DRIVER)] == [False, True, True]
-
-
-def test_list_for_people(plans: Path, here: HasGpus, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(plans)
-    fill(plans, H100)
+    for gpus, fits in (((), [None] * 3), ((H200,), [True, False, False]), ((H100, OTHER_DRIVER), [False, True, True])):
+        here(*gpus)
+        found = {each["name"]: each for each in as_json("list")["files"]}
+        assert [found[each.file_name]["fits"] for each in machines] == fits
+        assert found[H100.file_name]["fingerprint"] == asdict(H100)
+        assert (found[H200.file_name]["products"], found[H200.file_name]["layers"]) == (1, 1)
+        if gpus == (H200,):
+            assert found[OTHER_DRIVER.file_name]["differs"] == ["driver 570.86.15 instead of 580.95.05"]
     (plans / "broken.json").write_text("{")
     (plans / f"{H200.file_name}.damaged-1").touch()
-    assert run("list") == 0
-    text = capsys.readouterr().out
-    assert text.count("unknown: no GPU here") == 2
+    here()
+    text = shown("list")
+    assert text.count("unknown: no GPU here") == 3
     assert "is damaged" in text
     assert f"Set aside, not used: {H200.file_name}.damaged-1" in text
     here(H200)
-    assert run("list") == 0
-    text = capsys.readouterr().out
-    assert H200.file_name in text
-    assert "yes" in text
-    assert "no: gpu NVIDIA H100 [PCIe] instead of NVIDIA H200" in text
+    text = shown("list")
+    for part in (H200.file_name, "yes", "no: gpu NVIDIA H100 [PCIe] instead of NVIDIA H200"):
+        assert part in text
 
 
-def test_show_finds_by_key_and_by_short_name(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_finds_by_key_and_by_short_name(plans: Path, as_json: Any) -> None:
     path = fill(plans)
     PlanStore(path, H200).put({product_key(64): product()})
     both = {"matmul 8192x3072x768 bfloat16 none", "forward 8192x3072x768 bfloat16 gelu"}
@@ -167,18 +163,15 @@ def test_show_finds_by_key_and_by_short_name(plans: Path, capsys: pytest.Capture
         'Problem*"rows": 8192': both,
         LAYER: {"forward 8192x3072x768 bfloat16 gelu"},
     }.items():
-        found = as_json(capsys, "show", pattern)["entries"]
-        assert {each["problem"] for each in found} == problems
-    (found,) = as_json(capsys, "show", "gelu")["entries"]
+        assert {each["problem"] for each in as_json("show", pattern)["entries"]} == problems
+    (found,) = as_json("show", "gelu")["entries"]
     assert (found["file"], found["key"]) == (path.name, LAYER)
-    assert found["entry"]["strategy"] == dict(layer().strategy)
-    assert found["entry"]["us"] == 110.0
+    assert (found["entry"]["strategy"], found["entry"]["us"]) == (dict(layer().strategy), 110.0)
 
 
-def test_show_for_people(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_for_people(plans: Path, shown: Any, as_json: Any) -> None:
     PlanStore(plans / H200.file_name, H200).put({PRODUCT: product(barred="known to be wrong")}, {LAYER: layer()})
-    assert run("show", "8192") == 0
-    text = capsys.readouterr().out
+    text = shown("show", "8192")
     for line in (
         "algorithm id 66, tile 128x128, split-K 1",
         "time      52.50 µs, spread 0.25 µs; best of 14 measured, 1.14 times as fast as untuned",
@@ -192,63 +185,60 @@ def test_show_for_people(plans: Path, capsys: pytest.CaptureFixture[str]) -> Non
         f"key       {LAYER}",
     ):
         assert f"  {line}\n" in text
-
-
-def test_show_says_what_is_damaged(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damage_entry(fill(plans))
-    (found,) = as_json(capsys, "show", "matmul")["entries"]
+    damage_entry(plans / H200.file_name)
+    (found,) = as_json("show", "matmul")["entries"]
     assert found["fault"] == "its digest does not fit"
-    assert run("show", "matmul") == 0
-    assert "damaged   its digest does not fit" in capsys.readouterr().out
+    assert "damaged   its digest does not fit" in shown("show", "matmul")
 
 
-def test_verify_finds_sound_files_and_files_of_another_version(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_sound_files_and_files_of_another_version(plans: Path, shown: Any, as_json: Any) -> None:
     path = fill(plans)
-    assert run("verify") == 0
-    text = capsys.readouterr().out
-    assert f"{path.name}: sound" in text
-    assert "Nothing is damaged." in text
+    assert shown("verify") == f"{path.name}: sound\nNothing is damaged.\n"
     path.write_bytes(path.read_bytes().replace(f'"schema": {SCHEMA}'.encode(), b'"schema": 99'))
-    (found,) = as_json(capsys, "verify")["files"]
+    (found,) = as_json("verify")["files"]
     assert (found["ok"], found["faults"]) == (True, [f"is of version 99 of the format, not {SCHEMA}"])
 
 
-@pytest.mark.parametrize("damage", ["entry", "truncated", "renamed", "key"])
-def test_verify_finds_damage_and_changes_nothing(plans: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path, message = fill(plans), ""
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("entry", f"the entry {PRODUCT} is damaged (its digest does not fit)"),
+        ("truncated", "is damaged"),
+        ("renamed", f"is never read: its name should be {H200.file_name}"),
+        ("key", "'Matmul(8192)' is not the key of a problem"),
+    ],
+)
+def test_verify_finds_damage_and_changes_nothing(
+    plans: Path, damage: str, message: str, shown: Any, as_json: Any
+) -> None:
+    path = fill(plans)
     if damage == "entry":
         damage_entry(path)
-        message = f"the entry {PRODUCT} is damaged (its digest does not fit)"
     elif damage == "truncated":
         path.write_bytes(path.read_bytes()[:-20])
-        message = "is damaged"
     elif damage == "renamed":
         path = path.rename(path.with_name("mine.json"))
-        message = f"is never read: its name should be {H200.file_name}"
     else:
         PlanStore(path, H200).put({"Matmul(8192)": product()})
-        message = "'Matmul(8192)' is not the key of a problem"
     content = path.read_bytes()
-    (found,) = as_json(capsys, "verify", status=1)["files"]
+    (found,) = as_json("verify", status=1)["files"]
     assert (found["name"], found["ok"]) == (path.name, False)
     (fault,) = found["faults"]
     assert message in fault
-    assert run("verify") == 1
-    assert message in capsys.readouterr().out
-    assert path.read_bytes() == content
-    assert names(plans) == {path.name}
+    assert message in shown("verify", status=1)
+    assert (path.read_bytes(), names(plans)) == (content, {path.name})
 
 
 def test_a_cache_carried_to_an_equal_machine(
-    tmp_path: Path, here: HasGpus, monkeypatch: pytest.MonkeyPatch, plans: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, here: HasGpus, monkeypatch: pytest.MonkeyPatch, plans: Path, shown: Any, as_json: Any
 ) -> None:
     here(H200)
     fill(plans)
     exported = tmp_path / "exported.json"
-    done = as_json(capsys, "export", str(exported))
+    done = as_json("export", exported)
     assert (done["target"], done["products"], done["layers"]) == (str(exported), 1, 1)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
-    (done,) = as_json(capsys, "merge", str(exported))["merged"]
+    (done,) = as_json("merge", exported)["merged"]
     target = tmp_path / "other" / "plans" / H200.file_name
     assert (done["into"], done["changed"], done["damaged"], done["saved"]) == (str(target), 2, {}, True)
     assert (plans / H200.file_name).read_bytes() == exported.read_bytes()
@@ -257,93 +247,77 @@ def test_a_cache_carried_to_an_equal_machine(
     assert isinstance(entry, ProductEntry)
     assert ours.get(PRODUCT) == replace(entry, algorithm=b"")  # it is to be rebuilt
     assert ours.get(LAYER) == theirs.get(LAYER)
-    assert run("merge", str(exported), str(exported)) == 0
-    assert capsys.readouterr().out.count("0 entries new or better") == 2
+    assert shown("merge", exported, exported).count("0 entries new or better") == 2
 
 
 def test_merging_without_a_gpu_goes_by_what_the_cache_has(
-    tmp_path: Path, plans: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, plans: Path, shown: Any, refused: Any
 ) -> None:
     other = tmp_path / "other.json"
     PlanStore(other, H200).put({PRODUCT: product(when=LATER)})
-    message = refused(capsys, "merge", str(other))
-    assert f"neither a GPU here nor a file in {plans} to compare {other} with" in message
+    assert f"neither a GPU here nor a file in {plans} to compare {other} with" in refused("merge", other)
     path = fill(plans)
-    assert run("merge", str(other)) == 0
+    shown("merge", other)
     found = Document.read(path).get(PRODUCT)
     assert found is not None
     assert found.when == LATER
 
 
-def test_what_merge_refuses_changes_nothing(
-    tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_merge_refuses_changes_nothing(tmp_path: Path, here: HasGpus, plans: Path, refused: Any) -> None:
     here(H200)
     fill(plans, H100)
     good, foreign, missing = tmp_path / "good.json", tmp_path / "foreign.json", tmp_path / "missing.json"
     PlanStore(good, H200).put({PRODUCT: product()})
     PlanStore(foreign, OTHER_DRIVER).put({PRODUCT: product()})
-    before = names(plans)
-    message = refused(capsys, "merge", str(good), str(foreign))
-    assert f"{foreign} was measured elsewhere (driver 570.86.15 instead of 580.95.05)" in message
-    assert f"{missing} cannot be read (No such file or directory)" in refused(capsys, "merge", str(good), str(missing))
+    before, differs = names(plans), "(driver 570.86.15 instead of 580.95.05)"
+    assert f"{foreign} was measured elsewhere {differs}" in refused("merge", good, foreign)
+    assert f"{missing} cannot be read (No such file or directory)" in refused("merge", good, missing)
     foreign.write_text("[]")
-    assert f"{foreign} is damaged" in refused(capsys, "merge", str(good), str(foreign))
+    assert f"{foreign} is damaged" in refused("merge", good, foreign)
     assert names(plans) == before
 
 
-def test_a_merge_that_cannot_be_written_fails(
-    tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merge_that_cannot_be_written_fails(tmp_path: Path, here: HasGpus, plans: Path, shown: Any) -> None:
     here(H200)
-    other = fill(tmp_path)
-    plans.mkdir(parents=True)
-    (plans / f"{H200.file_name}.lock").mkdir()
+    (plans / f"{H200.file_name}.lock").mkdir(parents=True)
     with pytest.warns(UserWarning, match="cannot be written"):
-        assert run("merge", str(other)) == 1
+        shown("merge", fill(tmp_path), status=1)
 
 
-def test_what_export_refuses(tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "exported.json"
-    assert "no usable GPU here: name a file" in refused(capsys, "export", str(target))
+def test_what_export_refuses(tmp_path: Path, here: HasGpus, plans: Path, refused: Any) -> None:
+    target, inside, new = tmp_path / "exported.json", tmp_path / "missing" / "exported.json", tmp_path / "new.json"
+    assert "no usable GPU here: name a file" in refused("export", target)
     here(H200)
-    assert "nothing has been measured on this machine yet" in refused(capsys, "export", str(target))
+    assert "nothing has been measured on this machine yet" in refused("export", target)
     here(H200, H100)
-    assert "GPUs of several kinds here" in refused(capsys, "export", str(target))
-    assert "--file is x.json, but" in refused(capsys, "export", str(target), "--file", "x.json")
+    assert "GPUs of several kinds here" in refused("export", target)
+    assert "--file is x.json, but" in refused("export", target, "--file", "x.json")
     path = fill(plans)
-    inside = tmp_path / "missing" / "exported.json"
-    message = refused(capsys, "export", str(inside), "--file", path.name)
+    message = refused("export", inside, "--file", path.name)
     assert f"{inside} cannot be written (No such file or directory)" in message
     target.write_text("precious")
-    assert f"{target} exists already" in refused(capsys, "export", str(target), "--file", path.name)
+    assert f"{target} exists already" in refused("export", target, "--file", path.name)
     assert target.read_text() == "precious"
     path.write_text("{")
-    assert f"{path} is damaged" in refused(capsys, "export", str(tmp_path / "new.json"), "--file", path.name)
-    assert not (tmp_path / "new.json").exists()
+    assert f"{path} is damaged" in refused("export", new, "--file", path.name)
+    assert not new.exists()
 
 
-def test_damaged_entries_are_left_out(
-    tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_entries_are_left_out(tmp_path: Path, here: HasGpus, plans: Path, shown: Any) -> None:
     here(H200)
     other, target = fill(tmp_path), tmp_path / "exported.json"
     damage_entry(other)
-    left_out = f"left out: {PRODUCT} (its digest does not fit)"
-    assert run("merge", str(other)) == 0
-    text = capsys.readouterr().out
-    assert "1 entries new or better" in text
-    assert left_out in text
+    merged = shown("merge", other)
     path = fill(plans)
     damage_entry(path)
-    assert run("export", str(target), "--file", path.name) == 0
-    text = capsys.readouterr().out
-    assert "0 products and 1 layers" in text
-    assert left_out in text
+    exported = shown("export", target, "--file", path.name)
+    for text, counts in ((merged, "1 entries new or better"), (exported, "0 products and 1 layers")):
+        assert counts in text
+        assert f"left out: {PRODUCT} (its digest does not fit)" in text
     assert Document.read(target).damaged() == {}
 
 
-def test_prune_removes_what_is_useless_and_only_when_told(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_removes_what_is_useless_and_only_when_told(plans: Path, shown: Any, as_json: Any) -> None:
     kept = {fill(plans).name, fill(plans, OTHER_DRIVER).name, "broken.json", f"{H200.file_name}.1234.tmp"}
     (plans / "broken.json").write_text("{")
     (plans / f"{H200.file_name}.1234.tmp").touch()
@@ -358,37 +332,33 @@ def test_prune_removes_what_is_useless_and_only_when_told(plans: Path, capsys: p
     for name in useless.keys() - names(plans):
         (plans / name).write_text('{"schema": 0}')
     os.utime(plans / f"{H200.file_name}.5678.tmp", (time.time() - 7200,) * 2)
-    done = as_json(capsys, "prune")
+    done = as_json("prune")
     assert {each["name"]: each["reason"] for each in done["files"]} == useless
     assert done["removed"] is False
-    assert run("prune") == 0
-    assert "Pass --yes to do it." in capsys.readouterr().out
+    assert "Pass --yes to do it." in shown("prune")
     assert names(plans) == kept | set(useless)
-    assert run("prune", "--yes") == 0
-    assert capsys.readouterr().out.startswith(f"Removed from {plans}:\n")
+    assert shown("prune", "--yes").startswith(f"Removed from {plans}:\n")
     assert names(plans) == kept
-    assert run("prune", "--yes") == 0
-    assert "Nothing to remove" in capsys.readouterr().out
+    assert "Nothing to remove" in shown("prune", "--yes")
 
 
-def test_prune_without_cublaslt_keeps_files_of_every_version(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_without_cublaslt_keeps_files_of_every_version(
+    plans: Path, shown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> int:
         raise MissingLibraryError("no cuBLASLt")
 
     monkeypatch.setattr(cublaslt, "get_version", missing)
     name = fill(plans, replace(H200, cublaslt=130000)).name
-    assert run("prune", "--yes") == 0
+    shown("prune", "--yes")
     assert names(plans) == {name}
 
 
-def test_what_cannot_be_removed_is_told(
-    plans: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fill(plans)
-    (plans / f"{H200.file_name}.damaged-1").touch()
-
+def test_what_cannot_be_removed_is_told(plans: Path, monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
+    fill(plans)
+    (plans / f"{H200.file_name}.damaged-1").touch()
     monkeypatch.setattr(Path, "unlink", fail)
-    assert "damaged-1 cannot be removed (Permission denied)" in refused(capsys, "prune", "--yes")
+    assert "damaged-1 cannot be removed (Permission denied)" in refused("prune", "--yes")
