@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lt_runtime.cli import check, compare, main
+from lt_runtime.cli import check, compare
+from lt_runtime.profiling.capture.check import CaptureReport, Fault
 from lt_runtime.profiling.layers import Kernel, Layer
 from lt_runtime.profiling.report import Report
+from tests.cpu.cli.conftest import Cli
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -77,15 +80,13 @@ def test_a_script_that_leaves_no_report(script: Path) -> None:
     assert done.stderr == "lt_runtime profile: the script was ended at once, with status 3, and left no report\n"
 
 
-def test_commands_for_nsight(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_for_nsight(script: Path, cli: Cli) -> None:
     options = ["--print-nsys", "--print-ncu", "--range", "forward/layer0", "--steps", "10:20"]
-    assert main(["profile", *options, str(script), "--epochs", "3"]) == 0
-    nsys, stats, ncu, note = capsys.readouterr().out.splitlines()
+    nsys, stats, ncu, note = cli("profile", *options, script, "--epochs", "3").out.splitlines()
     for line in (nsys, ncu):
         assert f"profile --steps 10:20 {script} --epochs 3" in line
-    assert nsys.startswith(
-        "nsys profile -t cuda,nvtx,cublas --capture-range=cudaProfilerApi --capture-range-end=stop -o"
-    )
+    recorded = "--capture-range=cudaProfilerApi --capture-range-end=stop"
+    assert nsys.startswith(f"nsys profile -t cuda,nvtx,cublas {recorded} -o")
     assert "--report cuda_gpu_kern_sum,nvtx_gpu_proj_sum" in stats
     assert ncu.startswith("ncu --set full")
     assert r"'lt_runtime@forward\/layer0/'" in ncu  # a slash by itself would begin another range's name
@@ -134,16 +135,17 @@ def test_a_profile_without_a_step_says_why(script: Path, steps: bool, options: t
         (["profile", "--range", "loss", __file__], "--range is for --print-ncu"),
     ],
 )
-def test_refused_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 1
-    assert message in capsys.readouterr().err
+def test_refused_arguments(arguments: list[str], message: str, cli: Cli) -> None:
+    status, _, error = cli(*arguments)
+    assert status == 1
+    assert message in error
 
 
 @pytest.mark.parametrize("steps", ["5", "5:", ":5", "5:5", "-1:5", "a:b", ""])
-def test_steps_are_two_rising_numbers(steps: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["profile", f"--steps={steps}", str(script)])
-    assert "--steps" in capsys.readouterr().err
+def test_steps_are_two_rising_numbers(steps: str, script: Path, cli: Cli) -> None:
+    status, _, error = cli("profile", f"--steps={steps}", script)
+    assert status == 2
+    assert "--steps" in error
 
 
 def kernel(name: str, us: float, *, std: float = 0.0, layer: str = "fc", share: float = 0.1) -> Kernel:
@@ -154,9 +156,7 @@ def report(*kernels: Kernel, us: float = 50.0) -> Report:
     return Report("a GPU", 10, 10, [Layer("fc", "forward", 1, us, 1.0, 1.0)], kernels)
 
 
-def test_changes_are_told_from_noise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_are_told_from_noise(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     before = report(
         kernel("kept", 10), kernel("gone", 5), kernel("slow", 10), kernel("fast", 10), kernel("noisy", 10, std=5)
@@ -165,19 +165,17 @@ def test_changes_are_told_from_noise(
         kernel("kept", 10.1), kernel("transpose_new", 7), kernel("slow", 12), kernel("fast", 8),
         kernel("noisy", 12, std=5), kernel("kept", 10, layer="other"), us=52.0,
     )  # fmt: skip
-    verdicts = {(each.name, each.layer): each.verdict for each in compare.kernels_of(before, after)}
-    assert verdicts == {
+    before.save(tmp_path / "a.json")
+    after.save(tmp_path / "b.json")
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    shown: dict[str, Any] = json.loads(cli("compare", "--json", *files).out)
+    assert {(each["name"], each["layer"]): each["verdict"] for each in shown["changes"]} == {
         ("kept", "fc"): "same", ("gone", "fc"): "vanished", ("slow", "fc"): "slower", ("fast", "fc"): "faster",
         ("noisy", "fc"): "same", ("transpose_new", "fc"): "appeared", ("kept", "other"): "appeared",
     }  # fmt: skip
-    before.save(tmp_path / "a.json")
-    after.save(tmp_path / "b.json")
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    text = capsys.readouterr().out
+    text = cli("compare", *files).out
     assert "transpose_new" in text
     assert "2 kernels took as long as before." in text
-    assert main(["compare", "--json", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert shown["shares"]["transposes"] == [0, 0.1]
     (layer,) = shown["layers"]
     assert [layer[key] for key in ("layer", "phase", "verdict", "before_us", "after_us")] == [
@@ -195,26 +193,21 @@ def test_families_of_kernels() -> None:
     assert compare.family_of(planned) == "copies that a plan chose"
 
 
-def test_a_script_s_function_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class CaptureReport:
-        def __init__(self, *faults: str) -> None:
-            self.faults, self.ok = faults, not faults
+def test_a_script_s_function_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    def check_capture(function: Callable[[], list[str]]) -> CaptureReport:
+        return CaptureReport(tuple(map(Fault, function())), 1, ())
 
-        def __str__(self) -> str:
-            return "; ".join(self.faults) or "nothing stands against a capture"
-
-    monkeypatch.setattr(check, "check_capture", lambda function: CaptureReport(*function()))
+    monkeypatch.setattr(check, "check_capture", check_capture)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "script.py"
     path.write_text("def step(): return []\ndef other(): return ['an allocation in forward/fc']\n")
-    assert main(["check", str(path)]) == 0
-    assert main(["check", "--function", "step", "--function", "other", str(path)]) == 1
-    assert main(["check", "--function", "none", str(path)]) == 1
-    output = capsys.readouterr()
-    assert "other: an allocation in forward/fc" in output.out
-    assert "defines no function none(); --function names the one to check" in output.err
+    assert cli("check", path).status == 0
+    found = cli("check", "--function", "step", "--function", "other", path)
+    assert found.status == 1
+    assert "an allocation in forward/fc" in found.out.partition("other: ")[2]
+    missing = cli("check", "--function", "none", path)
+    assert missing.status == 1
+    assert "defines no function none(); --function names the one to check" in missing.err
     path.write_text("import sys; sys.exit(4)")
-    assert main(["check", str(path)]) == 4
+    assert cli("check", path).status == 4

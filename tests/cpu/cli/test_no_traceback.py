@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -36,20 +37,10 @@ def start(
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), "OPENBLAS_NUM_THREADS": "1"}
     environment |= {CACHE_VARIABLE: str(cache), "PYTHONUNBUFFERED": ""} | variables
     command = [sys.executable, *options, "-m", "lt_runtime", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=cache,
-        env=environment,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=_heed_interrupts,
-    )
-
-
-def _heed_interrupts() -> None:
-    """Undoes that children of a shell's background jobs ignore interrupts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    pipes: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    # Children of a shell's background jobs ignore interrupts, which is undone.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=cache, env=environment, preexec_fn=heed, **pipes)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -78,23 +69,17 @@ def fill(cache: Path) -> None:
     [
         ("demo --device cpu --epochs 1000000 --json directory", "--json is directory, which cannot be written"),
         ("demo --device cpu --epochs 1000000 --json fifo", "--json is fifo, which cannot be written (it is no regular"),
-        ("demo --device cuda:99", "device is 'cuda:99', but this machine has"),
         ("warmup --mlp 8,8 --rows 8 --device tpu", ""),  # what it says depends on the machine's GPUs
         ("warmup --recorded fifo", "fifo cannot be read (it is no regular file)"),
-        ("warmup --shapes digits", "digits, line 1: N is '999"),
-        ("cache verify", "plans cannot be read (Too many levels of symbolic links)"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, arguments: str, message: str) -> None:
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "digits").write_text(f"8 {'9' * 5000} 8\n")
-    (tmp_path / "plans").symlink_to("plans")
-    status, out, err = end(start(tmp_path, *arguments.split()))
+    status, _, err = end(start(tmp_path, *arguments.split()))
     assert message in one_line(err)
     assert err.startswith(f"lt_runtime {arguments.split()[0]}: ")
     assert status == 1
-    assert "Nothing is damaged" not in out
 
 
 def test_a_warning_is_one_line_too(tmp_path: Path) -> None:

@@ -239,39 +239,26 @@ def test_state_begins_each_run_from_the_same_contents(gpu: FakeGpu, check: Calla
     assert int(gpu.host_of(state)[0]) == 2
 
 
-def test_arguments_of_our_kernels_are_compared(gpu: FakeGpu, check: Callable[..., Any]) -> None:
-    x, out = gpu.cp.ones((8, 64), np.float32), gpu.cp.zeros((8, 64), np.float32)
-    seeds = iter(range(99))
-
-    def run() -> Any:
-        with within("mask"):
-            gpu.lt.dropout(x, 0.5, gpu.lt.Philox(next(seeds)), out=out)
-        with within("copy"):
-            call("cuMemcpyDtoDAsync", out.data.ptr, out.data.ptr, 8, current(gpu))
-        return out
-
-    (found,) = check(run).faults
-    assert found.range == ("mask", "lt.dropout")
-    assert found.where == line_of(run, "lt.dropout")
-
-
-def test_other_addresses_are_no_baked_values(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+def test_arguments_of_our_kernels_are_compared_and_other_addresses_are_no_baked_values(
+    gpu: FakeGpu, check: Callable[..., Any]
+) -> None:
     x, out = gpu.cp.ones((8, 64), np.float32), gpu.cp.zeros((8, 64), np.float32)
     others = [gpu.cp.zeros((8, 64), np.float32) for _ in range(9)]
-    targets, values = iter(others), iter(range(99))
+    targets, seeds = iter(others), iter(range(99))
 
     def run() -> Any:
         with within("elsewhere"):
             gpu.lt.dropout(x, 0.5, gpu.lt.Philox(1), out=next(targets))
-        with within("baked"):
-            call("cuMemsetD8Async", out.data.ptr, next(values), 8, current(gpu))
+        with within("mask"):
+            gpu.lt.dropout(x, 0.5, gpu.lt.Philox(next(seeds)), out=out)
         return out
 
     (found,) = check(run).faults
-    assert found.range == ("baked",)
+    assert found.range == ("mask", "lt.dropout")
+    assert found.where == line_of(run, "Philox(next(seeds))")
 
 
-def test_values_that_change_no_result_are_not_named(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+def test_all_values_that_change_results_are_named_and_no_others(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     """CuPy's kernel arguments contain uninitialised words, which no kernel reads."""
     unread, out = gpu.cp.zeros((8,), np.uint8), gpu.cp.zeros((8, 64), np.float32)
     values = iter(range(99))
@@ -281,28 +268,16 @@ def test_values_that_change_no_result_are_not_named(gpu: FakeGpu, check: Callabl
         with within("unread"):
             call("cuMemsetD8Async", unread.data.ptr, value, 8, current(gpu))
             gpu.lt.dropout(out, 0.5, gpu.lt.Philox(value), out=gpu.cp.zeros((8, 64), np.float32))
-        with within("baked"):
-            call("cuMemsetD8Async", out.data.ptr, value, 8, current(gpu))
+        for row, name in enumerate(("first", "second")):
+            with within(name):
+                call("cuMemsetD8Async", out[row].data.ptr, value, 8, current(gpu))
         with within("unread, too"):
             call("cuMemsetD8Async", unread.data.ptr, value + 1, 8, current(gpu))
         return out
 
-    (found,) = check(run).faults
-    assert found.range == ("baked",)
-    assert found.where == line_of(run, "out.data.ptr")
-
-
-def test_all_values_that_change_results_are_named(gpu: FakeGpu, check: Callable[..., Any]) -> None:
-    out = gpu.cp.zeros((8, 64), np.float32)
-    values = iter(range(99))
-
-    def run() -> Any:
-        for row, name in enumerate(("first", "second")):
-            with within(name):
-                call("cuMemsetD8Async", out[row].data.ptr, next(values), 8, current(gpu))
-        return out
-
-    assert [fault.range for fault in check(run).faults] == [("first",), ("second",)]
+    found = check(run).faults
+    assert [fault.range for fault in found] == [("first",), ("second",)]
+    assert {fault.where for fault in found} == {line_of(run, "out[row].data.ptr")}
 
 
 def test_without_results_nothing_is_replayed(gpu: FakeGpu, check: Callable[..., Any]) -> None:

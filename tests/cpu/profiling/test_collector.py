@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,15 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.over_fake_gpu import call, own, within
 
 
-@pytest.fixture
-def collector(gpu: FakeGpu) -> Any:
+def usable(gpu: FakeGpu) -> Any:
+    """A collector, and a pretended CUPTI that works."""
     gpu.cupti.version, gpu.cupti.name = 130500, b""
-    gpu.cupti.sizes.clear()
-    gpu.cupti.fails.clear()
-    gpu.cupti.enabled.clear()
+    for each in (gpu.cupti.sizes, gpu.cupti.fails, gpu.cupti.enabled):
+        each.clear()
     return another()
+
+
+collector = pytest.fixture(usable, name="collector")
 
 
 def another() -> Any:
@@ -76,38 +79,25 @@ def test_a_layers_kernels_have_demangled_names(gpu: FakeGpu, collector: Any) -> 
 
 
 def run_in_thread(body: Callable[[], object]) -> None:
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(body).result()
 
 
-def test_each_thread_has_its_own_ranges(gpu: FakeGpu, collector: Any) -> None:
+def test_a_thread_has_its_own_ranges_and_without_any_works_for_the_one_that_profiles(
+    gpu: FakeGpu, collector: Any
+) -> None:
     def body() -> None:
         fill(gpu)
         with within("theirs"):
             fill(gpu)
 
-    with collector, within("ours"):
-        run_in_thread(body)
-        fill(gpu)
-    assert paths(collector) == [(), ("theirs",), ("ours",)]
-
-
-def test_a_thread_without_ranges_works_for_the_one_that_profiles(gpu: FakeGpu, collector: Any) -> None:
     with collector:
-        with within("backward"):
+        with within("ours"):
+            run_in_thread(body)
+            fill(gpu)
             run_in_thread(lambda: fill(gpu))
         run_in_thread(lambda: fill(gpu))
-    assert paths(collector) == [("backward",), ()]
+    assert paths(collector) == [(), ("theirs",), ("ours",), ("ours",), ()]
 
 
 def test_ranges_that_outlive_a_profile_do_not_reach_the_next(gpu: FakeGpu, collector: Any) -> None:
@@ -188,32 +178,20 @@ def test_a_graph_without_ranges_keeps_nothing(gpu: FakeGpu, collector: Any) -> N
     assert own("gpu.graphs").graphs_with_ranges() == []
 
 
-def test_a_capture_that_was_broken_off_leaves_no_ranges(gpu: FakeGpu) -> None:
+def test_ranges_of_broken_captures_and_of_other_threads_do_not_reach_a_capture(gpu: FakeGpu) -> None:
     target, attempts = gpu.cp.ndarray((8,), np.float32), iter(["broken", "whole"])
 
     def run(stream: int) -> None:
-        attempt = next(attempts)
-        with within(attempt):
-            call("cuMemsetD8Async", target.data.ptr, 1, 8, stream)
-        gpu.streams.captures[stream].is_broken = attempt == "broken"
-
-    with own("gpu.graphs").Graph(run, gpu.stream.ptr) as graph:
-        assert [*graph.ranges.values()] == [("whole",)]
-
-
-def test_ranges_of_other_threads_do_not_reach_a_capture(gpu: FakeGpu) -> None:
-    target = gpu.cp.ndarray((8,), np.float32)
-
-    def run(stream: int) -> None:
-        opened = within("elsewhere")
+        attempt, opened = next(attempts), within("elsewhere")
         run_in_thread(lambda: opened.__enter__())
-        for name in ("first", "second"):
+        for name in (attempt, "second"):
             with within(name):
                 call("cuMemsetD8Async", target.data.ptr, 1, 8, stream)
         run_in_thread(lambda: opened.__exit__(None, None, None))
+        gpu.streams.captures[stream].is_broken = attempt == "broken"
 
     with own("gpu.graphs").Graph(run, gpu.stream.ptr) as graph:
-        assert [*graph.ranges.values()] == [("first",), ("second",)]
+        assert [*graph.ranges.values()] == [("whole",), ("second",)]
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
@@ -249,11 +227,9 @@ def test_a_training_steps_kernels_have_their_layers(gpu: FakeGpu, collector: Any
         step(x, y)
     found = {each.range for each in collector.activities if each.kind == "kernel"}
     assert {path[:2] for path in found} >= {("step", "forward"), ("step", "loss"), ("step", "optimizer")}
+    assert {path[0] for path in found} == {"step"}
     layers = {part for path in found for part in path if "/" in part}
     assert layers == {f"{way}/{layer.name}" for way in ("forward", "backward") for layer in model.layers}
-    for each in collector.activities:
-        if each.kind == "kernel":
-            assert each.range[0] == "step", each
     del step
 
 
@@ -329,10 +305,7 @@ def test_why_it_cannot_be_used(
         collector.__enter__()
     assert "\n" not in str(caught.value)
     assert not gpu.cupti.enabled
-    gpu.cupti.version = 130500
-    gpu.cupti.sizes.clear()
-    gpu.cupti.fails.clear()
-    with another() as again:
+    with usable(gpu) as again:
         fill(gpu)
     assert paths(again) == [()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,9 @@ def test_the_installed_header_has_the_fields_where_they_are_read(tmp_path: Path)
 
 
 def read(*records: bytes) -> list[Activity | Link]:
-    data, offsets = b"", []
-    for each in records:
-        offsets.append(len(data))
-        data += each
+    data, offsets = memoryview(b"".join(records)), accumulate(map(len, records[:-1]), initial=0)
     names = {0x7000: "gemm"}
-    return [*read_records(memoryview(data), offsets, names.__getitem__, lambda kind, number: f"{kind}/{number}")]
+    return [*read_records(data, offsets, names.__getitem__, lambda kind, number: f"{kind}/{number}")]
 
 
 WORK = {"start": 10, "end": 25, "deviceId": 1, "streamId": 13, "correlationId": 77, "graphNodeId": 5 << 32 | 3}
@@ -103,10 +101,7 @@ def test_links_of_other_tools_are_left_out() -> None:
     assert read(*links) == [Link(1 << 40, 9)]
 
 
-def test_unknown_directions_and_waits_have_general_names() -> None:
-    found = read(record(kinds.MEMCPY, 1305, **WORK, copyKind=11), record(kinds.SYNCHRONIZATION, 1305, type=5))
+def test_unknown_directions_and_waits_have_general_names_and_other_kinds_are_left_out() -> None:
+    copy, wait = record(kinds.MEMCPY, 1305, **WORK, copyKind=11), record(kinds.SYNCHRONIZATION, 1305, type=5)
+    found = read(copy, b"\x33\0\0\0" + bytes(60), wait)
     assert [each.name for each in found if isinstance(each, Activity)] == ["copy", "wait"]
-
-
-def test_records_of_other_kinds_are_left_out() -> None:
-    assert read(b"\x33\0\0\0" + bytes(60)) == []

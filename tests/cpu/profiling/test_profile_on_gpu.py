@@ -40,11 +40,11 @@ class Training:
     def __call__(self, **options: Any) -> Any:
         return self.step(self.x, self.labels, **options)
 
-    def profiled(self, count: int, **options: Any) -> Any:
+    def profiled(self, count: int, *, stream: Any = None, **options: Any) -> Any:
         """A profile of some steps, traced only if an option says so."""
         with self.gpu.lt.profile(**{"traced": 0, **options}) as prof:
             for _ in range(count):
-                self()
+                self(stream=stream)
         self.gpu.synchronize_all()
         return prof
 
@@ -135,9 +135,7 @@ def test_a_profile_changes_no_result_and_no_graph(gpu: FakeGpu, monkeypatch: pyt
     monkeypatch.setattr(
         watched.step._gpu, "_launch_graph", lambda graph, stream: launched.append(graph) or launch(graph, stream)
     )
-    with gpu.lt.profile(timed=3, traced=0):
-        for _ in range(5):
-            watched()
+    watched.profiled(5, timed=3)
     watched()
     for _ in range(6):
         plain()
@@ -167,10 +165,7 @@ def test_the_stream_of_a_step_is_timed(gpu: FakeGpu) -> None:
     train = Training(gpu)
     train(stream=gpu.stream)
     gpu.synchronize_all()
-    with gpu.lt.profile(timed=2, traced=0) as prof:
-        for _ in range(2):
-            train(stream=gpu.stream)
-    gpu.synchronize_all()
+    prof = train.profiled(2, timed=2, stream=gpu.stream)
     assert layers_of(prof)["", "input"].us > 0
     assert prof.totals().step_us > 5
 
@@ -186,31 +181,6 @@ def test_a_graph_that_cannot_be_copied_runs_as_it_is(train: Training, monkeypatc
     prof = train.profiled(3, timed=2)
     assert any("could not be captured with events in it (no memory)" in note for note in prof.report.notes)
     assert ("", "") in layers_of(prof)
-
-
-def _events_in(gpu: FakeGpu, copy: Any) -> int:
-    kinds = [node.kind.name for node in gpu.driver._graphs[copy.graph.executable].nodes]
-    return kinds.count("CU_GRAPH_NODE_TYPE_EVENT_RECORD")
-
-
-def test_moments_without_work_between_them_share_an_event(gpu: FakeGpu, train: Training) -> None:
-    with gpu.lt.profile(timed=4, traced=0) as prof:
-        train()
-        train()
-        ((graph, frames),) = prof._timer._captured.values()
-        whole, *parts = graph._copies
-        marks = _events_in(gpu, whole) - whole.marks.empty
-        in_parts = [_events_in(gpu, part) for part in parts]
-    gpu.synchronize_all()
-    # input, forward, each layer and its operation, loss and its operation, the loss' tally, backward, optimizer
-    assert len(frames) == 2 + 2 * 2 + 2 + 1 + 1 + 2 * 2 + 1
-    # Adjacent ranges share a moment: the start, and the ends of 2 layers, loss, 2 layers and update.
-    assert marks == whole.marks.count <= 9
-    # Each part has an eighth of the intervals between moments, and both ends of each interval.
-    size = -(-(marks - 1) // 8)
-    assert len(parts) == -(-(marks - 1) // size)
-    assert max(in_parts) == size + 1
-    assert sum(in_parts) == marks - 1 + len(parts)
 
 
 def test_the_cost_of_events_is_subtracted(train: Training, costs: dict[str, float]) -> None:

@@ -66,12 +66,6 @@ def test_launches_of_a_kernel_in_one_place_are_summed() -> None:
     assert (second.layer, second.phase) == ("", "loss")
 
 
-def test_work_in_no_range_is_listed() -> None:
-    (entry,) = kernels_of([kernel("theirs", 0, 5)], 1)
-    assert (entry.layer, entry.phase) == ("(unattributed)", "")
-    assert totals_of([], [kernel("theirs", 0, 5)], 1).unattributed_us == 5
-
-
 def test_copies_that_a_plan_chose_are_told_from_others() -> None:
     activities = [kernel("resize", 0, 1, *PATH), kernel("resize", 2, 1, "step", "loss"), kernel("gemm", 4, 1, *PATH)]
     entries = {(entry.name, entry.layer): entry.is_planned_copy for entry in kernels_of(activities, 1, [FC])}
