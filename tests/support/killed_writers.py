@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -127,8 +126,8 @@ class _Writer:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         with os.fdopen(self._pipe, "rb") as pipe:
-            text = self._first_line + pipe.read()
-        return dict(_lines(text.decode()))
+            lines = (self._first_line + pipe.read()).decode().splitlines()
+        return {key: int(number) for key, number in map(str.split, lines)}
 
 
 def _write(kept: Kept, prefix: str, first: int, told: int) -> None:
@@ -139,12 +138,6 @@ def _write(kept: Kept, prefix: str, first: int, told: int) -> None:
             os.write(told, f"{key} {number}\n".encode())
     finally:
         os._exit(1)
-
-
-def _lines(text: str) -> Iterator[tuple[str, int]]:
-    for line in text.splitlines():
-        key, number = line.split()
-        yield key, int(number)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,17 @@ from typing import Any, Final
 import numpy as np
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.problem import ACTIVATIONS, Activation, DType, Philox
+from lt_runtime.problem import ACTIVATIONS, Activation, Philox
 from tests.support import attempts
 from tests.support.attempts import Attempt, Prepare
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import matmul_case
-from tests.support.strategies import LinearCase, MatmulCase, Placement
+from tests.support.strategies import COMPUTES, LinearCase, MatmulCase, Placement
 
 Generator = np.random.Generator
 
 _AXES: Final = (1, 5, 8, 17, 24, 32, 40, 64, 77, 96, 128)
-_TYPES: Final = (
-    (DType.FLOAT32, "float32"),
-    (DType.FLOAT32, "tf32"),
-    (DType.FLOAT16, "float32"),
-    (DType.BFLOAT16, "float32"),
-)
 _GPU_TRAINING: Final = 1e-3  # absolute tolerance of a parameter: AdamW amplifies rounding errors of small gradients
 
 
@@ -43,7 +37,7 @@ def _placement(generator: Generator) -> Placement:
 
 def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
     """A random layer; `fixed` options are not drawn."""
-    dtype, compute = _pick(generator, _TYPES)
+    dtype, compute = _pick(generator, COMPUTES)
     drawn: dict[str, Any] = {name: _pick(generator, _AXES) for name in "mnk"}
     drawn |= {name: _placement(generator) for name in ("x", "w", "y", "dy", "dx", "dw")}
     drawn |= {name: _chance(generator) for name in ("bias", "accumulate", "keep_z")}
@@ -58,7 +52,7 @@ def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
 
 def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
     """A random matrix product; `fixed` options are not drawn."""
-    dtype, compute = _pick(generator, _TYPES)
+    dtype, compute = _pick(generator, COMPUTES)
     batches = _pick(generator, ((None, None, None), (None, None, None), (3, 3, 3), (2, None, 2)))
     epilogue = _pick(generator, tuple(Epilogue))
     d, with_c = _placement(generator), _chance(generator, 0.3)

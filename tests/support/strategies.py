@@ -51,14 +51,14 @@ placements = st.builds(Placement, st.booleans(), st.sampled_from((0, 0, 1, 3, 8)
 
 activations = st.builds(Activation, st.sampled_from(ACTIVATIONS), st.sampled_from((0.01, 0.25, 1.5)))
 
-computes = st.sampled_from(
-    (
-        (DType.FLOAT32, "float32"),
-        (DType.FLOAT32, "tf32"),
-        (DType.FLOAT16, "float32"),
-        (DType.BFLOAT16, "float32"),
-    )
+COMPUTES = (
+    (DType.FLOAT32, "float32"),
+    (DType.FLOAT32, "tf32"),
+    (DType.FLOAT16, "float32"),
+    (DType.BFLOAT16, "float32"),
 )
+"""Types of a layer's operands, each with a compute type."""
+computes = st.sampled_from(COMPUTES)
 
 generators = st.builds(
     Philox,
