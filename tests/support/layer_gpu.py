@@ -46,7 +46,6 @@ class LayerGpu:
     Attributes:
         us: microseconds of a plan, by its name; `default_us` for other plans.
         tuned_us: microseconds with tuned algorithms, where they differ from `us`.
-        floor_us: microseconds that no plan can beat.
         wrong: names of plans that write twos, which is wrong.
         too_large: problems for which there is not enough memory.
         refused: names of epilogues that the library refuses.
@@ -60,8 +59,6 @@ class LayerGpu:
         self.us: dict[str, float] = {}
         self.default_us = 10.0
         self.tuned_us: dict[str, float] = {}
-        self.floor_us = 0.0
-        self.sets = 2
         self.too_large: list[Any] = []
         self.wrong: set[str] = set()
         self.refused: set[str] = set()
@@ -85,11 +82,11 @@ class LayerGpu:
         for module in (product_search, search):
             monkeypatch.setattr(module, "find_algorithm", self._find_algorithm)
         monkeypatch.setattr(layer_search, "heuristic_algorithm", self._plan)
-        monkeypatch.setattr(layer_search, "floor_us", lambda *_: self.floor_us)
+        monkeypatch.setattr(layer_search, "floor_us", lambda *_: 0.0)
         monkeypatch.setattr(product_search, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(product_search, "known_algorithm", self._tuned_or_known)
         monkeypatch.setattr(product_search, "plan_from_blob", self._tuned_plan)
-        monkeypatch.setattr(operands, "buffer_sets", lambda *_: self.sets)
+        monkeypatch.setattr(operands, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(chain_operands, "ChainOperands", self._allocate)
         monkeypatch.setattr(search, "workbench", self._workbench)
         monkeypatch.setattr(search, "clear_bench", lambda _: None)
