@@ -124,9 +124,10 @@ def test_same_buffers_with_other_contents(gpu: FakeGpu, name: str, place: Placem
 
 
 @_names
-def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
-    """Calls with the same arrays and one different option, made in turn several times."""
-    call = LossCall(gpu, name)
+@pytest.mark.parametrize("place", [FLAT, ODD, COLUMNS], ids=["flat", "gaps", "columns"])
+def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str, place: Placement) -> None:
+    """Calls with the same arrays and one different option, made in turn several times; weights are read anew."""
+    call = LossCall(gpu, name, place)
     on_device = gpu.cp.asarray(np.full(1, 8.0, np.float32))
     changes: list[dict[str, Any]] = [{}, {"scale": 3.0}, {"share": 0.25}, {"scale": on_device}, {"by_row": True}]
     changes += [{"by_column": True}, {"by_row": True, "by_column": True}]
@@ -134,7 +135,8 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
         changes += [{"delta": 0.5}, {"delta": 2.0, "by_row": True}]
     if name == "cross_entropy":
         changes += [{"smoothing": 0.25}, {"ignore_index": None}, {"ignore_index": 2}]
-        changes += [{"smoothing": 0.25, "by_column": True}]
+        changes += [{"smoothing": 0.25, "by_column": True}, {"smoothing": 0.1, "by_row": True, "by_column": True}]
+        changes += [{"smoothing": 0.1, "by_row": True}]
     for seed in range(_CALLS):
         host_of(gpu, on_device)[...] = 2.0**seed
         for each in changes:
@@ -143,20 +145,6 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
                 setattr(call, field, each.get(field, default))
             call.refill(seed)
             call.check(gpu.stream)
-
-
-@_names
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("by_row", "by_column"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("place", [ODD, COLUMNS], ids=["gaps", "columns"])
-def test_weights(gpu: FakeGpu, name: str, smoothing: float, by_row: bool, by_column: bool, place: Placement) -> None:
-    """Weights are read anew at each call, and calls with them are told apart from calls without."""
-    call = LossCall(gpu, name, place, smoothing=smoothing, by_row=by_row, by_column=by_column)
-    plain = LossCall(gpu, name, place, smoothing=smoothing)
-    for seed in range(_CALLS):
-        for each in (call, plain):
-            each.refill(seed)
-            each.check(gpu.stream)
 
 
 @_names

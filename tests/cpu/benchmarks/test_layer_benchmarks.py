@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,18 +80,6 @@ def test_priors_are_derived_from_rows() -> None:
         },
     }
     assert quality["forward bf16 gelu"] == (2, pytest.approx(0.0))
-
-
-def test_in_place_of_a_refused_strategy_comes_the_most_similar() -> None:
-    times = {
-        "kernel kernel kernel after": 11.0,
-        "kernel kernel kernel beside": 12.0,
-        "kernel epilogue kernel beside": 10.0,
-    }
-    wanted = "epilogue kernel kernel beside"
-    assert Sample({}, times).loss(wanted) == pytest.approx(math.log(1.2))
-    forward = {"none preactivation": 8.0, "gelu_aux_bias preactivation": 9.0, "bias preactivation": 10.0}
-    assert Sample({}, forward).loss("gelu_bias preactivation") == pytest.approx(math.log(10 / 8))
 
 
 def test_a_disturbed_time_is_no_time() -> None:
@@ -188,9 +175,3 @@ def test_what_the_library_refuses_is_fused_less_and_told(refused: set[str]) -> N
     found = str(splits.split_of(plans))
     assert found.startswith("bias preactivation | bias nothing | kernel epilogue epilogue after")
     assert sorted(complaints) == sorted(refused)
-
-
-def test_nothing_is_fused_where_all_is_split(refused: set[str]) -> None:
-    plans = splits.split_first(chain_of(replace(BLOCK, activation="relu")))
-    expected = "none output | none nothing | kernel kernel kernel after | nobody nobody nobody after"
-    assert str(splits.split_of(plans)) == expected

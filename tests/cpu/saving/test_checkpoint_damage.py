@@ -198,17 +198,16 @@ def test_a_state_that_would_be_refused_is_not_saved(tmp_path: Path) -> None:
 
 
 DESCRIPTIONS: list[tuple[str, str]] = [
+    *((text, "was not written by") for text in ("", "null", '"format"', "1", "{}", "[" * 500 + "]" * 500)),
+    *((f'{{"format": {text}}}', f"has format {shown};") for text, shown in (("1.0", "1.0"), ("null", "None"))),
     ("[" * 100_000, "was not written by"),
     ('{"format":' * 100_000, "was not written by"),
-    ("[" * 500 + "]" * 500, "was not written by"),
     ('{"format": ' + "[" * 500 + "]" * 500 + "}", r"has format \[\[\["),
     ('{"format": ' + "9" * 400 + "}", "has format 9{200};"),
     ('{"format": ' + "9" * 5000 + "}", "was not written by"),
     ('{"format": 1e400}', "has format inf;"),
     ('{"format": NaN}', "has format nan;"),
     ('{"format": true}', "has format True;"),
-    ('{"format": 1.0}', "has format 1.0;"),
-    ('{"format": null}', "has format None;"),
     ('{"format": "\\ud800"}', r"has format '\\ud800';"),
     ('{"format": 1, "\\ud800": 2}', "was not written by"),
     ('{"format": 1, "model": {}, "optimizer": {}, "\\ud800": 2}', r"\n  \\ud800 +2 +None\n"),
@@ -222,11 +221,6 @@ DESCRIPTIONS: list[tuple[str, str]] = [
     ('{"format": 1, "model": {}, "optimizer": [], "scaler": "x"}', r"\n  optimizer +\[\] +{.*\n  scaler +'x' +None"),
     ('{"format": 1, "model": {"dims": {"a": [1]}}, "optimizer": 0}', r"\n  model.dims +\{'a': \[1\]\} +\[6, 12, 3\]\n"),
     ('{"format": 1, "model": {}}', "has no optimizer: lt.save_model wrote it; load it without an optimizer"),
-    ("", "was not written by"),
-    ("null", "was not written by"),
-    ('"format"', "was not written by"),
-    ("1", "was not written by"),
-    ("{}", "was not written by"),
 ]
 
 

@@ -143,15 +143,6 @@ def test_values_of_another_model(tmp_path: Path, changes: dict[str, Any], row: s
     assert_same(values_of(model), before)
 
 
-def test_a_model_alone_is_no_checkpoint(tmp_path: Path) -> None:
-    run = run_of()
-    lt.save_model(tmp_path / "model", run[0])
-    with pytest.raises(
-        CheckpointError, match=r"has no optimizer: lt\.save_model wrote it; load it without an optimizer"
-    ):
-        lt.load_checkpoint(tmp_path / "model", *run)
-
-
 # Damaged and forged files.
 
 

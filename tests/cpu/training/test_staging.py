@@ -22,7 +22,7 @@ _FIRST = itertools.count(1000, 100)
 """Numbers of batches, different in each test, because memory may still hold the batches of an earlier test."""
 
 _PAGEABLE = np.zeros(3, np.float32)
-"""Made before any test, because the pretended driver takes all memory at freed page-locked addresses for page-locked."""
+"""Made before any test, because the pretended driver takes memory at freed page-locked addresses for page-locked."""
 
 
 def batch_of(number: int) -> tuple[Array, Array]:
