@@ -60,6 +60,7 @@ class Profile:
         self._seen = self._traced_steps = 0
         self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first step
         self._timer: Timer | None = None
+        self._timing: Timer | None = None  # the timer, while it is at work
         self._collector: Any = None
         self._notes: list[str] = []
         self._is_bracketed = False
@@ -101,8 +102,8 @@ class Profile:
     def enter(self, name: str) -> None:
         """A range begins; see `Listener`."""
         self._thread.open.append(name)
-        if self._timer is not None and self._current is self._timer:  # the collector listens by itself
-            self._timer.enter(name)
+        if self._timing is not None:  # the collector listens by itself
+            self._timing.enter(name)
 
     def exit(self, name: str) -> None:
         """A range ends; see `Listener`."""
@@ -111,8 +112,8 @@ class Profile:
             return
         while opened.pop() != name:
             pass
-        if self._timer is not None and self._current is self._timer:
-            self._timer.exit(name)
+        if self._timing is not None:
+            self._timing.exit(name)
         if name == ranges.STEP and name not in opened and not self._is_marked:
             self._is_marked = False
             self._end_step()
@@ -159,9 +160,9 @@ class Profile:
         self._seen += 1
         if self._current is None:
             is_over = bool(self._to_come) and self._seen >= self._skip
-        elif self._timer is not None and self._current is self._timer:
-            self._timer.end_step()
-            is_over = self._timer.count >= self._timed
+        elif self._timing is not None:
+            self._timing.end_step()
+            is_over = self._timing.count >= self._timed
         else:
             self._traced_steps += 1
             is_over = self._traced_steps >= self._traced
@@ -189,7 +190,7 @@ class Profile:
         if not self._timed:
             return
         with contextlib.nullcontext() if self._device is None else activated(self._device):
-            self._timer = self._current = Timer(self._device)
+            self._timer = self._timing = self._current = Timer(self._device)
         ranges.watchers.append(self._timer.ran)
         if self._device is not None:
             graphs.stand_in = self._timer.stand_in
@@ -207,17 +208,15 @@ class Profile:
             self._notes.append(f"no kernel times: {error}")
 
     def _stop(self) -> None:
-        current, self._current = self._current, None
-        if current is None:
-            return
+        current, timer = self._current, self._timing
+        self._current = self._timing = None
         try:
-            if current is not self._timer:
+            if timer is not None:
+                graphs.stand_in = None
+                ranges.watchers.remove(timer.ran)
+                timer.finish()
+            elif current is not None:
                 current.__exit__(None, None, None)
-                return
-            graphs.stand_in = None
-            if self._timer is not None:
-                ranges.watchers.remove(self._timer.ran)
-                self._timer.finish()
         except LtError as error:
             self._notes.append(f"the profile is not complete ({error})")
 
@@ -316,17 +315,15 @@ def profile(
     Raises:
         ArgumentError: numbers below 0, or, when the block is entered, another profile that is running.
     """
-    numbers = {"steps": steps, "skip": skip, "timed": timed, "traced": traced}
-    for name, value in numbers.items():
-        numbers[name] = integer(name, value)
-        if numbers[name] < 0:
+    for name, value in (("steps", steps), ("skip", skip), ("timed", timed), ("traced", traced)):
+        if integer(name, value) < 0:
             raise ArgumentError(f"{name} is {shown(value)}; it must not be negative")
     ordinal = profiled_device(device)
     if function is None:
-        return Profile(skip=numbers["skip"], timed=numbers["timed"], traced=numbers["traced"], device=ordinal)
+        return Profile(skip=int(skip), timed=int(timed), traced=int(traced), device=ordinal)
     if not callable(function):
         raise KindError(f"function is {shown(function)}; it must be None or take no arguments")
-    timed, traced = numbers["steps"], 0 if ordinal is None else numbers["steps"]
+    timed, traced = int(steps), 0 if ordinal is None else int(steps)
     made = Profile(skip=_WARM_UP, timed=timed, traced=traced, device=ordinal, is_marked=True)
     with made:
         for _ in range(_WARM_UP + timed + traced):

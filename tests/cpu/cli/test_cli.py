@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import lt_runtime
-from lt_runtime.cli import demo, main
-from lt_runtime.profiling import Layer
-from lt_runtime.profiling.report import Report
+from lt_runtime.cli import demo
 from tests.cpu.cli.conftest import Cli
 
 ROOT = Path(__file__).parents[3]
@@ -136,19 +132,6 @@ def test_an_unforeseen_exception_is_one_line(monkeypatch: pytest.MonkeyPatch, cl
     status, _, error = cli("demo", "--device", "cpu")
     assert (status, error.count("\n")) == (1, 1)
     assert error.startswith("lt_runtime demo: KeyError: 'key'; this is a fault of lt_runtime")
-
-
-def test_tables_are_shown_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick_training(monkeypatch)
-    layer = Layer("layer0", "forward", calls=1.0, us=2.0, spread_us=0.0, host_us=2.0)
-    profiled = SimpleNamespace(report=Report("the host", 1, 0, [layer]))
-    monkeypatch.setattr(demo, "profile", lambda **_: profiled)
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-    assert main(["demo", "--device", "cpu", "--profile"]) == 0
-    shown = written.getvalue().decode("ascii")
-    assert " \\xb5s" in shown
-    assert "\\u25" not in shown  # the lines of tables have ASCII forms
 
 
 def test_a_fifth_of_the_digits_is_held_out() -> None:

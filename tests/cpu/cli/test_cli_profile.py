@@ -124,6 +124,7 @@ def test_a_profile_without_a_step_says_why(script: Path, steps: bool, options: t
     done = profiled(script, options=options)
     assert done.returncode == 1
     assert said in done.stdout
+    assert "Nothing was profiled." in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,8 @@ def test_nothing_is_ready_without_a_required_package(package: str):
 @pytest.mark.parametrize("gpus", [(), (H200,)])
 def test_an_unusable_cublaslt_of_the_environment(monkeypatch: pytest.MonkeyPatch, gpus: tuple[DeviceInfo, ...]):
     monkeypatch.setenv("LT_RUNTIME_CUBLASLT", "/opt/old.so")
-    (finding,) = diagnose(gpus=gpus, libraries=without("cuBLASLt"))
-    assert finding.needed
-    assert finding.what == "LT_RUNTIME_CUBLASLT is /opt/old.so: not installed"
-    assert finding.mend == "unset LT_RUNTIME_CUBLASLT"
+    what, mend = "LT_RUNTIME_CUBLASLT is /opt/old.so: not installed", "unset LT_RUNTIME_CUBLASLT"
+    assert diagnose(gpus=gpus, libraries=without("cuBLASLt")) == [doctor.Finding(what, "running on the GPU", mend)]
     assert diagnose(gpus=gpus) == []
 
 
@@ -190,16 +188,14 @@ def test_driver(monkeypatch, status: str, problem: str | None):
     assert probes.driver() == Driver("590.1", (13, 1), problem)
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_gpus(monkeypatch, *, is_broken: bool):
-    def info(ordinal: int) -> DeviceInfo:
-        if is_broken:
-            raise DriverError("cuDeviceGetName", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
-        return replace(H200, ordinal=ordinal)
+def test_gpus(monkeypatch):
+    def fail(_ordinal: int) -> DeviceInfo:
+        raise DriverError("cuDeviceGetName", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
 
     monkeypatch.setattr(devices, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "device_info", info)
-    assert probes.gpus() == (() if is_broken else (H200,))
+    for info, found in ((lambda ordinal: replace(H200, ordinal=ordinal), (H200,)), (fail, ())):
+        monkeypatch.setattr(devices, "device_info", info)
+        assert probes.gpus() == found
 
 
 @pytest.mark.parametrize(

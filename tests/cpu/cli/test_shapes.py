@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,26 +89,21 @@ def test_bad_json(file: Path, text: str, message: str) -> None:
     assert refused(file, text).startswith(message)
 
 
-def test_files_that_cannot_be_read(file: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"shapes cannot be read \(No such file or directory\)"):
-        read_shapes(file)
-    file.write_bytes(b"\xff\xfe8 8 8")
-    with pytest.raises(ArgumentError, match="cannot be read"):
-        read_shapes(file)
-
-
-@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "huge"])
-def test_what_is_no_file_of_shapes_is_refused_at_once(file: Path, kind: str) -> None:
-    if kind == "fifo":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    elif kind == "directory":
-        file.mkdir()
-    else:
-        with file.open("wb") as huge:
-            huge.truncate(1 << 40)
-    with pytest.raises(ArgumentError, match="shapes cannot be read") as caught:
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda _: None, "No such file or directory"),
+        (lambda file: file.write_bytes(b"\xff\xfe8 8 8"), "'utf-8' codec"),
+        (os.mkfifo, ""),
+        (lambda file: file.symlink_to("/dev/zero"), ""),
+        (Path.mkdir, ""),
+        (lambda file: (file.touch(), os.truncate(file, 1 << 40)), ""),
+    ],
+    ids=["missing", "other encoding", "fifo", "device", "directory", "huge"],
+)
+def test_what_is_no_file_of_shapes_is_refused_at_once(file: Path, make: Callable[[Path], object], reason: str) -> None:
+    make(file)
+    with pytest.raises(ArgumentError, match=rf"shapes cannot be read \({reason}") as caught:
         read_shapes(file)
     assert len(str(caught.value)) < 1000
 

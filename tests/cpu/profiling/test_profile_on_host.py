@@ -203,11 +203,3 @@ def test_very_many_ranges_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -
     assert sum(layer.calls for layer in prof.layers()) == 10_000
     assert found(prof)["(other ranges)", ""].calls == sum(number % 30 >= 10 for number in range(10_000))
     assert any("the trace lacks 9900 ranges" in note for note in prof.report.notes)
-
-
-def test_steps_that_never_come_are_said() -> None:
-    step = trained()
-    with lt.profile(device="cpu", skip=10) as prof:
-        step()
-    assert prof.report.notes == ["the code ended after 1 steps, before step 10, where the profile begins"]
-    assert "Nothing was profiled." in str(prof)
