@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,15 +15,8 @@ from tests.support.fake_gpu import FakeGpu
 
 
 @pytest.fixture
-def internals(gpu: FakeGpu) -> Iterator[ModuleType]:
-    """The module, imported against the pretended GPU's copy of the package."""
-    others = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "benchmarks"}
-    for name in others:
-        del sys.modules[name]
-    yield import_module("benchmarks.internals")
-    for name in [each for each in sys.modules if each.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
-    sys.modules.update(others)
+def internals(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("internals")
 
 
 def test_a_step_is_launched_by_its_graph_and_its_memory_is_counted(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -33,15 +31,8 @@ def test_the_blocks_are_drawn_and_the_halves_share_none() -> None:
 
 
 @pytest.fixture
-def suite(gpu: FakeGpu) -> Iterator[ModuleType]:
-    """The module, imported against the pretended GPU's copy of the package."""
-    others = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "benchmarks"}
-    for name in others:
-        del sys.modules[name]
-    yield import_module("benchmarks.untuned")
-    for name in [each for each in sys.modules if each.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
-    sys.modules.update(others)
+def suite(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("untuned")
 
 
 @pytest.mark.parametrize(("half", "activation"), [(FIT, "silu"), (JUDGE, "none")])
