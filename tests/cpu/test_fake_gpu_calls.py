@@ -310,18 +310,6 @@ def test_the_current_stream_is_the_librarys(gpu: FakeGpu, activation: str) -> No
         Layer(gpu, layer_case(activation=activation)).check()
 
 
-def test_the_current_stream_of_tensors_is_pytorchs(gpu: FakeGpu) -> None:
-    layer, tensor = Layer(gpu, layer_case(), gpu.stream), gpu.torch.Tensor
-    arrays = [tensor(each) for each in (layer.x.array, layer.w.array, layer.bias)]
-    with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
-        for seed in range(_CALLS):
-            layer.refill(seed)
-            y, ctx = gpu.lt.linear_fwd(*arrays, **layer.settings())
-            gradients = gpu.lt.linear_bwd(tensor(layer.dy.array), ctx)
-            layer.check_forward(y.array)
-            layer.check_backward(type(gradients)(*(each.array for each in gradients)))
-
-
 def test_outputs_that_meet_inputs_are_refused_each_time(gpu: FakeGpu) -> None:
     layer = Layer(gpu, layer_case(m=32, n=32, k=32), gpu.stream)
     for seed in range(_CALLS):
@@ -501,8 +489,9 @@ def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
     with pytest.raises(gpu.lt.errors.CaptureError, match="bind a call to it before the capture"):
         gpu.lt.bind(gpu.lt.matmul, **product.operands, stream=gpu.stream)
     graph = gpu.stream.end_capture()
-    for seed in range(3):
+    for seed, (alpha, beta) in enumerate(((2.0, -0.5), (1.0, 1.0), (-0.5, 2.0))):
         layer.refill(seed)
+        product.overwrite_scalars(alpha, beta)
         graph.launch(gpu.stream)
         layer.check_forward()
         layer.check_backward(result)

@@ -16,7 +16,6 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.choose import plan_from_blob
 from lt_runtime.products.methods import LIBRARY, fastest_first
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.tuner.memory import Memory
@@ -107,13 +106,6 @@ def test_what_is_added_to() -> None:
 def test_copies_along_k(shape: tuple[int, int, int], orders: str) -> None:
     problem = a_problem(shape, orders, (FP32, Compute.TF32))
     assert not faults(problem, PaddedPlan(problem, 0, k_major=True))
-
-
-def test_from_the_plan_cache_s_bytes() -> None:
-    problem = a_problem((256, 479, 512))
-    again = plan_from_blob(problem, 0, PaddedPlan(problem, 0).blob)
-    assert isinstance(again, PaddedPlan)
-    assert not faults(problem, again)
 
 
 def test_the_tuner_tries_it() -> None:

@@ -66,6 +66,13 @@ class Product:
         self.operands |= {"alpha": self._scalar(alpha), "beta": self._scalar(beta)}
         self._expect()
 
+    def overwrite_scalars(self, alpha: float, beta: float) -> None:
+        """Writes other values of alpha and beta where the case has them on the device."""
+        self.case = dataclasses.replace(self.case, alpha=alpha, beta=beta)
+        for name, value in (("alpha", alpha), ("beta", beta)):
+            host_of(self.gpu, self.operands[name])[...] = value
+        self._expect()
+
     def _place(self) -> None:
         gpu, case = self.gpu, self.case
         start = np.full_like(self.z, np.nan) if self.c is None or not case.in_place else self.c

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 import lt_runtime as lt
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, LtError, OverlapError, ShapeError
-from lt_runtime.reference import pack_mask, unpack_mask
 
 Array = NDArray[Any]
 M, N, K = 5, 11, 7
@@ -92,14 +91,6 @@ def test_operand_sums() -> None:
     d = lt.matmul(a, b, epilogue="bgrada", bias_gradient=sums)
     np.testing.assert_allclose(d, a @ b, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(sums, a.sum(axis=-1), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("bits", [1, 7, 8, 9, 127, 128, 129])
-def test_masks_pack_and_unpack(bits: int) -> None:
-    positive = np.random.default_rng(bits).integers(0, 2, (3, bits)).astype(bool)
-    packed = pack_mask(positive)
-    assert packed.shape[-1] % 16 == 0
-    np.testing.assert_array_equal(unpack_mask(packed, bits), positive)
 
 
 @pytest.mark.parametrize(
