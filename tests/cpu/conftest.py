@@ -24,7 +24,8 @@ def gpu(session_gpu: FakeGpu) -> Iterator[FakeGpu]:
     with session_gpu.active():
         yield session_gpu
         if _steps_wait():
-            gc.collect()  # an error's traceback may keep steps alive, which must be freed while the GPU is active
+            # The traceback of an error may keep training steps alive, which must be freed while the GPU is active.
+            gc.collect()
         session_gpu.settle()
 
 

@@ -1,4 +1,4 @@
-"""Bound calls on NumPy arrays do what the operation does, each time with what the arrays hold then."""
+"""Bound calls on NumPy arrays run the operation each time with the arrays' present values."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from tests.support.hurry import hurry
 
 _FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "6")
 _MANY: Final = 1000
-_OF_A_SEARCH: Final = 3  # calls that fail of an operation with more than `_MANY` calls, which takes seconds
+# Number of failing calls that are tried for an operation with more than `_MANY` calls, which takes seconds.
+_OF_A_SEARCH: Final = 3
 _CALLS_AFTER: Final = 4  # the third call with the same buffers is captured, and the fourth launches the graph
 
 _OTHERWISE: Final = {
@@ -85,7 +86,7 @@ def _attempt(gpu: FakeGpu, attempt: Attempt, number: int) -> tuple[Any, str]:
     warnings.
     """
     gpu.calls.begin(number)
-    gc.disable()  # garbage collection makes calls too
+    gc.disable()  # garbage collection calls the libraries too
     error = None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -93,7 +94,7 @@ def _attempt(gpu: FakeGpu, attempt: Attempt, number: int) -> tuple[Any, str]:
             attempt.call()
         except gpu.lt.errors.LtError as raised:
             error = raised.with_traceback(None)
-            error.__context__ = error.__cause__ = None  # they keep the frames, and so all local variables
+            error.__context__ = error.__cause__ = None  # tracebacks keep the frames, and so all local variables
     gc.enable()
     return error, " ".join([str(error), *(str(each.message) for each in told)])
 
@@ -114,7 +115,7 @@ def _fail(gpu: FakeGpu, attempt: Attempt, number: int, usual: Counter[str], *, i
         assert is_told, f"{failed} failed, and the error says: {words}"
         gpu.streams.synchronize_all()
         assert [each.tobytes() for each in attempt.kept()] == before, f"{failed} failed, and something is half done"
-    if is_search:  # another candidate may win now, with other descriptors: only growth is a leak
+    if is_search:  # another candidate may win in this attempt, with other descriptors: only growth counts as a leak
         usual = _repeat(gpu, attempt, _CALLS_AFTER)
     leaked = _repeat(gpu, attempt, _CALLS_AFTER) - usual
     assert not leaked, f"{failed} failed, and is left open: {dict(leaked)}"
@@ -131,7 +132,7 @@ def _fail_in_turn(gpu: FakeGpu, directory: Path, name: str) -> int:
         _alive.append(attempt)
         gpu.streams.synchronize_all()
         kept = shutil.copytree(directory, directory.with_name("kept"))
-        gc.freeze()  # otherwise each forked process collects all objects of this one, which is slow
+        gc.freeze()  # without this each forked process would collect all objects of the parent, which is slow
 
         def succeed() -> tuple[int, Counter[str]]:
             gpu.calls.begin()

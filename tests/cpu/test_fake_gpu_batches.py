@@ -104,7 +104,9 @@ def _case(name: str, make: Any, error: str, message: str, loss: str = "mse") -> 
     ],
 )  # fmt: skip
 def test_batches_that_do_not_fit(gpu: FakeGpu, name: str, make: Any, error: str, message: str, loss: str) -> None:
-    """Before the first step and after it; nothing is updated, and a batch that fits is taken."""
+    """Batches are refused before the first step and after it; nothing is updated, and a fitting batch is accepted
+    afterwards.
+    """
     run = _Run(gpu, **({} if loss == "own" else {"loss": loss}), batch_size=_ROWS)
     x = np.ones((_ROWS, _WIDTH), np.float32)
     right = {"x": gpu.cp.asarray(x), "target": gpu.cp.asarray(np.zeros(_ROWS, int) if loss == "cross_entropy" else x)}
@@ -118,7 +120,7 @@ def test_batches_that_do_not_fit(gpu: FakeGpu, name: str, make: Any, error: str,
 @pytest.mark.parametrize("width", [8, 160])
 @pytest.mark.parametrize("call", ["__call__", "forward"])
 def test_inputs_of_a_model_that_do_not_fit(gpu: FakeGpu, width: int, call: str) -> None:
-    """Of a model that is one kernel, and of one with a kernel for each layer."""
+    """Checks a model that runs in one kernel, and a model with a kernel for each layer."""
     model, errors = gpu.lt.MLP([width, width, 8], dtype="bfloat16", device="cuda"), gpu.lt.errors
     x = np.ones((4, width), np.float32)
     for given, error, message in (
@@ -163,7 +165,7 @@ def test_each_size_and_type_has_a_graph_and_the_oldest_goes(gpu: FakeGpu) -> Non
 
 
 def test_a_graph_that_another_thread_has_dropped_is_made_again(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look-up and the launch of a replay."""
+    """The change happens between the look-up and the launch of a replay."""
     run = _Run(gpu)
     run(*_batch(gpu, 3))
     steps = run.step._gpu
@@ -182,7 +184,7 @@ def test_a_graph_that_another_thread_has_dropped_is_made_again(gpu: FakeGpu, mon
 
 
 def test_graphs_are_freed_with_the_step(gpu: FakeGpu) -> None:
-    _Run(gpu)(*_batch(gpu, 3))  # makes what belongs to the streams
+    _Run(gpu)(*_batch(gpu, 3))  # the first step allocates the memory of the streams
     gc.collect()
     before = gpu.memory_used()
     run = _Run(gpu)

@@ -254,14 +254,15 @@ def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
 def test_new_arrays_for_results(gpu: FakeGpu, case: LinearCase) -> None:
     case = dataclasses.replace(case, accumulate=False)
     layer, kept = Layer(gpu, case, gpu.stream), []
-    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):  # addresses are reused, as with CuPy's own pool
+    # The pool reuses addresses, as CuPy's own pool does.
+    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):
         for seed in range(4 * _CALLS):
             layer.refill(seed)
             y, ctx = layer.forward(into_buffers=False)
             layer.check_forward(y)
             result = layer.backward(ctx, into_buffers=False)
             layer.check_backward(result)
-            if seed % _CALLS == 0:  # keeps the arrays, so that the next results have other addresses
+            if seed % _CALLS == 0:  # the list keeps the arrays alive, so that the next results have other addresses
                 kept.append((y, result))
 
 
@@ -436,7 +437,7 @@ def test_bound_layers(gpu: FakeGpu) -> None:
     layer.wait()
     for seed in range(3):
         layer.refill(seed)
-        other.check()  # the same plans, with other addresses
+        other.check()  # these calls use the same plans, with other addresses
         forward()
         backward()
         layer.check_forward()
@@ -473,7 +474,7 @@ def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
                 product.check()
                 d = gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream)
                 product.check_results(d)
-            kept.append(d)  # keeps D, so that the next results have other addresses
+            kept.append(d)  # the list keeps D alive, so that the next results have other addresses
 
 
 def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:

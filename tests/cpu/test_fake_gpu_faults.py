@@ -64,7 +64,9 @@ def _check_full_precision(gpu: FakeGpu) -> None:
 
 
 def _remembered(pick: Callable[[Matmul], Any], change: Callable[[Matmul, Any], Matmul]) -> _Change:
-    """Changes a call by a value of the first call like it, as a cache would whose key is incomplete."""
+    """Replaces an argument of a call with the value from the first similar call, as a cache with an incomplete key
+    would.
+    """
     seen: dict[Any, Any] = {}
     return lambda call: change(call, seen.setdefault((call.desc, call.layouts), pick(call)))
 

@@ -133,7 +133,7 @@ def test_losses_with_a_name(
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_the_gradient_of_an_own_loss_begins_with_zeros(gpu: FakeGpu, graph: bool) -> None:
-    """At each replay too, after which other launches have written into the graph's memory."""
+    """The results are right at each replay, although other launches write into the graph's memory between replays."""
 
     def first_column(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
         gradient[:, :1] = outputs[:, :1]

@@ -147,7 +147,8 @@ def test_a_memset_that_fails_is_made_at_the_next_step(
     before, sound = _values(gpu, step), driver.cuMemsetD32Async
     answers = iter([sound, lambda *_: (Status.CUDA_ERROR_UNKNOWN,)])
     monkeypatch.setattr(driver, "cuMemsetD32Async", lambda *arguments: next(answers)(*arguments))
-    with pytest.raises(gpu.lt.errors.DriverError, match="cuMemsetD32Async"):  # the second of two memsets
+    # The second of two memsets is made to fail.
+    with pytest.raises(gpu.lt.errors.DriverError, match="cuMemsetD32Async"):
         step(*batches[1], stream=gpu.stream)
     assert [*answers] == []
     monkeypatch.setattr(driver, "cuMemsetD32Async", sound)

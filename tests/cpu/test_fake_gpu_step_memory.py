@@ -71,7 +71,7 @@ def case(request: pytest.FixtureRequest) -> _Case:
 
 
 def _trained(gpu: FakeGpu, case: _Case) -> tuple[Any, Any]:
-    """A model and its optimizer."""
+    """Makes a model and its optimizer."""
     options = {"dtype": "bfloat16", "device": 0, "seed": 3, "master_weights": False}
     model = gpu.lt.MLP(case.dims, "gelu", output_activation=case.output_activation, **options)
     return model, gpu.lt.AdamW(model.parameters(), lr=1e-2, moments="bfloat16", stochastic_rounding=True)
@@ -96,8 +96,8 @@ def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) ->
     """The memory that the graph holds; the first call, which rehearses the step twice, takes no more."""
     batch = _batch(gpu, case, 0)
     first = _step(gpu, case)
-    first(*batch, stream=gpu.stream)  # makes what belongs to the streams
-    gc.collect()  # what other tests have left would be freed in between
+    first(*batch, stream=gpu.stream)  # the first step allocates the memory of the streams
+    gc.collect()  # objects that other tests have left would be freed during the measurement
     step, before = _step(gpu, case), gpu.memory_used()
     allocate, used = gpu.memory.allocate, [before]
 

@@ -1,4 +1,4 @@
-"""Training steps that measure what is not known of their layers, on the pretended GPU."""
+"""Training steps that measure the unmeasured problems of their layers, on the pretended GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ Process = Callable[..., contextlib.AbstractContextManager[FakeGpu]]
 
 @pytest.fixture
 def process(host: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
-    """Makes another process, with a plan cache that is empty at first, or another one; the environment says nothing."""
+    """Simulates a new process, with an empty or another plan cache, and without environment variables of the
+    package.
+    """
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("LT_RUNTIME_RECORD", str(tmp_path / "met.jsonl"))
 
@@ -94,7 +96,7 @@ def measured(gpu: FakeGpu) -> int:
 
 
 def entries(gpu: FakeGpu) -> dict[str, Any]:
-    """What the plan cache's file has."""
+    """The entries in the plan cache's file."""
     found: dict[str, Any] = {}
     for file in (gpu.directory / "plans").glob("*.json"):
         found |= own("store.document").Document.read(file).raw
@@ -107,7 +109,7 @@ def choices(gpu: FakeGpu) -> dict[str, Any]:
 
 
 def unmeasured(tmp_path: Path) -> list[Any]:
-    """The problems that were met and are not measured."""
+    """The problems that have run and are not measured."""
     problems = own("store.recording").read_recorded(tmp_path / "met.jsonl")
     assert problems
     return [each for each in problems if not own("ops.first_use").is_measured(each, 0)]
@@ -124,13 +126,13 @@ def test_a_step_measures_all_that_it_meets_and_later_ones_find_it(
     with process() as gpu:
         first = Run(gpu, **options).train(rows)
         assert unmeasured(tmp_path) == []
-        gc.collect()  # what a measurement has left would be freed at any time
+        gc.collect()  # objects that a measurement has left would be freed at an arbitrary time
         count, memory = measured(gpu), gpu.memory_used()
         sys.modules[TUNER].tune_chains = None  # type: ignore[attr-defined]
         assert Run(gpu, **options).train(rows) == first
     for tune in (None, False):
         with process() as gpu:
-            # What was measured at a first step has not touched what it trains, and left no memory behind.
+            # Measuring at a first step changes no parameter or moment, and leaves no memory behind.
             assert Run(gpu, **options, tune=tune).train(rows) == first
             gc.collect()
             assert gpu.memory_used() == memory
@@ -348,7 +350,7 @@ def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
         gpu.lt.load_checkpoint(path, run.model, run.optimizer)
         brought = entries(gpu)
         assert brought.keys() <= chosen.keys()
-        assert {raw.get("algorithm") for raw in brought.values()} == {None, ""}  # none is taken on trust
+        assert {raw.get("algorithm") for raw in brought.values()} == {None, ""}  # no foreign plan is used unverified
         assert run.train(rows) == expected
         assert TUNER not in sys.modules
         assert choices(gpu) == {key: chosen[key] for key in brought}
@@ -371,7 +373,7 @@ def test_what_is_measured_here_is_not_taken_from_a_checkpoint(process: Process, 
         for key in [*theirs.raw]:
             theirs.add(
                 key, dataclasses.replace(theirs.get(key), when="2099-01-01T00:00:00Z")
-            )  # which would be better than ours
+            )  # an entry that claims to be better than ours
         described["plans"] = theirs.render().decode()
         own("saving.checkpoint_file").write(tmp_path / "run", values, json.dumps(described))
     with process("elsewhere") as gpu:

@@ -116,7 +116,8 @@ def test_a_replay_takes_a_short_way(gpu: FakeGpu, current: bool) -> None:
     with gpu.stream:
         stream = None if current else gpu.stream.ptr
         step(*batches[0], stream=stream)
-        for batch, modules, functions in ((batches[1], 6, 14), (batches[1], 5, 11)):  # the second time as before
+        # The second call has the same result as the first.
+        for batch, modules, functions in ((batches[1], 6, 14), (batches[1], 5, 11)):
             entered.clear()
             sys.setprofile(note)
             try:

@@ -42,14 +42,14 @@ GELU, PLAIN = layer_case(m=20), matmul_case(m=20)
 FORWARD, BACKWARD = '{"ForwardProblem', '{"BackwardProblem'
 
 for kind in (Alternative, Fingerprint, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy):
-    field_types(kind)  # looks names up in a module that the pretended GPU replaces, and remembers them
+    field_types(kind)  # this module looks names up in a module that the pretended GPU replaces, and remembers them
 
 Change = Callable[[str, Any], Entry]
 
 
 @pytest.fixture(scope="module")
 def measured(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> Document:
-    """What a machine has measured of a layer and of a product."""
+    """The entries that a machine has measured for a layer and for a product."""
     gpu = FakeGpu(host, tmp_path_factory.mktemp("theirs"))
     with gpu.active():
         with hurriedly_tuned(gpu):
@@ -60,7 +60,7 @@ def measured(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> Doc
 
 @contextlib.contextmanager
 def hurriedly_tuned(gpu: FakeGpu) -> Iterator[None]:
-    """Tunes what is met, by a clock that counts the looks at it."""
+    """Tunes problems at their first use, with a clock that advances at each reading."""
     ticks = itertools.count()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(time, "monotonic", lambda: 0.01 * next(ticks))
@@ -71,7 +71,7 @@ def hurriedly_tuned(gpu: FakeGpu) -> Iterator[None]:
 
 @pytest.fixture
 def gpu(host: HostKernels, tmp_path: Path) -> Iterator[FakeGpu]:
-    """A machine equal to that, which has measured nothing."""
+    """A machine with an equal fingerprint that has measured nothing."""
     made = FakeGpu(host, tmp_path / "ours")
     with made.active():
         yield made
@@ -84,7 +84,7 @@ def plan_file(gpu: FakeGpu) -> Path:
 
 
 def changed(document: Document, change: Change) -> Document:
-    """Its entries as somebody might have changed them, who can compute digests."""
+    """The machine's entries, changed by an attacker who recomputes the digests."""
     made = Document(document.fingerprint)
     for key in document.raw:
         made.add(key, change(key, document.get(key)))
@@ -92,7 +92,7 @@ def changed(document: Document, change: Change) -> Document:
 
 
 def plant(gpu: FakeGpu, document: Document) -> None:
-    """Puts plans where this machine keeps its own."""
+    """Writes plans into this machine's own plan file."""
     directory = gpu.directory / "plans"
     directory.mkdir(0o700, parents=True)
     (directory / document.fingerprint.file_name).write_bytes(document.render())
@@ -114,7 +114,7 @@ def products_of(gpu: FakeGpu) -> dict[str, ProductEntry]:
 
 
 def with_config(**values: int) -> Change:
-    """Products by another algorithm, which is said to be the best that there can be."""
+    """Entries of products with another algorithm, which claim an unbeatable time."""
 
     def change(_: str, entry: Any) -> Entry:
         if isinstance(entry, LayerEntry):
@@ -293,7 +293,7 @@ def test_a_merged_algorithm_must_be_lean(
 
 @contextlib.contextmanager
 def refusing(name: str, status: Status) -> Iterator[None]:
-    """Meanwhile a call of cuBLASLt returns a status."""
+    """During the verification a call of cuBLASLt returns an error status."""
     library = own("cublaslt.library")
     call = library.call
 

@@ -25,12 +25,14 @@ from tests.support.placed import COLUMNS, host_of
 from tests.support.strategies import LinearCase, MatmulCase
 
 _TICK_S = 0.01
-"""What each look at the clock takes: what the tuner may spend is over after the same candidates on any machine."""
+"""Seconds by which each reading advances the clock, so that the tuner's budget ends after the same candidates on every
+machine.
+"""
 
 
 @pytest.fixture
 def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """The pretended GPU, and a clock that counts the looks at it."""
+    """The pretended GPU, with a clock that advances at each reading."""
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
     monkeypatch.setattr(gpu.streams, "costs_us", {})
@@ -57,7 +59,8 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path) -> None:
     with another.active():
         _check_chain(another)
         another.settle()
-    # What is left to our kernels is the bias gradient of the last layer, and the lower layer's that was not asked for.
+    # Our kernels compute only the bias gradient of the last layer, and the lower layer's bias gradient, which was not
+    # requested from cuBLASLt.
     assert another.kernels.launched == first
     assert len(first) <= 2
 

@@ -58,7 +58,7 @@ def test_what_a_product_writes(
         given = {name: gpu.cp.asarray(array) for name, array in given.items()}
     package = gpu.lt if gpu else lt
     for _ in range(3):
-        package.matmul(**given, epilogue=epilogue)  # so that on a GPU the call is prepared, addresses apart
+        package.matmul(**given, epilogue=epilogue)  # this call prepares the same call at other addresses on a GPU
     if other == "bias":
         given["bias"] = given[written][0]
     else:
@@ -161,7 +161,7 @@ class CpuTensor:
     is_cuda, device, shape, dtype = False, "cpu", (4, 4), "torch.float32"
 
     def data_ptr(self) -> int:
-        return 1 << 40  # no allocation has this address
+        return 1 << 40  # an address that belongs to no allocation
 
     def get_device(self) -> int:
         return -1

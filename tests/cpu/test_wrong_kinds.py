@@ -32,7 +32,7 @@ class Tensor:
     is_cuda, device, shape, dtype = False, "cpu", (2,), "torch.float32"
 
     def data_ptr(self) -> int:
-        return 1 << 40  # no allocation has this address
+        return 1 << 40  # an address that belongs to no allocation
 
     def get_device(self) -> int:
         return -1

@@ -1,4 +1,4 @@
-"""Splits of blocks that the benchmarks measure, and the fit of the choices for layers that nobody has measured."""
+"""Splits of blocks that the benchmarks measure, and the fit of the choices for unmeasured layers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_a_step_is_launched_by_its_graph_and_its_memory_is_counted(
         internals.launch_of(step)(gpu.cp.cuda.Stream().ptr)
     gpu.synchronize_all()
     assert optimizer.steps.item() == 2
-    # The pretended pool has no such method.
+    # The pretended memory pool lacks this method.
     monkeypatch.setattr(step._gpu._pool, "total_bytes", lambda: 1 << 20, raising=False)
     assert internals.memory_of_step(step) >= 1 << 20
 
@@ -51,7 +51,7 @@ def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) 
     assert (len(process.us), process.known, process.measurements) == (4, 0, 0)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])  # whose saved tensors differ
+@pytest.mark.parametrize("activation", ["relu", "gelu"])  # layers whose saved tensors differ
 def test_all_splits_of_a_block_compute_the_same(gpu: FakeGpu, internals: ModuleType, activation: str) -> None:
     layers, generator = import_module("benchmarks.layers"), np.random.default_rng(0)
 

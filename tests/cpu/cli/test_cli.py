@@ -80,7 +80,8 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", dtype, "--json", str(file), "--profile"]
     command = [sys.executable, "-m", "lt_runtime", "demo", *options]
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # threads only wait for each other in products so small
+    # In such small products several BLAS threads would only wait for each other.
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr

@@ -40,7 +40,7 @@ def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(has_gpus: HasGpus, monkeypatch: pytest.MonkeyPatch) -> HasGpus:
-    """Says which GPUs this machine has, which has none before that. H200's cuBLASLt is installed."""
+    """Sets the GPUs of this machine, which has none at first. The cuBLASLt of an H200 machine is installed."""
     monkeypatch.setattr(cublaslt, "get_version", lambda: H200.cublaslt)
     return has_gpus
 
@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_read(
         plans.symlink_to(plans)
     else:
 
-        def refuse(path: Path) -> None:  # as the system does, except to root
+        def refuse(path: Path) -> None:  # the system refuses the write, except to root
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
         monkeypatch.setattr(Path, "iterdir", refuse)
@@ -245,7 +245,7 @@ def test_a_cache_carried_to_an_equal_machine(
     theirs, ours = Document.read(exported), Document.read(target)
     entry = theirs.get(PRODUCT)
     assert isinstance(entry, ProductEntry)
-    assert ours.get(PRODUCT) == replace(entry, algorithm=b"")  # it is to be rebuilt
+    assert ours.get(PRODUCT) == replace(entry, algorithm=b"")  # the damaged file is to be rebuilt
     assert ours.get(LAYER) == theirs.get(LAYER)
     assert shown("merge", exported, exported).count("0 entries new or better") == 2
 

@@ -89,7 +89,7 @@ def test_commands_for_nsight(script: Path, cli: Cli) -> None:
     assert nsys.startswith(f"nsys profile -t cuda,nvtx,cublas {recorded} -o")
     assert "--report cuda_gpu_kern_sum,nvtx_gpu_proj_sum" in stats
     assert ncu.startswith("ncu --set full")
-    assert r"'lt_runtime@forward\/layer0/'" in ncu  # a slash by itself would begin another range's name
+    assert r"'lt_runtime@forward\/layer0/'" in ncu  # an unescaped slash would begin another range's name
     assert "graph=False" in note
 
 

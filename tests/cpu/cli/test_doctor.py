@@ -46,7 +46,7 @@ PASCAL = replace(H200, capability=61)
     "machine",
     [
         {},
-        {"driver": None, "gpus": (), "libraries": without(*CUDA)},  # no GPU needs no CUDA
+        {"driver": None, "gpus": (), "libraries": without(*CUDA)},  # a machine without a GPU needs no CUDA
         {"gpus": (), "libraries": without(*CUDA)},  # a driver that shows no GPU
         {"gpus": (PASCAL, H200)},
     ],
@@ -138,7 +138,7 @@ def test_looking_writes_nothing(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
     written = [path.name for path in tmp_path.iterdir()]
-    assert [name for name in written if name != ".nv"] == []  # that is the driver's own, where there is one
+    assert [name for name in written if name != ".nv"] == []  # this library belongs to the driver, if there is one
 
 
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
@@ -229,5 +229,5 @@ def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     unknown = probes.cache_directory()
     assert unknown.path is None
-    assert diagnose(cache=unknown) == []  # the missing package has a finding of its own
+    assert diagnose(cache=unknown) == []  # the missing package is reported by a separate finding
     assert any(line.startswith("Cache: unknown, ") for line in doctor.report_lines(reported(cache=unknown)))

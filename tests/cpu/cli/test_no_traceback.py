@@ -160,7 +160,8 @@ def test_without_packages_the_doctor_works_and_other_commands_name_it(tmp_path: 
 @pytest.mark.parametrize("missing", [("rich", "platformdirs"), ("safetensors",)])
 def test_the_doctor_where_some_packages_are_missing(tmp_path: Path, missing: tuple[str, ...]) -> None:
     (tmp_path / "packages").mkdir()
-    packages = packages_without(tmp_path / "packages", "cupy", *missing)  # CuPy, because looking at it takes long
+    # All probes but CuPy's, because importing CuPy takes long.
+    packages = packages_without(tmp_path / "packages", "cupy", *missing)
     arguments = {"options": ["-S"], "path": [packages], CACHE_VARIABLE: ""}
     status, out, err = end(start(tmp_path, "doctor", "--json", **arguments))  # type: ignore[arg-type]
     report = json.loads(out)

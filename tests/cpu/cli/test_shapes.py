@@ -1,4 +1,4 @@
-"""Files of shapes: what is read from them, and where they are wrong."""
+"""Files of shapes: the layers read from them, and the positions that errors name."""
 
 from __future__ import annotations
 

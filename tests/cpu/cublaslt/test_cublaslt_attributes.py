@@ -52,7 +52,7 @@ def assert_one_width(prefix: str, owner: Any, attribute: Attribute) -> None:
     for width in (1, 2, 4, 8, 16):
         expected = cublaslt.Status.SUCCESS if width == attribute.size else cublaslt.Status.INVALID_VALUE
         assert getter(owner, attribute, cell, width, ctypes.byref(written)) == expected
-        if attribute is not CONFIG.ID:  # which is read only
+        if attribute is not CONFIG.ID:  # this attribute can only be read
             assert setter(owner, attribute, cell, width) == expected
 
 
@@ -143,7 +143,7 @@ def test_an_attribute_of_another_descriptor_is_refused(desc: cublaslt.MatmulDesc
 def test_values_are_read_as_members_of_their_enum(desc: cublaslt.MatmulDesc) -> None:
     desc.set(MATMUL.EPILOGUE, cublaslt.Epilogue.GELU_AUX)
     assert desc.get(MATMUL.EPILOGUE) is cublaslt.Epilogue.GELU_AUX
-    assert desc.get(MATMUL.BIAS_DATA_TYPE) == -1  # "unset", which is no member
+    assert desc.get(MATMUL.BIAS_DATA_TYPE) == -1  # the library returns "unset", which is no member of the enum
 
 
 def test_errors_name_the_call_and_the_status(desc: cublaslt.MatmulDesc) -> None:

@@ -31,7 +31,7 @@ def our_enums() -> list[Enum]:
     names = (module.name for module in pkgutil.iter_modules(cublaslt.__path__, f"{cublaslt.__name__}."))
     values = (value for module in map(importlib.import_module, names) for value in vars(module).values())
     classes = {value for value in values if isinstance(value, type) and issubclass(value, enum.IntEnum | enum.IntFlag)}
-    classes.add(cublaslt.MatmulTile)  # which is made at its first use
+    classes.add(cublaslt.MatmulTile)  # this enum is made at its first use
     return sorted(filter(len, classes), key=lambda cls: cls.__name__)  # base classes have no members
 
 

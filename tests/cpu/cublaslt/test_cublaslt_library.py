@@ -17,7 +17,7 @@ from lt_runtime.errors import ArgumentError, MissingLibraryError
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The library is not loaded during the test; afterwards the usual one is."""
+    """The test begins without a loaded library; afterwards the usual library is restored."""
     monkeypatch.delenv("LT_RUNTIME_CUBLASLT", raising=False)
     library.loaded.cache_clear()
     yield

@@ -20,7 +20,8 @@ HANDLES = range(0x7000, 0x8000)
 NEED_A_GPU = (
     *("cublasLtDestroy", "cublasLtMatmulAlgoCheck", "cublasLtMatmulAlgoCheckForStream", "cublasLtMatmulAlgoGetIds"),
     *("cublasLtMatmulAlgoInit", "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmul", "cublasLtMatrixTransform"),
-    "cublasLtLoggerForceDisable",  # needs no GPU, but would silence the logger for the tests that follow
+    # Logger_force_disable needs no GPU, but would silence the logger for the following tests.
+    "cublasLtLoggerForceDisable",
 )
 M, L = cublaslt.MatmulDescAttribute, cublaslt.MatrixLayoutAttribute
 TYPES = (cublaslt.ComputeType.COMPUTE_32F, *(cublaslt.DataType.R_32F,) * 5)
@@ -61,7 +62,7 @@ def fail_at(recorder: Recorder, index: int, action: Callable[[], Any]) -> None:
 
 
 def test_a_layout_with_attributes(recorder: Recorder) -> None:
-    """The layout is made, and then three attributes are set: each call may fail after others succeeded."""
+    """Creates a layout and sets three attributes: each of these calls may fail after earlier ones succeeded."""
 
     def make() -> None:
         options: dict[str, Any] = {"order": cublaslt.Order.ROW, "batch_count": 3, "batch_stride": 20}

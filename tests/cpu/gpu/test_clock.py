@@ -21,7 +21,7 @@ def buffer(gpu: FakeGpu) -> Any:
 
 @pytest.fixture
 def clock(gpu: FakeGpu, buffer: Any) -> Iterator[Any]:
-    """A clock; afterwards no event or graph of it is left."""
+    """A clock. At the end of the test none of its events or graphs may be left."""
     made = own("gpu.clock").Clock(0)
     before = gpu.calls.open()
     yield made

@@ -51,7 +51,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(code: str) -> str:
-    """The output of a process of its own: this one may have loaded the compiler already."""
+    """The output of a new process: the tests' process may have loaded the compiler already."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
@@ -121,7 +121,7 @@ def append(file: Path) -> None:
 
 
 def rewrite(file: Path) -> None:
-    """Changes the content, but neither size nor time."""
+    """Changes a file's content, but neither its size nor its time of change."""
     status = file.stat()
     file.write_bytes(file.read_bytes()[::-1])
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))

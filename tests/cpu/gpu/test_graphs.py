@@ -125,7 +125,8 @@ def test_a_bound_plan_is_captured_once_and_launched_at_each_call(gpu: FakeGpu, f
         gpu.memory.view(fresh.scratch(16), 16, "the buffer")[...] = 0
         plan()
         gpu.synchronize(fresh.stream)
-        assert gpu.memory.view(fresh.scratch(16), 16, "the buffer").tolist() == [1] * 16  # the stream's own memory
+        # Outside a capture `branch` yields the stream's own memory.
+        assert gpu.memory.view(fresh.scratch(16), 16, "the buffer").tolist() == [1] * 16
     assert gpu.streams.log[fresh.stream][-2:] == ["graph"] * 2
 
 
@@ -142,11 +143,11 @@ def test_a_bound_plan_puts_its_launches_into_a_capture(gpu: FakeGpu, fresh: Any)
 
 
 def test_graphs_of_ended_plans_are_freed_when_the_next_is_bound(gpu: FakeGpu, fresh: Any) -> None:
-    bound(fresh)  # frees what earlier tests left
+    bound(fresh)  # frees objects that earlier tests left
     before = gpu.calls.open()["cuGraphInstantiate"]
     plans = [bound(fresh), bound(fresh)]
     assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
-    plans.clear()  # perhaps during a capture, which freeing a graph would invalidate
+    plans.clear()  # the plan may be dropped during a capture, which freeing a graph would invalidate
     assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
     kept = bound(fresh)
     assert gpu.calls.open()["cuGraphInstantiate"] == before
@@ -156,7 +157,7 @@ def test_graphs_of_ended_plans_are_freed_when_the_next_is_bound(gpu: FakeGpu, fr
 def test_a_branch_runs_beside_its_stream_and_is_joined(gpu: FakeGpu, fresh: Any) -> None:
     branch, edges = own("gpu.memory").branch, list[list[int]]()
     with branch(fresh) as outside:
-        assert outside is fresh  # without a capture there is no branch
+        assert outside is fresh  # without a capture no branch is created
     fresh.branch.scratch(16)
 
     def fail_within(branched: Any) -> None:

@@ -153,7 +153,7 @@ def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
     kernel()
     (path,) = cache.glob(place) if place else [cache]
     make(path, monkeypatch)
-    if os.geteuid() == SOMEBODY:  # then all files are another user's
+    if os.geteuid() == SOMEBODY:  # after that all files belong to another user
         path = cache
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -161,7 +161,7 @@ def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
     (warning,) = map(str, (each.message for each in caught))
     assert warning.startswith(f"kernels are compiled anew in each process: {path} ")
     assert CACHE_VARIABLE in warning
-    # A file in a directory of ours is replaced; nothing is written to a directory that is not.
+    # A foreign file in our own directory is replaced; nothing is written to a foreign directory.
     assert len(compiled) == (2 if path.is_file() else 3)
 
 

@@ -13,7 +13,7 @@ SIZES = [1, UPDATE_CHUNK - 1, UPDATE_CHUNK, UPDATE_CHUNK + 1, 100_000, (1 << 31)
 
 
 def tensor(size: int, **addresses: int) -> Tensor:
-    """With a master copy; the arrays lie far apart."""
+    """The arrays of a parameter with a master copy, at addresses far apart."""
     at = {name: (i << 40) + BASE for i, name in enumerate(("value", "copy", "gradient", "m", "v"))} | addresses
     types = {"value": F32, "copy": F16, "gradient": BF16, "m": F32, "v": BF16}
     return Tensor(size, {name: (at[name], dtype) for name, dtype in types.items()})

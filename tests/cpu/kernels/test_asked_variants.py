@@ -37,7 +37,7 @@ WHOLE, ODD, FLAT = (Spec(packed(16, cols)) for cols in (72, 13, 71))
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
-    """What has been asked for."""
+    """Collects the kernel variants that are requested."""
     seen: set[Variant] = set()
     monkeypatch.setattr(kernels, "get_kernel", lambda entry, macros, _: seen.add(Variant(entry.source, macros)))
     monkeypatch.setattr(tiling, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0))
@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
 
 
 def _no_product(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """Chosen without the library, which the passes have no need of."""
+    """Strategies are listed without asking the library, which the passes do not need."""
     return object.__new__(MatmulPlan)
 
 
@@ -69,7 +69,9 @@ def _forward_problems() -> Iterator[ForwardProblem]:
 
 
 def _derivatives() -> Iterator[tuple[DType, Spec, Derivative]]:
-    """Of every problem and strategy of forward; and from a pre-activation, as who passes raw pointers keeps it."""
+    """Backward passes for the saved tensor of every forward problem and strategy, and for a pre-activation, which
+    callers of raw pointers keep.
+    """
     for problem in filter(lambda each: each.backward, _forward_problems()):
         for strategy in forward_strategies(problem):
             spec = problem.y if strategy.saved is Saved.OUTPUT else kept_spec(problem, strategy.saved)
@@ -82,7 +84,9 @@ def _derivatives() -> Iterator[tuple[DType, Spec, Derivative]]:
 
 
 def _backward_problems() -> Iterator[BackwardProblem]:
-    """A layer's own derivative without products, its dz anywhere or nowhere; and one below, behind the product."""
+    """The derivative of a layer's own activation without products, dz written in any layout or not at all; and the
+    derivative of the layer below, applied after the product.
+    """
     for dtype, y, derivative in _derivatives():
         x, w = Spec(packed(16, 8)), Spec(packed(y.layout.cols, 8))
         alone = BackwardProblem(dtype, Compute.FLOAT32, x, w, y, derivative, None, None)

@@ -1,4 +1,4 @@
-"""What a kernel is asked before its first launch."""
+"""Driver calls for a kernel before its first launch."""
 
 from __future__ import annotations
 

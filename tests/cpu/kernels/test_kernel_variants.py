@@ -89,7 +89,9 @@ def test_registers_suffice(source: str, first: int, end: int, record_property: C
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_sample_takes_what_the_table_says(source: str) -> None:
-    """On each architecture a variant of its own: the table is this compiler's, whatever the digest says."""
+    """Compiles another variant on each architecture: the table must match the installed compiler even if the digest is
+    unchanged.
+    """
     record, variants = recorded(), variants_of(source)
     if wanted(source):
         pytest.skip(f"all variants of {source} are compiled")
@@ -144,7 +146,7 @@ def test_kernels_that_are_missing_unknown_or_of_another_struct_are_seen() -> Non
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A copy of the kernels, which digests are taken of."""
+    """A copy of the kernels, whose digests are computed."""
     copy = shutil.copytree(kernel_sources(), tmp_path / "cuda_src")
     monkeypatch.setattr(kernel_digest, "kernel_sources", lambda: copy)
     return copy
@@ -162,19 +164,19 @@ def changed_by(change: Callable[[], object]) -> set[str]:
     ("header", "families"),
     [
         ("narrow.cuh", {"narrow_k.cu", "narrow_m.cu", "narrow_n.cu"}),
-        ("transpose.cuh", {"epilogue_bwd.cu"}),  # by way of another header
+        ("transpose.cuh", {"epilogue_bwd.cu"}),  # this header is included through another header
         ("stream_rows.cuh", {"cross_entropy.cu"}),
         ("resize.cu", {"resize.cu"}),
     ],
 )
 def test_a_change_is_compiled_in_the_families_that_include_it(sources: Path, header: str, families: set[str]) -> None:
     file = sources / header
-    before, _, after = file.read_text().rpartition("0")  # the last one is not in a comment
+    before, _, after = file.read_text().rpartition("0")  # the last include is not inside a comment
     assert changed_by(lambda: file.write_text(f"{before}1{after}")) == families
 
 
 def test_every_header_that_the_compiler_reads_is_in_the_digest() -> None:
-    """By the host compiler's own account of it."""
+    """Compares the includes with the host compiler's own list."""
     for source in SOURCES:
         options = [f"-D{name}={value}" for name, value in variants_of(source)[0].macros]
         paths = ["-I", str(SHIM), "-I", str(kernel_sources()), "-isystem", compiler.runtime_headers()]
@@ -233,7 +235,7 @@ def test_a_full_run_leaves_out_nothing() -> None:
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A table of two families, which the command compiles at no cost."""
+    """A table of two kernel families, which the command compiles with a fake compiler."""
     monkeypatch.setattr(compile_matrix, "SOURCES", ["elementwise_loss.cu", "tally.cu"])
     monkeypatch.setattr(compile_matrix, "TABLE", tmp_path / "registers.md")
     monkeypatch.setattr(compile_matrix, "everywhere", compiled_with(spills=0))

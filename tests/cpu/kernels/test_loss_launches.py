@@ -37,7 +37,9 @@ def test_every_row_has_threads(rows: int, cols: int, order: Order, itemsize: int
 def test_rows_are_held_as_far_as_blocks_have_memory(
     classes: int, itemsize: int, packets: int, held: int, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an H200: two rows, one, one with what threads have in registers, and not one; in whole batches."""
+    """On an H200 shared memory has room for two rows, for one row, for the part of one row that registers do not hold,
+    or for less; always in whole batches.
+    """
     monkeypatch.setattr(cross_entropy, "device_attributes", lambda *_: (227 << 10, 228 << 10))
     sharing = RowSharing.of(packed(8192, classes), itemsize)
     assert sharing.packets == packets

@@ -50,7 +50,9 @@ def assert_covers(rows: int, cols: int, done: Tiling) -> None:
 
 
 def assert_octets_begin_alike(rows: int, cols: int, done: Tiling) -> None:
-    """Fails unless the rows of a thread of a flat matrix are a multiple of eight apart, and of a block not too many."""
+    """Fails unless the rows of a thread of a flat matrix are a multiple of eight apart, and a block has few enough
+    rows.
+    """
     (_, _), (_, y) = done
     if rows >= OCTET and cols > 2 * OCTET:
         assert y in (OCTET, 2 * OCTET, 4 * OCTET, 8 * OCTET)

@@ -160,7 +160,7 @@ def test_stochastic_rounding_needs_no_master_copy() -> None:
     for _ in range(50):
         optimizer.step()
     assert tensor.master is None
-    # to nearest, a step of 1e-4 would never leave 1, whose neighbour below is 1 - 2⁻⁸
+    # rounded to nearest, a step of 1e-4 would never leave 1, whose neighbour below is 1 - 2⁻⁸
     assert float(tensor.data.astype(np.float64).mean()) == pytest.approx(1 - 50e-4, abs=3e-4)
 
 

@@ -142,7 +142,7 @@ def test_each_parameter_is_given_once() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_longer_than_the_hosts_blocks(dtype: str) -> None:
-    size, step = 70_000, 1  # two blocks and a part
+    size, step = 70_000, 1  # the parameter fills two blocks and a part of a third
     data, grad = numbers(0, (size,), dtype), numbers(1, (size,), "float32")
     whole = lt.Parameter(data.copy(), grad)
     optimizer = lt.AdamW([whole], lr=0.1, moments="bfloat16", stochastic_rounding=dtype == "bfloat16", seed=3)

@@ -226,7 +226,7 @@ def test_what_is_no_array_anywhere() -> None:
 
 
 def test_memory_that_is_no_gpus() -> None:
-    # Without a driver the error says so; with one, that the address is not a GPU's.
+    # Without a driver the error names the missing driver; with a driver it says that the address is not a GPU's.
     with pytest.raises((MissingLibraryError, DeviceError), match=r"driver|x is 0x"):
         lt.linear(DeviceArray((M, K)), DeviceArray((N, K)))
 

@@ -71,7 +71,7 @@ def test_the_layer_below_has_made_x() -> None:
     for same in (y[:], y.T.T, y.reshape(1, M, N)[0]):
         _, context = lt.linear_fwd(same, w, activation="tanh")
         np.testing.assert_array_equal(lt.linear_bwd(dy, context, through=below).dw, lt.linear_bwd(dy, context).dw)
-    for other in (y + 1, y.copy(), np.asfortranarray(y)):  # in a residual net x is y plus another array
+    for other in (y + 1, y.copy(), np.asfortranarray(y)):  # in a residual network x is y plus another array
         _, context = lt.linear_fwd(other, w, activation="tanh")
         with pytest.raises(ArgumentError, match=r"whose y is not the x of ctx.*pass require_same=False"):
             lt.linear_bwd(dy, context, through=below)

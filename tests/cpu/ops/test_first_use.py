@@ -1,4 +1,6 @@
-"""Plans kept by problem, and problems tuned when they are first met, with a tuner that only takes notes."""
+"""Plans are kept for each problem, and problems are tuned at first use; the tuner is replaced by one that only records
+calls.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,18 @@ def measured_layer(problem: LayerProblem, **changes: Any) -> LayerEntry:
 
 
 def plan_of(problem: Problem, device: int, stream: int) -> Any:
-    """As operations ask for plans."""
+    """Requests a plan in the way of an operation."""
     anew = first_use.asked_for.get()
     return cache.plan_of(problem, device, stream, first_use.before_first_use, anew=anew)
 
 
 class World:
-    """A machine on which plans are made of nothing, and the tuner writes what it decides to the plan cache.
+    """A machine on which plans are empty objects, and the tuner writes its decisions to the plan cache.
 
     Attributes:
         capturing: streams that are being captured.
         planned: problems for which plans were made, in order.
-        tuned: what the tuner was given.
+        tuned: the tuner's arguments.
     """
 
     def __init__(self, store: PlanStore) -> None:
@@ -70,7 +72,7 @@ class World:
         problems = [problem for each in given for problem in ([each] if each == PRODUCT else each.problems)]
         for each in problems:
             self.store.put({problem_key(each): self.entry(each)})
-        # The tuner may plan what it measures; that must not be tuned in turn.
+        # The tuner makes plans of the problems that it measures; those plans must not start another tuning.
         plan_of(replace(PRODUCT, batch=2), device, 0)
         forget(problems, device)
         return []
@@ -171,7 +173,7 @@ def test_what_cannot_be_tuned_runs_untuned(world: World, failure: Exception) -> 
     with first_use.tuning():
         with pytest.warns(UserWarning, match=f"could not be tuned and runs untuned .{failure}."):
             plan = plan_of(PRODUCT, 0, 0)
-        assert plan_of(PRODUCT, 0, 0) is plan  # without another warning
+        assert plan_of(PRODUCT, 0, 0) is plan  # the second call gives no further warning
     assert len(world.tuned) == 1
 
 

@@ -21,7 +21,7 @@ LABELS = np.array([0, 3, 1, 2, 3])
 
 
 def expected_cross_entropy(logits: Array, labels: Array, smoothing: float = 0.0) -> tuple[float, Array]:
-    """By SciPy's log-softmax."""
+    """Cross-entropy by SciPy's log-softmax."""
     log_softmax = special.log_softmax(logits.astype(np.float64), axis=1)
     target = (1 - smoothing) * np.eye(logits.shape[1])[labels] + smoothing / logits.shape[1]
     return -float((log_softmax * target).sum(axis=1).mean()), (np.exp(log_softmax) - target) / len(labels)
@@ -200,12 +200,12 @@ BY_PYTORCH: list[tuple[str, Any, dict[str, Any], float, list[list[float]]]] = [
         *("bce_with_logits", TARGETS, {}, 0.4983009520399744),
         [[-0.0629234448, 0.0371166898, 0.1051328463], [0.0079043122, -0.0534702168, -0.0304042540]],
     ),
-    # …(pos_weight=[2, 0.5, 3])
+    # F.binary_cross_entropy_with_logits(LOGITS, TARGETS, pos_weight=[2, 0.5, 3])
     (
         *("bce_with_logits", TARGETS, {"pos_weight": singles(2, 0.5, 3)}, 0.6227896258082491),
         [[-0.1258468896, 0.0371166898, 0.0951992695], [0.0079043122, -0.0267351084, -0.0912127619]],
     ),
-    # …(weight=[[2], [0.5]])
+    # F.binary_cross_entropy_with_logits(LOGITS, TARGETS, weight=[[2], [0.5]])
     (
         *("bce_with_logits", TARGETS, {"row_weights": singles(2, 0.5)}, 0.8373839951621003),
         [[-0.1258468896, 0.0742333796, 0.2102656927], [0.0039521561, -0.0267351084, -0.0152021270]],
@@ -243,7 +243,7 @@ def test_as_pytorch(name: str, target: Any, options: dict[str, Any], value: floa
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_of_rows(name: str, parts: int) -> None:
-    """Each multiplies its row's loss; parts of a batch add up to the batch."""
+    """Each weight multiplies its row's loss; the losses of a batch's parts add up to the batch's loss."""
     scores, weights = numbers(8, (4, C), "float32"), singles(2, 0, 1, 0.5)
     function = getattr(lt, name if name not in ("mse", "huber") else f"{name}_loss")
     target = LABELS[:4] if name == "cross_entropy" else np.abs(numbers(9, (4, C), "float32"))

@@ -26,7 +26,7 @@ def parameter(dtype: str, *, master: bool = True, shape: tuple[int, ...] = (2, 3
 
 
 class DlpackOnly:
-    """An array of a library of the host that has nothing but DLPack."""
+    """An array in host memory of a library that offers only DLPack."""
 
     def __init__(self, values: Array) -> None:
         self._values = values
@@ -39,7 +39,7 @@ class DlpackOnly:
 
 
 class ArrayOnly:
-    """Something that NumPy makes an array of."""
+    """An object that NumPy converts to an array."""
 
     def __init__(self, values: Array) -> None:
         self._values = values
@@ -205,9 +205,9 @@ def test_what_training_makes_of_numbers_is_not_stale() -> None:
     optimizer = lt.AdamW([tensor], lr=100.0, weight_decay=0.0)
     for _ in range(3):
         optimizer.step()
-    assert np.isinf(tensor.data[4])  # beyond 65504, as only the master copy can be
+    assert np.isinf(tensor.data[4])  # a value beyond 65504, which only the master copy can hold
     assert np.isfinite(tensor.master[4])
-    tensor.master[2], tensor.data[2] = np.float32(np.nan), -np.float16(np.nan)  # two of them need not be equal
+    tensor.master[2], tensor.data[2] = np.float32(np.nan), -np.float16(np.nan)  # two NaNs need not have equal bits
     optimizer.step()
 
 

@@ -1,4 +1,4 @@
-"""The order in which strategies are tried that nobody has measured: the table's first, and a fixed rule behind it."""
+"""The order in which unmeasured strategies are tried: the table's choice first, then the others by a fixed rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies: which of them a problem allows, and that each is read back from a file as it was written."""
+"""Strategies: the set that a problem allows; each is read back from a file as it was written."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_dropout_and_nan_rule_out_activations_of_the_library() -> None:
 
 
 def test_auxiliary_matrices_that_the_library_cannot_use() -> None:
-    """cuBLASLt asks for a leading dimension in multiples of 8, and an address in multiples of 16 bytes."""
+    """cuBLASLt requires a leading dimension that is a multiple of 8, and an address that is a multiple of 16 bytes."""
     for spec in (Spec(Layout(M, N, Order.ROW, N + 1)), Spec(Layout(M, N, Order.ROW, 24), 8)):
         assert Epilogue.GELU_AUX_BIAS not in [epilogue for epilogue, _ in pairs(a_forward(preactivation=spec))]
         through = below("gelu", Saved.PREACTIVATION, saved_spec=spec)

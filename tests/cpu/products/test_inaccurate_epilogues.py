@@ -1,4 +1,4 @@
-"""Epilogues that cuBLASLt is not asked for: GELU in full FP32, and 16-bit epilogues with ragged rows.
+"""Epilogues that cuBLASLt does not run: GELU in full FP32, and 16-bit epilogues with ragged rows.
 
 cuBLASLt's GELU is less accurate than FP32, so that plans use it only in narrower types. With ragged rows cuBLASLt
 rounds a 16-bit product before the epilogue.

@@ -52,7 +52,7 @@ def offers(*entries: Entry) -> list[Offered]:
             forward(65536, 80, 56, BIAS),
             [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)],
             2,
-        ),  # the first takes 13.3, the last 10.8
+        ),  # the first algorithm takes 13.3 µs, the last 10.8 µs
         (
             forward(131072, 128, 32, GELU),
             [((128, 128), 7.758), ((64, 256), 7.758), ((64, 512), 3.879)],
@@ -60,13 +60,13 @@ def offers(*entries: Entry) -> list[Offered]:
         ),  # the first takes 66.8, the last 34
         # Larger tiles take fewer rounds: the first takes 19.2, the second 17.0.
         (forward(262144, 40, 32), [((64, 256), 7.758), ((64, 512), 3.879), ((32, 512), 7.758)], 1),
-        # All take one round: the first takes 9.6, the second 9.8.
+        # All algorithms take one round: the first takes 9.6 µs, the second 9.8 µs.
         (forward(827, 5376, 320, BIAS), [((128, 288), 0.955), ((256, 144), 0.955), ((384, 96), 0.955)], 0),
         (
             forward(131072, 48, 40),
             [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)],
             0,
-        ),  # the first takes 12.8, the second 16.2
+        ),  # the first algorithm takes 12.8 µs, the second 16.2 µs
         (forward(25, 64, 64), [((8, 64), 0.061), ((64, 8), 0.03)], 0),
     ],
 )
@@ -136,7 +136,7 @@ def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
     assert most_promising(forward(7456, 2840, 464), offered) == 0
 
 
-HOPPERS, OLDERS = 43, 21  # kernels for TF32
+HOPPERS, OLDERS = 43, 21  # ids of kernels for TF32
 
 
 def weight_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
@@ -285,7 +285,7 @@ def test_a_plain_product_takes_no_other_that_cannot_be_launched(monkeypatch: pyt
 
 
 def test_what_is_known_to_be_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
-    """The last drops the tail of 776 = 12·64 + 8 terms; how promising it is does not matter."""
+    """The last algorithm drops the tail of 776 = 12·64 + 8 terms and is not chosen, however high its rank."""
     Offering(monkeypatch, [(MatmulTile.TILE_64x64, 31.03, 1), (MatmulTile.TILE_64x512, 3.879, 12)])
     monkeypatch.setattr("lt_runtime.products.matmul.most_promising", lambda _, found: len(found) - 1)
     assert tile_of(forward(262144, 40, 768, BIAS)) == (64, 512)

@@ -188,7 +188,8 @@ def test_the_library_keeps_to_the_workspace(library: FakeLibrary, passes: None) 
 
 def test_copies_take_a_small_part_of_the_memory_at_most(library: FakeLibrary, passes: None) -> None:
     _offer(library, 1)
-    rows = (1 << 27) // (2 * 480) - 64  # rows whose copies, with those of 64 x 480 weights, just fit
+    # The largest number of rows whose copies, together with those of 64 x 480 weights, fit.
+    rows = (1 << 27) // (2 * 480) - 64
     PaddedPlan(forward(rows, 64, 479), 0)
     problem = forward(rows + 1, 64, 479)
     with pytest.raises(PlanError, match="copies take 134218752 bytes, more than 134217728"):
@@ -211,7 +212,7 @@ def test_copies_where_the_library_offers_nothing_else(
     monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
     _offer(library, 1)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
-    with pytest.raises(PlanError, match="is not asked"):  # a pass of ours applies the epilogue then
+    with pytest.raises(PlanError, match="is not asked"):  # our pass then applies the epilogue
         algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)
     library.offered = {}
     with pytest.raises(PlanError, match="offers 0"):

@@ -36,7 +36,7 @@ def paths(collector: Any, *kinds: str) -> list[tuple[str, ...]]:
 
 
 def fill(gpu: FakeGpu) -> None:
-    """One copy on the current stream."""
+    """Puts one copy on the current stream."""
     gpu.cp.ndarray((8,), np.float32).fill(1.0)
 
 
@@ -140,7 +140,7 @@ def test_ranges_of_threads_that_outlive_a_profile_do_not_reach_the_next(gpu: Fak
 
 
 def captured(gpu: FakeGpu, names: list[str]) -> Any:
-    """A graph of the package's own with one copy a range, and one outside of all."""
+    """A graph of the package with one copy in each range, and one copy outside all ranges."""
     target = gpu.cp.ndarray((8,), np.float32)
 
     def run(stream: int) -> None:
@@ -241,7 +241,8 @@ def test_what_finds_no_room_is_counted(gpu: FakeGpu, collector: Any, monkeypatch
         for _ in range(50):
             fill(gpu)
     kept = len(collector.activities)
-    assert kept == 3 * (512 // 64)  # a call's record and the other library's link to it, 64 bytes together
+    # The record of a call and the record that links it to the other library's id take 64 bytes together.
+    assert kept == 3 * (512 // 64)
     assert collector.dropped == 3 * 50 - 2 * kept
     with another() as again:
         fill(gpu)

@@ -25,7 +25,7 @@ def newest(header: str, struct: str) -> str:
 
 
 def test_the_installed_header_has_the_fields_where_they_are_read(tmp_path: Path) -> None:
-    directory = Path(pathfinder.find_nvidia_header_directory("cudart") or "")  # NVIDIA's wheels share it
+    directory = Path(pathfinder.find_nvidia_header_directory("cudart") or "")  # NVIDIA's wheels share this directory
     header = (directory / "cupti_activity.h").read_text()
     names = {kind: newest(header, struct) for kind, struct in STRUCTS.items()}
     lines = [f'printf("{kind} size %zu\\n", sizeof({name}));' for kind, name in names.items()]

@@ -59,7 +59,7 @@ def train(gpu: FakeGpu) -> Iterator[Training]:
     made = Training(gpu)
     made()
     yield made
-    vars(made).clear()  # its graphs are freed while there is a GPU
+    vars(made).clear()  # the step's graphs are freed while the pretended GPU is active
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_layers_are_timed_by_events(gpu: FakeGpu, *, graph: bool) -> None:
     # In a graph the tally adds the loss up beside the backward pass.
     assert found["", "loss"].us == pytest.approx(100 if graph else 200)
     assert found["", "optimizer"].us == pytest.approx(100)
-    assert found["", "input"].us == pytest.approx(100)  # a kernel of ours copies all arrays
+    assert found["", "input"].us == pytest.approx(100)  # one of our kernels copies all arrays
     assert all(layer.calls == 1 for key, layer in found.items() if key in LAYERS)
     assert prof.totals().step_us == pytest.approx(sum(layer.us for layer in prof.layers()))
 
@@ -141,7 +141,8 @@ def test_a_profile_changes_no_result_and_no_graph(gpu: FakeGpu, monkeypatch: pyt
         plain()
     assert next(iter(watched.step._gpu._buffers.values())).graph is own
     assert own.executable not in launched[:3]
-    assert len(set(launched[:3])) == 3  # copies in turn, so that one is read while the other runs
+    # Two copies of the graph alternate, so that the events of one are read while the other runs.
+    assert len(set(launched[:3])) == 3
     assert launched[3:] == [own.executable] * 3
     for one, other in zip(watched.values(), plain.values(), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -207,7 +208,7 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     monkeypatch.setattr(marks.MarkedGraph, "launch", watched)
 
     def often() -> None:
-        for _ in range(20):  # more often than there are copies
+        for _ in range(20):  # more steps than there are copies
             train()
 
     fake_collector.install(monkeypatch, [], why="it is left out")

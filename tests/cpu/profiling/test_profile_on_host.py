@@ -1,4 +1,4 @@
-"""Profiles of code that runs on the host: steps, layers, and what is refused or said."""
+"""Profiles of code that runs on the host: steps, layers, refused arguments and warnings."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_script_may_mark_its_steps_and_is_one_step_without_marks(*, marks: boo
 def test_a_function_is_called_until_the_profile_is_full() -> None:
     calls = []
     prof = lt.profile(lambda: calls.append(1), steps=4, device="cpu")
-    assert len(calls) == 2 + 4  # two to warm up, and none to trace on the host
+    assert len(calls) == 2 + 4  # two steps of warm-up, and no traced steps on the host
     assert prof.layers() == []
     assert lt.profile(trained(), steps=3, device="cpu").report.timed_steps == 3
 

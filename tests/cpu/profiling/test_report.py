@@ -49,7 +49,8 @@ def test_a_layer_has_its_rates_and_its_bound(report: Report) -> None:
     assert (fc.name, fc.phase, fc.us, fc.spread_us) == ("fc", "forward", 11.0, 1.0)
     assert fc.tflops == pytest.approx(4e9 / 11e-6 / 1e12)
     assert fc.gbytes == pytest.approx(3e7 / 11e-6 / 1e9)
-    assert (fc.bound, fc.fraction) == ("memory", pytest.approx(7.5 / 11))  # 7.5 µs to move it, 5 to compute it
+    # 7.5 µs to move the bytes, 5 µs to compute the products.
+    assert (fc.bound, fc.fraction) == ("memory", pytest.approx(7.5 / 11))
     assert (fc.kernels, fc.kernel_us) == (1, 8.0)
     assert (loss.name, loss.phase, loss.flops, loss.bound) == ("", "loss", 0, "")
 

@@ -77,7 +77,7 @@ def test_backward_counts_its_passes(gpu: FakeGpu, told: list[Any]) -> None:
     gpu.lt.linear_bwd(dy, ctx)
     work = work_of(told[-1])
     products = 2 * (M * N + M * K + N * K)
-    passes = 3 * M * N + N  # reads dy and the saved tensor, writes dz and the bias gradient
+    passes = 3 * M * N + N  # the pass reads dy and the saved tensor, and writes dz and the bias gradient
     assert work.flops == 4 * M * N * K
     assert work.bytes == 4 * (products + passes)
     assert work.strategy.startswith("db by kernel")
@@ -95,7 +95,7 @@ def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
     work = work_of(replace(known, plan=plan))
     assert work.copies
     assert "copies for d" in work.strategy
-    whole = 128  # K of the padded copies
+    whole = 128  # bytes with K as in the padded copies
     product = 2 * (m * whole + whole * n + m * n)
     assert work.bytes == product + 2 * (m * k + m * whole) + 2 * (k * n + whole * n)
 

@@ -40,7 +40,7 @@ def scalar_philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def scalar_keeps(index: int, p: float, philox: Philox) -> bool:
-    """Whether dropout keeps the element with this row-major index."""
+    """Whether dropout keeps the element with the given row-major index."""
     block, lane = divmod(index, 8)
     words = scalar_philox(
         [block % 2**32, block // 2**32, philox.layer, philox.step], [philox.seed % 2**32, philox.seed // 2**32]
@@ -82,7 +82,7 @@ def test_expectation_is_one(p: float) -> None:
     kept = round((1 - p) * 65536) / 65536
     factors = dropout_scale((size,), p, Philox(11, 3, 2)).reshape(-1, 8)
     assert set(np.unique(factors)) == {0.0, float(np.float32(1 / kept))}
-    deviation = math.sqrt((1 - kept) / kept)  # the standard deviation of one factor
+    deviation = math.sqrt((1 - kept) / kept)  # standard deviation of a single dropout factor
     assert abs(factors.mean() - 1) < 5 * deviation / math.sqrt(size)
     assert (abs(factors.mean(axis=0) - 1) < 5 * deviation / math.sqrt(size / 8)).all(), "a lane is biased"
 

@@ -103,7 +103,7 @@ def test_a_file_of_an_earlier_version_costs_one_warning(tmp_path: Path) -> None:
     path, run = tmp_path / "run", every_kind()
     expected = saved(path, run)
     arrays, metadata = content_of(path)
-    safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # as earlier versions wrote it
+    safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # checkpoints as earlier versions wrote them
     train(run, range(5, 7))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

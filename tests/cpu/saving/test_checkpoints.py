@@ -29,7 +29,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, dtype: str, options: 
     train(unbroken, range(12))
     train(first, range(5))
     lt.save_checkpoint(tmp_path / "run.safetensors", *first)
-    train(second, range(90, 93))  # its own values must not matter
+    train(second, range(90, 93))  # the run's values before loading must not matter
     lt.load_checkpoint(tmp_path / "run.safetensors", *second)
     assert_same(state(second), state(first))
     train(second, range(5, 12))

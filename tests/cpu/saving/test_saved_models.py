@@ -106,7 +106,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         lt.save_model(tmp_path / "model", 3)  # type: ignore[arg-type]
 
 
-# Loading the values of a file into an existing model.
+# Tests that load the values of a file into an existing model.
 
 
 @pytest.mark.parametrize("saved_by", ["save_model", "save_checkpoint"])

@@ -13,13 +13,15 @@ from tests.support.plan_entries import H200, KEY, product
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a plan file, which is not there yet, in a directory of the cache directory, which is not there either."""
+    """Path of a plan file in a subdirectory of the cache directory; neither the file nor the subdirectory exists
+    yet.
+    """
     return tmp_path / "cache" / "plans" / H200.file_name
 
 
 @pytest.fixture
 def filled(path: Path) -> ProductEntry:
-    """The file holds this entry under KEY."""
+    """Writes the plan file with this entry under KEY."""
     entry = product()
     assert PlanStore(path, H200).put({KEY: entry})
     return entry

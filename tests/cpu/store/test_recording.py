@@ -1,4 +1,4 @@
-"""Problems that a script meets, written down and read again."""
+"""Records of the problems that a script runs, written to a file and read again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEMS = [parse_key(key) for key in (layer_key(64), product_key(64), layer_key
 
 @pytest.fixture(autouse=True)
 def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known to be recorded, and no file to be unwritable."""
+    """Resets the module: no problem is recorded, and no file is marked as unwritable."""
     for name in ("_recorded", "_complained"):
         monkeypatch.setattr(recording, name, set())
 

@@ -1,4 +1,4 @@
-"""Plan files that somebody has planted: nothing of them is used, and nothing takes long."""
+"""Plan files planted by another user: no entry is used, and reading them does not take long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOMEBODY = 54321
 
 
 def belongs_to_somebody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives a file or directory to another user; who may not do that becomes another user instead."""
+    """Gives a file or directory to another user. Without the right to do so, this process becomes another user."""
     if os.geteuid() == 0:
         os.chown(path, SOMEBODY, -1)
     else:
@@ -187,7 +187,7 @@ def test_bad_entries_do_not_disturb_a_merge(path: Path, filled: ProductEntry, tm
         of_entries(f"{{{json.dumps(KEY)}: {text}, {json.dumps(OTHER)}: {text}}}")(other)
         store = PlanStore(path, H200)
         assert store.merge(Document.read(other)) == (0, True)
-        Document.read(other).absorb(Document.read(other))  # as when a file is read again
+        Document.read(other).absorb(Document.read(other))  # makes the store read the file again
     assert PlanStore(path, H200).product(KEY) == filled
 
 

@@ -1,4 +1,4 @@
-"""Entries and files of the plan cache as text: what is accepted, what is noticed, which of two entries stays."""
+"""Entries and files of the plan cache as text: accepted forms, detected damage, and which of two entries is kept."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_no_entry(value: object) -> None:
 
 
 def merged(*entries: ProductEntry) -> ProductEntry:
-    """What is left of entries put under one key one after the other; in whatever order, as is checked."""
+    """The entry that remains after several were stored under one key; checks that the order does not matter."""
     results = []
     for order in itertools.permutations(entries):
         document = Document(H200)

@@ -26,7 +26,7 @@ from tests.support.plan_entries import H200, KEY, LAYER, OTHER, beside, layer, p
 
 @contextmanager
 def one_warning(pattern: str) -> Iterator[None]:
-    """Exactly one warning comes of what is done inside."""
+    """Fails unless the block causes exactly one warning."""
     with pytest.warns(UserWarning, match=pattern) as caught:
         yield
     assert [str(each.message) for each in caught] == [str(caught[0].message)]
@@ -158,7 +158,7 @@ def test_where_nothing_can_be_written_memory_works_at_the_cost_of_one_warning(
 
 @contextmanager
 def as_ordinary_user() -> Iterator[Path]:
-    """A directory of a user whom permissions bind, as they do not root."""
+    """A directory of a user other than root, so that permissions apply."""
     directory = Path(tempfile.mkdtemp())
     user = os.geteuid() or 65534
     os.chown(directory, user, -1)

@@ -1,4 +1,4 @@
-"""Fingerprints: what is in them, and what a change of it does to the name of the file."""
+"""Fingerprints: their contents, and how a change of the contents changes the file's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of problems: canonical, injective, readable back; and a change of what is written is noticed."""
+"""Keys of problems: canonical, injective, readable back; a change of the written fields is detected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WRITTEN = (
     *(entries.ProductEntry, entries.LayerEntry, entries.Alternative),
     *(entries.RejectedAlgorithm, entries.RejectedStrategy),
 )
-"""The dataclasses that stand in files."""
+"""The dataclasses whose fields are written to files."""
 
 DIGESTS = {
     1: "2033f015c9951b6e",
@@ -45,7 +45,7 @@ DIGESTS = {
     5: "aae09e365ba5fb50",
     6: "aae09e365ba5fb50",
 }
-"""Of the fields of those, by version of the format."""
+"""Digest of the fields of `PROBLEM`, by version of the format."""
 
 
 @given(problems)
@@ -139,5 +139,5 @@ def test_both_zeros_have_one_key() -> None:
     )
     assert positive == negative
     key = problem_key(positive)
-    problem_key.cache_clear()  # as in another process
+    problem_key.cache_clear()  # as a new process would do
     assert problem_key(negative) == key

@@ -67,7 +67,7 @@ def test_batches_stay_until_as_many_more_were_asked_for(
     numbers = range(first, first + 4 * depth)
     for batch in gpu.lt.prefetch(batches_from(gpu, numbers, from_pinned), depth, 0, gpu.stream):
         waiting.append(batch)
-        if len(waiting) == depth:  # the last moment at which its user may read it
+        if len(waiting) == depth:  # the last moment at which the user may read the batch
             read.append([put_copy(gpu, array) for array in waiting.pop(0)])
     if all_first:
         gpu.synchronize_all()

@@ -146,7 +146,8 @@ def test_another_models_optimizer_is_refused() -> None:
         ):
             lt.TrainStep(model, lt.AdamW(parameters))
     weight = model.layers[0].weight
-    beside = lt.Parameter(weight.data, np.zeros_like(weight.grad), name="beside")  # backward does not write its grad
+    # Backward does not write this parameter's grad.
+    beside = lt.Parameter(weight.data, np.zeros_like(weight.grad), name="beside")
     with pytest.raises(ArgumentError, match="the optimizer has beside, which is no parameter of the model"):
         lt.TrainStep(model, lt.AdamW([beside]))
 
@@ -154,7 +155,7 @@ def test_another_models_optimizer_is_refused() -> None:
 def test_parameters_that_the_optimizer_has_not_are_frozen() -> None:
     model = lt.MLP([INPUTS, 16, CLASSES], seed=2, device="cpu")
     before = [each.data.copy() for each in model.parameters()]
-    # Other parameters of the same arrays.
+    # New parameters that share the arrays of others.
     own = [lt.Parameter(each.data, each.grad, lr_scale=2.0) for each in model.parameters()[2:]]
     step = lt.TrainStep(model, lt.AdamW(own, lr=1e-2))
     step(*batch(0))

@@ -1,4 +1,4 @@
-"""Operands of a chain over NumPy: where they lie, what is shared, what counts as the same result."""
+"""Operands of a chain over NumPy: their placement, shared buffers, and when two results count as equal."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_one_problem_writes_others_read(activation: str) -> None:
     first, last = addresses(operands, 0, forward_of(chain), strategy), addresses(operands, 1, forward_of(chain, 1))
     above, below = (addresses(operands, index, backward_of(chain, index)) for index in (1, 0))
     assert last.x == above.x == first.y
-    assert last.y != first.x  # of one layout, and nothing to do with each other
+    assert last.y != first.x  # two layers of one layout that do not follow each other
     assert (above.w, below.w, below.x) == (last.w, first.w, first.x)
     assert below.dy == above.dx
     assert above.saved_below == {"gelu": first.kept, "relu": first.y, "none": 0}[activation]
@@ -138,7 +138,7 @@ def test_layers_of_one_shape_have_weights_of_their_own() -> None:
 
 
 def test_data_for_comparison_gets_no_other_sign_by_rounding() -> None:
-    """The product rounded to BF16 before the bias is added, or only afterwards."""
+    """Two results: the product rounded to BF16 before the bias is added, or only afterwards."""
     data = prepared("relu")
     product, bias = data["x"][0] @ data["w"][0].T, data["bias"][0]
     rounded = product.astype(DType.BFLOAT16.numpy).astype(np.float64)
@@ -210,7 +210,7 @@ def test_results_that_do_not_agree(dtype: DType) -> None:
 
 
 def test_values_that_have_passed_more_layers_may_differ_by_more() -> None:
-    """As a gradient of 16 columns did on an H200, behind six layers that round in another order."""
+    """Differences like those of a gradient of 16 columns on an H200, behind six layers that round in another order."""
     wanted = outputs()
     off = {name: values * 1.0224 for name, values in wanted.items()}
     assert disagreement(off, wanted, DType.BFLOAT16) is not None

@@ -1,4 +1,4 @@
-"""`lt.explain` over plans that are pretended and a plan cache that is real."""
+"""`lt.explain` with fake plans and a real plan cache."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ NARROW_PROBLEM = MatmulProblem(
 
 @pytest.fixture
 def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
-    """What the fake library takes for our kernel's id."""
+    """The id under which the fake library sees our kernel."""
     monkeypatch.setattr("lt_runtime.products.own.NarrowPass", FakeNarrowPass)
     monkeypatch.setattr("lt_runtime.products.own.workspace_size", lambda _: WORKSPACE)
     return NARROW_MATMUL.get(AlgoConfigAttribute.ID)

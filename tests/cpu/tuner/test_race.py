@@ -1,4 +1,6 @@
-"""The race on a clock that the tests set: what replaces the present contender, and what no clock can say."""
+"""The race on a clock that the tests set: when a challenger replaces the present contender, and when a difference is
+within the clock's error.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_the_fastest_is_timed_beside_the_present_one_a_second_time() -> None:
 
 
 def test_what_is_faster_only_once_does_not_replace_the_present_one() -> None:
-    clock = FakeClock(iter([1.0, 0.5, 0.5, 1.0] * 3 + [1.0, 0.5] + [1.0] * 100))  # back and forth, seven rounds
+    # Seven rounds, alternately in both orders.
+    clock = FakeClock(iter([1.0, 0.5, 0.5, 1.0] * 3 + [1.0, 0.5] + [1.0] * 100))
     contenders = Few(clock, clock.contenders(present=500.0, lucky=500.0))
     outcome = race(contenders)
     assert (outcome.winner, len(contenders.timed)) == ("present", 2)

@@ -78,9 +78,10 @@ def test_work_of_layers() -> None:
     )
     x, w, y = 6 * 3, 5 * 3, 6 * 5
     assert work_of(forward_of(chain)) == Work(2 * 6 * 5 * 3, 2 * (x + w + y + 5))
-    assert work_of(backward_of(chain, 0)) == Work(2 * 6 * 5 * 3, 2 * (y + x + w))  # dw of dz, and nothing else
+    assert work_of(backward_of(chain, 0)) == Work(2 * 6 * 5 * 3, 2 * (y + x + w))  # only dw is computed, from dz
     dy, w, x = 6 * 4, 4 * 5, 6 * 5
-    read, written = dy + w + x + x, x + w + 4 + 5  # the pre-activation below; both bias gradients
+    # Reads the pre-activation of the layer below; computes both bias gradients.
+    read, written = dy + w + x + x, x + w + 4 + 5
     assert work_of(backward_of(chain, 1)) == Work(2 * 2 * 6 * 4 * 5, 2 * (read + written))
     accumulated = replace(backward_of(chain, 1), accumulate=True)
     assert work_of(accumulated).bytes == 2 * (read + written + w)

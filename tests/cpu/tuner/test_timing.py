@@ -43,7 +43,7 @@ def test_in_a_loop_what_is_left_in_the_caches_counts_for_who_left_it() -> None:
     clock.leaves_us = {"saving": 12.0}
     contenders = clock.contenders(first=500.0, saving=500.0)
     in_turns = times(clock, contenders)
-    assert in_turns["first"] == in_turns["saving"]  # either follows the other in every second round
+    assert in_turns["first"] == in_turns["saving"]  # each follows the other in every second round
     in_a_loop = take_times(contenders, clock, 1, FOREVER, in_a_loop=True)  # type: ignore[arg-type]
     assert in_a_loop == {"first": Timing(500.0, 0.0), "saving": Timing(488.0, 0.0)}
 
@@ -78,7 +78,7 @@ def test_the_host_s_time_to_launch_leaves_nobody_behind() -> None:
 
 def test_the_best_without_the_host_s_time_puts_others_in_doubt() -> None:
     clock = FakeClock()
-    hosts = {"a": (20.0, 7.0), "b": (4.0, 60.0), "c": (3.0, 100.0)}  # the time of c alone leaves none behind but itself
+    hosts = {"a": (20.0, 7.0), "b": (4.0, 60.0), "c": (3.0, 100.0)}  # by the time of c alone only c remains
     measured = times(clock, {name: clock.contender(name, us, host_us=host) for name, (us, host) in hosts.items()})
     assert measured == {"a": Timing(20.0, 0.0, dropped=True), "b": Timing(4.0, 0.0), "c": Timing(3.0, 0.0)}
 
@@ -155,7 +155,7 @@ def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
 
     def breaks(number: int, stream: int) -> None:
         clock.launched.append(("b", number))
-        if next(calls) == 2:  # at the capture
+        if next(calls) == 2:  # the error comes at the capture
             raise RuntimeError("broken")
 
     contenders: dict[str, Any] = {"a": clock.contender("a", 1.0), "b": breaks}

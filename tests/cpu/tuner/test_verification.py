@@ -93,7 +93,9 @@ def test_results_of_several_blocks(output: str) -> None:
 @pytest.mark.parametrize("types", FLOAT_TYPES)
 @pytest.mark.parametrize("output", ["d", "aux", "vector"])
 def test_one_element_that_is_off(output: str, types: tuple[DType, DType]) -> None:
-    """By three units in its last place: where a sum is exact, one or two are let pass, by how large the number is."""
+    """The fault is three units in the last place: for an exact sum, one or two units are tolerated, depending on the
+    number's size.
+    """
     epilogue = {"d": Epilogue.BIAS, "aux": Epilogue.GELU_AUX_BIAS, "vector": Epilogue.DRELU_BGRAD}[output]
 
     def launch(trial: ProductOperands) -> None:
@@ -153,7 +155,7 @@ def test_two_runs_that_differ() -> None:
     def launch(trial: ProductOperands) -> None:
         right(trial)
         runs.append(0)
-        if len(runs) == 4:  # the second with data whose sums are not exact: both are within the limits
+        if len(runs) == 4:  # the second check uses data whose sums are not exact: both results are within the limits
             bits(trial.buffers["d"])[0, 0, 0] ^= 1
 
     assert judge(a_problem(), launch) == f"two runs differ, with {EDGES.name}"
@@ -171,7 +173,7 @@ def test_a_wrong_one_does_not_take_the_others_along() -> None:
 
 
 def truncated(values: NDArray[Any]) -> NDArray[Any]:
-    """TF32: 10 bits, the rest cut off."""
+    """Truncates to TF32, which keeps 10 mantissa bits."""
     bits = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
     return bits.view(np.float32).astype(np.float64)
 
@@ -193,7 +195,7 @@ def test_sums_in_fp32_pass_in_any_order(k: int) -> None:
         a, b = (each.astype(np.float32) for each in operands(trial))
         order = np.random.default_rng(0).permutation(k)
         total = np.zeros((1, M, N), np.float32)
-        for part in np.array_split(order, 9):  # a split K, each part one term after the other
+        for part in np.array_split(order, 9):  # K is split, and each part is summed sequentially
             partial = np.zeros_like(total)
             for index in part:
                 partial += a[..., index, None] * b[..., None, index, :]
@@ -240,7 +242,7 @@ def test_data_is_what_it_says() -> None:
             assert (magnitudes > 32).any()
             tiny = magnitudes[(magnitudes > 0) & (magnitudes < 1e-20)]
             assert tiny.size
-            assert tiny.min() > 1e-36  # none that the reference would take for 0
+            assert tiny.min() > 1e-36  # no subnormal numbers, which the reference would treat as 0
 
 
 def address_of(trial: ProductOperands, name: str) -> int:
