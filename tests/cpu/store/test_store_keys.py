@@ -45,7 +45,7 @@ DIGESTS = {
     5: "aae09e365ba5fb50",
     6: "aae09e365ba5fb50",
 }
-"""Digest of the fields of `PROBLEM`, by version of the format."""
+"""Digest of the fields of these dataclasses, by version of the format."""
 
 
 @given(problems)
