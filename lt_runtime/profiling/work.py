@@ -59,8 +59,8 @@ def work_of(ran: PreparedCall | AdamW) -> Work:
     if isinstance(ran, AdamW):
         return Work(bytes=_bytes_of_update(ran))
     problem = ran.request.problem
-    if isinstance(problem, MLPProblem):
-        return _work_of_mlp(problem)
+    if isinstance(problem, MLPProblem):  # the backward pass includes a forward pass
+        return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
     if not isinstance(problem, (ForwardProblem, BackwardProblem, MatmulProblem)):
         return Work(bytes=sum(ran.sizes))  # a loss or dropout reads or writes each array once
     kind = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
@@ -73,11 +73,6 @@ def work_of(ran: PreparedCall | AdamW) -> Work:
     if copied:
         words = ", ".join([*filter(None, [words]), f"copies for {' and '.join(copied)}"])
     return Work(least.flops, sum(_moved(plan)), kind, words, bool(copied))
-
-
-def _work_of_mlp(problem: MLPProblem) -> Work:
-    """The work of one pass of a narrow MLP; the backward pass includes a forward pass."""
-    return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
 
 
 def _products(plan: Plan) -> dict[str, Plan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,6 @@ def test_the_phases_and_the_layers_of_a_step_add_up_to_it() -> None:
     assert sum(layer.us for layer in prof.layers()) == pytest.approx(whole.us)
 
 
-def test_micro_batches_are_counted() -> None:
-    step = trained(accumulate=4)
-    with lt.profile(device="cpu") as prof:
-        step()
-    layer = found(prof)["layer0", "forward"]
-    assert (layer.calls, layer.flops) == (4, 2 * ROWS * DIMS[0] * DIMS[1])
-
-
 def test_ranges_of_a_script_are_layers() -> None:
     x, w = np.ones((4, 3), np.float32), np.ones((2, 3), np.float32)
     with lt.profile(device="cpu") as prof:
@@ -113,7 +105,10 @@ def test_a_function_is_called_until_the_profile_is_full() -> None:
     prof = lt.profile(lambda: calls.append(1), steps=4, device="cpu")
     assert len(calls) == 2 + 4  # two steps of warm-up, and no traced steps on the host
     assert prof.layers() == []
-    assert lt.profile(trained(), steps=3, device="cpu").report.timed_steps == 3
+    prof = lt.profile(trained(accumulate=4), steps=3, device="cpu")
+    assert prof.report.timed_steps == 3
+    layer = found(prof)["layer0", "forward"]  # of four micro-batches
+    assert (layer.calls, layer.flops) == (4, 2 * ROWS * DIMS[0] * DIMS[1])
 
 
 @pytest.mark.parametrize(
@@ -178,12 +173,8 @@ def test_ranges_of_threads_do_not_mix() -> None:
             with lt.range(name), lt.range(f"{name}.part"):
                 pass
 
-    with lt.profile(device="cpu") as prof:
-        threads = [threading.Thread(target=work, args=(f"thread{i}",)) for i in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+    with lt.profile(device="cpu") as prof, ThreadPoolExecutor(4) as pool:
+        [*pool.map(work, [f"thread{i}" for i in range(4)])]
     assert {layer.name: layer.calls for layer in prof.layers()} == {
         f"thread{i}{part}": 50 for i in range(4) for part in ("", ".part")
     }
