@@ -115,7 +115,8 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # A type checker that sees it takes any name for one of the module's.
+# Not defined for type checkers: with a module `__getattr__` they would accept any name as an attribute of the module.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:

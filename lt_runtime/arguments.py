@@ -144,7 +144,8 @@ class Fixed:
     """Names of attributes that may be set at any time."""
     _is_made = False
 
-    if not TYPE_CHECKING:  # A type checker that sees it takes any name for an attribute that may be set.
+    # Not defined for type checkers: with `__setattr__` they would accept assignments to any attribute.
+    if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: object) -> None:
             may_change = name in self._changeable or name.startswith("_")

@@ -34,7 +34,7 @@ def host_zeros(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _starts(shapes: _Shapes, itemsize: int) -> list[int]:
-    """Where each array begins, in elements, and where the last one ends."""
+    """Offsets of the arrays in elements, followed by the end of the last array."""
     step = ALIGNMENT // itemsize
     sizes = (-(-math.prod(shape) // step) * step for shape in shapes)
     return [*itertools.accumulate(sizes, initial=0)]

@@ -86,7 +86,7 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
     """
     spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
     spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]
-    reaching: list[tuple[int, int, bool, Operand]] = []  # earlier spans that end after the present span's start
+    reaching: list[tuple[int, int, bool, Operand]] = []  # earlier address ranges that end after the present one's start
     for span in sorted(spans, key=itemgetter(0)):
         start, _, is_written, operand = span
         reaching = [each for each in reaching if each[1] > start]

@@ -17,7 +17,7 @@ from lt_runtime.arguments import shown
 from lt_runtime.errors import MissingLibraryError, OperandError
 from lt_runtime.gpu.streams import cupy_current
 
-_ALIGNED: Final = 256  # bytes; no plan depends on a better alignment
+_ALIGNED: Final = 256  # alignment in bytes; no plan depends on a better one
 
 Look: TypeAlias = tuple[Callable[[Any], int], Callable[[Any], tuple[Any, ...]]]
 """A function that gives an array's address, and one that gives its device, shape, strides and type."""
@@ -213,7 +213,10 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 
 
 def _look_of(kind: type) -> Look | None:
-    """None for other classes than CuPy's ndarray, PyTorch's Tensor and Parameter; subclasses may behave differently."""
+    """None unless the class is CuPy's ndarray, or PyTorch's Tensor or Parameter.
+
+    Subclasses may behave differently.
+    """
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:
         look: Look = attrgetter("data.ptr"), attrgetter("data.device_id", "shape", "strides", "dtype")

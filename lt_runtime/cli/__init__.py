@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second interrupt ends the process at once
         return _tell(name, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # such as `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         return CLOSED_PIPE
     except Exception as error:
         return _tell(name, _in_words(error), 1)

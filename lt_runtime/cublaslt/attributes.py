@@ -74,7 +74,7 @@ class Attribute(enum.IntEnum):
 
     @functools.cached_property
     def accepted(self) -> Accepted:
-        """The values that it may be set to."""
+        """The values that the attribute may be set to."""
         return self.values if isinstance(self.values, Accepted) else self.values()
 
     def pack(self, value: float) -> bytes:

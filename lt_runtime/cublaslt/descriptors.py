@@ -55,7 +55,7 @@ class Descriptor(Generic[A, V]):
         self._values: dict[A, Any] = {}
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
-        self._free.atexit = False  # the system takes back the memory, and the library may be unloaded by then
+        self._free.atexit = False  # at exit the system frees the memory, and the library may be unloaded by then
 
     @property
     def handle(self) -> int:

@@ -66,7 +66,7 @@ class BoundPlan:
                 weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
 
     def __call__(self) -> None:
-        """Raises GpuError if the launch fails."""
+        """Makes the call; raises GpuError if the launch fails."""
         if ranges.watchers and self.prepared is not None:
             ranges.tell(self.prepared)
         stream = self._stream

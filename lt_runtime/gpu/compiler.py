@@ -135,7 +135,7 @@ def _warn_of_no_cache(directory: Path, reason: str) -> None:
 
 
 def nvrtc_libraries() -> Iterator[Path]:
-    """First the file of NVRTC that this process would load, if that is known without loading it; then the loaded file.
+    """Yields the file of NVRTC that would be loaded, if it can be found without loading it; then the loaded file.
 
     Raises:
         MissingLibraryError: NVRTC is not installed.

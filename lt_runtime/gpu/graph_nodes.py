@@ -21,7 +21,7 @@ _MEMORY_TYPE: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYP
 def host_values(node: int) -> tuple[bytes, ...]:
     """The values that the host gave a node at its capture: a kernel's arguments or a memset's value.
 
-    Other nodes have none. Nor has a kernel whose arguments the driver does not reveal.
+    Other nodes have no values; neither has a kernel whose arguments the driver does not reveal.
     """
     kind = node_type(node)
     if kind == "MEMSET":
@@ -59,7 +59,7 @@ def _arguments(params: Any) -> Iterator[bytes]:
     for index in itertools.count() if pointers else ():
         try:
             _, size = call(*about, index)
-        except DriverError:  # the last argument came before
+        except DriverError:  # the index is one past the last argument
             return
         address = ctypes.c_void_p.from_address(pointers + index * ctypes.sizeof(ctypes.c_void_p)).value
         yield ctypes.string_at(address or 0, size)

@@ -110,7 +110,7 @@ class CapturedNodes:
         graph, capture = graph_under_capture(self._stream)
         if not graph:
             return
-        if capture != self._capture:  # the capture before was broken off, and this is another attempt
+        if capture != self._capture:  # the previous capture was abandoned, and this is another attempt
             self._seen.clear()
             self.paths.clear()
             self._capture = capture

@@ -52,7 +52,8 @@ class StreamMemory:
         self.stream = stream
         self._device = device
         self._branch: StreamMemory | None = None
-        self._buffers: dict[str, tuple[int, int]] = {}  # address and size; shared with the views of `on`
+        # Address and size of each buffer; shared with the views that `on` returns.
+        self._buffers: dict[str, tuple[int, int]] = {}
         self._allocated: list[int] = []
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)

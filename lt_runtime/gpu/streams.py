@@ -65,7 +65,8 @@ but the driver refuses every launch on it, so that nothing runs in the wrong pla
 def _check_place(stream: Any, handle: int, device: int) -> None:
     """Raises `DeviceError` if a stream is not of `device`. A device below 0 is the host, which uses no stream."""
     if device >= 0 and handle not in _OF_EVERY_DEVICE:
-        if is_capturing(handle):  # cuStreamGetDevice would invalidate the capture; the driver checks each launch anyway
+        # During a capture cuStreamGetDevice would invalidate it; the driver checks each launch anyway.
+        if is_capturing(handle):
             return
         home = int(call("cuStreamGetDevice", handle))
         if home != device:

@@ -115,8 +115,8 @@ class Options:
     """Everything about an optimizer but its parameters.
 
     Attributes:
-        hyper: of every parameter that has none of its own.
-        max_norm: that the gradients are clipped to; None does not clip.
+        hyper: settings of every parameter that has none of its own.
+        max_norm: norm that the gradients are clipped to; None does not clip.
         skip_nonfinite: whether an update with a NaN or infinite gradient is left out; always with a scaler.
         moments: FP32 or BF16.
     """
@@ -175,7 +175,7 @@ def settings_words(hyper: AdamWHyper, of_tensors: Sequence[tuple[float, float]])
 
 
 def set_addresses(params: AdamWParams, settings: int, tensors: int) -> None:
-    """Makes an update read its settings, as `settings_words` returns them, at an address on the device."""
+    """Sets the device address from which an update reads its settings, in the form that `settings_words` returns."""
     params.settings = settings
     params.lr_scales = settings + SETTINGS_WORDS * WORD_BYTES
     params.weight_decays = params.lr_scales + tensors * WORD_BYTES
@@ -262,7 +262,8 @@ def _update_rows(index: int, tensor: Tensor) -> NDArray[Any]:
     rows = np.zeros(starts.size, np.dtype(AdamWChunk))
     for name, (address, dtype) in tensor.arrays.items():
         rows[name] = np.uint64(address) + starts * np.uint64(dtype.itemsize)
-        if name in ("value", "copy", "gradient"):  # the moments' type is the kernel's own
+        # Moments have the type that the kernel is compiled for.
+        if name in ("value", "copy", "gradient"):
             rows[f"{name}_type"] = _TYPES[dtype]
     rows["octet"], rows["tensor"] = starts // np.uint64(OCTET), index
     rows["count"] = np.minimum(np.uint64(tensor.size) - starts, np.uint64(UPDATE_CHUNK))

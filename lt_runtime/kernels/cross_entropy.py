@@ -81,7 +81,7 @@ class Weighting(NamedTuple):
 
 
 class RowGroup(enum.Enum):
-    """Who shares a row: at most a warp, a block, or the only block of a multiprocessor."""
+    """The threads that share a row: at most a warp, a block, or the only block of a multiprocessor."""
 
     WARP = "warp"
     BLOCK = "block"
@@ -162,20 +162,24 @@ class RowSharing:
     def kept(self) -> int:
         """Batches that stay in registers: a row that has fewer than one more needs none.
 
-        Where weights are spread there is no room for them: on sm_75 the kernel of BF16 would spill.
+        If smoothing spreads the weights of classes, registers have no room for batches: on sm_75 the BF16 kernel would
+            spill.
         """
         has_more = self.row_group is not RowGroup.WARP and self.batches > _KEPT_BATCHES
         return _KEPT_BATCHES if has_more and not self.spreads else 0
 
     def held_packets(self, device: int) -> int:
-        """How many packets of each thread fit into the block's share of shared memory; at most whole batches of all."""
+        """How many packets of each thread fit into the block's share of shared memory.
+
+        It is at most the number of packets in all batches of a row.
+        """
         names = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
         of_block, of_multiprocessor = device_attributes(device, *names)
         room = min(of_block, of_multiprocessor // self.row_group.blocks_per_multiprocessor) - _RESERVED_SHARED
         return min(self.batches * _BATCH, room // self.held_bytes)
 
     def holds_row(self, held: int) -> bool:
-        """Whether a row is in registers, and in shared memory that has room for so many packets of each thread."""
+        """Whether registers, together with shared memory for so many packets of each thread, hold a whole row."""
         return held // _BATCH + self.kept >= self.batches
 
     @property
@@ -272,7 +276,10 @@ class CrossEntropyPass:
         launch()
 
     def _count_labels(self, labels: int, class_weights: int, counted: int, ticket: int, stream: int) -> int:
-        """Has the labels counted, or their weights summed, if that is worth a launch; the number's address, or 0."""
+        """Launches the count of labels, or the sum of their weights, if a separate launch pays.
+
+        Returns the number's address, or 0 without a launch.
+        """
         if not self._counts:
             return 0
         params, launch = self._count_launches[stream]

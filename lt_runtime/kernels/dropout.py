@@ -56,7 +56,7 @@ class DropoutPass:
 def _folded(spec: Spec) -> Spec:
     """Elements without gaps, in row-major order, as rows of a length that suits the kernel, or else as one row.
 
-    An element's index, which its random number follows from, stays the same.
+    Each element keeps its row-major index, which decides its random number.
     """
     size = spec.layout.size
     cols = math.gcd(size, _ROW)

@@ -102,7 +102,7 @@ class ForwardPass:
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
-        self._written: dict[int, tuple[int, ...]] = {}  # the addresses in each stream's argument block
+        self._written: dict[int, tuple[int, ...]] = {}  # sets the addresses in the stream's argument block
 
     def run(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
@@ -127,7 +127,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Says that a pass makes the bias gradient.
+    """Option of a backward pass that computes the bias gradient.
 
     Attributes:
         accumulate: whether the sums are added to the bias gradient's present values.
@@ -163,7 +163,8 @@ class BackwardPass:
         )
         layout, wave = dy.layout, wave_of(device, blocks)
         if sums is not None or transposes:
-            # In FP32 a strip is too much for a block: on an H200 two passes over 256x512 took 1.2 µs more in a step.
+            # In FP32 a single block is too slow for a whole strip of columns: on an H200 two passes over 256x512 took
+            # 1.2 µs more in a step.
             strips = dtype is not DType.FLOAT32 and not self._is_flat
             self._tiling = reduction(layout, wave, transposes=transposes, strips=strips)
         else:
@@ -222,7 +223,8 @@ def _backward_blocks(dtype: DType, access: Access, dropout: bool) -> int:
 def _access(dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, *, transposes: bool) -> Access:
     """How a backward pass moves octets.
 
-    An octet of a mask is a byte, and an octet of a transposed dz is of a column, so that neither is flat.
+    Access.FLAT is impossible with a mask, whose octets are bytes, and with a transposed dz, whose octets lie in
+    columns.
     """
     is_mask = derivative.saved is Saved.MASK
     saved, result = None if is_mask else derivative.saved_spec, None if transposes else dz

@@ -69,7 +69,10 @@ class Kernel:
         return Launch(self._function, (*grid, batch), (*block, 1), params, stream, shared=shared, overlaps=overlaps)
 
     def _allow_shared(self, size: int) -> None:
-        """Lets a block have `size` bytes, and a multiprocessor hold as many such blocks as its memory allows."""
+        """Allows blocks `size` bytes of shared memory.
+
+        Also reserves as much shared memory of a multiprocessor as its blocks can use.
+        """
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
         self._shared = size

@@ -65,7 +65,7 @@ def c_lies_across(problem: MatmulProblem) -> bool:
 class MatmulPass:
     """The epilogue of a problem, in one kernel after the plain product.
 
-    It takes every layout and size, also those that the library refuses or gets wrong.
+    The pass supports every layout and size, also those that cuBLASLt refuses or computes wrongly.
 
     Args:
         product: how the FP32 product lies, of D's shape and in any layout, where the pass's result is to be rounded
@@ -118,7 +118,7 @@ class MatmulPass:
     def _write_epilogue(self, params: Any, call: Call, product: int) -> None:
         _, _, c, vector, aux, d = call.addresses
         params.product.data, params.d.data = product, d
-        params.bias.data = params.bias_gradient = vector  # a kernel looks at one of them
+        params.bias.data = params.bias_gradient = vector  # a kernel reads only one of the two
         if self._has_mask:
             params.mask.data = aux
         elif self._problem.aux is not None:

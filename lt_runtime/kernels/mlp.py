@@ -30,11 +30,12 @@ _FRAGMENT: Final = 128  # sums of a tile of a gradient, 16 x 8
 _RESERVED_SHARED: Final = 1024  # bytes that the driver takes of a block's shared memory
 _NARROWER: Final = 64  # columns of hidden layers up to which a warp that takes rows has registers for two tiles
 _FORWARD_WARPS: Final = 4
-_FORWARD_BLOCKS: Final = 3  # of a multiprocessor
+_FORWARD_BLOCKS: Final = 3  # per multiprocessor
 _GRADIENTS_BLOCK: Final = (32, 8)
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
-_REGISTERS: Final = 1 << 14  # of each of a multiprocessor's schedulers, among which a block's warps are dealt out
+# Registers of each of a multiprocessor's schedulers, among which a block's warps are distributed.
+_REGISTERS: Final = 1 << 14
 _SCHEDULERS: Final = 4
 _MOST_REGISTERS: Final = 255  # of a thread
 _OTHER_REGISTERS: Final = 52  # registers that a thread of mlp_bwd needs for everything but its sums
@@ -92,12 +93,12 @@ class Block(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """How many a block has."""
+        """How many threads a block has."""
         return WARP * (self.row_warps + self.sum_warps)
 
     @property
     def registers(self) -> int:
-        """How many a thread may have."""
+        """How many registers a thread may have."""
         warps_each = -(-self.threads // (WARP * _SCHEDULERS))
         return min(_REGISTERS // (WARP * warps_each), _MOST_REGISTERS)
 
@@ -328,9 +329,11 @@ def _parts_for(problem: MLPProblem, device: int) -> tuple[Part, ...]:
 
 
 def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tuple[Part, ...]:
-    """The fewest launches that make all gradients, of the first block that has room for them; none if no block has.
+    """The fewest launches that compute all gradients; none if no block size has room for them.
 
-    Each takes the rows through the layers again, so that one launch for all is best.
+    They have the first block size that needs the fewest launches.
+
+    Each launch computes all rows through the layers again, so that a single launch is best.
 
     Args:
         shared: bytes of shared memory that a block may have.
@@ -340,7 +343,10 @@ def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tup
 
 
 def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...]:
-    """The last layers come first, as many in each part as have room; there is no part if a layer has no room at all."""
+    """Divides the layers into parts, the last layers first, each with as many layers as fit.
+
+    Returns no parts if a layer does not fit alone.
+    """
     found, last = list[Part](), len(problem.dims) - 2
     while last >= 0:
         part = next(
@@ -354,7 +360,7 @@ def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...
 
 
 def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
-    """Where all rows are few enough for it, each row warp has one tile once: nothing is as short as one tile's way."""
+    """If there are few enough rows, each row warp processes a single tile, which gives the shortest time."""
     is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
     most = 1 if is_small or _width_of(problem) > _NARROWER else _BLOCKS[0].row_tiles
     return [block for block in _BLOCKS if block.row_tiles <= most]

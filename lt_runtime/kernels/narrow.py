@@ -127,7 +127,10 @@ class _Geometry:
 
 
 def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) -> _Geometry:
-    """narrow_n: a thread for each octet of a row while the GPU has enough threads, and a block for each SM."""
+    """narrow_n: each octet of a row has its own thread as long as the GPU has enough threads.
+
+    Rows are divided among at least one block for each SM, if there are enough rows.
+    """
     busy, octets = wave_of(device, _BUSY_THREADS), -(-problem.k // OCTET)
     least = max(width, min(OCTET, next_power_of_two(octets)))
     lanes = min(THREADS, max(least, next_power_of_two(octets)))
@@ -156,8 +159,9 @@ def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
 def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
     """narrow_k with sums: blocks share a strip of columns, unless a block has a thread for each row.
 
-    Such a block is alone in its strip, waits for no other block, and the strips are so narrow that they occupy the GPU.
-    A multiprocessor holds one block: to load all rows of B at once takes that many registers.
+    A block with a thread for each row handles its strip alone and waits for no other block; the strips are so narrow
+    that they occupy the GPU. A multiprocessor holds one such block, because loading all rows of B at once takes many
+    registers.
     """
     wave, octets = wave_of(device, 1), -(-problem.n // OCTET)
     x, is_alone = min(_SUM_OCTETS, next_power_of_two(octets)), problem.m <= THREADS

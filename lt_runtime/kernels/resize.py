@@ -18,7 +18,7 @@ from lt_runtime.problem import DType
 
 RESIZED: Final = 3
 """Matrices that one launch of `resize` copies, at most."""
-# Blocks of a copy, if its rows are not too long: a thread finds its place as slowly as it copies a few octets.
+# Blocks of a copy, if its rows are not too long: computing a thread's place costs as much as copying a few octets.
 _ROWS_OF_A_THREAD: Final = 4
 _FEWEST_BLOCKS: Final = 512
 _MOST_BLOCKS: Final = 2048
@@ -51,7 +51,7 @@ class RowBuffers(Structure):
 COPIED: Final = 3
 """Arrays whose rows one launch of `copy_rows` copies, at most."""
 TABLE_BYTES: Final = COPIED * sizeof(Rows)
-"""Of a table on the device that says where the arrays are."""
+"""Bytes of a table on the device that holds the arrays' places."""
 Place: TypeAlias = tuple[int, int]
 """An array's address, and bytes from row to row."""
 
@@ -69,7 +69,7 @@ COPY_ROWS: Final = Entry("copy_rows", "copy_rows.cu", CopyRowsParams)
 
 
 class Resize(NamedTuple):
-    """How a matrix lies that is copied, and how the one lies that it is copied into, each in any order and size.
+    """Layouts of the source and of the target of a copy, each in any order and size.
 
     Elements of the target beyond the source become zero; elements of the source beyond the target are left out.
     """
@@ -79,7 +79,7 @@ class Resize(NamedTuple):
 
     @property
     def by_rows(self) -> Resize:
-        """The same copy with a row-major target: itself, or the copy of the transposes."""
+        """An equivalent copy whose target is row-major: the copy itself, or that of the transposed matrices."""
         if self.target.order is Order.ROW:
             return self
         return Resize(self.source.transposed, self.target.transposed)
@@ -135,8 +135,8 @@ class RowsCopy:
     """Copies of arrays' rows, of any types, into buffers that stay, in one kernel.
 
     Args:
-        targets: for each array, at most `COPIED` of them.
-        parts: of each array's buffers.
+        targets: the buffers of each array, for at most `COPIED` arrays.
+        parts: number of parts of each array's buffers.
     """
 
     def __init__(self, targets: Sequence[RowBuffers], parts: int, device: int) -> None:
@@ -162,12 +162,12 @@ class RowsCopy:
 
 
 def write_table(table: int, places: Sequence[Place], stream: int) -> None:
-    """Puts on a stream that a table at this address of the device holds these places from then on.
+    """Puts on a stream a write of these places into the table at this device address.
 
     Raises:
         DriverError: the driver refused; the contents of the table are undefined then.
     """
     rows = struct.pack(f"{2 * len(places)}q", *itertools.chain.from_iterable(places))
     status = function("cuMemcpyHtoDAsync_v2")(table, rows, len(rows), stream)
-    if status:  # otherwise the driver has read the bytes: they are not page-locked
+    if status:  # the bytes are not page-locked, so that the driver has read them before the call returns
         check("cuMemcpyHtoDAsync", status)

@@ -25,7 +25,7 @@ SCALE: Final = Entry("scale", "scale.cu", ScaleParams)
 def launch_scale(
     source: int, target: int, size: int, dtype: DType, scale: int, share: float, device: int, stream: int
 ) -> None:
-    """Puts on a stream that `target` becomes `source` times `share`; the device is current.
+    """Puts the computation of `target` = `source` · `share` on a stream; the device is current.
 
     Args:
         source: address of `size` FP32 numbers without gaps.

@@ -13,7 +13,7 @@ from lt_runtime.kernels.tiling import THREADS, WARP, Tiling
 from lt_runtime.layout import Layout
 from lt_runtime.problem import DType
 
-_ROWS: Final = THREADS // WARP  # rows of a block at a time: a warp has one
+_ROWS: Final = THREADS // WARP  # rows that a block handles at a time: one for each warp
 _MAX_BLOCKS: Final = 1024
 
 

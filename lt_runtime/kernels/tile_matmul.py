@@ -57,7 +57,7 @@ def supports(problem: MatmulProblem) -> bool:
 
 
 def lies_right(b: Order, epilogue: Epilogue) -> bool:
-    """Whether the kernel takes a B of this order. With the epilogues of gradients B has to lie in rows."""
+    """Whether the kernel supports this order of B. With the epilogues of gradients B must be row-major."""
     return b is Order.ROW or not (epilogue.sums_operand or epilogue.is_derivative)
 
 
@@ -90,7 +90,8 @@ def shares_of(problem: MatmulProblem, multiprocessors: int) -> Shares:
     wave, columns = multiprocessors * _BLOCKS, problem.n + problem.epilogue.sums_operand
     down, across, steps = (-(-size // _SIDE) for size in (problem.m, columns, problem.k))
     products, steps_of_a_part = down * across * steps, -(-steps // max(1, min(wave // (down * across), steps)))
-    if problem.epilogue is Epilogue.DGELU_BGRAD:  # Blocks that add up D's columns wait for each other: few do.
+    # Blocks that add up D's columns wait for each other, so that few blocks share a column.
+    if problem.epilogue is Epilogue.DGELU_BGRAD:
         down = min(down, max(1, wave // across))
     return Shares(down, across, _SIDE * steps_of_a_part, -(-steps // steps_of_a_part), products)
 

@@ -30,7 +30,7 @@ _OCTETS_A_THREAD: Final = 2
 _STRIP_OCTETS: Final = 2
 _STRIP_THREADS: Final = 128
 _STRIP_ROWS: Final = 4 * _STRIP_THREADS
-_UPRIGHT_BLOCK: Final = (8, 32)  # a pass that transposes writes lines of 32 elements with it
+_UPRIGHT_BLOCK: Final = (8, 32)  # with this block a pass that transposes writes lines of 32 elements
 _SQUARE_BLOCK: Final = (16, 16)
 # Matrices of at most so many elements are summed up by these blocks, which share the sums out among more columns of
 # blocks, so that each has fewer parts to add up: on an H200 in BF16 a derivative with its sum over 8192x3072 takes
@@ -78,7 +78,10 @@ class Access(enum.IntEnum):
 
     @classmethod
     def of(cls, *operands: tuple[DType, Spec | None]) -> Access:
-        """The fastest that matrices of one shape allow, each with its type; None is no matrix."""
+        """The fastest way to move octets that matrices of one shape and their types allow.
+
+        None stands for an absent matrix.
+        """
         matrices = [(dtype, spec) for dtype, spec in operands if spec is not None]
         if all(are_aligned(dtype, spec) for dtype, spec in matrices):
             return cls.ALIGNED
@@ -94,9 +97,11 @@ def _is_flat(spec: Spec) -> bool:
 
 
 def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
-    """Whether the rows of all matrices are whole octets and begin at multiples of 16 bytes; None is no matrix.
+    """Whether the rows of all matrices are whole octets and begin at multiples of 16 bytes.
 
-    The kernels' fast path asks for it.
+    None stands for an absent matrix.
+
+    The fast path of the kernels requires this alignment.
     """
     return all(spec.layout.order is Order.ROW and is_whole_octets(spec, dtype) for spec in specs if spec is not None)
 
@@ -104,7 +109,7 @@ def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
 def access_macros(access: Access, blocks: int) -> Macros:
     """How a kernel moves octets, and how many blocks a multiprocessor shall hold.
 
-    That number bounds a thread's registers, but for the slow path, which takes as many as it needs.
+    The number of blocks bounds a thread's registers, except in the slow path, which uses as many registers as it needs.
     """
     return ("ALIGNED", str(int(access))), ("BLOCKS", str(blocks if access else 1))
 
@@ -180,7 +185,7 @@ def _sum_block(layout: Layout) -> tuple[int, int]:
 
 
 def _cover(layout: Layout, block: tuple[int, int], limit: int) -> Tiling:
-    """The grid of such blocks that covers a matrix, with at most `limit` blocks in y."""
+    """The grid of blocks that covers a matrix, with at most `limit` blocks in y."""
     x, y = block
     return Tiling((-(-layout.cols // (OCTET * x)), min(-(-layout.rows // y), limit)), block)
 

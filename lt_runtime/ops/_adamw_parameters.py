@@ -69,7 +69,8 @@ class Parameter:
         elif name == "lr_scale" or (name == "weight_decay" and value is not None):
             value = not_negative(f"{self.name}.{name}", value)
         object.__setattr__(self, name, value)
-        changes.latest = object()  # set after the attribute: whoever has seen this object sees the attribute too
+        # Set after the attribute, so that a thread that sees this object also sees the attribute.
+        changes.latest = object()
 
     def __repr__(self) -> str:
         shape, kind = getattr(self.data, "shape", None), getattr(self.data, "dtype", "of unknown type")
@@ -232,7 +233,7 @@ def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> N
                 operand.check_packed()
                 writes.append((operand, rounded(values, np.dtype(operand.dtype)), stream))
     for device in {operand.device for operand, *_ in writes} - {HOST}:
-        cupy().cuda.Device(device).synchronize()  # work on any stream may use the arrays
+        cupy().cuda.Device(device).synchronize()  # waits for all streams, because work on any stream may use the arrays
     replace_all(writes)
 
 

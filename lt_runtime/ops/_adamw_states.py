@@ -159,7 +159,7 @@ class GpuState:
             self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
             self._launches: list[Launches[Any]] = [*norms, self._update(tensors, words)]
-            call("cuStreamSynchronize", self._stream)  # later steps may use any stream
+            call("cuStreamSynchronize", self._stream)  # waits, because later steps may use any stream
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
         self.steps, self.skipped_steps = (_word(words, name) for name in ("steps", "skipped"))
@@ -180,7 +180,7 @@ class GpuState:
                 for _, launch in ready:
                     launch()
             except DriverError:
-                # Otherwise the next step would be skipped if the norm's kernel has counted NaN in these gradients.
+                # Resets the count of NaN gradients: otherwise the next step would be skipped too.
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
 

@@ -20,12 +20,12 @@ from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import BackwardProblem, Compute, Derivative, Philox, Spec
 
-_FIRST_OUTPUT: Final = 5  # among the arrays, after dy, x, w and two saved tensors
+_FIRST_OUTPUT: Final = 5  # index of the first output among the arrays, after dy, x, w and two saved tensors
 _OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
 
 
 class LinearGradients(NamedTuple):
-    """dx (M, K), dw (N, K) and db (N,); None where a gradient was not asked for."""
+    """dx (M, K), dw (N, K) and db (N,); None where a gradient was not requested."""
 
     dx: Any
     dw: Any
@@ -35,7 +35,7 @@ class LinearGradients(NamedTuple):
 class ChainedGradients(NamedTuple):
     """dz_below (M, K), the gradient before the activation of the layer below; dw (N, K), db (N,); that layer's db (K,).
 
-    None where a gradient was not asked for.
+    A gradient that was not requested is None.
     """
 
     dz_below: Any

@@ -23,7 +23,7 @@ from lt_runtime.products.plan import Plan
 _PLACES: Final = 2 * MAX_LAYERS  # a weight and a bias each
 _FIRST: Final = 2  # place of the first weight among the arrays
 _OUT: Final = 1
-_LOSS: Final = _FIRST + 2 * _PLACES + 1  # after all parameters, their gradients, and the gradients' scale
+_LOSS: Final = _FIRST + 2 * _PLACES + 1  # index behind all parameters, their gradients, and the gradients' scale
 _forward_plan: Final = functools.lru_cache(maxsize=1024)(MlpForwardPlan)
 _backward_plan: Final = functools.lru_cache(maxsize=1024)(MlpBackwardPlan)
 

@@ -147,7 +147,8 @@ def _perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, s
     if signature is not None and stream.__class__ is not Binding and not asked_for.get():
         forms, addresses = signature
         device = forms[0][0]
-        if device >= 0 and is_current(device):  # a tensor on the CPU is refused below, with or without a driver
+        # Without a signature, a tensor on the CPU is refused below, with or without a driver.
+        if device >= 0 and is_current(device):
             current = current_streams[type(arrays[0])]
             handle = current(device) if stream is None else stream_handle(stream, device)
             try:
@@ -164,7 +165,10 @@ def _perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, s
 
 
 def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> bool:
-    """Makes a prepared call again, with the same addresses or others; returns False, unmade, if operands overlap."""
+    """Makes a prepared call again, with the same addresses or others.
+
+    Returns False without making the call if operands overlap.
+    """
     repeat = prepared, stream, addresses, scalars if prepared.operation.is_scaled else None
     launch = cache.repeats.get(repeat)
     if not (launch or prepared.is_sound(addresses)):
@@ -190,7 +194,8 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
 def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
     """Captures a repeated call into a graph, if no other thread can be disturbed by that; returns the call's launch.
 
-    A call that cannot be captured, for want of memory perhaps, costs a warning and is launched kernel by kernel.
+    If a call cannot be captured, for example because memory is short, a warning is given and the call is launched
+    kernel by kernel.
     """
     if not _is_alone():
         return _Uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
@@ -206,7 +211,8 @@ def _is_alone() -> bool:
     """Whether every other living Python thread is the package's own.
 
     While a stream is being captured, cuCtxSynchronize fails in every thread, whatever mode the capture has. So no call
-    is captured unasked while there is a thread that may synchronise, as by `torch.cuda.synchronize()`.
+    is captured automatically while another thread exists that may synchronise, for example by
+    `torch.cuda.synchronize()`.
     """
     own = threading.current_thread()
     return all(each is own or each.name.startswith(_OWN_THREADS) for each in threading.enumerate())

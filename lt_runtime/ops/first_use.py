@@ -145,7 +145,7 @@ def _is_known(chain: LayerChain, device: int) -> bool:
 
 def _prove(problem: Remembered, device: int) -> None:
     """Verifies other machines' algorithms for the products of a problem's plan."""
-    if isinstance(problem, MLPProblem):  # has no products
+    if isinstance(problem, MLPProblem):  # plans without products have no algorithms to verify
         return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:

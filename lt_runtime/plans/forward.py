@@ -56,7 +56,7 @@ class ForwardPlan(Plan):
     def _matmul_problem(self) -> MatmulProblem:
         problem, is_exact = self.problem, self._scratch_bytes > 0
         d = self.kept_spec if self._product_is_kept else None
-        if is_exact:  # in scratch memory, in the order of y, which our kernel writes
+        if is_exact:  # otherwise the product lies in scratch memory, in the order of y, which our kernel writes
             d = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
         return MatmulProblem(
             problem.dtype,

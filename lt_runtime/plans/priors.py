@@ -1,4 +1,4 @@
-"""Strategies for problems that nobody has measured: those of a problem, in the order in which to try them.
+"""Strategies of unmeasured problems, in the order in which to try them.
 
 A table for each architecture, `priors_sm*.json`, says which comes first. `python -m benchmarks derive-priors` writes it
 from measurements, and the table says which those were. Where a table says nothing, a fixed rule holds: fused where
@@ -33,7 +33,7 @@ Tree: TypeAlias = Mapping[str, Any]
 """A strategy as in the plan cache; or a feature, a limit, and a tree each for below it and for the rest."""
 
 RAGGED: Final = "ragged"
-"""The names of trees for our kernel for ragged rows begin with it."""
+"""Prefix of the names of trees for products by our kernel for ragged rows."""
 _FILES: Final = "priors_sm*.json"
 OTHER: Final = "other"
 """Key of the backward tree for activations that cuBLASLt has no epilogue for: our kernel takes their derivatives."""
@@ -44,7 +44,10 @@ _FEW_COLUMNS: Final = OCTET
 
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStrategy]:
-    """The table's strategy first; then our kernel does what an auxiliary output would be for."""
+    """Forward strategies sorted: the table's choice first.
+
+    Then come strategies in which our kernel does the work for which cuBLASLt would need an auxiliary output.
+    """
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     wanted: dict[str, Any] = {}
     if problem.backward:
@@ -59,7 +62,7 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStra
 
 
 def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
-    """Those that are most like the table's first; then those that leave the most to our kernels."""
+    """Backward strategies sorted by distance from the table's choice; ties prefer our kernels."""
     features, is_ours = backward_features(problem), is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
     wanted = dict(leaf_of(_tree(device, "backward", _kind(problem), _below(problem), is_ours=is_ours), features))
     # Our kernel reads a dy that changes in any case, and sums it at hardly any cost. The library's kernels that sum
@@ -75,7 +78,7 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
 
 
 def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tree:
-    """The tree that the table has for such problems, or an empty one.
+    """The table's tree for problems of this kind, or an empty one.
 
     Args:
         is_ours: whether our kernel for ragged rows makes the products. To that kernel sums and derivatives beside a
@@ -89,7 +92,7 @@ def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tre
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
-    """What a forward tree may ask for, of the output and the terms of each of its sums.
+    """Features of a forward tree: sizes of the output and the number of terms of each sum.
 
     See `features_of`.
     """
@@ -97,7 +100,7 @@ def forward_features(problem: ForwardProblem) -> dict[str, int]:
 
 
 def backward_features(problem: BackwardProblem) -> dict[str, int]:
-    """The same of the input gradient, whether or not it is wanted."""
+    """Features of a backward tree: those of the input gradient's product, whether or not it is wanted."""
     return features_of(problem.x.layout, problem.dy.layout.cols, problem.dtype)
 
 
@@ -113,7 +116,7 @@ def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
 
 
 def leaf_of(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
-    """The strategy that a tree comes to."""
+    """The strategy at the leaf that a tree's limits lead to."""
     while "feature" in tree:
         tree = tree["then"] if features[tree["feature"]] < tree["below"] else tree["otherwise"]
     return tree
@@ -139,7 +142,7 @@ def _by_library(strategy: BackwardStrategy) -> int:
 
 
 def _differences(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> int:
-    """In how many parts that the problem has at all a strategy is another than the one wanted."""
+    """The number of parts of the problem in which a strategy differs from the wanted one."""
     parts = {name: value for name, value in to_json(strategy).items() if value != MadeBy.NOBODY.value}
     return sum(wanted.get(name, value) != value for name, value in parts.items())
 

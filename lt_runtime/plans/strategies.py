@@ -23,7 +23,7 @@ _FUSED_ELEMENTS: Final = 1 << 20  # the largest ragged FP32 output for which cuB
 
 
 class MadeBy(enum.Enum):
-    """Maker of a part of backward: our kernel, an epilogue of cuBLASLt's, or nobody if the part is not wanted."""
+    """Maker of a part of backward: our kernel, or an epilogue of cuBLASLt; none if the part is not wanted."""
 
     NOBODY = "nobody"
     KERNEL = "kernel"
@@ -96,8 +96,8 @@ def _activation_fuses(problem: ForwardProblem) -> bool:
 def _saved_by_kernel(problem: ForwardProblem) -> Saved:
     """The output, if the derivative can be computed from it; otherwise the pre-activation.
 
-    ReLU's derivative can, even under dropout: a dropped element's gradient is zero in any case, and the scale of a kept
-    element does not change its sign.
+    ReLU's derivative can be computed from the output even under dropout: a dropped element's gradient is zero in any
+    case, and the scale of a kept element does not change its sign.
     """
     name = problem.activation.name
     if name == "none" or not problem.backward:

@@ -110,7 +110,9 @@ class MatmulPlan(AlgorithmPlan):
             raise PlanError(f"cuBLASLt is not asked for {problem}: {effect}")
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
-        """The candidate of that rank, or of `most_promising`, or else the first that launches at most two kernels.
+        """The candidate with rank `rank`, or the one that `most_promising` chooses.
+
+        Otherwise it is the first candidate that launches at most two kernels.
 
         With an epilogue some algorithms launch three kernels, which cost more than a pass of ours. For a small plain
         product that fills the GPU at most once, an algorithm without a memset is taken, because the memset would take

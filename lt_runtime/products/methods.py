@@ -17,7 +17,7 @@ from lt_runtime.products.own import NARROW_MATMUL, TILE_MATMUL, NarrowPlan, Tile
 from lt_runtime.products.padded import K_MAJOR_MARK, PADDED_MARK, PaddedPlan, padded_problem
 from lt_runtime.products.plan import AlgorithmPlan
 
-_ALGORITHM: Final = 64  # bytes of an algorithm of cuBLASLt's
+_ALGORITHM: Final = 64  # size in bytes of a cuBLASLt algorithm
 _COPIES_MARGIN_US: Final = 1.6
 """Microseconds by which copies must be faster; estimates of small products are no better.
 

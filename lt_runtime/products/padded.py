@@ -43,8 +43,8 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
     An operand whose rows are not ragged, and whose extents and order stay the same, is not copied.
 
     Args:
-        k_major: whether the copies of A and B lie along K. Only TF32 products are supported, and only if an operand
-            lies the other way.
+        k_major: whether the copies of A and B lie along K. Only TF32 products are supported, and only if an operand is
+            contiguous along another axis.
     """
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or not on_tensor_cores(problem):
         return None

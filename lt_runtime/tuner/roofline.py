@@ -13,8 +13,8 @@ multiprocessors and boost clock. The peak rates in TFLOP/s are:
 - B200: 2250 in FP16 and BF16, 1100 in TF32, 37 in FP64.
 - GB202 (RTX PRO 6000): 504 in FP16 and BF16, 252 in TF32.
 
-GeForce boards of these architectures have half the rate where sums are in FP32, and cannot be told apart here. The peak
-assumes the highest clock, which few GPUs hold under load: 75 % of it is good for a matrix product.
+GeForce boards of the same compute capabilities have half the rate if sums are in FP32, and cannot be distinguished
+here. The peak assumes the highest clock, which few GPUs hold under load: 75 % of it is good for a matrix product.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ class HostKernel:
     ) -> None:
         """Runs the kernel to its end; `batch` is the grid's blocks in z, `shared` a block's bytes besides.
 
-        Raises: HostKernelError: threads of a block wait at different barriers, or threads of a warp for different
-            shuffles, or the launch is too large.
+        Raises:
+            HostKernelError: threads of a block wait at different barriers, or threads of a warp for different shuffles,
+                or the launch is too large.
         """
         if block[0] * block[1] > self._max_threads:
             raise HostKernelError(f"a block of {block} exceeds the {self._max_threads} threads that the kernel allows")

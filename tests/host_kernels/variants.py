@@ -29,8 +29,10 @@ _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 class Forward:
     """A variant of epilogue_fwd.
 
-    Attributes: access: how octets are moved. keeps: whether the pre-activation is written. once: whether the product is
-        FP32, so that a 16-bit result is rounded only once.
+    Attributes:
+        access: how octets are moved.
+        keeps: whether the pre-activation is written.
+        once: whether the product is FP32, so that a 16-bit result is rounded only once.
     """
 
     dtype: DType

@@ -92,7 +92,8 @@ def product_tolerance(case: LinearCase, dz: Array, limit: Array, other: Array, r
 class Layer:
     """A case's operands on the GPU, and the calls with them.
 
-    Args: stream: passed to the calls; None for the current stream.
+    Args:
+        stream: passed to the calls; None for the current stream.
     """
 
     def __init__(self, gpu: FakeGpu, case: LinearCase, stream: Any = None, data: LayerData | None = None) -> None:

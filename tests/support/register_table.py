@@ -18,7 +18,8 @@ TABLE: Final = Path(__file__).parents[2] / "benchmarks" / "results" / "registers
 class Record:
     """Contents of the table.
 
-    Attributes: usages: the usage of every kernel on every architecture; `parameters` is not recorded, and 0.
+    Attributes:
+        usages: the usage of every kernel on every architecture; `parameters` is not recorded, and 0.
         digests: of each source.
         compiler: the exact build.
     """

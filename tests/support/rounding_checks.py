@@ -44,7 +44,9 @@ class Matrix(Protocol):
 class Machine(Protocol):
     """The machine on which the calls run: a real GPU or the pretended one.
 
-    Attributes: lt: the package. stream: passed to the calls.
+    Attributes:
+        lt: the package.
+        stream: passed to the calls.
     """
 
     lt: Any
