@@ -49,7 +49,7 @@ def child(task: Sequence[str], cache: str, *, tunes: bool = False) -> Found:
 
 
 def pairs(task: str, count: int) -> list[tuple[Found, Found]]:
-    """Pairs of processes, after one that does not count."""
+    """Runs pairs of processes, after a first process whose times are dropped."""
     with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
         child([task], cache)
     return [pair(task) for _ in range(count)]

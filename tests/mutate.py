@@ -233,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
         if mutants and not lines.exists():
             print(record(checkout, tests, lines))
         recorded = json.loads(lines.read_text()) if lines.exists() else {"seconds": {}, "lines": {}}
-        if options.changed:  # tests that were not recorded may cover the other lines
+        if options.changed:  # lines without a recorded test are left out: other tests may cover them
             mutants = [each for each in mutants if covering_tests(each, recorded)]
         done = _results(options.resume)
         for mutant in rng.sample(mutants, min(options.sample, len(mutants))):

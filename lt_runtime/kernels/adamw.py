@@ -24,8 +24,10 @@ from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import DECAYS
 
 UPDATE_THREADS: Final = 128
-_UPDATE_BLOCKS: Final = 8  # of a chunk
-UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET  # elements: a thread loads all of its own at once
+_UPDATE_BLOCKS: Final = 8  # blocks that share a chunk
+UPDATE_CHUNK: Final = (
+    _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
+)  # elements of a chunk: a thread loads all of its own at once
 UPDATE_TICKETS: Final = 32 * 64  # words of memory for 32 counters of blocks, which lie 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
 _NORM_CHUNK: Final = 16384  # elements, at least

@@ -54,7 +54,7 @@ class EventMarks:
                 return self._captured.take(stream)
             event = self._free.pop() if self._free else call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT)
             call("cuEventRecord", event, stream)
-        except DriverError:  # the default stream, while a stream that waits for it is captured
+        except DriverError:  # the default stream cannot record while a stream that waits for it is captured
             return None
         return event
 

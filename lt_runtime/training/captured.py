@@ -369,7 +369,7 @@ def _memory_from(pool: Any) -> Iterator[None]:
 
 
 def _device_memory(size: int) -> Any:
-    """Allocates for the pool. At CuPy's own error the pool would give up blocks that graphs use."""
+    """Allocates memory for a pool. An error of CuPy's own class would make the pool free blocks that graphs use."""
     cuda = cupy().cuda
     try:
         return cuda.MemoryPointer(cuda.Memory(size), 0)

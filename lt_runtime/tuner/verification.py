@@ -188,9 +188,9 @@ def _limits(values: NDArray[Any], errors: NDArray[Any], rounding: Rounding) -> N
 def accumulation_error(problem: MatmulProblem, data: Data) -> float:
     """How far off a sum of products may be, relative to the sum of their magnitudes.
 
-    Where every partial sum is exact, it may not be off at all. Otherwise the errors of K roundings mostly cancel and
-    grow as the root of K, in whatever order the sum is taken. Tensor cores truncate and get a few times that. TF32
-    truncates each operand to 10 bits as well.
+    The result must be exact where every partial sum is exact. Otherwise the errors of K roundings mostly cancel and
+    grow as the root of K, in whatever order the sum is taken. Tensor cores truncate, and their error is a few times
+    larger. TF32 truncates each operand to 10 bits as well.
     """
     if problem.k <= data.exact_to:
         return 0.0
