@@ -15,6 +15,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.own import NarrowPlan
 from tests.gpu.test_narrow_matmul import KINDS, Product
 from tests.support.calls import call_of
 from tests.support.gpu_arrays import MaskPass
@@ -128,7 +129,7 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
 def test_products_tiny_in_a_dimension(
     dtype: DType, shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue
 ) -> None:
-    product = Product(shape, dtype, column_major, epilogue)
+    product = Product(NarrowPlan, shape, dtype, column_major, epilogue)
 
     def run() -> list[Any]:
         product.run()
