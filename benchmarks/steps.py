@@ -300,7 +300,7 @@ def peers(
 
 
 def _turns(contenders: Mapping[str, StepContender], count: int, stream: Any) -> dict[str, Turn]:
-    """Turns of graphs alone; for our step, PyTorch's kernels and JAX also turns of calls as a script makes them."""
+    """Returns how each contender is timed: as a graph, and ours, PyTorch's and JAX's also as calls from a script."""
     turns = {name: graph_turn(each, count, stream) for name, each in contenders.items()}
     for name, each in contenders.items():
         base = name if name in ("lt", JAX) else _GRAPH if name.startswith(_GRAPH) else None

@@ -74,7 +74,7 @@ def require_private_directory(directory: Path) -> None:
         OSError: it is not there.
     """
     for each in (directory.parent, directory):
-        for status in (each.lstat(), each.stat()):  # of a symbolic link, and of its target
+        for status in (each.lstat(), each.stat()):  # A link and its target may have different owners.
             _require_private(each, status)
 
 

@@ -155,7 +155,7 @@ class RowSharing:
 
     @property
     def batches(self) -> int:
-        """Batches in the longest share of a row."""
+        """Batches of packets that a thread reads at most from a matrix row."""
         return -(-self.packets // _BATCH)
 
     @property

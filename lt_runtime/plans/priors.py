@@ -105,7 +105,7 @@ def backward_features(problem: BackwardProblem) -> dict[str, int]:
 
 
 def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
-    """The sizes of a product with `inner` terms in each sum, by the names that trees have for them.
+    """The sizes of a product with `inner` terms in each sum, by their names in the fitted decision trees.
 
     They are the output's bytes and rows, the terms, the number of weights, the least of the columns and the terms, and
     whether (1) or not (0) both are whole octets, as the library's fast kernels ask for.

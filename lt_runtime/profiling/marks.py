@@ -182,7 +182,7 @@ class MarkedGraph:
 
     @property
     def next(self) -> MarkedCopy | None:
-        """The copy to launch next; None if the graph has fewer than two moments."""
+        """The copy to launch next; None if fewer than two events are to be recorded in the graph."""
         return self._turns[0] if self._turns else None
 
     def launch(self, copy: MarkedCopy) -> None:

@@ -167,7 +167,7 @@ class _Search:
             self._timings |= self._operands.take_times(placed, budget_s, rounds, least_us=floor)
 
     def promising(self) -> set[_Key]:
-        """The untuned split's plans, and plans that are near the best alone and together with another plan.
+        """The plans to tune: those of the untuned split, and those close to the fastest both alone and within a split.
 
         Untuned times say little of plans with a product for our kernel for narrow products: all of them are promising.
         """

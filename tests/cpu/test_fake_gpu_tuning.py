@@ -40,7 +40,7 @@ def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def _check_chain(gpu: FakeGpu) -> None:
-    """Both layers of the stack, forward and backward through each other."""
+    """Checks two stacked layers forward, and backward with the gradient passed from the upper to the lower layer."""
     below = layer_case(m=16, n=32, k=40, activation="relu")
     LayerChain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", data_seed=2)).check()
 

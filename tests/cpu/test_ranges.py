@@ -137,7 +137,7 @@ def test_an_attached_tool_sees_ranges_with_and_without_listeners(monkeypatch: py
     assert recorder.seen == ["+heard by both", "-heard by both"]
     monkeypatch.undo()
     ranges._made.clear()
-    lt.range("detached")  # chooses the methods of all ranges anew
+    lt.range("detached")  # A new range makes the module ask again whether a tool listens.
     assert not ranges.is_heard
 
 

@@ -43,7 +43,7 @@ def on_a_small_gpu() -> Iterator[None]:
 
 @contextmanager
 def launching(host: HostKernels, macros: Macros, order: int) -> Iterator[pytest.MonkeyPatch]:
-    """Runs the runtime's launches on the CPU, their threads in an order; skips cases of which it asks other macros."""
+    """Runs the runtime's launches on the CPU, with the threads in an order; skips cases that need other macros."""
 
     def get(entry: Entry, asked: Macros, device: int) -> Turns:
         # the CPU's kernels are the same however many blocks a multiprocessor shall hold

@@ -49,5 +49,5 @@ class Fault:
 
 
 def fault(name: str, path: str, old: str, new: str, *tests: str) -> Fault:
-    """An entry of the table."""
+    """Makes a planted fault; `tests` are the ids of the tests that must notice it."""
     return Fault(name, path, old, new, tests)

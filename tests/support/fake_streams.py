@@ -109,7 +109,7 @@ class Event:
 
 @dataclass
 class _Stream:
-    """Work that has not run yet, each with whether it is work or an event; how many were given and are done."""
+    """A stream: waiting operations, each with whether it is work or an event; counts of queued and finished ones."""
 
     waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
     given: int = 0

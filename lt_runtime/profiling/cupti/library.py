@@ -188,7 +188,7 @@ def check_layouts() -> None:
         raise CuptiError(f"the installed CUPTI is of version {found}, whose records are not known; known are {known}")
     try:
         function("cuptiActivityGetStructSize")
-    except MissingLibraryError:  # before 13.2, where the version alone tells
+    except MissingLibraryError:  # CUPTI before 13.2 lacks it; the version was checked above.
         return
     for kind, size in sizes.items():
         written = _number(_SIZE, "cuptiActivityGetStructSize", kind, 0)

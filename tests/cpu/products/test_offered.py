@@ -46,7 +46,7 @@ def offers(*entries: Entry) -> list[Offered]:
 @pytest.mark.parametrize(
     ("problem", "entries", "best"),
     [
-        # With a bias, tiles of more than 64 rows are slow: the three take 57.5, 56.0 and 40.5.
+        # With a bias, tiles of more than 64 rows are slow: the entries below take 57.5, 56.0 and 40.5 µs.
         (forward(262144, 104, 64, BIAS), [((104, 256), 7.758), ((104, 128), 15.515), ((56, 512), 7.758)], 2),
         (
             forward(65536, 80, 56, BIAS),

@@ -150,7 +150,7 @@ def test_the_trace_has_the_form_of_kineto(tmp_path: Path) -> None:
         "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "user_annotation", "gpu_user_annotation",
     }  # fmt: skip
     gemm = complete["gemm"]
-    assert (gemm["pid"], gemm["tid"], gemm["ts"], gemm["dur"]) == (0, 7, 3.6, 2.5)  # from the first range, in µs
+    assert (gemm["pid"], gemm["tid"], gemm["ts"], gemm["dur"]) == (0, 7, 3.6, 2.5)  # ts: µs since the first range
     assert gemm["args"]["correlation"] == 7
     assert gemm["args"]["range"] == "step > forward > forward/fc"
     assert complete["DtoD"]["args"]["bytes"] == 64
