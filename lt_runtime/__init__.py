@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from lt_runtime.binding import bind
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
-    from lt_runtime.losses.cross_entropy import cross_entropy
-    from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
+    from lt_runtime.losses.functions import bce_with_logits, cross_entropy, huber_loss, mse_loss
     from lt_runtime.losses.operation import Loss
-    from lt_runtime.ops._context import LinearContext
+    from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops.adamw import AdamW, Parameter
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
@@ -43,10 +42,9 @@ _EXPORTS = {
     "binding": "bind",
     "epilogue": "Epilogue",
     "grad_scaler": "GradScaler",
-    "losses.cross_entropy": "cross_entropy",
-    "losses.elementwise": "bce_with_logits huber_loss mse_loss",
+    "losses.functions": "bce_with_logits cross_entropy huber_loss mse_loss",
     "losses.operation": "Loss",
-    "ops._context": "LinearContext",
+    "ops._linear": "LinearContext",
     "ops.adamw": "AdamW Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",

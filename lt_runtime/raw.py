@@ -6,7 +6,7 @@ Y[m,n] = act(op(A)[m,k] · op(B)[k,n] + bias[n]). Addresses are ints, 0 means ab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,7 @@ from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.layout import Layout, packed
-from lt_runtime.ops._context import Layer
-from lt_runtime.ops._linear_backward import LinearBackward
-from lt_runtime.ops._linear_forward import LinearForward
+from lt_runtime.ops._linear import Layer, LinearBackward, LinearForward
 from lt_runtime.ops.call import addresses_of, prepare
 from lt_runtime.ops.operation import Operation
 from lt_runtime.problem import ACTIVATIONS, Activation, Saved
@@ -29,10 +27,6 @@ __all__ = ["backward_raw", "forward_raw"]
 _ITEMSIZE = 4
 _MOST = 1 << 48
 _LAST_ADDRESS = 1 << 57
-
-_Given = tuple[int, Layout | int] | None
-"""Address of an operand with its layout, or with its length if it is a vector; None for an absent operand."""
-
 
 _FORWARD, _BACKWARD = LinearForward(), LinearBackward()
 
@@ -76,10 +70,10 @@ def forward_raw(
     """
     activation, has_bias, has_z = _activation(act, leaky_slope), flag("with_bias", with_bias), flag("save_z", save_z)
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
-    operands: dict[str, _Given] = {"A": (A, x), "B": (B, w), "bias": (bias, y.cols) if has_bias else None}
-    operands |= {"Y": (Y, y), "Z": (Z, y) if has_z else None}
+    operands = [_operand("A", A, x), _operand("B", B, w), _operand("bias", bias, y.cols) if has_bias else None]
+    operands += [_operand("Y", Y, y), _operand("Z", Z, y) if has_z else None]
     options = (activation, activation.negative_slope, 0.0, "float32", False, False)
-    _run(_FORWARD, operands, 3, options, None, stream)
+    _run(_FORWARD, operands, 3, options, stream)
 
 
 def backward_raw(
@@ -118,19 +112,15 @@ def backward_raw(
     """
     activation, with_bias = _activation(act, leaky_slope), flag("with_bias", with_bias)
     has_z, (x, w, y) = activation.name != "none", _layouts(m, k, n, trans_a, trans_b)
-    operands: dict[str, _Given] = {"gY": (gY, y), "A": (A, x), "B": (B, w), "Z": (Z, y) if has_z else None}
-    bias_gradient = _optional("gBias", gBias, y.cols) if with_bias else None
-    operands |= {"Z below": None, "gA": _optional("gA", gA, x), "gB": _optional("gB", gB, w), "gBias": bias_gradient}
-    operands |= {"gC": _optional("gC", gC, y), "gBias below": None, "C": _optional("C", C, y)}
-    saved = Saved.PREACTIVATION if has_z else Saved.NOTHING
-    layer = Layer((y.rows, y.cols, x.cols), saved, None, activation, 0.0, "float32", with_bias)
-    wanted = [operands[name] is not None for name in ("gA", "gB", "gBias")]
+    saved = _operand("Z", Z, y) if has_z else None
+    operands = [_operand("gY", gY, y), _operand("A", A, x), _operand("B", B, w), saved, None]
+    outputs = [_optional("gA", gA, x), _optional("gB", gB, w), _optional("gBias", gBias, y.cols) if with_bias else None]
+    wanted = [each is not None for each in outputs]
+    outputs += [_optional("gC", gC, y), None]
+    saved_as = Saved.PREACTIVATION if has_z else Saved.NOTHING
+    layer = Layer((y.rows, y.cols, x.cols), saved_as, None, activation, 0.0, "float32", with_bias)
     options = (layer, None, False, *wanted, False, False, True)
-    _run(_BACKWARD, operands, 5, options, (None, None), stream)
-
-
-def _optional(name: str, address: int, lies: Layout | int) -> _Given:
-    return (address, lies) if integer(name, address) else None
+    _run(_BACKWARD, [*operands, *outputs, _optional("C", C, y)], 5, options, stream)
 
 
 def _activation(name: str, slope: float) -> Activation:
@@ -150,27 +140,32 @@ def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layo
     return x, w, packed(m, n)
 
 
-def _run(
-    operation: Operation, named: Mapping[str, _Given], first_output: int, options: Any, scalars: Any, stream: Any
-) -> None:
+def _run(operation: Operation, given: Sequence[Operand | None], first_output: int, options: Any, stream: Any) -> None:
     """Runs an operation. Operands beyond the operation's own are not passed to it, but must be on the same device."""
-    count, given = len(operation.names), [each and _operand(name, *each) for name, each in named.items()]
-    for place in range(first_output, count):
+    for place in range(first_output, len(operation.names)):
         if out := given[place]:
             check_no_overlap(out, *filter(None, given[:place]))
-    somewhere = next(
-        (each.address for each in given if each and each.address), 0
-    )  # an empty operand may have address 0, and is taken to be on the same device
+    # An empty operand may have address 0, and is taken to be on the device of the others.
+    somewhere = next((each.address for each in given if each and each.address), 0)
     placed = [each and replace(each, device=device_of_address(each.name, each.address or somewhere)) for each in given]
     first, *others = filter(None, placed)
     check_device(first, *others)
-    handle = stream_handle(stream, first.device)
+    handle, operands = stream_handle(stream, first.device), placed[: len(operation.names)]
     with activated(first.device):
-        prepared = prepare(operation, placed[:count], options, scalars, handle)
-        prepared.put(operation.call(prepared, addresses_of(placed[:count]), scalars, handle))
+        prepared = prepare(operation, operands, options, (None, None), handle)
+        prepared.put(operation.call(prepared, addresses_of(operands), (None, None), handle))
+
+
+def _optional(name: str, given: int, lies: Layout | int) -> Operand | None:
+    return _operand(name, given, lies) if integer(name, given) else None
 
 
 def _operand(name: str, given: int, lies: Layout | int) -> Operand:
+    """The operand at an address, on a device yet unknown.
+
+    Args:
+        lies: the layout of a matrix, or the length of a vector.
+    """
     address = integer(name, given)
     shape, strides = ((lies,), (1,)) if isinstance(lies, int) else (lies.shape, lies.strides)
     if address == 0 and 0 not in shape:

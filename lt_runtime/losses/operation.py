@@ -18,8 +18,8 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass
 from lt_runtime.kernels.elementwise_loss import ElementwiseLossPass
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import PreparedCall, perform
-from lt_runtime.ops.operation import New, Operation, Request
+from lt_runtime.ops.call import perform
+from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
 from lt_runtime.problem import DType
 from lt_runtime.products.plan import Plan
 
@@ -73,11 +73,16 @@ class LossOperation(Operation):
 
     Attributes:
         make_pass: makes the kernels for a request's problem and a device at the first use of each.
+        exact: computes the loss of NumPy arrays and its gradient in float64. Its keywords are the names of the weights
+            and of the loss's own options.
+        own_options: names of the loss's own options.
     """
 
     required = 2
     is_scaled = True
     make_pass: ClassVar[Callable[..., ElementwiseLossPass | CrossEntropyPass]]
+    exact: ClassVar[Callable[..., tuple[float, Any]]]
+    own_options: ClassVar[tuple[str, ...]] = ()
 
     def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
         """See `Operation`."""
@@ -115,9 +120,8 @@ class LossOperation(Operation):
             weighted: whether there are row weights and, for losses that take them, column weights.
         """
 
-    @abstractmethod
-    def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
-        """Computes the loss of NumPy arrays and its gradient in float64."""
+    def check_values(self, scores: Any, target: Any, *options: Any) -> None:
+        """Raises `ArgumentError` if NumPy arrays hold values that the loss does not take."""
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
@@ -136,10 +140,12 @@ class LossOperation(Operation):
         """See `Operation`."""
         scores, target, scale, gradient, loss, *weights = arrays
         in_place, *options = request.detail
-        for name, each in zip(self.names[_LOSS + 1 :], weights, strict=True):
+        keywords = dict(zip(self.names[_LOSS + 1 :], weights, strict=True))
+        for name, each in keywords.items():
             if each is not None:
                 check_not_negative(name, each)
-        value, exact = self.exact(scores, target, weights, *options)
+        self.check_values(scores, target, *options)
+        value, exact = self.exact(scores, target, **keywords, **dict(zip(self.own_options, options, strict=True)))
         factor = scalars if scale is None else scalars * float(scale.reshape(()))
         out = scores if in_place else gradient
         out[...], loss[...] = (exact * factor).astype(out.dtype), value
@@ -174,15 +180,7 @@ def check_weights(scores: Operand, weights: Sequence[Operand | None]) -> None:
 
 
 def perform_loss(
-    operation: LossOperation,
-    operands: tuple[Any, Any],
-    weights: tuple[Any, ...],
-    options: tuple[Hashable, ...],
-    grad_scale: Any,
-    share: Any,
-    out_gradient: Any,
-    out_loss: Any,
-    stream: Any,
+    operation: LossOperation, operands: tuple[Any, Any], weights: tuple[Any, ...], options: tuple[Any, ...], *rest: Any
 ) -> Loss:
     """Checks the scalars of a loss's call, and runs it.
 
@@ -190,7 +188,9 @@ def perform_loss(
         operands: scores and target.
         weights: row weights and, for losses that take them, column weights.
         options: the loss's own options, which have been checked.
+        rest: grad_scale, share, out_gradient, out_loss and stream, as the caller gave them.
     """
+    grad_scale, share, out_gradient, out_loss, stream = rest
     factor, scale = share if type(share) is float else number("share", share), grad_scale
     if not 0 < factor <= 1:
         raise ArgumentError(f"share is {factor}; it must be above 0 and at most 1")

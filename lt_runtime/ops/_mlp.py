@@ -14,8 +14,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.mlp import MAX_LAYERS
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import PreparedCall
-from lt_runtime.ops.operation import New, Operation, Request
+from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
 from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan
@@ -72,10 +71,6 @@ class MlpOutputs(Operation):
         *_, (_, y) = _layers_on_host(request.problem, x, parameters)
         out[...] = y
 
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None) -> Any:
-        """See `Operation`."""
-        return arrays[_OUT]
-
 
 class MlpGradients(Operation):
     """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs.
@@ -122,9 +117,6 @@ class MlpGradients(Operation):
         *_, accumulate, _ = request.detail
         _gradients_on_host(request.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
 
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Any:
-        """See `Operation`: the gradients are in their buffers."""
-
 
 class MlpLoss(MlpGradients):
     """The loss of an MLP's outputs against targets, and the gradients of all its parameters.
@@ -164,10 +156,6 @@ class MlpLoss(MlpGradients):
         factor = scalars if scale is None else scalars * float(scale.reshape(()))
         dy = (dy * factor).astype(x.dtype)
         _gradients_on_host(request.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
-
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Any:
-        """See `Operation`: the loss."""
-        return arrays[_LOSS]
 
 
 MLP_OUTPUTS: Final = MlpOutputs()

@@ -7,11 +7,12 @@ captured into a graph, and each later one is the launch of that graph.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,12 +25,12 @@ from lt_runtime.errors import ArgumentError, CaptureError, GpuError, OperandErro
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import is_current
-from lt_runtime.gpu.memory import StreamMemory, memories, stream_memory
+from lt_runtime.gpu.memory import StreamMemory, stream_memory
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import overlaps_itself
 from lt_runtime.ops.first_use import asked_for
-from lt_runtime.ops.operation import Operation, Request
+from lt_runtime.ops.operation import Operation, PreparedCall, Request
 from lt_runtime.plans import cache
 from lt_runtime.products.plan import Plan
 
@@ -42,82 +43,6 @@ _OWN_THREADS: Final = "lt_runtime "
 """The names of the threads that the package starts begin with this."""
 
 
-@dataclass(slots=True, eq=False)
-class PreparedCall:
-    """A call whose operands have been checked, with its plan.
-
-    Attributes:
-        device: ordinal of the GPU, or `HOST`.
-        plan: None on the host.
-        sizes: bytes from each operand's first element to its last; 0 for an absent one.
-        generation: `cache.generation` before the plan was looked up. Once plans are forgotten the generation is
-            another, and the prepared call is not used any more.
-        makers: one for each of the request's new arrays, see `Library.maker`.
-    """
-
-    operation: Operation
-    device: int
-    request: Request
-    plan: Any
-    sizes: tuple[int, ...]
-    is_bindable: bool
-    generation: object
-    makers: tuple[Callable[[], Any], ...] = ()
-    _overlaps: list[tuple[int, list[tuple[int, int, int]]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Notes for each written operand the distances to every other operand at which the two overlap."""
-        present = [(place, size) for place, size in enumerate(self.sizes) if size]
-        self._overlaps = [
-            (i, [(j, -other, size) for j, other in present if j != i])
-            for i, size in present
-            if i in self.request.written
-        ]
-
-    def is_sound(self, addresses: Sequence[int]) -> bool:
-        """Whether no written operand overlaps another; only where operands begin and end is compared."""
-        for i, others in self._overlaps:
-            start = addresses[i]
-            for j, above, below in others:
-                if above < addresses[j] - start < below:
-                    return False
-        return True
-
-    def make(
-        self, arrays: Sequence[Any], given: tuple[int, ...], stream: int | None
-    ) -> tuple[Sequence[Any], tuple[int, ...]]:
-        """Makes the request's new arrays; returns all arrays, and the addresses of all of them.
-
-        Args:
-            given: addresses of `arrays`, 0 for an absent one.
-            stream: the stream that the new arrays' memory is ordered with; None if that stream, and the device, are
-                the current ones of the arrays' library.
-        """
-        filled, addresses = list(arrays), list(given)
-        for (place, each), maker in zip(self.request.new.items(), self.makers, strict=True):
-            library = each.library
-            array = maker() if stream is None else library.empty(each.shape, each.dtype, self.device, stream)
-            addresses[place] = library.address(array)
-            filled[place] = array if each.view is None else each.view(array)
-        return filled, tuple(addresses)
-
-    def put(self, call: Call) -> None:
-        """Puts the plan's launches on the call's stream."""
-        memory = memories.get((self.device, call.stream)) or stream_memory(self.device, call.stream)
-        with memory.lock:
-            self.plan.put(call, memory)
-
-    def finish(self, arrays: Sequence[Any], scalars: Any, stream: int) -> Any:
-        """Returns the caller's result, once the work is on the stream."""
-        new = self.request.new
-        if new:
-            exported = list(arrays)
-            for place, each in new.items():
-                exported[place] = each.library.export(arrays[place], stream)
-            arrays = exported
-        return self.operation.result(self, arrays, scalars)
-
-
 @dataclass(frozen=True, slots=True)
 class Binding:
     """Passed as the stream of a call that is to be bound to its buffers instead of made; see `lt.bind`."""
@@ -125,24 +50,30 @@ class Binding:
     stream: Any
 
 
-def perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, scalars: Any, stream: Any) -> Any:
+def perform(
+    operation: Operation,
+    arrays: tuple[Any, ...],
+    options: Hashable,
+    scalars: Any,
+    stream: Any,
+    *,
+    is_in_range: bool = False,
+) -> Any:
     """Makes a call, and returns the caller's result.
 
     Args:
         arrays: in the order of `operation.names`; None where one is absent.
         options, scalars: see `Operation.read`.
         stream: as the caller gave it; with a `Binding` the result is a callable that makes the call.
+        is_in_range: whether the operation's range has been opened; a function of its own for that would make every
+            call longer.
 
     Raises:
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.
     """
-    if not ranges.is_heard:
-        return _perform(operation, arrays, options, scalars, stream)
-    with ranges.range_of(operation.range_name):
-        return _perform(operation, arrays, options, scalars, stream)
-
-
-def _perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, scalars: Any, stream: Any) -> Any:
+    if ranges.is_heard and not is_in_range:
+        with ranges.range_of(operation.range_name):
+            return perform(operation, arrays, options, scalars, stream, is_in_range=True)
     signature = signature_of(arrays)
     if signature is not None and stream.__class__ is not Binding and not asked_for.get():
         forms, addresses = signature
@@ -181,7 +112,7 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
         return True
     call = prepared.operation.call(prepared, addresses, scalars, stream)
     prepared.put(call)
-    if prepared.is_bindable:
+    if prepared.request.dropouts is None:
         if launch is None:
             if len(cache.repeats) >= _MOST_REPEATS:
                 _make_room()
@@ -198,7 +129,7 @@ def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
     kernel by kernel.
     """
     if not _is_alone():
-        return _Uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
+        return _uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
     try:
         launch: Callable[[], object] = prepared.plan.bind(call)
     except (GpuError, CaptureError) as error:  # a capture may have begun in between
@@ -218,21 +149,22 @@ def _is_alone() -> bool:
     return all(each is own or each.name.startswith(_OWN_THREADS) for each in threading.enumerate())
 
 
-@dataclass(slots=True, eq=False)
-class _Uncaptured:
-    """The launches, kernel by kernel, of a repeated call that was not captured because of another thread."""
+def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bool]:
+    """The launches, kernel by kernel, of a repeated call that was not captured because of another thread.
 
-    plan: Plan
-    call: Call
-    memory: StreamMemory
-    left: int = _UNTIL_RETRY
+    The function that is returned says whether a capture is to be tried again. It is a closure: an object with
+    `__call__` costs 60 ns more in each call.
+    """
+    left, lock, put = _UNTIL_RETRY, memory.lock, plan.put
 
-    def __call__(self) -> bool:
-        """Puts the launches on the stream; returns whether a capture is to be tried again."""
-        with self.memory.lock:
-            self.plan.put(self.call, self.memory)
-        self.left -= 1
-        return self.left <= 0
+    def launch() -> bool:
+        nonlocal left
+        with lock:
+            put(call, memory)
+        left -= 1
+        return left <= 0
+
+    return launch
 
 
 def _make_room() -> None:
@@ -249,30 +181,39 @@ def _cold_call(
     """Makes a call that has no `PreparedCall` yet, or binds it."""
     binds = isinstance(stream, Binding)
     read = read_call(operation.names, operation.required, arrays, stream.stream if binds else stream)
-    operands, given, handle = read.operands, addresses_of(read.operands), read.stream
-    if read.device == HOST:
-        prepared = prepare(operation, operands, options, scalars, 0)
+    given, handle, is_on_host = addresses_of(read.operands), read.stream, read.device == HOST
+    with contextlib.nullcontext() if is_on_host else activated(read.device):
+        prepared = prepare(operation, read.operands, options, scalars, handle)
         if binds:
-            _check_bindable(prepared)
-            return functools.partial(_run_on_host, prepared, arrays, scalars)
-        filled, _ = prepared.make(arrays, given, 0)
-        _run_on_host(prepared, filled, scalars)
-        return operation.result(prepared, filled, scalars)
-    with activated(read.device):
-        prepared = prepare(operation, operands, options, scalars, handle)
-        if binds:
-            _check_bindable(prepared)
-            bound: BoundPlan = prepared.plan.bind(operation.call(prepared, given, scalars, handle))
-            bound.prepared = prepared
-            return bound
+            return _bound(prepared, arrays, given, scalars, handle)
         if signature is not None:
             if len(cache.calls) >= _MOST_CALLS:
                 cache.calls.clear()
             cache.calls[operation, options, signature[0]] = prepared
-        ranges.tell(prepared)
         filled, addresses = prepared.make(arrays, given, handle)
-        prepared.put(operation.call(prepared, addresses, scalars, handle))
-        return prepared.finish(filled, scalars, handle)
+        if is_on_host:
+            _run_on_host(prepared, filled, scalars)
+        else:
+            ranges.tell(prepared)
+            prepared.put(operation.call(prepared, addresses, scalars, handle))
+        exported = [*filled]
+        for place, each in prepared.request.new.items():
+            exported[place] = each.library.export(filled[place], handle)
+        return operation.result(prepared, exported, scalars)
+
+
+def _bound(
+    prepared: PreparedCall, arrays: tuple[Any, ...], addresses: tuple[int, ...], scalars: Any, stream: int
+) -> Callable[[], None]:
+    """The callable of `lt.bind`; raises `ArgumentError` if a result has no buffer."""
+    for place in prepared.request.new:
+        name = prepared.operation.names[place]
+        raise ArgumentError(f"{name} is None; a bound call makes no arrays: give it a buffer")
+    if prepared.device == HOST:
+        return functools.partial(_run_on_host, prepared, arrays, scalars)
+    bound: BoundPlan = prepared.plan.bind(prepared.operation.call(prepared, addresses, scalars, stream))
+    bound.prepared = prepared
+    return bound
 
 
 def prepare(
@@ -292,7 +233,7 @@ def prepare(
     request = operation.with_saved(request, plan, operands)
     sizes = tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
     makers = tuple([each.library.maker(each.shape, each.dtype, device) for each in request.new.values()])
-    return PreparedCall(operation, device, request, plan, sizes, operation.is_bindable(request), generation, makers)
+    return PreparedCall(operation, device, request, plan, sizes, generation, makers)
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
@@ -322,9 +263,3 @@ def _check_written(operands: Sequence[Operand | None], request: Request) -> None
         if same is not None and same in others and (out.address, out.strides) == (same.address, same.strides):
             others.remove(same)
         check_no_overlap(out, *others)
-
-
-def _check_bindable(prepared: PreparedCall) -> None:
-    for place in prepared.request.new:
-        name = prepared.operation.names[place]
-        raise ArgumentError(f"{name} is None; a bound call makes no arrays: give it a buffer")

@@ -14,7 +14,7 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import PreparedCall, perform
+from lt_runtime.ops.call import perform
 from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.problem import Philox, Spec, check_dropout
 from lt_runtime.products.plan import Plan
@@ -24,7 +24,7 @@ _pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
 
 
 class DropoutPlan(Plan):
-    """Dropout without a layer; a call's addresses are those of x and y.
+    """Dropout without a layer; a call's addresses are those of x and y, or 0 for y where y is written over x.
 
     Args:
         dropout_pass: None where there are no elements.
@@ -37,24 +37,24 @@ class DropoutPlan(Plan):
         """See `Plan`."""
         x, y = call.addresses
         if self._pass is not None:
-            self._pass.run(x, y, call.dropouts[0] or _KEEPS_ALL, memory.stream)
+            self._pass.run(x, y or x, call.dropouts[0] or _KEEPS_ALL, memory.stream)
 
 
 class Dropout(Operation):
     """y = mask · scale · x.
 
-    A call's options are the probability, and whether y is written over x; its scalar is the source of the mask.
+    A call's options are the probability, and whether y is written over x; its scalars are the source of the mask and
+    None.
     """
 
     names = ("x", "out")
     required = 1
 
-    def read(self, operands: Sequence[Any], options: Any, scalars: Philox | None) -> Request:
+    def read(self, operands: Sequence[Any], options: Any, scalars: tuple[Philox | None, None]) -> Request:
         """See `Operation`."""
         p, in_place = options
         x, out = operands
-        check_dropout(p, scalars)
-        p = float(p)
+        has_dropout, p = check_dropout(p, scalars[0]) is not None, float(p)
         dtype, spec = x.element_type(), x.spec
         if out is not None:
             check_shape("out", out.shape, x.shape, "the result's shape")
@@ -62,36 +62,17 @@ class Dropout(Operation):
         new = {} if in_place or out is not None else {1: New(x.shape, dtype.numpy, x.library)}
         target = spec if in_place else Spec(packed(*spec.layout.shape)) if out is None else out.spec
         problem = (dtype, spec, target) if spec.layout.size else None
-        return Request(problem, (0 if in_place else 1,), new, (p, in_place))
+        return Request(problem, (0 if in_place else 1,), new, p, dropouts=(p, 0.0) if has_dropout else None)
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
         return DropoutPlan(None if request.problem is None else _pass(*request.problem, device), device)
 
-    def is_bindable(self, request: Request) -> bool:
-        """See `Operation`: a call whose probability is not 0 is not, because its mask changes."""
-        p, _ = request.detail
-        return not p
-
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Philox | None, stream: int) -> Call:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        p, in_place = prepared.request.detail
-        x, out = addresses
-        state = DropoutState.of(p, scalars, prepared.device, stream)
-        return Call((x, x if in_place else out), stream, dropouts=(state, None))
-
-    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Philox | None) -> None:
-        """See `Operation`."""
-        p, in_place = request.detail
-        x, out = arrays
-        y = x if in_place else out
-        factors = reference.dropout_factors(x.shape, p, scalars)
+        x, y = arrays[0], arrays[request.written[0]]
+        factors = reference.dropout_factors(x.shape, request.detail, scalars[0])
         y[...] = (x.astype(np.float64) * (1.0 if factors is None else factors)).astype(x.dtype)
-
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
-        """See `Operation`."""
-        _, in_place = prepared.request.detail
-        return arrays[0 if in_place else 1]
 
 
 DROPOUT: Final = Dropout()
@@ -120,4 +101,4 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     in_place = out is not None and out is x
-    return perform(DROPOUT, (x, None if in_place else out), (p, in_place), rng, stream)
+    return perform(DROPOUT, (x, None if in_place else out), (p, in_place), (rng, None), stream)

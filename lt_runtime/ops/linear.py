@@ -7,9 +7,15 @@ from typing import Any, Final, TypedDict, Unpack, overload
 from lt_runtime.arguments import flag, shown
 from lt_runtime.arrays.checks import is_same_matrix
 from lt_runtime.errors import ArgumentError, KindError
-from lt_runtime.ops._context import LinearContext
-from lt_runtime.ops._linear_backward import BackwardOptions, ChainedGradients, LinearBackward, LinearGradients
-from lt_runtime.ops._linear_forward import LinearForward, LinearInference
+from lt_runtime.ops._linear import (
+    BackwardOptions,
+    ChainedGradients,
+    LinearBackward,
+    LinearContext,
+    LinearForward,
+    LinearGradients,
+    LinearInference,
+)
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ActivationName, ComputeName, Philox
 
@@ -73,7 +79,7 @@ def linear_fwd(
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     options = (activation, negative_slope, dropout, compute, propagate_nan, True)
-    made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z), options, rng, stream)
+    made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z), options, (rng, None), stream)
     return made
 
 
@@ -101,7 +107,7 @@ def linear(
         y (M, N), of the kind and type that x is.
     """
     options = (activation, negative_slope, 0.0, compute, propagate_nan, False)
-    return perform(INFERENCE, (x, w, bias, out, None), options, None, stream)
+    return perform(INFERENCE, (x, w, bias, out, None), options, (None, None), stream)
 
 
 class _BackwardKeywords(TypedDict, total=False):

@@ -1,17 +1,18 @@
-"""What an operation such as `linear_fwd` supplies to `perform`: how to read a call, run it, and make its results."""
+"""The operation-specific part of `perform`, and a call whose operands have been checked."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from lt_runtime.arrays.libraries import Library
-from lt_runtime.kernels.call import Call
+from lt_runtime.gpu.memory import memories, stream_memory
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.plans import cache
 from lt_runtime.products.plan import Plan
@@ -41,6 +42,9 @@ class Request(NamedTuple):
         new: results for which the caller gives no buffer, by their places among the arrays.
         detail: what only the operation itself reads, on the host or when it makes the caller's result.
         same: places of an operand and of a result that may be the same memory.
+        dropouts: probabilities of the dropout that the plan's `Call.dropouts` are made of; None without dropout. The
+            call's scalars are then the sources of the masks. A call with dropout is not captured when it is repeated,
+            because its masks change.
     """
 
     problem: Any
@@ -48,6 +52,72 @@ class Request(NamedTuple):
     new: Mapping[int, New]
     detail: Any = None
     same: tuple[int, int] | None = None
+    dropouts: tuple[float, float] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PreparedCall:
+    """A call whose operands have been checked, with its plan.
+
+    Attributes:
+        device: ordinal of the GPU, or `HOST`.
+        plan: None on the host.
+        sizes: bytes from each operand's first element to its last; 0 for an absent one.
+        generation: `cache.generation` before the plan was looked up. Once plans are forgotten the generation is
+            another, and the prepared call is not used any more.
+        makers: one for each of the request's new arrays, see `Library.maker`.
+    """
+
+    operation: Operation
+    device: int
+    request: Request
+    plan: Any
+    sizes: tuple[int, ...]
+    generation: object
+    makers: tuple[Callable[[], Any], ...] = ()
+    _overlaps: list[tuple[int, list[tuple[int, int, int]]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Notes for each written operand the distances to every other operand at which the two overlap."""
+        present = [(place, size) for place, size in enumerate(self.sizes) if size]
+        self._overlaps = [
+            (i, [(j, -other, size) for j, other in present if j != i])
+            for i, size in present
+            if i in self.request.written
+        ]
+
+    def is_sound(self, addresses: Sequence[int]) -> bool:
+        """Whether no written operand overlaps another; only where operands begin and end is compared."""
+        for i, others in self._overlaps:
+            start = addresses[i]
+            for j, above, below in others:
+                if above < addresses[j] - start < below:
+                    return False
+        return True
+
+    def make(
+        self, arrays: Sequence[Any], given: tuple[int, ...], stream: int | None
+    ) -> tuple[Sequence[Any], tuple[int, ...]]:
+        """Makes the request's new arrays; returns all arrays, and the addresses of all of them.
+
+        Args:
+            given: addresses of `arrays`, 0 for an absent one.
+            stream: the stream that the new arrays' memory is ordered with; None if that stream, and the device, are
+                the current ones of the arrays' library.
+        """
+        filled, addresses = list(arrays), list(given)
+        for (place, each), maker in zip(self.request.new.items(), self.makers, strict=True):
+            library = each.library
+            array = maker() if stream is None else library.empty(each.shape, each.dtype, self.device, stream)
+            addresses[place] = library.address(array)
+            filled[place] = array if each.view is None else each.view(array)
+        return filled, tuple(addresses)
+
+    def put(self, call: Call) -> None:
+        """Puts the plan's launches on the call's stream."""
+        memory = memories.get((self.device, call.stream)) or stream_memory(self.device, call.stream)
+        with memory.lock:
+            self.plan.put(call, memory)
 
 
 class Operation(ABC):
@@ -75,7 +145,7 @@ class Operation(ABC):
         Args:
             operands: an `Operand` for each of `names`; None for an absent array.
             options: arguments that a plan depends on.
-            scalars: arguments that no plan depends on: factors, or the source of a dropout mask.
+            scalars: arguments that no plan depends on: factors, or the sources of dropout masks.
 
         Raises:
             LtError: something is not accepted.
@@ -85,15 +155,6 @@ class Operation(ABC):
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """Writes the results into NumPy arrays."""
 
-    @abstractmethod
-    def result(self, prepared: Any, arrays: Sequence[Any], scalars: Any) -> Any:
-        """Returns the caller's result.
-
-        Args:
-            prepared: the `PreparedCall`.
-            arrays: the caller's; in the places of results without a buffer, the arrays that the call has made.
-        """
-
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """The plan for the request's problem, from the plan cache; overridden by operations with only one plan."""
         return cache.plan_of(request.problem, device, stream, before_first_use, anew=asked_for.get())
@@ -102,10 +163,18 @@ class Operation(ABC):
         """The request with the arrays that the plan saves for backward; `plan` is None on the host."""
         return request
 
-    def is_bindable(self, request: Request) -> bool:
-        """Whether equal calls have equal effects, so that a repeated call may be captured into a graph."""
-        return True
-
-    def call(self, prepared: Any, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """The plan's call; `addresses` are in the order of `names`."""
-        return Call(addresses, stream)
+        if prepared.request.dropouts is None:
+            return Call(addresses, stream)
+        masks = zip(prepared.request.dropouts, scalars, strict=True)
+        first, second = [DropoutState.of(p, rng, prepared.device, stream) for p, rng in masks]
+        return Call(addresses, stream, dropouts=(first, second))
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
+        """Returns the caller's result: the last array that is written, unless an operation overrides this.
+
+        Args:
+            arrays: the caller's; in the places of results without a buffer, the arrays that the call has made.
+        """
+        return arrays[prepared.request.written[-1]]

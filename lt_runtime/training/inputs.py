@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import DTypeError, LayoutError, ShapeError
-from lt_runtime.losses.cross_entropy import check_labels
+from lt_runtime.losses.functions import check_labels
 from lt_runtime.training.losses import StepLoss
 from lt_runtime.training.mlp import MLP, check_model_type, read_inputs
 

@@ -18,8 +18,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.elementwise_loss import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.scale import launch_scale
-from lt_runtime.losses.cross_entropy import cross_entropy
-from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
+from lt_runtime.losses.functions import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.losses.operation import Loss, check_not_negative
 from lt_runtime.training.mlp import MLP
 

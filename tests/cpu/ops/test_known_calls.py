@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from lt_runtime.arrays import libraries
 from lt_runtime.arrays.libraries import signature_of
-from lt_runtime.ops.call import PreparedCall
-from lt_runtime.ops.operation import Request
+from lt_runtime.ops.operation import PreparedCall, Request
 
 _AT = 0x10000
 
@@ -70,7 +69,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, 
 def test_what_is_written_lies_apart(spans: list[tuple[int, int]], written: set[int]) -> None:
     outputs = tuple(sorted(each for each in written if each < len(spans)))
     starts, sizes = zip(*spans, strict=True)
-    prepared = PreparedCall(None, 0, Request(None, outputs, {}), None, sizes, True, 0)  # type: ignore[arg-type]
+    prepared = PreparedCall(None, 0, Request(None, outputs, {}), None, sizes, 0)  # type: ignore[arg-type]
     bytes_of = [set(range(at, at + size)) for at, size in spans]
     meet = any(bytes_of[i] & bytes_of[j] for i in outputs for j in range(len(spans)) if i != j)
     if meet:  # an empty span within another may count as an overlap

@@ -1,4 +1,4 @@
-"""Losses that are the mean of a function of each element: MSE, Huber, binary cross-entropy."""
+"""The losses: mean squared error, Huber, binary cross-entropy and softmax cross-entropy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Final
 
 from lt_runtime import reference
-from lt_runtime.arguments import number
+from lt_runtime.arguments import integer, number, shown
 from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, DTypeError
+from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.losses.operation import Loss, LossOperation, check_not_negative, perform_loss
+
+_LABELS: Final = ("int32", "int64")
+_INT64: Final = range(-(2**63), 2**63)
+_RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "row_weights")
 
 
 class ElementwiseLossOperation(LossOperation):
@@ -36,44 +41,63 @@ class ElementwiseLossOperation(LossOperation):
 
 
 class MeanSquaredError(ElementwiseLossOperation):
-    """See `mse_loss`; it has no options of its own."""
+    """See `mse_loss`."""
 
-    names = ("prediction", "target", "grad_scale", "out_gradient", "out_loss", "row_weights")
+    names = ("prediction", "target", *_RESULTS)
     loss = "mse"
-
-    def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
-        """See `LossOperation`."""
-        return reference.mse_loss(scores, target, row_weights=weights[0])
+    exact = staticmethod(reference.mse_loss)
 
 
 class Huber(ElementwiseLossOperation):
-    """See `huber_loss`; its own option is δ."""
+    """See `huber_loss`."""
 
     names = MeanSquaredError.names
     loss = "huber"
-
-    def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
-        """See `LossOperation`."""
-        (delta,) = options
-        return reference.huber_loss(scores, target, delta=delta, row_weights=weights[0])
+    exact = staticmethod(reference.huber_loss)
+    own_options = ("delta",)
 
 
 class BinaryCrossEntropy(ElementwiseLossOperation):
-    """See `bce_with_logits`; it has no options of its own."""
+    """See `bce_with_logits`."""
 
-    names = ("logits", "targets", "grad_scale", "out_gradient", "out_loss", "row_weights", "pos_weight")
+    names = ("logits", "targets", *_RESULTS, "pos_weight")
     loss = "bce_with_logits"
+    exact = staticmethod(reference.bce_with_logits)
 
-    def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
+    def check_values(self, scores: Any, target: Any, *options: Any) -> None:
         """See `LossOperation`."""
-        row_weights, pos_weight = weights
         check_not_negative("targets", target)
-        return reference.bce_with_logits(scores, target, pos_weight=pos_weight, row_weights=row_weights)
+
+
+class CrossEntropy(LossOperation):
+    """See `cross_entropy`."""
+
+    names = ("logits", "labels", *_RESULTS, "class_weights")
+    make_pass = staticmethod(functools.cache(CrossEntropyPass))
+    exact = staticmethod(reference.cross_entropy)
+    own_options = ("label_smoothing", "ignore_index")
+
+    def read_target(
+        self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any
+    ) -> tuple[Hashable, ...]:
+        """See `LossOperation`."""
+        smoothing, ignore_index = options
+        check_labels(target, scores.shape)
+        return Labels(target.dtype == "int64", ignore_index), smoothing, Weighting(*weighted)
+
+    def check_values(self, scores: Any, target: Any, *options: Any) -> None:
+        """See `LossOperation`: labels are in range or ignored."""
+        classes, ignore_index = scores.shape[1], options[1]
+        wrong = target[(target < 0) | (target >= classes)]
+        wrong = wrong if ignore_index is None else wrong[wrong != ignore_index]
+        if wrong.size:
+            raise ArgumentError(f"labels holds {int(wrong[0])}; accepted are 0 to {classes - 1}")
 
 
 MSE: Final = MeanSquaredError()
 HUBER: Final = Huber()
 BCE_WITH_LOGITS: Final = BinaryCrossEntropy()
+CROSS_ENTROPY: Final = CrossEntropy()
 
 
 def mse_loss(
@@ -204,3 +228,72 @@ def bce_with_logits(
     """
     buffers = grad_scale, share, out_gradient, out_loss, stream
     return perform_loss(BCE_WITH_LOGITS, (logits, targets), (row_weights, pos_weight), (), *buffers)
+
+
+def cross_entropy(
+    logits: Any,
+    labels: Any,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = -100,
+    class_weights: Any = None,
+    row_weights: Any = None,
+    grad_scale: Any = None,
+    share: float = 1.0,
+    out_gradient: Any = None,
+    out_loss: Any = None,
+    stream: Any = None,
+) -> Loss:
+    """Mean over rows of -Σ target · log softmax(logits), and its gradient (softmax - target) / rows.
+
+    The target is 1 - ε at the label plus ε / C everywhere, with ε the label smoothing. Everything means what it
+    means in PyTorch's function of this name, whose `weight` is `class_weights`.
+
+    Args:
+        logits: (M, C), float32, float16 or bfloat16.
+        labels: (M,) int32 or int64 in [0, C), or `ignore_index`.
+        label_smoothing: ε, in [0, 1].
+        ignore_index: rows with this label are left out of the mean, and their gradient is 0. None ignores no row, and
+            spares a GPU the count of the other rows.
+        class_weights: (C,) FP32, not negative. Each element of a row's target is multiplied by its class's weight, and
+            the mean divides by the sum of the labels' weights instead of the number of rows.
+        row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by the same number as
+            without them, see `mse_loss`.
+        grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
+            device. It keeps small FP16 gradients from vanishing.
+        share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss. The
+            parts' gradients add up to the batch's if all parts have equally many rows, no row is ignored and there are
+            no class weights.
+        out_gradient: (M, C) buffer; may be `logits` itself.
+        out_loss: () FP32 buffer.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
+
+    Returns:
+        `loss`, shape () and FP32 whatever the logits' type, and `gradient` (M, C), of their type and rounded once.
+        On a GPU labels are not checked, which would mean to wait for them: a label that is out of range makes the loss
+        and its row of the gradient NaN. If there are no rows, or all are ignored, the loss is NaN.
+
+    Raises:
+        ArgumentError: a label is out of range, or a weight negative or NaN (NumPy arrays); label_smoothing,
+            ignore_index or share is out of its range.
+        OperandError, CaptureError, GpuError: as in `linear_fwd`.
+    """
+    smoothing = label_smoothing if type(label_smoothing) is float else number("label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ArgumentError(f"label_smoothing is {smoothing}; accepted are numbers from 0 to 1")
+    if ignore_index is not None:
+        ignore_index = ignore_index if type(ignore_index) is int else integer("ignore_index", ignore_index)
+        if ignore_index not in _INT64:
+            raise ArgumentError(f"ignore_index is {shown(ignore_index)}; accepted are None and integers of 64 bits")
+    options, weights = (smoothing, ignore_index), (row_weights, class_weights)
+    buffers = grad_scale, share, out_gradient, out_loss, stream
+    return perform_loss(CROSS_ENTROPY, (logits, labels), weights, options, *buffers)
+
+
+def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless labels are a packed vector, one a row."""
+    if labels.dtype not in _LABELS:
+        raise DTypeError(f"labels has type {labels.dtype}; accepted are int32 and int64")
+    check_shape("labels", labels.shape, logits_shape[:1], "one a row of logits")
+    labels.check_packed()

@@ -1,0 +1,389 @@
+"""A linear layer's passes as operations, and `LinearContext`, which backward needs from forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+
+from lt_runtime import reference
+from lt_runtime.arguments import flag
+from lt_runtime.arrays.checks import check_same, check_shape
+from lt_runtime.arrays.libraries import Library
+from lt_runtime.arrays.operand import Operand
+from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
+from lt_runtime.plans.strategies import unchanged
+from lt_runtime.problem import (
+    Activation,
+    BackwardProblem,
+    Compute,
+    Derivative,
+    ForwardProblem,
+    Philox,
+    Saved,
+    Spec,
+    check_dropout,
+    type_name,
+)
+
+_BITS: Final = 8  # of a byte
+_Y, _KEPT = 3, 4  # places of forward's results among its arrays
+_FIRST_OUTPUT: Final = 5  # place of backward's first output among its arrays, after dy, x, w and two saved tensors
+_OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
+
+Sources = tuple[Philox | None, Philox | None]
+"""The sources of the dropout masks of the layer and of the layer below."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """The part of a context that is the same for all calls with one `PreparedCall`; compared by identity.
+
+    Attributes:
+        shape: (M, N, K).
+        saved_as: kind of the saved array; a mask is bytes (M, N/8 rounded up to a multiple of 16).
+        saved_layout: layout of a saved array that forward has made, a mask's in bits; None if the array's own strides
+            are to be read.
+        activation, dropout, compute: the options of the forward call.
+        has_bias: whether the layer has a bias.
+    """
+
+    shape: tuple[int, int, int]
+    saved_as: Saved
+    saved_layout: Layout | None
+    activation: Activation
+    dropout: float
+    compute: str
+    has_bias: bool
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class LinearContext:
+    """The result of a `linear_fwd` call that `linear_bwd` takes; its attributes are to be read only.
+
+    Attributes:
+        layer: the layer's sizes and options.
+        x, w: the operands.
+        saved: the array that the activation's derivative is computed from; None if there is none.
+        preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
+        rng: the source of the dropout mask; None without dropout.
+        y: the layer's output, kept so that `linear_bwd` can tell whether it is another layer's x.
+    """
+
+    layer: Layer
+    x: Any
+    w: Any
+    saved: Any
+    preactivation: Any
+    rng: Philox | None
+    y: Any
+
+    def __repr__(self) -> str:
+        (m, n, k), kind = self.shape, type_name(getattr(self.x, "dtype", "of unknown type"))
+        return f"LinearContext(M={m}, N={n}, K={k}, {kind}, {self.layer.activation.name}, dropout={self.dropout})"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, N, K)."""
+        return self.layer.shape
+
+    @property
+    def saved_as(self) -> Saved:
+        """Kind of the tensor in `saved`: mask, output or pre-activation."""
+        return self.layer.saved_as
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropout in the layer."""
+        return self.layer.dropout
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias."""
+        return self.layer.has_bias
+
+
+class LinearForward(Operation):
+    """y = dropout(act(x · wᵀ + bias)), and a context for backward.
+
+    A call's options are those of `linear_fwd`, then whether anything is kept for backward; its scalars are `Sources`.
+    A request's detail is the `Layer`.
+    """
+
+    names = ("x", "w", "bias", "out", "out_z")
+    required = 2
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:
+        """See `Operation`."""
+        activation, negative_slope, dropout, compute, propagate_nan, backward = options
+        x, w, bias, out, out_z = operands
+        activation = Activation.of(activation, negative_slope)
+        has_dropout = check_dropout(dropout, scalars[0]) is not None
+        dropout, propagate_nan = float(dropout), flag("propagate_nan", propagate_nan)
+        dtype = x.element_type()
+        check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
+        m, n, k = _shape(x, w, bias)
+        for each in (out, out_z):
+            if each is not None:
+                check_shape(each.name, each.shape, (m, n), "the result's shape")
+        y = Spec(packed(m, n)) if out is None else out.spec
+        problem = ForwardProblem(
+            dtype,
+            Compute.parse(compute, dtype),
+            activation,
+            x.spec,
+            w.spec,
+            y,
+            bias.alignment if bias else None,
+            out_z.spec if out_z else None,
+            has_dropout,
+            propagate_nan,
+            backward,
+        )
+        layer = Layer((m, n, k), Saved.NOTHING, None, activation, dropout, compute, bias is not None)
+        new = {} if out is not None else {_Y: New((m, n), dtype.numpy, x.library)}
+        return Request(problem, (_Y, _KEPT), new, layer, dropouts=(dropout, 0.0) if has_dropout else None)
+
+    def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
+        """See `Operation`: the plan's strategy decides the kind and layout of the tensor that is saved."""
+        x, *_, out_z = operands
+        problem, layer = request.problem, request.detail
+        if plan is not None:
+            saved, kept = plan.strategy.saved, plan.kept_spec
+        elif problem.backward:  # on the host the pre-activation is kept for every activation
+            saved = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
+            kept = problem.preactivation or Spec(packed(*layer.shape[:2]))
+        else:
+            return request
+        layout = kept.layout if saved in (Saved.PREACTIVATION, Saved.MASK) else None
+        layer = replace(layer, saved_as=saved, saved_layout=layout)
+        makes = kept is not None and out_z is None
+        new = {_KEPT: _new_kept(problem, saved, kept.layout, x.library)} if makes else {}
+        return request._replace(new={**request.new, **new}, detail=layer)
+
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
+        """See `Operation`."""
+        x, w, bias, y, z = arrays
+        layer, dtype = request.detail, request.problem.dtype.numpy
+        factors = reference.dropout_factors(layer.shape[:2], layer.dropout, scalars[0])
+        exact_y, exact_z = reference.linear_fwd(x, w, bias, layer.activation, factors)
+        y[...] = exact_y.astype(dtype)
+        if z is not None:
+            z[...] = exact_z.astype(dtype)
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Sources) -> Any:
+        """See `Operation`: y and the `LinearContext`."""
+        x, w, _, y, kept = arrays
+        layer: Layer = prepared.request.detail
+        saved_as = layer.saved_as
+        rng = scalars[0] if layer.dropout else None
+        if saved_as is Saved.MASK:
+            return y, LinearContext(layer, x, w, kept, None, rng, y)
+        saved = kept if saved_as is Saved.PREACTIVATION else y if saved_as is Saved.OUTPUT else None
+        return y, LinearContext(layer, x, w, saved, kept, rng, y)
+
+
+class LinearInference(LinearForward):
+    """The forward pass without a context; the caller gets y alone."""
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
+        """See `Operation`."""
+        return arrays[_Y]
+
+
+def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]:
+    """(M, N, K) of a layer.
+
+    Raises:
+        ShapeError: the shapes do not fit.
+        LayoutError: the bias is not contiguous.
+    """
+    for each in (x, w):
+        if len(each.shape) != 2:
+            raise ShapeError(f"{each.name} has shape {each.shape}; accepted are matrices, two axes")
+    if x.shape[1] != w.shape[1]:
+        raise ShapeError(
+            f"{w.name} has shape {w.shape}; its second axis must be {x.shape[1]}, as in {x.name} of shape {x.shape}"
+        )
+    outputs = w.shape[0]
+    if bias is not None:
+        if bias.shape != (outputs,):
+            why = f"as {w.name} of shape {w.shape} has {outputs} outputs"
+            raise ShapeError(f"{bias.name} has shape {bias.shape}; it must be ({outputs},), {why}")
+        bias.check_packed()
+    return x.shape[0], outputs, x.shape[1]
+
+
+def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, library: Library) -> New:
+    """The array that forward saves besides y, in the layout of the plan."""
+    is_row = layout.order is Order.ROW
+    lines, length = layout.shape if is_row else (layout.cols, layout.rows)
+    if saved is Saved.MASK:
+        return New((lines, layout.leading_dimension // _BITS), np.dtype(np.uint8), library)
+    if is_row:
+        view = None if length == layout.leading_dimension else (lambda padded: padded[:, :length])
+    else:
+        view = lambda padded: padded[:, :length].T  # noqa: E731  # one of three
+    return New((lines, layout.leading_dimension), problem.dtype.numpy, library, view)
+
+
+class LinearGradients(NamedTuple):
+    """dx (M, K), dw (N, K) and db (N,); None where a gradient was not requested."""
+
+    dx: Any
+    dw: Any
+    db: Any
+
+
+class ChainedGradients(NamedTuple):
+    """dz_below (M, K), the gradient before the activation of the layer below; dw (N, K), db (N,); that layer's db (K,).
+
+    A gradient that was not requested is None.
+    """
+
+    dz_below: Any
+    dw: Any
+    db: Any
+    db_below: Any
+
+
+class BackwardOptions(NamedTuple):
+    """The options of `linear_bwd` that a plan depends on.
+
+    Attributes:
+        layer: the layer that the gradient is taken through.
+        below: the layer below, if dx is taken through its activation as well; None otherwise.
+        before_activation: dy has been taken through the layer's activation already.
+        require_same: x must be the y of the layer below; `linear_bwd` has checked that.
+    """
+
+    layer: Layer
+    below: Layer | None
+    before_activation: bool
+    need_dx: bool
+    need_dw: bool
+    need_db: bool
+    need_db_below: bool
+    accumulate: bool
+    require_same: bool
+
+    @classmethod
+    def of(cls, options: Sequence[Any]) -> Self:
+        """Checks the caller's options, given in the order of the fields; `KindError` for a flag that is no bool."""
+        layer, below, *flags = options
+        return cls(layer, below, *map(flag, cls._fields[2:], flags))
+
+
+class LinearBackward(Operation):
+    """The gradients of a linear layer; a call's scalars are its `Sources`."""
+
+    names = (
+        *("dy", "x", "w", "the saved tensor", "the saved tensor below"),
+        *(f"out_{name}" for name in _OUTPUTS),
+    )
+    required = 3
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:
+        """See `Operation`."""
+        options = BackwardOptions.of(options)
+        dy, x, w, saved, saved_below, *outputs = operands
+        layer, below = options.layer, options.below
+        given = dict(zip(_OUTPUTS, outputs, strict=True))
+        wanted = _wanted(options, given)
+        check_same(x, dy, w)
+        m, n, k = layer.shape
+        check_shape(dy.name, dy.shape, (m, n), "y's shape")
+        shapes = {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
+        dtype = x.element_type()
+        new, specs = {}, {}
+        for name in filter(wanted.get, _OUTPUTS):
+            shape, out = shapes[name], given[name]
+            if out is None:
+                new[_FIRST_OUTPUT + _OUTPUTS.index(name)] = New(shape, dtype.numpy, x.library)
+                specs[name] = Spec(packed(*shape) if len(shape) == 2 else packed(1, *shape))
+            else:
+                check_shape(out.name, out.shape, shape, "the result's shape")
+                check_same(x, out)
+                specs[name] = out.spec
+        own = _derivative(layer, saved, specs.get("db"))
+        problem = BackwardProblem(
+            dtype,
+            Compute.parse(layer.compute, dtype),
+            x.spec,
+            w.spec,
+            dy.spec,
+            unchanged(own.db) if options.before_activation else own,
+            specs.get("dx"),
+            specs.get("dw"),
+            specs.get("dz"),
+            options.accumulate,
+            None if below is None else _derivative(below, saved_below, specs.get("db_below")),
+        )
+        dropouts = 0.0 if options.before_activation else layer.dropout, 0.0 if below is None else below.dropout
+        written = range(_FIRST_OUTPUT, len(self.names))
+        return Request(problem, tuple(written), new, options, dropouts=dropouts if any(dropouts) else None)
+
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
+        """See `Operation`."""
+        dy, x, w, saved, saved_below, *outputs = arrays
+        options: BackwardOptions = request.detail
+        layer, below = options.layer, options.below
+        if options.before_activation:
+            exact = reference.linear_bwd(dy, x, w, dy)
+        else:
+            z = dy if saved is None else saved  # without a saved tensor the derivative is 1, and z is not read
+            exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, scalars[0]))
+        values: dict[str, Any] = exact._asdict()
+        if below is not None:
+            z = exact.dx if saved_below is None else saved_below
+            values["dx"] = reference.through_activation(exact.dx, z, below.activation, _factors(below, scalars[1]))
+            values["db_below"] = values["dx"].sum(axis=0)
+        for name, out in zip(_OUTPUTS, outputs, strict=True):
+            if out is not None:
+                kept = out.astype(np.float64) if options.accumulate and name in ("dw", "db", "db_below") else 0.0
+                out[...] = (values[name] + kept).astype(out.dtype)
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients | ChainedGradients:
+        """See `Operation`."""
+        _, _, _, _, _, dx, dw, db, _, db_below = arrays
+        if prepared.request.detail.below is None:
+            return LinearGradients(dx, dw, db)
+        return ChainedGradients(dx, dw, db, db_below)
+
+
+def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
+    """Which gradients are made. There is no option for dz, which is made if there is a buffer for it.
+
+    Raises:
+        ArgumentError, ShapeError: the options contradict each other.
+    """
+    layer, below = options.layer, options.below
+    if below is not None:
+        if not options.need_dx:
+            raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
+        y, x = below.shape[:2], layer.shape[::2]
+        if y != x:
+            raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
+    has_dz = given["dz"] is not None
+    wanted = {"dx": options.need_dx, "dw": options.need_dw, "db": options.need_db, "dz": has_dz}
+    wanted["db_below"] = options.need_db_below
+    if options.accumulate:
+        missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and given[name] is None]
+        if missing:
+            raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
+    return wanted
+
+
+def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
+    spec = saved.spec if saved else None
+    if saved and layer.saved_layout:  # the strides of an array with one row have no meaning
+        spec = Spec(layer.saved_layout, saved.alignment)
+    return Derivative(layer.activation, layer.saved_as, spec, None if db is None else db.alignment, layer.dropout > 0)
+
+
+def _factors(layer: Layer, rng: Philox | None) -> Any:
+    return reference.dropout_factors(layer.shape[:2], layer.dropout, rng)
