@@ -5,7 +5,8 @@ only the half for fitting is read. For each type and activation a small tree of 
 the strategy: first for backward, then for forward together with the backward pass that follows from its saved tensor.
 
 The times in `strategies.json`, the default, are of 448 blocks of GELU and ReLU, with the algorithms that were chosen
-untuned at commit 81d33d4, and of 49 blocks of other activations at commit a5f8867.
+untuned at commit 81d33d4, and of 197 blocks of all activations and types at commit 0ecd227: forward as the tuner timed
+it, backward with the order of launches that followed that commit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lt_runtime.layout import packed
 from lt_runtime.plans import priors
 from lt_runtime.problem import DType, Spec
 
-_DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32}
+_DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32, "fp32": DType.FLOAT32}
 # The shapes for fitting were shared out among six parts, and trees fitted to five parts were judged on the sixth, each
 # in turn: neither deeper trees nor a gain of 0.1 or 0.2 did better.
 _DEPTH: Final = 2
@@ -39,9 +40,6 @@ _MOST_LOSS: Final = 0.3  # the most that a sample counts, because times further 
 _DISTURBED: Final = 2.5  # A time was disturbed if it is this multiple of the same work's time in the other order.
 _EPILOGUES: Final = ("none", "relu", "gelu")
 """Activations with epilogues in cuBLASLt, or without need of one."""
-_TALL: Final = 1 << 15
-"""Rows from which on full FP32 products, which keep all multiprocessors busy, lose by being concurrent."""
-_FEW_WEIGHTS: Final = 1 << 18
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "dw_concurrent")
 
@@ -223,8 +221,8 @@ def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
 
 
 def fitting(rows: Iterable[Row]) -> list[Row]:
-    """The rows for fitting; full FP32 has fixed trees."""
-    return [row for row in rows if "strategies" in row and row.get("half", FIT) == FIT and row["type"] in _DTYPES]
+    """The rows for fitting."""
+    return [row for row in rows if "strategies" in row and row.get("half", FIT) == FIT]
 
 
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
@@ -249,24 +247,7 @@ def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tu
         for name, each in fitted.items():
             losses = [sample.loss(decide(each.tree, sample.features)) for sample in samples[name]]
             quality[f"{part} {name}"] = len(losses), math.exp(sum(losses) / len(losses)) - 1
-    trees["backward"] |= _full_fp32()
     return trees, quality
-
-
-def _full_fp32() -> dict[str, Any]:
-    """The backward trees of full FP32, by what the tuner chose for 103 blocks of the suite `untuned`."""
-
-    def tree(maker: str, below: str, few_weights: str) -> dict[str, Any]:
-        here, there = (_as_entry(f"{maker} {below} {below} {when}", _BACKWARD) for when in ("beside", "after"))
-        few = _as_entry(f"{few_weights} {below} {below} beside", _BACKWARD)
-        limit = {"feature": "weights", "below": _FEW_WEIGHTS, "then": few, "otherwise": here}
-        return {"feature": "rows", "below": _TALL, "then": here if few == here else limit, "otherwise": there}
-
-    return {
-        f"fp32 {priors.OTHER}": tree("kernel", "kernel", "kernel"),
-        "fp32 none nothing": tree("kernel", "nobody", "epilogue"),
-        "fp32 products": tree("nobody", "nobody", "nobody"),
-    }
 
 
 def _table_of(capability: int) -> Path:

@@ -87,7 +87,6 @@ def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tre
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
     kinds = [f"{RAGGED} {kind}"] * is_ours + [kind]
     names = [f"{each} {name}" for name in (rest, OTHER) for each in kinds]
-    names += [f"tf32 {rest}"] if kind == "fp32" else []
     return next((trees[name] for name in names if name in trees), {})
 
 

@@ -79,6 +79,8 @@ _RAGGED_SUMMED: Final = 24.0
 """Ragged rows of 16-bit numbers that cuBLASLt's kernels add up in a microsecond."""
 _SUMMED: Final = 1e3
 """Rows that our kernel for narrow products adds up in a microsecond, as for a weight gradient."""
+_SUMMED_OCTETS: Final = {2: 1.9e6, 4: 3.5e6}
+"""Multiply-adds in a microsecond for a weight gradient with more than eight columns, by the bytes of an element."""
 _PASS_US: Final = 2.0
 """Launch time in microseconds of an elementwise kernel of ours."""
 _COPY_US: Final = 1.4
@@ -95,6 +97,7 @@ def narrow_us(problem: MatmulProblem) -> float:
     is_wide = width >= _WIDE
     rates = _NARROW_BUT_WIDE if is_wide else _NARROW_OF_OCTETS if width > OCTET else _NARROW
     if _goes_over_rows(problem):
+        rates = rates if width <= OCTET else _NARROW._replace(multiplied=_SUMMED_OCTETS[problem.dtype.itemsize])
         return rates.us(problem) + problem.k / _SUMMED
     is_whole = are_whole(problem.dtype, problem.a, problem.b)
     if is_wide and not is_whole:

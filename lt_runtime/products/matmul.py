@@ -123,8 +123,12 @@ class MatmulPlan(AlgorithmPlan):
             # For some products cuBLASLt offers only algorithms that split K; a second kernel is better than no plan.
             offered = self.query(self.workspace_size, _REDUCTIONS)
         splits_all = all(is_split_for_nothing(self.problem, _offered(each)) for each in offered)
-        if rank is None and offered and (splits_all or has_many_tiles(self.problem)):
+        has_many = has_many_tiles(self.problem)
+        if rank is None and offered and (splits_all or has_many):
             offered += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
+        if rank is None and has_many:  # The smaller tiles are offered to queries with less workspace.
+            for workspace in (self.workspace_size // 8, 0):
+                offered += self.query(workspace, cublaslt.ReductionScheme.NONE)
         self.candidates = tuple(offered)
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")

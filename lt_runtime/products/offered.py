@@ -15,9 +15,10 @@ The heuristic's first algorithm is taken, with these exceptions, which it is kno
   must be estimated to be faster by a tenth. The estimate also holds for other TF32 products with a short K:
   65536x40x24 takes 15.4 µs by the first algorithm, 9.4 in smaller tiles.
 - TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first algorithm,
-  3.5 by this kernel. It is not taken for an input gradient, because a weight gradient beside it takes longer then:
-  both take 14.8 µs by the first algorithm and at least 15.6 with this kernel.
-- TF32 sums are split into parts of at least 64 terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32.
+  3.5 by this kernel. An input gradient takes it for at most 32 terms: 360x1120x15 takes 6.7 µs by the first algorithm,
+  3.1 by this kernel.
+- TF32 sums are split into parts of at least 64 terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32. FP32 sums are
+  split into parts of at least 8: 25x128x192 takes 10.2 µs in 132 parts, 5.6 whole.
 
 The constants are of an H200 (cuBLASLt 13.1). They were fitted to the same rows as those of `cost`, mostly to products
 with few columns.
@@ -46,8 +47,10 @@ SHORT_K: Final = 128
 _TALL: Final = 1 << 15
 """Rows or columns of D from which on `has_many_tiles` holds."""
 _SHORT_TF32: Final = 55
-_FEWEST_TERMS: Final = 64
-"""The fewest terms of a part of a split TF32 sum."""
+_SHORTEST_K: Final = 32
+"""Terms of an input gradient's sum up to which `_SHORT_TF32` is taken."""
+_FEWEST_TERMS: Final = {Compute.TF32: 64, Compute.FLOAT32: 8}
+"""The fewest terms of a part of a split sum of four-byte elements."""
 _LARGE: Final = 1e9
 """Multiply-adds from which on a product is large."""
 MULTIPROCESSORS: Final = 132
@@ -125,7 +128,8 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # as weights do in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)
-    if is_tf32 and lies_along_k and is_ragged and problem.k <= SHORT_K:
+    sums_over_rows = problem.a.layout.order is Order.COLUMN  # as a weight gradient does
+    if is_tf32 and is_ragged and not sums_over_rows and problem.k <= (SHORT_K if lies_along_k else _SHORTEST_K):
         return next((i for i, each in enumerate(offers) if each.algo_id == _SHORT_TF32), 0)
     if is_split_for_nothing(problem, first):
         return next((i for i, each in enumerate(offers) if each.splitk <= 1), 0)
@@ -145,9 +149,8 @@ def _usual(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     is_tf32 = problem.compute is Compute.TF32
     if is_tf32 and is_large(problem):
         return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
-    if is_tf32 and offers[0].splitk * _FEWEST_TERMS > problem.k:
-        return next((i for i, each in enumerate(offers) if each.splitk * _FEWEST_TERMS <= problem.k), 0)
-    return 0
+    fewest = _FEWEST_TERMS[problem.compute] if problem.dtype is DType.FLOAT32 else 0
+    return next((i for i, each in enumerate(offers) if each.splitk * fewest <= problem.k), 0)
 
 
 def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:

@@ -125,7 +125,7 @@ def test_a_row_s_sizes_are_those_that_the_priors_ask_for(layer: int) -> None:
 def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = {"gpu": "a GPU", "capability": 90, "driver": "580", "cublaslt": 130100}
     row = measured(256, 512, 784, ENTRIES) | {"when": "2026-01-01T00:00:00Z"}
-    rows = [row | {"half": "fit"}, row | {"half": "judge"}, row | {"type": "fp32"}, {"case": "failed", "us": {}}]
+    rows = [row | {"half": "fit"}, row | {"half": "judge"}, {"case": "failed", "us": {}}]
     file, out = tmp_path / "strategies.json", tmp_path / "priors.json"
     file.write_text(json.dumps({"machine": machine, "commit": "abc", "rows": rows}))
     derived.main([str(file), "--out", str(out)])

@@ -73,8 +73,8 @@ def test_the_table_comes_first_where_its_strategy_is_allowed(table: dict[str, An
     assert first_forward(GELU, dropout=True).epilogue is Epilogue.BIAS
     half = gelu(DType.FLOAT16)
     assert first_forward(half).epilogue is Epilogue.GELU_AUX_BIAS, "16-bit types move the same bytes"
-    table["forward"]["tf32 gelu"] = AUX
-    assert first_forward(gelu(DType.FLOAT32)).epilogue is Epilogue.GELU_AUX_BIAS, "so do FP32 and TF32"
+    table["forward"]["fp32 gelu"] = AUX
+    assert first_forward(gelu(DType.FLOAT32)).epilogue is Epilogue.GELU_AUX_BIAS
 
 
 @pytest.mark.parametrize(("feature", "size"), [("output_bytes", 256 * 512 * 2), ("inner", 64), ("rows", 256)])

@@ -51,7 +51,12 @@ def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> Ma
         (input_gradient(7221, 4, 744), PADDED),  # 8.4 against 10.5
         (weight_gradient(21, 24, 3904, FP32), LIBRARY),  # 7.5 against 11.0
         (weight_gradient(584, 3625, 444, FP32), K_MAJOR),  # 31.8 against 40.0
-        (input_gradient(625, 77, 13), LIBRARY),  # 3.0 and 8.4: our kernel reads the elements of rows of 77 one by one
+        (
+            input_gradient(424, 1384, 14),
+            LIBRARY,
+        ),  # 3.4; our kernel for narrow products takes 5.0, the one for tiles 3.7
+        (input_gradient(170, 792, 21), TILE),  # 2.7 against 3.2
+        (weight_gradient(15, 4064, 139, FP32), NARROW),  # 3.8 against 6.3
         (input_gradient(625, 77, 13, FP32), LIBRARY),  # 3.1 against 4.7
         (weight_gradient(13, 77, 625), NARROW),  # 3.7 against 6.3
         (forward(256, 512, 784), LIBRARY),
