@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
@@ -22,14 +22,7 @@ from lt_runtime.arrays.libraries import (
     cupy_stream,
     is_from,
 )
-from lt_runtime.errors import (
-    AlignmentError,
-    DeviceError,
-    DriverError,
-    DTypeError,
-    LayoutError,
-    OperandError,
-)
+from lt_runtime.errors import AlignmentError, DeviceError, DriverError, DTypeError, LayoutError, OperandError
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import order_after, stream_handle
@@ -160,21 +153,9 @@ def _check_tensor(name: str, array: Any) -> None:
         raise DeviceError(f"{found}, which is not accepted; pass {name}.numpy(), or move it to a GPU: {name}.cuda()")
 
 
-class ReadCall(NamedTuple):
-    """The arrays of one call as operands.
-
-    Attributes:
-        operands: None for an absent array.
-        device: ordinal of the GPU that the first array lives on; `HOST` if all are NumPy arrays.
-        stream: handle of the stream that the call runs on; 0 on the host.
-    """
-
-    operands: list[Operand | None]
-    device: int
-    stream: int
-
-
-def read_call(names: Sequence[str], required: int, arrays: Sequence[Any], stream: Any) -> ReadCall:
+def read_call(
+    names: Sequence[str], required: int, arrays: Sequence[Any], stream: Any
+) -> tuple[list[Operand | None], int, int]:
     """Reads the arrays of a call, and finds the stream that it runs on.
 
     Args:
@@ -182,6 +163,10 @@ def read_call(names: Sequence[str], required: int, arrays: Sequence[Any], stream
         required: how many of the first arrays may not be None.
         stream: as the caller gave it; if None, the current stream of the first array's library. On the host a stream
             is checked and not used.
+
+    Returns:
+        The operands, None for an absent array; the ordinal of the GPU that the first array lives on, or `HOST` if all
+        are NumPy arrays; and the handle of the stream, 0 on the host.
 
     Raises:
         As `on_host`, `read` and `stream_handle`.
@@ -201,7 +186,7 @@ def read_call(names: Sequence[str], required: int, arrays: Sequence[Any], stream
         None if source is None else _read_from(source, name, array, handle)
         for source, name, array in zip(found, names, arrays, strict=True)
     ]
-    return ReadCall(operands, device, handle)
+    return operands, device, handle
 
 
 def read(name: str, array: Any, stream: int) -> Operand:
@@ -304,17 +289,8 @@ def _read_cupy(name: str, array: Any, device: int, stream: int, library: Library
 
 
 def _read_torch(name: str, tensor: Any, device: int, stream: int) -> Operand:
-    return Operand(
-        name,
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        str(tensor.dtype).removeprefix("torch."),
-        tensor.element_size(),
-        device,
-        TORCH,
-        tensor,
-    )
+    shape, strides, dtype = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
+    return Operand(name, tensor.data_ptr(), shape, strides, dtype, tensor.element_size(), device, TORCH, tensor)
 
 
 def _read_dlpack(name: str, array: Any, device: int, stream: int) -> Operand:

@@ -17,22 +17,8 @@ from lt_runtime.errors import CaptureError, DriverError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import is_captured, stream_handle
-from lt_runtime.kernels.adamw import (
-    UPDATE_TICKETS,
-    WORD_BYTES,
-    AdamWParams,
-    GradientNormParams,
-    OptimizerState,
-    Options,
-    Tensor,
-    adamw_params,
-    norm_launches,
-    norm_table,
-    set_addresses,
-    settings_words,
-    update_launches,
-    update_table,
-)
+from lt_runtime.kernels import adamw as kernels
+from lt_runtime.kernels.adamw import Options
 from lt_runtime.kernels.kernel import Launches
 from lt_runtime.ops._adamw_parameters import (
     Parameter,
@@ -45,7 +31,7 @@ from lt_runtime.ops._adamw_parameters import (
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWTensor, RoundedTensor
 
-_WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # names of the 32-bit words
+_WORDS: Final = [name for name, *_ in kernels.OptimizerState._fields_]  # names of the 32-bit words
 _BLOCK: Final = 32768  # elements that the host updates at a time, so that intermediate results stay in its cache
 _PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 
@@ -207,32 +193,32 @@ class GpuState:
         ends = np.flatnonzero((np.diff(changed) > 1) | (words[changed[1:]] != words[changed[:-1]])) + 1
         for run in np.split(changed, ends) if changed.size else ():
             first, value = int(run[0]), int(words[run[0]])
-            call("cuMemsetD32Async", self._device_settings + first * WORD_BYTES, value, run.size, stream)
+            call("cuMemsetD32Async", self._device_settings + first * kernels.WORD_BYTES, value, run.size, stream)
             self._written[run] = value
         self._seen = latest
 
     def _settings(self) -> NDArray[np.uint32]:
-        return settings_words(self.options.hyper, [each.settings(self.options) for each in self._parameters])
+        return kernels.settings_words(self.options.hyper, [each.settings(self.options) for each in self._parameters])
 
-    def _update(self, tensors: Sequence[Tensor], words: Any) -> Launches[AdamWParams]:
-        table, params = update_table(tensors), adamw_params(self.options)
+    def _update(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches[kernels.AdamWParams]:
+        table, params = kernels.update_table(tensors), kernels.adamw_params(self.options)
         params.chunks, params.state = self._upload(table), words.data.ptr
-        params.tickets = self._zeros((UPDATE_TICKETS,), np.dtype(np.uint32)).data.ptr
-        set_addresses(params, self._device_settings, len(tensors))
+        params.tickets = self._zeros((kernels.UPDATE_TICKETS,), np.dtype(np.uint32)).data.ptr
+        kernels.set_addresses(params, self._device_settings, len(tensors))
         if self._scale is not None:
             params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
         stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in tensors)
-        return update_launches(params, len(table), self._device, self.options, stochastic=stochastic)
+        return kernels.update_launches(params, len(table), self._device, self.options, stochastic=stochastic)
 
-    def _norm(self, tensors: Sequence[Tensor], words: Any) -> Launches[GradientNormParams]:
-        table = norm_table(tensors)
-        params = GradientNormParams(
+    def _norm(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches[kernels.GradientNormParams]:
+        table = kernels.norm_table(tensors)
+        params = kernels.GradientNormParams(
             chunks=self._upload(table),
             partial=self._zeros((len(table),), np.dtype(np.float32)).data.ptr,
             state=words.data.ptr,
             scale=0 if self._scale is None else self._scale[0].data.ptr,
         )
-        return norm_launches(params, len(table), self._device)
+        return kernels.norm_launches(params, len(table), self._device)
 
     def _scale_arrays(self, init_scale: float) -> tuple[Any, Any]:
         scale, tracker = (self._zeros((), np.dtype(dtype)) for dtype in (np.float32, np.int32))
@@ -253,13 +239,13 @@ class GpuState:
         return int(array.data.ptr)
 
 
-def _tensor(read: ReadParameter, moments: tuple[Any, ...], options: Options) -> Tensor:
+def _tensor(read: ReadParameter, moments: tuple[Any, ...], options: Options) -> kernels.Tensor:
     arrays = {"value": _typed(read.value), "gradient": _typed(read.grad)}
     if read.master is not None:
         arrays["copy"] = _typed(read.data)
     for name, array in zip(("m", "v", "v_max"), moments, strict=False):  # v_max exists only with AMSGrad
         arrays[name] = array.data.ptr, options.moments
-    return Tensor(math.prod(read.data.shape), arrays)
+    return kernels.Tensor(math.prod(read.data.shape), arrays)
 
 
 def _word(words: Any, name: str) -> Any:

@@ -131,19 +131,9 @@ class LinearForward(Operation):
             if each is not None:
                 check_shape(each.name, each.shape, (m, n), "the result's shape")
         y = Spec(packed(m, n)) if out is None else out.spec
-        problem = ForwardProblem(
-            dtype,
-            Compute.parse(compute, dtype),
-            activation,
-            x.spec,
-            w.spec,
-            y,
-            bias.alignment if bias else None,
-            out_z.spec if out_z else None,
-            has_dropout,
-            propagate_nan,
-            backward,
-        )
+        kinds = dtype, Compute.parse(compute, dtype), activation
+        bias_alignment, z = bias.alignment if bias else None, out_z.spec if out_z else None
+        problem = ForwardProblem(*kinds, x.spec, w.spec, y, bias_alignment, z, has_dropout, propagate_nan, backward)
         layer = Layer((m, n, k), Saved.NOTHING, None, activation, dropout, compute, bias is not None)
         new = {} if out is not None else {_Y: New((m, n), dtype.numpy, x.library)}
         return Request(problem, (_Y, _KEPT), new, layer, dropouts=(dropout, 0.0) if has_dropout else None)
@@ -310,19 +300,11 @@ class LinearBackward(Operation):
                 check_same(x, out)
                 specs[name] = out.spec
         own = _derivative(layer, saved, specs.get("db"))
-        problem = BackwardProblem(
-            dtype,
-            Compute.parse(layer.compute, dtype),
-            x.spec,
-            w.spec,
-            dy.spec,
-            unchanged(own.db) if options.before_activation else own,
-            specs.get("dx"),
-            specs.get("dw"),
-            specs.get("dz"),
-            options.accumulate,
-            None if below is None else _derivative(below, saved_below, specs.get("db_below")),
-        )
+        own = unchanged(own.db) if options.before_activation else own
+        of_below = None if below is None else _derivative(below, saved_below, specs.get("db_below"))
+        kinds, inputs = (dtype, Compute.parse(layer.compute, dtype)), (x.spec, w.spec, dy.spec)
+        results = specs.get("dx"), specs.get("dw"), specs.get("dz")
+        problem = BackwardProblem(*kinds, *inputs, own, *results, options.accumulate, of_below)
         dropouts = 0.0 if options.before_activation else layer.dropout, 0.0 if below is None else below.dropout
         written = range(_FIRST_OUTPUT, len(self.names))
         return Request(problem, tuple(written), new, options, dropouts=dropouts if any(dropouts) else None)

@@ -1,4 +1,7 @@
-"""The passes of a narrow MLP as operations: outputs, gradients, and a loss with gradients, each over all layers."""
+"""The passes of a narrow MLP as operations: outputs, gradients, and a loss with gradients, each over all layers.
+
+They run on GPUs only: NumPy arrays go through an MLP layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lt_runtime import reference
 from lt_runtime.arrays.checks import check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.mlp import MAX_LAYERS
 from lt_runtime.layout import packed
 from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
@@ -65,12 +66,6 @@ class MlpOutputs(Operation):
         """See `Operation`."""
         return Call(addresses[: _FIRST + 2 * len(prepared.request.problem.biases)], stream)
 
-    def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
-        """See `Operation`."""
-        x, out, *parameters = arrays
-        *_, (_, y) = _layers_on_host(request.problem, x, parameters)
-        out[...] = y
-
 
 class MlpGradients(Operation):
     """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs.
@@ -109,14 +104,6 @@ class MlpGradients(Operation):
         count, first = 2 * len(prepared.request.problem.biases), _FIRST + _PLACES
         return Call((*addresses[: _FIRST + count], *addresses[first : first + count]), stream)
 
-    def on_host(self, request: Request, arrays: Sequence[Any], scalars: float) -> None:
-        """See `Operation`."""
-        x, dy, *rest = arrays
-        parameters, gradients = rest[:_PLACES], rest[_PLACES:]
-        made = _layers_on_host(request.problem, x, parameters)
-        *_, accumulate, _ = request.detail
-        _gradients_on_host(request.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
-
 
 class MlpLoss(MlpGradients):
     """The loss of an MLP's outputs against targets, and the gradients of all its parameters.
@@ -146,17 +133,6 @@ class MlpLoss(MlpGradients):
         made = super().call(prepared, tuple(addresses_of_mlp), scalars, stream)
         return Call((*made.addresses, loss), stream, (scalars, scale))
 
-    def on_host(self, request: Request, arrays: Sequence[Any], scalars: float) -> None:
-        """See `Operation`."""
-        x, target, *rest, scale, loss = arrays
-        parameters, gradients = rest[:_PLACES], rest[_PLACES:]
-        *_, accumulate, kind = request.detail
-        made = _layers_on_host(request.problem, x, parameters)
-        loss[...], dy = _loss_on_host(kind, made[-1][1], target)
-        factor = scalars if scale is None else scalars * float(scale.reshape(()))
-        dy = (dy * factor).astype(x.dtype)
-        _gradients_on_host(request.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
-
 
 MLP_OUTPUTS: Final = MlpOutputs()
 MLP_GRADIENTS: Final = MlpGradients()
@@ -180,48 +156,3 @@ def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activ
     check_same(x, *(each for each in parameters if each is not None))
     biases = tuple(each is not None for each in parameters[1 : 2 * len(weights) : 2])
     return MLPProblem(x.element_type(), x.shape[0], dims, biases, activation, backward)
-
-
-def _layers_on_host(problem: MLPProblem, x: Any, parameters: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Each layer's pre-activation in float64, and its output, rounded."""
-    made, last = [], len(problem.biases) - 1
-    for i in range(last + 1):
-        activation = Activation() if i == last else problem.activation
-        exact, z = reference.linear_fwd(x, parameters[2 * i], parameters[2 * i + 1], activation)
-        x = exact.astype(problem.dtype.numpy)
-        made.append((z, x))
-    return made
-
-
-def _gradients_on_host(
-    problem: MLPProblem,
-    x: Any,
-    dy: Any,
-    parameters: Sequence[Any],
-    made: Sequence[tuple[Any, Any]],
-    gradients: Sequence[Any],
-    *,
-    accumulate: bool,
-) -> None:
-    """Writes the gradients into their buffers, or adds them to what the buffers hold.
-
-    Args:
-        made: the result of `_layers_on_host`.
-    """
-    inputs, last = [x, *(y for _, y in made)], len(made) - 1
-    for i in range(last, -1, -1):
-        activation = Activation() if i == last else problem.activation
-        found = reference.linear_bwd(dy, inputs[i], parameters[2 * i], made[i][0], activation)
-        for out, exact in zip(gradients[2 * i : 2 * i + 2], (found.dw, found.db), strict=True):
-            if out is not None:
-                out[...] = (out.astype(exact.dtype) + exact if accumulate else exact).astype(out.dtype)
-        dy = found.dx
-
-
-def _loss_on_host(loss: ElementwiseLoss, outputs: Any, target: Any) -> tuple[float, Any]:
-    """A loss and its gradient, in float64."""
-    if loss.name == "mse":
-        return reference.mse_loss(outputs, target)
-    if loss.name == "huber":
-        return reference.huber_loss(outputs, target, delta=loss.delta)
-    return reference.bce_with_logits(outputs, target)

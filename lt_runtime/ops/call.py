@@ -180,10 +180,11 @@ def _cold_call(
 ) -> Any:
     """Makes a call that has no `PreparedCall` yet, or binds it."""
     binds = isinstance(stream, Binding)
-    read = read_call(operation.names, operation.required, arrays, stream.stream if binds else stream)
-    given, handle, is_on_host = addresses_of(read.operands), read.stream, read.device == HOST
-    with contextlib.nullcontext() if is_on_host else activated(read.device):
-        prepared = prepare(operation, read.operands, options, scalars, handle)
+    given_stream = stream.stream if binds else stream
+    operands, device, handle = read_call(operation.names, operation.required, arrays, given_stream)
+    given, is_on_host = addresses_of(operands), device == HOST
+    with contextlib.nullcontext() if is_on_host else activated(device):
+        prepared = prepare(operation, operands, options, scalars, handle)
         if binds:
             return _bound(prepared, arrays, given, scalars, handle)
         if signature is not None:

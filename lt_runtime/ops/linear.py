@@ -213,18 +213,9 @@ def linear_bwd(
     need_db, need_db_below = layer.has_bias and need_db, below_has_bias and need_db_below
     options = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate, require_same)
     try:
-        arrays = (
-            dy,
-            ctx.x,
-            ctx.w,
-            None if before_activation else ctx.saved,
-            saved_below,
-            out_dx if need_dx else None,
-            out_dw if need_dw else None,
-            out_db if need_db else None,
-            out_dz,
-            out_db_below if need_db_below else None,
-        )
+        saved = None if before_activation else ctx.saved
+        outputs = out_dx if need_dx else None, out_dw if need_dw else None, out_db if need_db else None
+        arrays = dy, ctx.x, ctx.w, saved, saved_below, *outputs, out_dz, out_db_below if need_db_below else None
     except Exception:  # arrays have no truth value
         BackwardOptions.of(options)
         raise

@@ -67,20 +67,11 @@ class Matmul(Operation):
         stride = shape.m * shape.n if shape.batch is not None and shape.batch > 1 else 0
         d = _spec(given["out"]) if "out" in given else Spec(packed(shape.m, shape.n), batch_stride=stride)
         vector = given.get("bias") or given.get("bias_gradient")
-        problem = MatmulProblem(
-            dtype,
-            d_dtype,
-            compute,
-            _spec(a),
-            _spec(b),
-            d,
-            epilogue,
-            c=_c_spec(given, d, d_dtype, epilogue, in_place) if reads_c else None,
-            batch=1 if shape.batch is None else shape.batch,
-            bias_alignment=vector.alignment if vector else ALIGNMENT,
-            aux=_aux_spec(given["aux"], epilogue, shape, d.layout.order) if "aux" in given else None,
-            device_scalars="alpha" in given,
-        )
+        alignment = vector.alignment if vector else ALIGNMENT
+        c = _c_spec(given, d, d_dtype, epilogue, in_place) if reads_c else None
+        aux = _aux_spec(given["aux"], epilogue, shape, d.layout.order) if "aux" in given else None
+        kinds, batch = (dtype, d_dtype, compute), 1 if shape.batch is None else shape.batch
+        problem = MatmulProblem(*kinds, _spec(a), _spec(b), d, epilogue, c, batch, alignment, aux, "alpha" in given)
         new = {} if "out" in given else {_D: New(shape.of(shape.m, shape.n), d_dtype.numpy, a.library)}
         written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, _D)
         return Request(problem, written, new, in_place, same=(_C, _D))
@@ -100,17 +91,9 @@ class Matmul(Operation):
         """See `Operation`."""
         a, b, c, bias, alpha, beta, aux, bias_gradient, d = arrays
         problem, in_place = request.problem, request.detail
-        scalars = scalars if alpha is None else (alpha.item(), beta.item())
-        result = reference.matmul(
-            a,
-            b,
-            d if in_place else c,
-            alpha=scalars[0],
-            beta=scalars[1],
-            epilogue=problem.epilogue,
-            bias=bias,
-            aux=_read_aux(aux, problem),
-        )
+        factor, c_factor = scalars if alpha is None else (alpha.item(), beta.item())
+        c, values, epilogue = d if in_place else c, _read_aux(aux, problem), problem.epilogue
+        result = reference.matmul(a, b, c, alpha=factor, beta=c_factor, epilogue=epilogue, bias=bias, aux=values)
         if result.aux is not None:
             _write_aux(aux, result.aux, problem)
         if result.bias_gradient is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ForwardPass
@@ -41,34 +43,22 @@ class ForwardPlan(Plan):
         product = self._matmul_problem()
         self._product = choose(product, device)
         self.products = {"y": self._product}
-        self._pass = self._own_pass(product, pass_adds) if has_pass and problem.y.layout.size else None
-
-    def _own_pass(self, product: MatmulProblem, adds_bias: bool) -> ForwardPass:
-        return ForwardPass(
-            self.problem,
-            self.device,
-            product=product.d,
-            product_dtype=product.d_dtype,
-            kept=self.kept_spec if adds_bias else None,
-            adds_bias=adds_bias,
-        )
+        self._pass = None
+        if has_pass and problem.y.layout.size:
+            kept = self.kept_spec if pass_adds else None
+            self._pass = ForwardPass(
+                problem, device, product=product.d, product_dtype=product.d_dtype, kept=kept, adds_bias=pass_adds
+            )
 
     def _matmul_problem(self) -> MatmulProblem:
         problem, is_exact = self.problem, self._scratch_bytes > 0
         d = self.kept_spec if self._product_is_kept else None
-        if is_exact:  # otherwise the product lies in scratch memory, in the order of y, which our kernel writes
+        if is_exact:  # the product lies in scratch memory, in the order of y, which our kernel writes
             d = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
-        return MatmulProblem(
-            problem.dtype,
-            DType.FLOAT32 if is_exact else problem.dtype,
-            problem.compute,
-            problem.x,
-            problem.w.transposed,
-            d or problem.y,
-            self.strategy.epilogue,
-            bias_alignment=problem.bias if problem.bias is not None and self._adds_bias else 256,
-            aux=self.kept_spec if self._writes_aux else None,
-        )
+        kinds = problem.dtype, DType.FLOAT32 if is_exact else problem.dtype, problem.compute
+        plain = MatmulProblem(*kinds, problem.x, problem.w.transposed, d or problem.y, self.strategy.epilogue)
+        alignment = problem.bias if problem.bias is not None and self._adds_bias else plain.bias_alignment
+        return replace(plain, bias_alignment=alignment, aux=self.kept_spec if self._writes_aux else None)
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from lt_runtime.reference.activations import Array
+
 Weights = NDArray[Any] | None
 
 

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import lt_runtime as lt
+from lt_runtime import reference
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import ACTIVATIONS, Activation, DType
@@ -46,22 +47,31 @@ class _Network:
         self.gpu = [cp.asarray(each) for each in self.host]
         self.activation = Activation(activation)
 
-    def results(self, arrays: list[Any]) -> list[Any]:
+    @property
+    def made(self) -> list[Array]:
         """Outputs, and the gradients of all parameters."""
-        x, dy, *parameters = arrays
+        x, dy, *parameters = self.gpu
         gradients = [each.copy() for each in parameters]
         y = perform(MLP_OUTPUTS, (x, None, *filled(parameters)), self.activation, None, None)
         operands = (x, dy, *filled(parameters), *filled(gradients))
         perform(MLP_GRADIENTS, operands, (self.activation, False, None), 1.0, None)
-        return [y, *gradients]
-
-    @property
-    def made(self) -> list[Array]:
-        return [cp.asnumpy(each).astype(np.float64) for each in self.results(self.gpu)]
+        return [cp.asnumpy(each).astype(np.float64) for each in (y, *gradients)]
 
     @property
     def expected(self) -> list[Array]:
-        return [each.astype(np.float64) for each in self.results(self.host)]
+        """The same in float64, with each layer's output rounded as the kernels round it."""
+        x, dy, *parameters = self.host
+        weights, biases = parameters[::2], parameters[1::2]
+        activations = [*[self.activation] * (len(weights) - 1), Activation()]
+        inputs, sums, results = [x], [], []
+        for w, bias, activation in zip(weights, biases, activations, strict=True):
+            y, z = reference.linear_fwd(inputs[-1], w, bias, activation)
+            inputs.append(y.astype(x.dtype))
+            sums.append(z)
+        for i in reversed(range(len(weights))):
+            found = reference.linear_bwd(dy, inputs[i], weights[i], sums[i], activations[i])
+            dy, results = found.dx, [found.dw, found.db, *results]
+        return [each.astype(x.dtype).astype(np.float64) for each in (inputs[-1], *results)]
 
 
 def _normal(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
