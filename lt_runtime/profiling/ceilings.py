@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from lt_runtime import paths
 from lt_runtime.gpu.driver import call
@@ -28,19 +28,7 @@ _ROUNDS: Final = 5
 _LIMIT: Final = 1 << 16  # bytes of the file
 
 
-class Ceiling(NamedTuple):
-    """The resource that limits some work.
-
-    Attributes:
-        bound: "compute" or "memory"; "" if no ceiling is known.
-        us: the time that the work takes at the highest rate; 0.0 if no ceiling is known.
-    """
-
-    bound: str
-    us: float
-
-
-def ceilings(device: int, kinds: Iterable[str]) -> Mapping[str, float]:
+def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
     """FLOP/s of each kind of matrix product, and bytes/s of a copy under the name `COPY`, counting reads and writes.
 
     Ceilings that are not in the file are measured, which takes some tenths of a second.
@@ -61,14 +49,6 @@ def ceilings(device: int, kinds: Iterable[str]) -> Mapping[str, float]:
         with contextlib.suppress(OSError):  # without the file they are measured again next time
             replace_private(path, json.dumps(known, indent=2).encode())
     return known
-
-
-def bound_of(flops: float, moved: float, kind: str, known: Mapping[str, float]) -> Ceiling:
-    """The ceiling that limits work of so many FLOPs and bytes."""
-    times = {"memory": moved / known[COPY] if COPY in known else 0.0}
-    times["compute"] = flops / known[kind] if kind in known else 0.0
-    bound = max(times, key=lambda name: times[name])
-    return Ceiling(bound if times[bound] else "", 1e6 * times[bound])
 
 
 def measure(bench: Bench, kind: str) -> float:

@@ -7,9 +7,9 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Final, Self
+from array import array
+from bisect import bisect_right
+from typing import Final, Self, TypeAlias
 
 from lt_runtime.arrays.libraries import TorchLibrary
 from lt_runtime.errors import GpuError
@@ -17,30 +17,24 @@ from lt_runtime.gpu.devices import activated, current_device, device_count
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import CapturedNodes, graph_under_capture, graphs_with_ranges
 from lt_runtime.gpu.streams import cupy_current
-from lt_runtime.profiling.attribution import Attribution, Path
 from lt_runtime.profiling.cupti import library as cupti
-from lt_runtime.profiling.cupti.records import Link, read_records
-from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.cupti.records import Activity, Link, read_records
 from lt_runtime.ranges import listening
+
+Path: TypeAlias = tuple[str, ...]
 
 MOST_PATHS: Final = 65536
 """Limit of different paths of ranges in one profile; work in further ranges counts to the ranges around them."""
+MOST_BORDERS: Final = 4_000_000
+"""Limit of noted begins and ends of ranges, of 16 bytes each. Work of threads without ranges has no ranges after it."""
 
 _NEVER_CAPTURED: Final = {0, 1, 2}
 """Handles of the default stream, and of CU_STREAM_LEGACY and CU_STREAM_PER_THREAD."""
+_LOCAL: Final = 0xFFFFFFFF
+"""Mask of a node's own number in its id; the upper 32 bits are the id of its graph."""
 
 _numbers: Final = itertools.count(1)
 """Ids of paths, never used twice: CUPTI still links calls to the ids of ranges that are open after a profile's end."""
-
-
-def _moment() -> tuple[int, int]:
-    """The present on two clocks, CUPTI's and the host's monotonic one, in nanoseconds.
-
-    Both are read several times; the reading that took the least time is the most accurate.
-    """
-    reads = [(time.monotonic_ns(), cupti.timestamp(), time.monotonic_ns()) for _ in range(5)]
-    before, there, after = min(reads, key=lambda read: read[2] - read[0])
-    return there, (before + after) // 2
 
 
 class _Thread(threading.local):
@@ -68,9 +62,15 @@ class Collector:
     def __init__(self) -> None:
         self.activities: list[Activity] = []
         self.dropped = 0
-        self._notes, self._by_path = Attribution(), dict[Path, int]()
-        self._own_thread, self._thread = 0, _Thread()
-        self._session = cupti.Session(self._notes.sources.__setitem__)
+        self._thread, self._own_thread = _Thread(), 0
+        self._threads = set[int]()  # that opened ranges
+        self._ids, self._paths = dict[Path, int](), dict[int, Path]({0: ()})
+        # The path of the ranges in the own thread, by the times from which it was open.
+        self._borders, self._opened = array("q"), array("q")
+        # Ranges in which a node was captured, by the ids of a graph and of the node in it. The graph is an executable
+        # one or its source: the graph that another graph, executable or not, was made from.
+        self._places, self._sources = dict[tuple[int, int], Path](), dict[int, int]()
+        self._session = cupti.Session(self._sources.__setitem__)
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -94,27 +94,38 @@ class Collector:
             ended = _moment()
         finally:
             filled, self.dropped = self._session.stop()
-        records = [
-            record
-            for buffer, offsets in filled
-            for record in read_records(buffer, offsets, cupti.kernel_name, cupti.call_name)
-        ]
-        timed = [each for each in records if isinstance(each, Link) or each.start_ns]
-        self.dropped += len(records) - len(timed)
-        attributed = self._notes.attributed(_on_host_clock(timed, self._begun, ended))
-        self.activities = sorted(attributed, key=lambda each: each.start_ns)
+        links, found = dict[int, int](), list[Activity]()
+        for buffer, offsets in filled:
+            for record in read_records(buffer, offsets, cupti.kernel_name, cupti.call_name):
+                if isinstance(record, Link):
+                    links[record.correlation] = record.external
+                elif record.start_ns:
+                    found.append(record)
+                else:
+                    self.dropped += 1
+        self._convert_times(found, ended)
+        calls = {each.correlation: each for each in found if each.kind == "call"}
+        for each in found:
+            outer = self._range_of_call(links.get(each.correlation), calls.get(each.correlation))
+            each.range = (*outer, *(self._range_in_graph(each.graph, each.node) if each.node else ()))
+        self.activities = sorted(found, key=lambda each: each.start_ns)
 
     def enter(self, name: str) -> None:
         """A range begins."""
         captures = self._captures()
         _, path, number = self._thread.open[-1] if self._thread.open else ("", (), 0)
-        path, number = self._numbered((*path, name), number)
+        known = self._ids.get((*path, name))
+        if known is None and len(self._ids) < MOST_PATHS:
+            known = self._ids[*path, name] = next(_numbers)
+            self._paths[known] = (*path, name)
+        if known is not None:
+            path, number = (*path, name), known
         cupti.push_id(number)
         self._thread.open.append((name, path, number))
-        self._border(number)
+        self._note_border(number)
         for nodes in captures:
             nodes.enter(name)
-            self._place(nodes)
+            self._note_nodes(nodes)
 
     def exit(self, name: str) -> None:
         """The innermost range ends; nothing happens if the range had begun before the profile."""
@@ -122,26 +133,18 @@ class Collector:
             return
         for nodes in self._captures():
             nodes.exit(name)
-            self._place(nodes)
+            self._note_nodes(nodes)
         cupti.pop_id()
         self._thread.open.pop()
-        self._border(self._thread.open[-1][2] if self._thread.open else 0)
+        self._note_border(self._thread.open[-1][2] if self._thread.open else 0)
 
-    def _numbered(self, path: Path, outer: int) -> tuple[Path, int]:
-        """A path with its id; the path around it with that one's id, `outer`, if there are too many paths."""
-        number = self._by_path.get(path)
-        if number is None:
-            if len(self._by_path) >= MOST_PATHS:
-                return path[:-1], outer
-            number = self._by_path[path] = next(_numbers)
-            self._notes.paths[number] = path
-        return path, number
-
-    def _border(self, number: int) -> None:
+    def _note_border(self, number: int) -> None:
+        """Notes the id of the path that is open from now on, if the calling thread is the own one."""
         thread = threading.get_native_id()
-        self._notes.threads.add(thread)
-        if thread == self._own_thread:
-            self._notes.border(time.monotonic_ns(), number)
+        self._threads.add(thread)
+        if thread == self._own_thread and len(self._borders) < MOST_BORDERS:
+            self._borders.append(time.monotonic_ns())
+            self._opened.append(number)
 
     def _captures(self) -> list[CapturedNodes]:
         """The captures of the streams that are current in the calling thread."""
@@ -152,18 +155,58 @@ class Collector:
         }
         return [*self._thread.captures.values()]
 
-    def _place(self, nodes: CapturedNodes) -> None:
+    def _note_nodes(self, nodes: CapturedNodes) -> None:
         """Notes the ids of new nodes at once, because the graph may be destroyed soon after its capture."""
         while nodes.paths:
             node, path = nodes.paths.popitem()
-            self._notes.place(cupti.node_id(node), path)
+            number = cupti.node_id(node)
+            self._places.setdefault((number >> 32, number & _LOCAL), path)
 
     def _note_graphs(self) -> None:
         """Notes the nodes of the package's own graphs, including those captured before the profile."""
         for graph in graphs_with_ranges():
             executable = cupti.executable_id(graph.executable)
             for node, path in graph.ranges.items():
-                self._notes.place(cupti.node_id(node), path, executable)
+                self._places.setdefault((executable, cupti.node_id(node) & _LOCAL), path)
+
+    def _convert_times(self, activities: list[Activity], ended: tuple[int, int]) -> None:
+        """Converts times to the host's clock, by two moments that were read on both clocks."""
+        (cupti_begun, host_begun), (cupti_ended, host_ended) = self._begun, ended
+        rate = (host_ended - host_begun) / max(cupti_ended - cupti_begun, 1)
+        for each in activities:
+            each.start_ns = host_begun + round((each.start_ns - cupti_begun) * rate)
+            each.end_ns = host_begun + round((each.end_ns - cupti_begun) * rate)
+
+    def _range_of_call(self, number: int | None, call: Activity | None) -> Path:
+        """The ranges that were open at a call, by the id that it is linked to.
+
+        A call of a thread that has opened no range, such as PyTorch's threads for backward passes, gets the ranges that
+        were open in the own thread at the time.
+        """
+        if number is None:
+            if call is None or call.thread in self._threads:
+                return ()
+            index = bisect_right(self._borders, call.start_ns)
+            number = self._opened[index - 1] if index else 0
+        return self._paths.get(number, ())
+
+    def _range_in_graph(self, graph: int, node: int) -> Path:
+        """The ranges in which a launched graph's node was captured."""
+        while (graph, node & _LOCAL) not in self._places:
+            if graph not in self._sources:
+                return ()
+            graph = self._sources[graph]
+        return self._places[graph, node & _LOCAL]
+
+
+def _moment() -> tuple[int, int]:
+    """The present on two clocks, CUPTI's and the host's monotonic one, in nanoseconds.
+
+    Both are read several times; the reading that took the least time is the most accurate.
+    """
+    reads = [(time.monotonic_ns(), cupti.timestamp(), time.monotonic_ns()) for _ in range(5)]
+    before, there, after = min(reads, key=lambda read: read[2] - read[0])
+    return there, (before + after) // 2
 
 
 def _current_streams() -> set[int]:
@@ -183,20 +226,3 @@ def _wait_for_gpus() -> None:
         if is_active:
             with activated(ordinal):
                 call("cuCtxSynchronize")
-
-
-def _on_host_clock(
-    records: Iterable[Activity | Link], begun: tuple[int, int], ended: tuple[int, int]
-) -> Iterator[Activity | Link]:
-    """The records with their times converted to the host's clock, by two moments that were read on both clocks."""
-    (cupti_begun, host_begun), (cupti_ended, host_ended) = begun, ended
-    rate = (host_ended - host_begun) / max(cupti_ended - cupti_begun, 1)
-
-    def on_host(cupti_ns: int) -> int:
-        return host_begun + round((cupti_ns - cupti_begun) * rate)
-
-    for each in records:
-        if isinstance(each, Activity):
-            yield replace(each, start_ns=on_host(each.start_ns), end_ns=on_host(each.end_ns))
-        else:
-            yield each

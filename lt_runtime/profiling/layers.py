@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
-from lt_runtime.profiling.ceilings import bound_of
-from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.ceilings import COPY
+from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.timer import Step
 from lt_runtime.profiling.work import Work, work_of
 from lt_runtime.ranges import PHASES, Place, place_of
 
 UNATTRIBUTED: Final = "(unattributed)"
-_ON_GPU: Final = ("kernel", "memcpy", "memset")
 _LEAST_GAP_NS: Final = 1000
+Works: TypeAlias = dict[Place, list[Work]]
+"""The work of the operations at each place of a step."""
 _WITH_LAYERS: Final = ("forward", "backward", "")
 
 
@@ -122,26 +124,37 @@ class Totals:
     allocations: float = 0.0
 
 
-def layers_of(steps: Sequence[Step], kernels: Iterable[Kernel], ceilings: Mapping[str, float]) -> list[Layer]:
+def layers_of(
+    steps: Sequence[Step], works: Works, kernels: Iterable[Kernel], ceilings: Mapping[str, float]
+) -> list[Layer]:
     """The table of layers: sorted by phase, and in a phase by first appearance."""
-    places = list(dict.fromkeys(place for step in steps for place in step))
     by_place: dict[Place, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_place[Place(kernel.layer, kernel.phase)].append(kernel)
     order = {phase: number for number, phase in enumerate((*PHASES, ""))}
-    places.sort(key=lambda place: (order[place.phase], place.layer == ""))
-    return [_layer(place, steps, by_place.get(place, ()), ceilings) for place in places]
+    places = dict.fromkeys(place for step in steps for place in step)
+    return [
+        _layer(place, steps, works.get(place, ()), by_place[place], ceilings)
+        for place in sorted(places, key=lambda place: (order[place.phase], place.layer == ""))
+    ]
 
 
-def _layer(place: Place, steps: Sequence[Step], kernels: Sequence[Kernel], ceilings: Mapping[str, float]) -> Layer:
+def works_of(steps: Sequence[Step]) -> Works:
+    """The work of a step's operations by place, as the last step with the place had it."""
+    return {place: [work_of(ran) for ran in cell.works] for step in steps for place, cell in step.items()}
+
+
+def _layer(
+    place: Place, steps: Sequence[Step], works: Sequence[Work], kernels: Sequence[Kernel], ceilings: Mapping[str, float]
+) -> Layer:
     cells = [step[place] for step in steps if place in step]
     times = [cell.us for cell in cells]
     # Ranges of a graph are timed in several launches, so that the difference of two times may fall below 0.
     us = max(0.0, statistics.median(times))
-    works = [work_of(ran) for ran in cells[-1].works]
     flops, moved = sum(work.flops for work in works), sum(work.bytes for work in works)
     kind = next((work.kind for work in works if work.kind), "")
-    ceiling = bound_of(flops, moved, kind, ceilings)
+    limits = {"memory": moved / ceilings.get(COPY, math.inf), "compute": flops / ceilings.get(kind, math.inf)}
+    bound = max(limits, key=lambda name: limits[name])
     return Layer(
         *place,
         calls=sum(cell.calls for cell in cells) / len(steps),
@@ -152,10 +165,10 @@ def _layer(place: Place, steps: Sequence[Step], kernels: Sequence[Kernel], ceili
         kernel_us=sum(kernel.total_us for kernel in kernels),
         flops=flops,
         bytes=moved,
-        tflops=flops / us / 1e6 if us > 0 else 0.0,
-        gbytes=moved / us / 1e3 if us > 0 else 0.0,
-        bound=ceiling.bound,
-        fraction=ceiling.us / us if us > 0 else 0.0,
+        tflops=flops / us / 1e6 if us else 0.0,
+        gbytes=moved / us / 1e3 if us else 0.0,
+        bound=bound if limits[bound] else "",
+        fraction=1e6 * limits[bound] / us if us else 0.0,
         strategy="; ".join(dict.fromkeys(work.strategy for work in works if work.strategy)),
     )
 
@@ -168,76 +181,68 @@ def spread(values: Sequence[float]) -> float:
     return high - low
 
 
-def kernels_of(activities: Iterable[Activity], steps: int, copying: Iterable[Place] = ()) -> list[Kernel]:
+def kernels_of(activities: Iterable[Activity], steps: int, works: Works) -> list[Kernel]:
     """The table of kernels, copies and memsets, the longest total first.
 
     Args:
         steps: how many were traced.
-        copying: places where a plan chose to copy operands to padded buffers.
+        works: by place; they say where a plan chose to copy operands to padded buffers.
     """
     found: dict[tuple[Place, str], list[Activity]] = defaultdict(list)
     for each in activities:
-        if each.kind in _ON_GPU:
+        if each.is_on_gpu:
             place = place_of(each.range) if each.range else Place(UNATTRIBUTED, "")
             found[place, each.name if each.kind == "kernel" else f"{each.kind} {each.name}".strip()].append(each)
-    whole = sum(_us(each) for launches in found.values() for each in launches)
-    planned = set(copying)
-    kernels = [
-        _kernel(place, name, launches, whole, max(steps, 1), is_planned="resize" in name and place in planned)
-        for (place, name), launches in found.items()
-    ]
+    whole = sum(each.us for launches in found.values() for each in launches)
+    copying = {place for place, each in works.items() if any(work.copies for work in each)}
+    kernels = []
+    for (place, name), launches in found.items():
+        times = [each.us for each in launches]
+        kernel = Kernel(
+            name,
+            *place,
+            share=sum(times) / whole if whole else 0.0,
+            count=len(times) / max(steps, 1),
+            total_us=sum(times) / max(steps, 1),
+            mean_us=statistics.fmean(times),
+            median_us=statistics.median(times),
+            min_us=min(times),
+            max_us=max(times),
+            std_us=statistics.pstdev(times),
+            bytes=sum(each.size for each in launches) / max(steps, 1),
+            is_planned_copy="resize" in name and place in copying,
+        )
+        kernels.append(kernel)
     return sorted(kernels, key=lambda each: -each.total_us)
 
 
-def _kernel(
-    place: Place, name: str, launches: Sequence[Activity], whole: float, steps: int, *, is_planned: bool
-) -> Kernel:
-    times = [_us(each) for each in launches]
-    return Kernel(
-        name,
-        *place,
-        share=sum(times) / whole if whole else 0.0,
-        count=len(times) / steps,
-        total_us=sum(times) / steps,
-        mean_us=statistics.fmean(times),
-        median_us=statistics.median(times),
-        min_us=min(times),
-        max_us=max(times),
-        std_us=statistics.pstdev(times),
-        bytes=sum(each.size for each in launches) / steps,
-        is_planned_copy=is_planned,
-    )
-
-
-def totals_of(steps: Sequence[Step], activities: Iterable[Activity], traced: int) -> Totals:
+def totals_of(steps: Sequence[Step], activities: Sequence[Activity], traced: int) -> Totals:
     """Sums over a step, in the median of the timed steps and in the mean of the `traced` ones."""
-    activities, traced = list(activities), max(traced, 1)
-    on_gpu = sorted((each for each in activities if each.kind in _ON_GPU), key=lambda each: each.start_ns)
+    traced = max(traced, 1)
+    on_gpu = sorted((each for each in activities if each.is_on_gpu), key=lambda each: each.start_ns)
     busy, gaps = _union([(each.start_ns, each.end_ns) for each in on_gpu])
-    phases: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        sums: dict[str, float] = defaultdict(float)
-        for place, cell in step.items():
-            sums[place.phase] += cell.us
-        for phase, us in sums.items():
-            phases[phase].append(us)
+    kinds = Counter(each.kind for each in activities)
+
+    def median(sums: Iterable[float]) -> float:
+        return statistics.median([*sums] or [0.0])
+
+    phase_us = {}
+    for phase in (*PHASES, ""):
+        in_phase = [[cell.us for place, cell in step.items() if place.phase == phase] for step in steps]
+        if any(in_phase):
+            phase_us[phase] = max(0.0, median(sum(times) for times in in_phase if times))
     return Totals(
-        step_us=_median(sum(cell.us for cell in step.values()) for step in steps),
-        phase_us={phase: max(0.0, _median(phases[phase])) for phase in (*PHASES, "") if phase in phases},
-        host_us=_median(sum(cell.host_us for cell in step.values()) for step in steps),
-        kernel_us=sum(_us(each) for each in on_gpu) / traced,
+        step_us=median(sum(cell.us for cell in step.values()) for step in steps),
+        phase_us=phase_us,
+        host_us=median(sum(cell.host_us for cell in step.values()) for step in steps),
+        kernel_us=sum(each.us for each in on_gpu) / traced,
         busy_us=busy / 1e3 / traced,
         gaps=len(gaps) / traced,
         gap_us=sum(gaps) / 1e3 / traced,
-        unattributed_us=sum(_us(each) for each in on_gpu if not each.range) / traced,
-        synchronizations=_count(activities, "synchronization") / traced,
-        allocations=_count(activities, "allocation") / traced,
+        unattributed_us=sum(each.us for each in on_gpu if not each.range) / traced,
+        synchronizations=kinds["synchronization"] / traced,
+        allocations=kinds["allocation"] / traced,
     )
-
-
-def works_at(step: Step) -> dict[Place, list[Work]]:
-    """The work of a step's operations, by place."""
-    return {place: [work_of(ran) for ran in cell.works] for place, cell in step.items() if cell.works}
 
 
 def _union(intervals: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
@@ -249,16 +254,3 @@ def _union(intervals: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
         busy += max(0, stop - max(start, end))
         end = max(end, stop)
     return busy, gaps
-
-
-def _us(activity: Activity) -> float:
-    return (activity.end_ns - activity.start_ns) / 1e3
-
-
-def _count(activities: Iterable[Activity], kind: str) -> int:
-    return sum(each.kind == kind for each in activities)
-
-
-def _median(values: Iterable[float]) -> float:
-    known = list(values)
-    return statistics.median(known) if known else 0.0

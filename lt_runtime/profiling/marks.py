@@ -17,6 +17,7 @@ from cuda.bindings import driver
 
 from lt_runtime import ranges
 from lt_runtime.errors import DriverError, GpuError
+from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, is_capturing, is_current
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import stream_handle
@@ -28,14 +29,21 @@ _EXTERNAL: Final = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
 
 
 class EventMarks:
-    """Records events on the stream that `ranges.on` names, or else on the current one; the device is current."""
+    """Records events on the stream that `ranges.on` names, or else on the current one; the device is current.
+
+    Attributes:
+        start: the first event.
+        own: the copy of a graph that the profile itself is capturing, which numbers the moments; None otherwise.
+        captured_by_others: whether a moment was met in a capture that is not the profile's own.
+    """
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._free: list[Any] = []
-        self._captured: CapturedMarks | None = None
+        self.own: MarkedCopy | None = None
         self.captured_by_others = False
-        self._start = self.take()
+        with activated(device):
+            self.start = self.take()
 
     def take(self) -> Any:
         """Records an event; in a capture of the profile's own, returns the number of the moment.
@@ -47,16 +55,16 @@ class EventMarks:
         stream = ranges.placed()
         stream = stream_handle(None, self._device) if stream is None else stream
         try:
-            if stream and is_capturing(stream):
-                if self._captured is None:
-                    self.captured_by_others = True
-                    return None
-                return self._captured.take(stream)
-            event = self._free.pop() if self._free else call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT)
-            call("cuEventRecord", event, stream)
+            if not stream or not is_capturing(stream):
+                event = self._free.pop() if self._free else _new_event()
+                call("cuEventRecord", event, stream)
+                return event
+            if self.own is not None:
+                return self.own.take(stream)
+            self.captured_by_others = True
         except DriverError:  # the default stream cannot record while a stream that waits for it is captured
-            return None
-        return event
+            pass
+        return None
 
     def us(self, start: Any, end: Any) -> float:
         """Microseconds between two events; waits for the second."""
@@ -65,27 +73,19 @@ class EventMarks:
         call("cuEventSynchronize", end)
         return 1e3 * float(call("cuEventElapsedTime", start, end))
 
-    def since_start(self, mark: Any) -> float:
-        """Microseconds from the first event."""
-        return self.us(self._start, mark)
-
-    def drop(self, *marks: Any) -> None:
-        """Gives events back, to be recorded again."""
-        self._free += [mark for mark in marks if mark is not None]
-
-    def capture(self, marks: CapturedMarks | None) -> None:
-        """Numbers moments by `marks` in the captures that follow, which are the profile's own; None ends that."""
-        self._captured = marks
+    def drop(self, mark: Any) -> None:
+        """Gives an event back, to be recorded again."""
+        if mark is not None:
+            self._free.append(mark)
 
     def close(self) -> None:
         """Destroys the events, all of which have been dropped."""
-        for event in filter(None, (*self._free, self._start)):
-            call("cuEventDestroy", event)
-        self._free.clear()
+        self.drop(self.start)
+        _destroy(self._free)
 
 
-class CapturedMarks:
-    """The events of one copy of a graph, which every launch of the copy records anew.
+class MarkedCopy:
+    """A copy of a graph with events in it, which every launch of the copy records anew.
 
     Moments are numbered in the order of capture; two with no work between them get one number.
 
@@ -94,13 +94,16 @@ class CapturedMarks:
         empty: the number of further events before the first moment, to measure the cost of an event.
 
     Attributes:
+        graph: None until it is captured.
         first, empty: see above.
         count: moments met so far.
         events: in the order in which a launch records them.
+        is_unread: true from a launch until its times are read.
     """
 
     def __init__(self, first: int = 0, last: int | None = None, *, empty: int = 0) -> None:
-        self.first, self.empty, self.count = first, empty, 0
+        self.graph: Graph | None = None
+        self.first, self.empty, self.count, self.is_unread = first, empty, 0, False
         self.events: list[Any] = []
         self._last, self._tail = last, list[int]()
 
@@ -109,34 +112,32 @@ class CapturedMarks:
         if not self.count or self._tail != _tail(stream):
             if self.count >= self.first and (self._last is None or self.count <= self._last):
                 for _ in range(1 if self.count else 1 + self.empty):
-                    self.events.append(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT))
+                    self.events.append(_new_event())
                     call("cuEventRecordWithFlags", self.events[-1], stream, _EXTERNAL)
             self.count += 1
             self._tail = _tail(stream)
         return self.count - 1
 
     def close(self) -> None:
-        """Destroys the events."""
-        while self.events:
-            call("cuEventDestroy", self.events.pop())
+        """Frees graph and events."""
+        if self.graph is not None:
+            self.graph.close()
+        _destroy(self.events)
+
+
+def _new_event() -> Any:
+    return call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT)
+
+
+def _destroy(events: list[Any]) -> None:
+    while events:
+        call("cuEventDestroy", events.pop())
 
 
 def _tail(stream: int) -> list[int]:
     """The nodes that the next node captured from a stream will depend on."""
     *_, nodes, _, count = call("cuStreamGetCaptureInfo", stream)
     return sorted(int(node) for node in nodes[:count])
-
-
-class MarkedCopy:
-    """A copy of a graph with events in it. `is_unread` is true from a launch until its times are read."""
-
-    def __init__(self, marks: CapturedMarks, graph: Graph) -> None:
-        self.marks, self.graph, self.is_unread = marks, graph, False
-
-    def close(self) -> None:
-        """Frees graph and events."""
-        self.graph.close()
-        self.marks.close()
 
 
 class MarkedGraph:
@@ -146,7 +147,7 @@ class MarkedGraph:
     updates the times of its copy's eighth.
 
     Args:
-        capture: captures the graph with the events that it is given.
+        capture: captures the graph with the events of a copy.
 
     Attributes:
         cost_us: the cost of an event.
@@ -156,29 +157,24 @@ class MarkedGraph:
         GpuError: the graph could not be captured, or a second capture had other moments.
     """
 
-    def __init__(self, capture: Callable[[CapturedMarks], Graph]) -> None:
+    def __init__(self, capture: Callable[[MarkedCopy], Graph]) -> None:
         self.cost_us = 0.0
-        self._copies: list[MarkedCopy] = []
+        self._copies = [MarkedCopy(empty=_EMPTY)]
         try:
-            moments = self._copied(CapturedMarks(empty=_EMPTY), capture)
+            self._copies[0].graph = capture(self._copies[0])
+            moments = self._copies[0].count
             self.times_us = [0.0] * max(0, moments - 1)
             size = -(-len(self.times_us) // _COPIES) or 1
             for first in range(0, len(self.times_us), size):
-                found = self._copied(CapturedMarks(first, first + size), capture)
-                if found != moments:
-                    raise GpuError(f"it has {moments} moments, and {found} when it is captured again")
+                copy = MarkedCopy(first, first + size)
+                self._copies.append(copy)
+                copy.graph = capture(copy)
+                if copy.count != moments:
+                    raise GpuError(f"it has {moments} moments, and {copy.count} when it is captured again")
         except BaseException:
             self.close()
             raise
         self._turns = deque(self._copies if self.times_us else ())
-
-    def _copied(self, marks: CapturedMarks, capture: Callable[[CapturedMarks], Graph]) -> int:
-        try:
-            self._copies.append(MarkedCopy(marks, capture(marks)))
-        except BaseException:
-            marks.close()
-            raise
-        return marks.count
 
     @property
     def next(self) -> MarkedCopy | None:
@@ -189,18 +185,18 @@ class MarkedGraph:
         """Notes that the next copy is launched, and puts it behind the others; the first copy is not used again."""
         copy.is_unread = True
         self._turns.popleft()
-        if not copy.marks.empty:
+        if not copy.empty:
             self._turns.append(copy)
 
     def read(self, copy: MarkedCopy, events: EventMarks) -> float:
         """Reads the times of a launch; returns its first moment, in microseconds from the profile's begin."""
         copy.is_unread = False
-        first, empty = copy.marks.first, copy.marks.empty
-        times = [events.us(start, end) for start, end in pairwise(copy.marks.events)]
+        first, empty = copy.first, copy.empty
+        times = [events.us(start, end) for start, end in pairwise(copy.events)]
         if empty:
             self.cost_us = statistics.median(times[:empty])
         self.times_us[first : first + len(times) - empty] = [max(0.0, us - self.cost_us) for us in times[empty:]]
-        return events.since_start(copy.marks.events[empty]) - sum(self.times_us[:first])
+        return events.us(events.start, copy.events[empty]) - sum(self.times_us[:first])
 
     def close(self) -> None:
         """Frees the copies."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
 from lt_runtime import ranges
 from lt_runtime.arguments import integer, shown
 from lt_runtime.errors import ArgumentError, KindError, LtError
-from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import (
     activated,
     current_device,
@@ -23,9 +22,9 @@ from lt_runtime.gpu.devices import (
 from lt_runtime.gpu.driver import call
 from lt_runtime.profiling import trace
 from lt_runtime.profiling.ceilings import ceilings
-from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of, works_at
+from lt_runtime.profiling.cupti.records import Activity
+from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of, works_of
 from lt_runtime.profiling.plot import plot
-from lt_runtime.profiling.records import Activity
 from lt_runtime.profiling.report import Report
 from lt_runtime.profiling.timer import Timer
 
@@ -53,14 +52,13 @@ class Profile:
         self, *, skip: int, timed: int, traced: int, device: int | None, is_marked: bool | None = None
     ) -> None:
         self.report = Report()
-        self._skip, self._timed, self._traced, self._device = skip, timed, traced, device
+        self._skip, self._timed, self._traced, self._device = skip, timed, 0 if device is None else traced, device
         self._thread = _Thread()
         self._current: Any = None  # the timer or the collector, while it is at work
-        self._to_come = [self._time, self._trace]
+        self._to_come = [(timed, self._time), (self._traced, self._trace)]
         self._seen = self._traced_steps = 0
         self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first step
         self._timer: Timer | None = None
-        self._timing: Timer | None = None  # the timer, while it is at work
         self._collector: Any = None
         self._notes: list[str] = []
         self._is_bracketed = False
@@ -102,8 +100,8 @@ class Profile:
     def enter(self, name: str) -> None:
         """A range begins; see `Listener`."""
         self._thread.open.append(name)
-        if self._timing is not None:  # the collector listens by itself
-            self._timing.enter(name)
+        if isinstance(self._current, Timer):  # the collector listens by itself
+            self._current.enter(name)
 
     def exit(self, name: str) -> None:
         """A range ends; see `Listener`."""
@@ -112,8 +110,8 @@ class Profile:
             return
         while opened.pop() != name:
             pass
-        if self._timing is not None:
-            self._timing.exit(name)
+        if isinstance(self._current, Timer):
+            self._current.exit(name)
         if name == ranges.STEP and name not in opened and not self._is_marked:
             self._is_marked = False
             self._end_step()
@@ -160,9 +158,9 @@ class Profile:
         self._seen += 1
         if self._current is None:
             is_over = bool(self._to_come) and self._seen >= self._skip
-        elif self._timing is not None:
-            self._timing.end_step()
-            is_over = self._timing.count >= self._timed
+        elif isinstance(self._current, Timer):
+            self._current.end_step()
+            is_over = self._current.count >= self._timed
         else:
             self._traced_steps += 1
             is_over = self._traced_steps >= self._traced
@@ -173,7 +171,9 @@ class Profile:
         """Goes on to timing, tracing or neither; the ranges that are open at this moment begin there anew."""
         self._stop()
         while self._to_come and self._current is None:
-            self._to_come.pop(0)()
+            count, begin = self._to_come.pop(0)
+            if count:
+                begin()
         self._tell_profilers()
         for name in self._thread.open if self._current is not None else ():
             self._current.enter(name)
@@ -187,91 +187,68 @@ class Profile:
                 call("cuProfilerStart" if is_running else "cuProfilerStop")
 
     def _time(self) -> None:
-        if not self._timed:
-            return
-        with contextlib.nullcontext() if self._device is None else activated(self._device):
-            self._timer = self._timing = self._current = Timer(self._device)
-        ranges.watchers.append(self._timer.ran)
-        if self._device is not None:
-            graphs.stand_in = self._timer.stand_in
+        self._timer = self._current = Timer(self._device).__enter__()
 
     def _trace(self) -> None:
-        if not self._traced or self._device is None:
-            return
         try:
             from lt_runtime.profiling.collector import Collector
 
-            collector = Collector()
-            collector.__enter__()
-            self._collector = self._current = collector
+            self._collector = self._current = Collector().__enter__()
         except (LtError, ImportError) as error:
             self._notes.append(f"no kernel times: {error}")
 
     def _stop(self) -> None:
-        current, timer = self._current, self._timing
-        self._current = self._timing = None
+        current, self._current = self._current, None
         try:
-            if timer is not None:
-                graphs.stand_in = None
-                ranges.watchers.remove(timer.ran)
-                timer.finish()
-            elif current is not None:
+            if current is not None:
                 current.__exit__(None, None, None)
         except LtError as error:
             self._notes.append(f"the profile is not complete ({error})")
 
     def _make_report(self) -> None:
-        timer = self._timer
-        steps = [] if timer is None else timer.steps
-        activities: Sequence[Activity] = () if self._collector is None else self._collector.activities
-        works = works_at(steps[-1]) if steps else {}
-        kinds = {work.kind for each in works.values() for work in each if work.kind}
-        known = {} if self._device is None or not works else self._ceilings(kinds)
-        copying = [place for place, each in works.items() if any(work.copies for work in each)]
-        kernels = kernels_of(activities, self._traced_steps, copying)
-        name = "the host" if self._device is None else f"cuda:{self._device} ({device_info(self._device).name})"
+        steps = [] if self._timer is None else self._timer.steps
+        activities: list[Activity] = [] if self._collector is None else self._collector.activities
+        works, known = works_of(steps), dict[str, float]()
+        if self._device is not None and any(works.values()):
+            try:
+                known = ceilings(self._device, {work.kind for each in works.values() for work in each if work.kind})
+            except LtError as error:
+                self._notes.append(f"the ceilings of this GPU could not be measured ({error})")
+        kernels = kernels_of(activities, self._traced_steps, works)
+        layers = layers_of(steps, works, kernels, known)
         self.report = Report(
-            device=name,
+            device="the host" if self._device is None else f"cuda:{self._device} ({device_info(self._device).name})",
             timed_steps=len(steps),
             traced_steps=self._traced_steps if self._collector is not None else 0,
-            layers=layers_of(steps, kernels, known),
+            layers=layers,
             kernels=kernels,
             totals=totals_of(steps, activities, self._traced_steps),
             ceilings=known,
-            notes=self._notes,
+            notes=[*self._notes, *self._missing(is_empty=not layers and not kernels)],
         )
-        self._explain()
 
-    def _ceilings(self, kinds: set[str]) -> dict[str, float]:
-        assert self._device is not None
-        try:
-            return dict(ceilings(self._device, kinds))
-        except LtError as error:
-            self._notes.append(f"the ceilings of this GPU could not be measured ({error})")
-            return {}
-
-    def _explain(self) -> None:
-        """Adds notes on what is missing from the report, and why."""
-        timer, notes = self._timer, self._notes
+    def _missing(self, *, is_empty: bool) -> Iterator[str]:
+        """Notes on what is missing from the report, and why."""
+        timer = self._timer
         if timer is not None:
-            notes += timer.notes
+            yield from timer.notes
             if timer.discarded:
-                notes.append(f"{timer.discarded} steps in which graphs were captured are left out")
+                yield f"{timer.discarded} steps in which graphs were captured are left out"
             if timer.left_open:
-                notes.append(f"{timer.left_open} ranges were left open and end with the range around them")
+                yield f"{timer.left_open} ranges were left open and end with the range around them"
             if timer.lost:
-                notes.append(f"the trace lacks {timer.lost} ranges; the tables have them")
-        if not self._seen and not self.report.layers and not self.report.kernels:
-            notes.append('the code had no step: a call of lt.TrainStep, or a block of `with lt.range("step")`')
+                yield f"the trace lacks {timer.lost} ranges; the tables have them"
+        if not self._seen and is_empty:
+            yield 'the code had no step: a call of lt.TrainStep, or a block of `with lt.range("step")`'
         elif self._seen < self._skip:
-            notes.append(f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins")
-        elif self._to_come and self._traced and self._device is not None:
-            notes.append(
+            yield f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins"
+        elif self._to_come and self._traced:
+            yield (
                 f"no kernel times: tracing begins once {self._timed} steps have been timed, and the code had "
                 f"{self._seen}; timed=0 traces it from its beginning"
             )
         if self._collector is not None and self._collector.dropped:
-            notes.append(f"CUPTI dropped {self._collector.dropped} records")
+            yield f"CUPTI dropped {self._collector.dropped} records"
 
 
 def profiled_device(device: object) -> int | None:

@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
+from lt_runtime import ranges
 from lt_runtime.errors import GpuError
+from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.profiling.marks import CapturedMarks, EventMarks, MarkedCopy, MarkedGraph
+from lt_runtime.profiling.marks import EventMarks, MarkedCopy, MarkedGraph
 from lt_runtime.ranges import Place, place_of
 
 _MOST_PENDING: Final = 2048  # ranges that have ended and whose events have not been read
@@ -82,17 +84,16 @@ class _Frame:
         return (self.host_end - self.host_start) / 1e3
 
 
-class _Captured(NamedTuple):
-    """The copies of a graph, and the ranges that its capture opened."""
+class _Launch(NamedTuple):
+    """A launch of one copy of a graph, whose times have not been read.
+
+    Attributes:
+        frames: the ranges that the graph's capture opened.
+        parent: the range that the launch is in.
+    """
 
     graph: MarkedGraph
     frames: list[_Frame]
-
-
-class _Launch(NamedTuple):
-    """A launch of one copy, whose times have not been read, and the range that it is in."""
-
-    captured: _Captured
     copy: MarkedCopy
     parent: _Frame | None
 
@@ -106,10 +107,12 @@ class _Thread(threading.local):
 
 
 class Timer:
-    """A listener of ranges that times them step by step.
+    """A listener of ranges that times them step by step, and a context manager: it reads all times at its end.
+
+    A captured training step that runs meanwhile is launched from copies of its graph.
 
     Args:
-        device: ordinal of the GPU, which is current; None to time the host alone.
+        device: ordinal of the GPU; None to time the host alone.
 
     Attributes:
         steps: the cells of each step, by place.
@@ -129,10 +132,31 @@ class Timer:
         self._begun_ns = time.monotonic_ns()
         self._thread = _Thread()
         self._pending: deque[_Frame | _Launch] = deque()
-        self._captured: dict[Graph, _Captured | None] = {}
+        self._captured: dict[Graph, tuple[MarkedGraph, list[_Frame]] | None] = {}
         self._step: Step = {}
         self._lock = threading.RLock()
         self._ends: deque[tuple[int, bool]] = deque()
+
+    def __enter__(self) -> Self:
+        ranges.watchers.append(self.ran)
+        if self._events is not None:
+            graphs.stand_in = self.stand_in
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ranges after the last step are dropped, unless there was no step: then they are one."""
+        graphs.stand_in = None
+        ranges.watchers.remove(self.ran)
+        if not self.steps and not self._ends and self._pending:
+            self.end_step()
+        self._end_steps(0)
+        self._resolve(len(self._pending))
+        if self._device is not None and self._events is not None:
+            with activated(self._device):
+                for captured in filter(None, self._captured.values()):
+                    captured[0].close()
+                self._captured.clear()
+                self._events.close()
 
     def enter(self, name: str) -> None:
         """A range begins."""
@@ -179,19 +203,6 @@ class Timer:
         """How many steps are over, without those that captured a graph."""
         return len(self.steps) + sum(not was_captured for _, was_captured in self._ends)
 
-    def finish(self) -> None:
-        """Reads all times. Ranges after the last step are dropped, unless there was no step: then they are one."""
-        if not self.steps and not self._ends and self._pending:
-            self.end_step()
-        self._end_steps(0)
-        self._resolve(len(self._pending))
-        if self._device is not None and self._events is not None:
-            with activated(self._device):
-                for captured in filter(None, self._captured.values()):
-                    captured.graph.close()
-                self._captured.clear()
-                self._events.close()
-
     def stand_in(self, graph: Graph, capture: Callable[[], Graph]) -> Graph:
         """Returns the copy to launch in the place of a graph; the graph itself if it cannot be copied.
 
@@ -205,34 +216,33 @@ class Timer:
                 self.notes.append(f"a training step's graph could not be captured with events in it ({error})")
                 self._captured[graph] = None
         captured = self._captured[graph]
-        copy = None if captured is None else captured.graph.next
-        if captured is None or copy is None:
+        copy = None if captured is None else captured[0].next
+        if captured is None or copy is None or copy.graph is None:
             return graph
         if copy.is_unread:  # this launch would overwrite its events
             self._end_steps(0)
         while copy.is_unread:
             self._resolve(1)
-        captured.graph.launch(copy)
+        captured[0].launch(copy)
         frames = self._thread.open
-        self._pending.append(_Launch(captured, copy, frames[-1] if frames else None))
+        self._pending.append(_Launch(*captured, copy, frames[-1] if frames else None))
         return copy.graph
 
-    def _capture(self, capture: Callable[[], Graph]) -> _Captured:
+    def _capture(self, capture: Callable[[], Graph]) -> tuple[MarkedGraph, list[_Frame]]:
+        """Captures the copies of a graph; returns them and the ranges that the first capture opened."""
         assert self._events is not None
         events, thread, met = self._events, self._thread, list[list[_Frame]]()
         outside = thread.open
 
-        def marked(marks: CapturedMarks) -> Graph:
+        def marked(copy: MarkedCopy) -> Graph:
             met.append([])
-            thread.open, thread.captured = [], met[-1]
-            events.capture(marks)
+            thread.open, thread.captured, events.own = [], met[-1], copy
             try:
                 return capture()
             finally:
-                events.capture(None)
-                thread.open, thread.captured = outside, None
+                thread.open, thread.captured, events.own = outside, None, None
 
-        return _Captured(MarkedGraph(marked), met[0])
+        return MarkedGraph(marked), met[0]
 
     def _end_steps(self, but: int) -> None:
         """Reads the times of the steps that are over, but for the last `but` of them."""
@@ -258,26 +268,24 @@ class Timer:
 
     def _read_single(self, frame: _Frame) -> None:
         events, parent = self._events, frame.parent
-        us, began_us = frame.host_us, 0.0
-        if events is not None:
-            us = events.us(frame.start, frame.end) - frame.cost
-            began_us = 0.0 if frame.start is None else events.since_start(frame.start)
+        us = frame.host_us if events is None else events.us(frame.start, frame.end) - frame.cost
         if parent is not None:
             parent.cost += frame.cost
         self._add(frame, frame.path, parent, us, frame.host_us)
-        if events is None or frame.start is not None:
-            self._keep(frame, frame.path, us, began_us)
-        if events is not None:
+        if events is None:
+            self._keep(frame, frame.path, us, 0.0)
+        elif frame.start is not None:
+            self._keep(frame, frame.path, us, events.us(events.start, frame.start))
             events.drop(frame.start)
-            if parent is None or parent.end is not frame.end:
-                events.drop(frame.end)
+        if events is not None and (parent is None or parent.end is not frame.end):
+            events.drop(frame.end)
 
     def _read_replay(self, launch: _Launch) -> None:
         assert self._events is not None
-        (graph, frames), copy, parent = launch
+        graph, frames, copy, parent = launch
         began_us, times = graph.read(copy, self._events), graph.times_us
         if parent is not None:
-            parent.cost += graph.cost_us * len(copy.marks.events)
+            parent.cost += graph.cost_us * len(copy.events)
         for frame in frames:
             path = frame.path if parent is None else (*parent.path, *frame.path)
             us = sum(times[frame.start : frame.end])
@@ -293,7 +301,10 @@ class Timer:
         """
         place, around = place_of(path), place_of(path[:-1])
         phase = place.phase or frame.phase
-        cell = self._cell(Place(place.layer, phase))
+        key = Place(place.layer, phase)
+        if key not in self._step and len(self._step) >= _MOST_PLACES:
+            key = _OTHERS
+        cell = self._step.setdefault(key, Cell())
         cell.calls += place.layer != around.layer or (not place.layer and place != around)
         cell.us += us - frame.inside
         cell.host_us += host_us - frame.host_inside
@@ -312,8 +323,3 @@ class Timer:
         else:
             began_ns = self._begun_ns + round(1e3 * began_us)
             self.spans.append(Span(path, frame.host_start, frame.host_us, frame.thread, began_ns, us))
-
-    def _cell(self, place: Place) -> Cell:
-        if place not in self._step and len(self._step) >= _MOST_PLACES:
-            place = _OTHERS
-        return self._step.setdefault(place, Cell())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lt_runtime.files import replace_file
-from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.timer import Span
 
 _CATEGORIES: Final = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "call": "cuda_runtime"}

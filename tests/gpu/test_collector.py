@@ -16,7 +16,7 @@ from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.errors import CuptiError
 from lt_runtime.gpu.graphs import Graph, graphs_with_ranges, node_type
 from lt_runtime.profiling.collector import Collector
-from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.ranges import range_of
 from tests.support.peers import NEEDS_TORCH
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.cupti.records import Activity
 
 MODULE = "lt_runtime.profiling.collector"
 

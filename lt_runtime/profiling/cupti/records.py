@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from struct import Struct
-from typing import Final, NamedTuple, TypeAlias
-
-from lt_runtime.profiling.records import Activity
+from typing import Any, Final, NamedTuple
 
 MEMCPY: Final = 1
 MEMSET: Final = 2
@@ -22,40 +21,95 @@ KINDS: Final = (EXTERNAL_CORRELATION, DRIVER, RUNTIME, MEMCPY, MEMSET, KERNEL, S
 OUR_IDS: Final = 5
 """`CUpti_ExternalCorrelationKind` CUSTOM2, for the ids that this package pushes."""
 
-_COMMON: Final = {DRIVER: 40, RUNTIME: 40, SYNCHRONIZATION: 56, EXTERNAL_CORRELATION: 24, MEMORY: 128}
-
-
-def _sizes(kernel: int, memcpy: int, memset: int) -> Mapping[int, int]:
-    return {**_COMMON, KERNEL: kernel, MEMCPY: memcpy, MEMSET: memset}
-
-
+_SAME_SIZES: Final = {DRIVER: 40, RUNTIME: 40, SYNCHRONIZATION: 56, EXTERNAL_CORRELATION: 24, MEMORY: 128}
+_SIZES: Final = {
+    1300: (216, 96, 88),
+    1301: (224, 96, 88),
+    1302: (224, 96, 88),
+    1303: (232, 96, 88),
+    1304: (248, 112, 104),
+    1305: (248, 112, 104),
+}
 RECORD_SIZES: Final[Mapping[int, Mapping[int, int]]] = {
-    1300: _sizes(216, 96, 88),
-    1301: _sizes(224, 96, 88),
-    1302: _sizes(224, 96, 88),
-    1303: _sizes(232, 96, 88),
-    1304: _sizes(248, 112, 104),
-    1305: _sizes(248, 112, 104),
+    version: _SAME_SIZES | dict(zip((KERNEL, MEMCPY, MEMSET), sizes, strict=True)) for version, sizes in _SIZES.items()
 }
 """Bytes of a record of each kind, by CUPTI's version without its update: 1305 is 13.5.
 
 In all of these versions the fields that are read here have the same offsets; newer records are only longer.
 """
 
-_KERNEL: Final = Struct("<16xQQ8xI4xI40xI8xQ32xQ4xI")
-_MEMCPY: Final = Struct("<4xB3xQQQI4xII16xQI")
-_MEMSET: Final = Struct("<8xQQQI4xII16xQI")
-_CALL: Final = Struct("<4xIQQ4xII")
-_SYNCHRONIZATION: Final = Struct("<4xIQQI4xI")
+_CALL: Final = "call", "4xIQQ4xII", "name start_ns end_ns thread correlation"
+_LAYOUTS: Final = {
+    kind: (of, Struct(f"<{layout}"), fields.split())
+    for kind, (of, layout, fields) in {
+        DRIVER: _CALL,
+        RUNTIME: _CALL,
+        KERNEL: (
+            "kernel", "16xQQ8xI4xi40xI8xQ32xQ4xI", "start_ns end_ns device stream correlation name node graph",
+        ),
+        MEMCPY: (
+            "memcpy", "4xB3xQQQI4xiI16xQI", "name size start_ns end_ns device stream correlation node graph",
+        ),
+        MEMSET: ("memset", "8xQQQI4xiI16xQI", "size start_ns end_ns device stream correlation node graph"),
+        SYNCHRONIZATION: ("synchronization", "4xIQQI4xi", "name start_ns end_ns correlation stream"),
+        MEMORY: ("allocation", "4xIII8xQQ12xI4xi", "name memory correlation size start_ns device stream"),
+    }.items()
+}  # fmt: skip
+"""By the kind of a record: the kind of its `Activity`, the layout of its bytes, and the fields in it.
+
+A stream is read as a signed number, so that CUPTI's number for no stream becomes -1.
+"""
 _EXTERNAL: Final = Struct("<4xIQI")
-_MEMORY: Final = Struct("<4xIII8xQQ12xI4xI")
 _KIND: Final = Struct("<I")
 
-_COPIES: Final = ("copy", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
-_WAITS: Final = ("wait", "event synchronize", "stream wait event", "stream synchronize", "context synchronize")
-_ALLOCATIONS: Final = ("memory", "allocate", "free")
+_NAMES: Final = {
+    MEMCPY: ("copy", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
+    MEMSET: ("memset",),
+    SYNCHRONIZATION: ("wait", "event synchronize", "stream wait event", "stream synchronize", "context synchronize"),
+    MEMORY: ("memory", "allocate", "free"),
+}
+"""Names of copies, waits and allocations by CUPTI's numbers; the first name is for all other numbers."""
 _MEMORIES: Final = ("", "pageable", "pinned", "device", "array", "managed", "device static", "managed static")
-_NO_STREAM: Final = 0xFFFFFFFF
+
+
+@dataclass(slots=True)
+class Activity:
+    """One kernel, copy, memset, synchronisation, allocation, or call of the driver or the CUDA runtime.
+
+    Attributes:
+        kind: "kernel", "memcpy", "memset", "synchronization", "allocation" or "call".
+        name: a kernel's demangled name, the direction of a copy such as "HtoD", or the name of a call.
+        start_ns, end_ns: nanoseconds on CUPTI's clock, or on the host's monotonic clock if a `Collector` returns it.
+        device, stream: the GPU's ordinal, and CUPTI's number of the stream; -1 for a call.
+        correlation: the same number for a call and for the work that it started.
+        graph, node: ids of the launched graph and of the node in it; 0 for work outside of graphs.
+        size: bytes copied, set, or allocated.
+        range: the path of ranges that it belongs to, outermost first; () if it belongs to none.
+        thread: id of the thread that made a call; 0 for the other kinds.
+    """
+
+    kind: str
+    name: str
+    start_ns: int
+    end_ns: int
+    device: int = -1
+    stream: int = -1
+    correlation: int = 0
+    graph: int = 0
+    node: int = 0
+    size: int = 0
+    range: tuple[str, ...] = ()
+    thread: int = 0
+
+    @property
+    def us(self) -> float:
+        """The length in microseconds."""
+        return (self.end_ns - self.start_ns) / 1e3
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it is a kernel, a copy or a memset."""
+        return self.kind in ("kernel", "memcpy", "memset")
 
 
 class Link(NamedTuple):
@@ -70,45 +124,36 @@ class Link(NamedTuple):
     correlation: int
 
 
-KernelName: TypeAlias = Callable[[int], str]
-"""Returns the demangled name at an address."""
-CallName: TypeAlias = Callable[[int, int], str]
-"""Returns the name of a call from the kind of its record and its number."""
-
-
 def read_records(
-    buffer: memoryview, offsets: Iterable[int], kernel_name: KernelName, call_name: CallName
+    buffer: memoryview,
+    offsets: Iterable[int],
+    kernel_name: Callable[[int], str],
+    call_name: Callable[[int, int], str],
 ) -> Iterator[Activity | Link]:
-    """The records that start at the offsets of a buffer, with CUPTI's times; records of unknown kinds are left out."""
+    """The records that start at the offsets of a buffer; records of unknown kinds are left out.
+
+    Args:
+        kernel_name: returns the demangled name at an address.
+        call_name: returns the name of a call from the kind of its record and its number.
+    """
     for offset in offsets:
         (kind,) = _KIND.unpack_from(buffer, offset)
-        if kind in (DRIVER, RUNTIME):
-            number, start, end, thread, correlation = _CALL.unpack_from(buffer, offset)
-            yield Activity("call", call_name(kind, number), start, end, correlation=correlation, thread=thread)
-        elif kind == EXTERNAL_CORRELATION:
+        if kind == EXTERNAL_CORRELATION:
             whose, external, correlation = _EXTERNAL.unpack_from(buffer, offset)
             if whose == OUR_IDS:
                 yield Link(external, correlation)
-        elif kind == KERNEL:
-            start, end, device, stream, correlation, name, node, graph = _KERNEL.unpack_from(buffer, offset)
-            yield Activity("kernel", kernel_name(name), start, end, device, stream, correlation, graph, node)
-        elif kind == MEMCPY:
-            direction, size, start, end, device, stream, correlation, node, graph = _MEMCPY.unpack_from(buffer, offset)
-            name = _named(_COPIES, direction)
-            yield Activity("memcpy", name, start, end, device, stream, correlation, graph, node, size)
-        elif kind == MEMSET:
-            size, start, end, device, stream, correlation, node, graph = _MEMSET.unpack_from(buffer, offset)
-            yield Activity("memset", "memset", start, end, device, stream, correlation, graph, node, size)
-        elif kind == SYNCHRONIZATION:
-            way, start, end, correlation, stream = _SYNCHRONIZATION.unpack_from(buffer, offset)
-            stream = -1 if stream == _NO_STREAM else stream
-            name = _named(_WAITS, way)
-            yield Activity("synchronization", name, start, end, stream=stream, correlation=correlation)
-        elif kind == MEMORY:
-            what, memory, correlation, size, time, device, stream = _MEMORY.unpack_from(buffer, offset)
-            stream = -1 if stream == _NO_STREAM else stream
-            name = f"{_named(_ALLOCATIONS, what)} {_named(_MEMORIES, memory)}".rstrip()
-            yield Activity("allocation", name, time, time, device, stream, correlation, size=size)
+        elif kind in _LAYOUTS:
+            of, struct, fields = _LAYOUTS[kind]
+            values: dict[str, Any] = dict(zip(fields, struct.unpack_from(buffer, offset), strict=True))
+            number, memory = values.pop("name", 0), values.pop("memory", 0)
+            if kind == KERNEL:
+                name = kernel_name(number)
+            elif kind in _NAMES:
+                name = f"{_named(_NAMES[kind], number)} {_named(_MEMORIES, memory)}".rstrip()
+            else:
+                name = call_name(kind, number)
+            values.setdefault("end_ns", values["start_ns"])
+            yield Activity(of, name, **values)
 
 
 def _named(names: tuple[str, ...], number: int) -> str:

@@ -263,7 +263,7 @@ def test_work_in_too_many_ranges_belongs_to_the_ranges_around_them(
 def test_a_full_timeline_leaves_other_threads_without_ranges(
     gpu: FakeGpu, collector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own("profiling.attribution"), "MOST_BORDERS", 2)
+    monkeypatch.setattr(own("profiling.collector"), "MOST_BORDERS", 2)
     with collector:
         with within("a"):
             fill(gpu)

@@ -11,8 +11,7 @@ import pytest
 from cuda import pathfinder
 
 from lt_runtime.profiling.cupti import records as kinds
-from lt_runtime.profiling.cupti.records import Link, read_records
-from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.cupti.records import Activity, Link, read_records
 from tests.support.cupti_layout import FIELDS, STRUCTS, record
 
 VERSIONS = [*kinds.RECORD_SIZES]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.cupti.records import Activity
 from tests.support import fake_collector
 from tests.support.fake_collector import kernel
 from tests.support.fake_gpu import FakeGpu

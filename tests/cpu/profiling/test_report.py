@@ -8,15 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lt_runtime.errors import ArgumentError, MissingLibraryError
-from lt_runtime.profiling import layers, plot, trace
+from lt_runtime.profiling import plot, trace
+from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of
-from lt_runtime.profiling.records import Activity
 from lt_runtime.profiling.report import Report, load
 from lt_runtime.profiling.timer import Cell, Span
 from lt_runtime.profiling.work import Work
@@ -28,17 +27,16 @@ PATH = ("step", "forward", "forward/fc")
 
 
 def steps(*times: float) -> list[dict[Place, Cell]]:
-    return [{FC: Cell(1, us, 1.0, [SimpleNamespace()]), LOSS: Cell(1, 5.0, 2.0)} for us in times]
+    return [{FC: Cell(1, us, 1.0), LOSS: Cell(1, 5.0, 2.0)} for us in times]
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> Report:
-    work = Work(flops=4_000_000_000, bytes=30_000_000, kind="bfloat16", strategy="gelu [x]")
-    monkeypatch.setattr(layers, "work_of", lambda _: work)
+def report() -> Report:
+    works = {FC: [Work(flops=4_000_000_000, bytes=30_000_000, kind="bfloat16", strategy="gelu [x]")]}
     ceilings = {"copy": 4e12, "bfloat16": 8e14}
     activities = [kernel("gemm<float, 3>", 0, 8, *PATH), kernel("DtoD", 9, 1, kind="memcpy", size=64)]
-    entries = kernels_of(activities, 1)
-    found = layers_of(steps(10.0, 12.0, 11.0), entries, ceilings)
+    entries = kernels_of(activities, 1, works)
+    found = layers_of(steps(10.0, 12.0, 11.0), works, entries, ceilings)
     return Report(
         "a GPU", 3, 1, found, entries, totals_of(steps(10.0, 12.0, 11.0), activities, 1), ceilings, ["one thing"]
     )
@@ -59,7 +57,7 @@ def test_launches_of_a_kernel_in_one_place_are_summed() -> None:
     times = [10.0, 30.0, 20.0, 20.0]
     activities = [kernel("gemm", 100 * i, us, *PATH, size=8) for i, us in enumerate(times)]
     activities += [kernel("gemm", 900, 20, "step", "loss"), kernel("sync", 0, 99, *PATH, kind="synchronization")]
-    first, second = kernels_of(activities, steps=2)
+    first, second = kernels_of(activities, 2, {})
     assert (first.name, first.layer, first.phase, first.count, first.total_us) == ("gemm", "fc", "forward", 2, 40)
     assert (first.mean_us, first.median_us, first.min_us, first.max_us) == (20, 20, 10, 30)
     assert first.std_us == pytest.approx(50**0.5)
@@ -69,7 +67,10 @@ def test_launches_of_a_kernel_in_one_place_are_summed() -> None:
 
 def test_copies_that_a_plan_chose_are_told_from_others() -> None:
     activities = [kernel("resize", 0, 1, *PATH), kernel("resize", 2, 1, "step", "loss"), kernel("gemm", 4, 1, *PATH)]
-    entries = {(entry.name, entry.layer): entry.is_planned_copy for entry in kernels_of(activities, 1, [FC])}
+    entries = {
+        (entry.name, entry.layer): entry.is_planned_copy
+        for entry in kernels_of(activities, 1, {FC: [Work(copies=True)]})
+    }
     assert entries == {("resize", "fc"): True, ("resize", ""): False, ("gemm", "fc"): False}
 
 
