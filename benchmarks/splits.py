@@ -26,9 +26,8 @@ from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Forw
 from lt_runtime.products.choose import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.store.entries import LayerEntry
-from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.keys import Problem, from_json, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.store.records import from_json
 from lt_runtime.tuner.chain import LayerChain
 
 DEVICE = 0

@@ -21,11 +21,10 @@ from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
 from lt_runtime.store.document import Document, UnusableError
-from lt_runtime.store.entries import verified
+from lt_runtime.store.entries import entry_of
 from lt_runtime.store.fingerprint import Fingerprint, machine
-from lt_runtime.store.keys import parse_key
+from lt_runtime.store.keys import Json, parse_key, to_json
 from lt_runtime.store.plan_store import PlanStore, plans_directory
-from lt_runtime.store.records import Json, to_json
 from lt_runtime.tuner.report import describe
 
 _ABANDONED_SECONDS: Final = 3600.0
@@ -131,10 +130,9 @@ def _matching(document: Document, pattern: str) -> Iterator[Json]:
             problem = "of unknown form"
         if not any(fnmatchcase(text, f"*{pattern}*") for text in (key, problem)):
             continue
-        try:
-            yield {"problem": problem, "key": key, "entry": to_json(document.get(key))}
-        except ValueError as error:
-            yield {"problem": problem, "key": key, "fault": str(error)}
+        entry = document.get(key)
+        if entry is not None:
+            yield {"problem": problem, "key": key, "entry": to_json(entry)}
 
 
 def _verify(_: argparse.Namespace) -> Json:
@@ -147,7 +145,7 @@ def _verdict(file: CacheFile) -> Json:
     faults = [] if file.fault is None else [file.fault]
     for key, entry in file.document.raw.items() if file.document is not None else ():
         try:
-            verified(key, entry)
+            entry_of(entry)
             parse_key(key)
         except ValueError as error:
             faults.append(f"the entry {key} is damaged ({error})")
@@ -159,10 +157,9 @@ def _merge(arguments: argparse.Namespace) -> Json:
     documents = [(path, _read(path)) for path in arguments.files]
     merged = []
     for (path, document), store in zip(documents, [_store_for(*each) for each in documents], strict=True):
-        damaged = document.drop_damaged()
         changed, saved = store.merge(document)
         names = {"file": str(path), "into": str(store.path)}
-        merged.append(names | {"changed": changed, "damaged": damaged, "saved": saved})
+        merged.append(names | {"changed": changed, "saved": saved})
     return {"ok": all(file["saved"] for file in merged), "merged": merged}
 
 
@@ -180,14 +177,13 @@ def _store_for(path: Path, document: Document) -> PlanStore:
 def _export(arguments: argparse.Namespace) -> Json:
     path, target = _source(arguments.file), arguments.target
     document = _read(path, is_own=True)
-    damaged = document.drop_damaged()
     if target.exists():
         raise ArgumentError(f"{target} exists already")
     try:
         replace_file(target, document.render())
     except OSError as error:
         raise ArgumentError(f"{target} cannot be written ({error.strerror})") from None
-    return {"ok": True, "file": str(path), "target": str(target)} | document.counts | {"damaged": damaged}
+    return {"ok": True, "file": str(path), "target": str(target)} | document.counts
 
 
 def _source(name: str | None) -> Path:

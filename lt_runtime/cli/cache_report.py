@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich.box import SIMPLE
 from rich.markup import escape
@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lt_runtime.store.entries import Entry, LayerEntry, ProductEntry, entry_of
-from lt_runtime.store.records import Json
+from lt_runtime.store.keys import Json
 from lt_runtime.tuner.report import choice_in_words, rejection_in_words, time_in_words
 
 
@@ -43,7 +43,7 @@ def entry_lines(data: Json) -> Iterator[str | Text]:
     """The lines of `cache show`."""
     for found in data["entries"]:
         yield Text(found["problem"], "bold")
-        facts = [("damaged", found["fault"])] if "fault" in found else _facts(entry_of(found["entry"]))
+        facts = _facts(entry_of(found["entry"]))
         yield from (f"  {name:<10}{text}" for name, text in (*facts, ("file", found["file"]), ("key", found["key"])))
 
 
@@ -76,17 +76,11 @@ def merged_lines(data: Json) -> Iterator[str]:
     """The lines of `cache merge`."""
     for each in data["merged"]:
         yield f"{each['file']}: {each['changed']} entries new or better, merged into {each['into']}"
-        yield from _left_out(each["damaged"])
 
 
 def exported_lines(data: Json) -> Iterator[str]:
     """The lines of `cache export`."""
     yield f"{data['target']}: {data['products']} products and {data['layers']} layers from {data['file']}"
-    yield from _left_out(data["damaged"])
-
-
-def _left_out(damaged: Mapping[str, str]) -> Iterator[str]:
-    return (f"  left out: {key} ({fault})" for key, fault in damaged.items())
 
 
 def pruned_lines(data: Json) -> Iterator[str]:

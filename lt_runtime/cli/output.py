@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import replacing
-from lt_runtime.store.records import Json
 
 _WIDTH: Final = 160
 """Columns of a table if stdout is not a terminal."""
@@ -22,6 +21,8 @@ _WIDTH: Final = 160
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
+
+    from lt_runtime.store.keys import Json
 
     Line: TypeAlias = str | Text | Table
 

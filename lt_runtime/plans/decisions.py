@@ -17,9 +17,8 @@ from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.entries import Strategy as StoredStrategy
-from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.keys import Problem, from_json, problem_key
 from lt_runtime.store.plan_store import PlanStore, plan_store
-from lt_runtime.store.records import from_json
 
 LayerProblem: TypeAlias = ForwardProblem | BackwardProblem
 LayerPlan: TypeAlias = ForwardPlan | BackwardPlan

@@ -27,7 +27,7 @@ from lt_runtime.plans.strategies import (
     forward_strategies,
 )
 from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, Saved
-from lt_runtime.store.records import to_json
+from lt_runtime.store.keys import to_json
 
 Tree: TypeAlias = Mapping[str, Any]
 """A strategy as in the plan cache; or a feature, a limit, and a tree each for below it and for the rest."""

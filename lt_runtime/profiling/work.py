@@ -28,7 +28,7 @@ from lt_runtime.problem import (
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
-from lt_runtime.store.records import to_json
+from lt_runtime.store.keys import to_json
 from lt_runtime.tuner import roofline
 from lt_runtime.tuner.report import strategy_in_words
 

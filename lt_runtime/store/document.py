@@ -1,7 +1,7 @@
 """The content of one plan file: entries by key, their merging, and their text.
 
-Entries stay as they were read until somebody asks for them, so that a file is read fast however many it holds. A
-damaged entry is noticed when it is asked for.
+A file is used as a whole or not at all: one entry whose digest does not fit makes the file damaged. An entry is made
+from its JSON when it is first asked for, because that takes four times as long as comparing its digest.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any, Final
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import read_regular
 from lt_runtime.private import read_private
-from lt_runtime.store.entries import Entry, ProductEntry, better, signed, verified
+from lt_runtime.store.entries import Entry, ProductEntry, better, entry_of, has_its_digest, signed
 from lt_runtime.store.fingerprint import Fingerprint
-from lt_runtime.store.keys import SCHEMA
-from lt_runtime.store.records import Json, from_json, to_json
+from lt_runtime.store.keys import SCHEMA, Json, from_json, to_json
 
 LARGEST: Final = 8 << 20
 """Bytes of a file, which take less than a second to read whatever they are; an entry has about 1,000, or 20,000 after a
@@ -59,7 +58,7 @@ class Document:
     def __init__(self, fingerprint: Fingerprint, entries: Mapping[str, Json] | None = None) -> None:
         self.fingerprint = fingerprint
         self.raw: dict[str, Json] = dict(entries or {})
-        self._verified: dict[str, Entry] = {}
+        self._made: dict[str, Entry] = {}
 
     @classmethod
     def read(cls, path: Path, *, is_own: bool = False) -> Document:
@@ -81,7 +80,7 @@ class Document:
 
     @classmethod
     def parse(cls, content: bytes) -> Document:
-        """The document of which a file has the bytes. Its entries are not verified yet.
+        """The document of which a file has the bytes.
 
         Raises:
             UnusableError: "damaged" or "schema-K".
@@ -100,6 +99,9 @@ class Document:
                     raise ValueError(f"it has the parts {', '.join(data)[:80]}")
                 if len(data["entries"]) > MOST_ENTRIES:
                     raise ValueError(f"it has more than {MOST_ENTRIES} entries")
+                for key, value in data["entries"].items():
+                    if not has_its_digest(key, value):
+                        raise ValueError(f"the digest does not fit of the entry {key}")
                 return cls(from_json(Fingerprint, data["fingerprint"]), data["entries"])
         except (ValueError, RecursionError) as error:
             raise UnusableError("damaged", f"is damaged ({error!s:.200})") from None
@@ -116,15 +118,11 @@ class Document:
             raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
 
     def get(self, key: str) -> Entry | None:
-        """The entry under a key; None if there is none.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        entry = self._verified.get(key)
-        if entry is None and key in self.raw:
-            entry = self._verified[key] = verified(key, self.raw[key])
-        return entry
+        """The entry under a key; None if there is none, or its values are not accepted although its digest fits."""
+        if key in self.raw and key not in self._made:
+            with contextlib.suppress(ValueError):
+                self._made[key] = entry_of(self.raw[key])
+        return self._made.get(key)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -139,42 +137,28 @@ class Document:
     def absorb(self, other: Document) -> int:
         """Adds another document's entries; returns the number that were new or better than ours."""
         changed = 0
-        for key, theirs in other.raw.items():
-            ours = self.raw.get(key)
-            best = theirs if ours is None else _better(key, ours, theirs)
-            if best != ours:
-                self.raw[key] = best
-                self._verified.pop(key, None)
+        for key, raw in other.raw.items():
+            if key not in self.raw:
+                self.raw[key] = raw
                 changed += 1
+            elif raw != self.raw[key]:
+                ours: Any = self.get(key)
+                theirs: Any = other.get(key)
+                best = better(ours, theirs) if ours and theirs else ours or theirs
+                if best is not ours:
+                    self.raw[key], self._made[key] = signed(key, best), best
+                    changed += 1
         return changed
 
     def without_algorithms(self) -> Document:
-        """The undamaged entries. Algorithms are left out: they are to be rebuilt from their configurations."""
+        """The same entries without their algorithms, which are to be rebuilt from their configurations."""
         entries = {}
         for key in self.raw:
-            with contextlib.suppress(ValueError):
-                entry = self.get(key)
-                if entry is not None:
-                    bare = replace(entry, algorithm=b"") if isinstance(entry, ProductEntry) else entry
-                    entries[key] = signed(key, bare)
+            entry = self.get(key)
+            if entry is not None:
+                bare = replace(entry, algorithm=b"") if isinstance(entry, ProductEntry) else entry
+                entries[key] = signed(key, bare)
         return Document(self.fingerprint, entries)
-
-    def damaged(self) -> dict[str, str]:
-        """The fault of each damaged entry, by key."""
-        faults = {}
-        for key in self.raw:
-            try:
-                self.get(key)
-            except ValueError as error:
-                faults[key] = str(error)
-        return faults
-
-    def drop_damaged(self) -> dict[str, str]:
-        """Removes the damaged entries; returns their faults by key."""
-        damaged = self.damaged()
-        for key in damaged:
-            del self.raw[key]
-        return damaged
 
     def render(self) -> bytes:
         """The bytes of the file: JSON on many lines, sorted, so that people can read it and compare two files.
@@ -193,20 +177,6 @@ class Document:
 def _brackets(content: bytes) -> int:
     """The number of opening ones, also of those in texts."""
     return content.count(b"[") + content.count(b"{")
-
-
-def _better(key: str, ours: Json, theirs: Json) -> Json:
-    """The better of two entries under one key; a damaged one loses."""
-    try:
-        if ours == theirs:
-            return ours
-        entry: Any = verified(key, theirs)
-    except (ValueError, RecursionError):  # what lies too deep to be compared is damaged
-        return ours
-    try:
-        return signed(key, better(verified(key, ours), entry))
-    except ValueError:
-        return theirs
 
 
 _dump = json.JSONEncoder(sort_keys=True).encode

@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.store.records import Json, field_types, from_json, to_json
+from lt_runtime.store.keys import Json, field_types, from_json, to_json
 
 Strategy: TypeAlias = Mapping[str, str | bool | int | None]
 """How a layer is split, by name. The plans write it and read it; the store does not know the names."""
@@ -219,33 +219,25 @@ def signed(key: str, entry: Entry) -> Json:
     return plain | {"digest": _digest(key, plain)}
 
 
-def verified(key: str, value: object) -> Entry:
-    """The entry for which `signed` gave `value`.
-
-    Raises:
-        ValueError: the value is damaged, or belongs to another key.
-    """
-    if not isinstance(value, dict):
-        raise ValueError("it is no entry")
-    plain = {name: each for name, each in value.items() if name != "digest"}
-    try:
-        if value.get("digest") != _digest(key, plain):
-            raise ValueError("its digest does not fit")
-        return entry_of(plain)
-    except RecursionError:
-        raise ValueError("its parts lie too deep in each other") from None
+def has_its_digest(key: str, value: object) -> bool:
+    """Whether a value in a file is an entry, undamaged, of the key under which it stands."""
+    return isinstance(value, dict) and value.get("digest") == _digest(key, value)
 
 
-def entry_of(plain: Json) -> Entry:
-    """The entry for which `to_json` gave `plain`.
+def entry_of(value: Json) -> Entry:
+    """The entry for which `to_json` or `signed` gave `value`.
 
     Raises:
         ValueError: there is none.
     """
-    kind: type[Entry] = ProductEntry if "algorithm" in plain else LayerEntry
-    return from_json(kind, plain)
+    kind: type[Entry] = ProductEntry if "algorithm" in value else LayerEntry
+    return from_json(kind, _without_digest(value))
 
 
-def _digest(key: str, plain: Json) -> str:
-    text = json.dumps([key, plain], sort_keys=True, separators=(",", ":"))
+def _without_digest(value: Json) -> Json:
+    return {name: each for name, each in value.items() if name != "digest"}
+
+
+def _digest(key: str, value: Json) -> str:
+    text = json.dumps([key, _without_digest(value)], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]

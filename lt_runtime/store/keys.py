@@ -1,22 +1,26 @@
-"""Problems as text and back: the text is canonical, so that it can serve as a key, and people can read it.
+"""Frozen dataclasses as JSON and back, by the types of their fields, and keys of problems.
 
-It is JSON, with the class of the problem and all its fields by name in the order of their declaration::
+A key is the text of a problem, which people can read. It is JSON, with the class of the problem and all its fields by
+name in the order of their declaration::
 
     {"MatmulProblem": {"dtype": "bfloat16", ..., "a": {"layout": {"rows": 8192, "cols": 768, ...}, ...}, ...}}
 
 Equal problems have equal keys, different problems different ones. Adding, removing, renaming or moving a field changes
-every key of the class: `SCHEMA` must be raised then, which a test checks.
+every key of the class. `SCHEMA` must be raised then, which a test checks.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import json
+import types
 import typing
-from typing import Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias, TypeVar
 
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
-from lt_runtime.store.records import from_json, to_json
 
 SCHEMA: Final = 6
 """Version of keys, entries and files. Files of another version are not read."""
@@ -25,10 +29,13 @@ Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem
 Remembered: TypeAlias = Problem | MLPProblem
 """The plan cache has entries for problems, and for whole MLPs, which consist of problems."""
 
+Json: TypeAlias = dict[str, Any]
+_Record = TypeVar("_Record")
+_SCALARS: Final = (bool, int, float, str)
 _LONGEST: Final = 10_000
 _CLASSES: Final = {kind.__name__: kind for kind in typing.get_args(Remembered)}
 _FAILURES: Final = (ArithmeticError, AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError)
-"""Errors that a text may lead to that is no key."""
+"""Errors of reading a text that is not a key."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -54,3 +61,73 @@ def parse_key(key: str) -> Remembered:
         shown = key if len(key) <= 80 else f"{key[:77]}..."
         raise ValueError(f"{shown!r} is not the key of a problem ({error})") from None
     return problem
+
+
+@functools.cache
+def field_types(kind: Any) -> dict[str, Any]:
+    """Names and types of a dataclass's fields, in the order of their declaration."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def to_json(record: Any) -> Json:
+    """The fields of a dataclass by name.
+
+    Bytes become hexadecimal text, members of enumerations their values, tuples lists, inner dataclasses objects.
+    Numbers become those of their field's type: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    """
+    kind = typing.cast(Any, type(record))
+    return {name: _plain(getattr(record, name), _without_none(hint)) for name, hint in field_types(kind).items()}
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    if value is None:
+        return None
+    if hint in _SCALARS:
+        return hint(value) + 0.0 if hint is float else hint(value)  # + 0.0, because -0.0 equals 0.0
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(each, typing.get_args(hint)[0]) for each in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    return to_json(value) if dataclasses.is_dataclass(value) else value
+
+
+def _without_none(hint: Any) -> Any:
+    """The type in `hint`, which may be optional."""
+    if not isinstance(hint, types.UnionType):
+        return hint
+    kinds = [each for each in hint.__args__ if each is not types.NoneType]
+    return kinds[0] if len(kinds) == 1 else hint
+
+
+def from_json(kind: type[_Record], value: object) -> _Record:
+    """The instance of `kind` for which `to_json` gave `value`. Floats and mappings are left to the class to check.
+
+    Raises:
+        ValueError: there is no such instance: a field is missing or unknown, or has a value of another type.
+    """
+    hints = field_types(typing.cast(Any, kind))
+    if not isinstance(value, dict) or value.keys() != hints.keys():
+        raise ValueError(f"{kind.__name__} has the fields {', '.join(hints)}")
+    return kind(**{name: _value(name, hint, value[name]) for name, hint in hints.items()})
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    if value is None and hint is not _without_none(hint):
+        return None
+    hint = _without_none(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast(type, hint), value)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple([_value(name, typing.get_args(hint)[0], each) for each in value])
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if hint is bytes and isinstance(value, str):
+        return bytes.fromhex(value)
+    if (hint in (int, str, bool) and type(value) is not hint) or isinstance(value, list):
+        raise ValueError(f"{name} is {value!r:.200}")
+    return value

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -86,7 +85,7 @@ class PlanStore:
     def choice(self, key: str) -> Entry | None:
         """The entry under a key, its algorithm verified or not; None if there is none, or it is barred."""
         with self._lock:
-            entry = self._undamaged(key)
+            entry = self._document.get(key)
         return None if entry is None or entry.barred is not None else entry
 
     @property
@@ -129,7 +128,7 @@ class PlanStore:
     def unproven(self, key: str) -> ProductEntry | None:
         """The entry of a matrix product whose algorithm is still to be rebuilt and verified; None if there is none."""
         with self._lock:
-            entry = self._undamaged(key)
+            entry = self._document.get(key)
         return entry if isinstance(entry, ProductEntry) and entry.is_unproven else None
 
     @property
@@ -141,19 +140,11 @@ class PlanStore:
 
     def _find(self, key: str, kind: type[Kind]) -> Kind | None:
         with self._lock:
-            entry = self._undamaged(key)
+            entry = self._document.get(key)
             if entry is None or not entry.is_usable:  # another process may have measured the problem since
                 self._reload()
-                entry = self._undamaged(key)
+                entry = self._document.get(key)
         return entry if isinstance(entry, kind) and entry.is_usable else None
-
-    def _undamaged(self, key: str) -> Entry | None:
-        try:
-            return self._document.get(key)
-        except ValueError:
-            count = len(self._document.drop_damaged())
-            self._locked(self._rewrite, f"{self.path} has {count} damaged entries, which are not used")
-            return self._document.get(key)
 
     def _reload(self) -> None:
         """Reads the file again if it has changed."""
@@ -190,15 +181,8 @@ class PlanStore:
         return self._locked(self._rewrite, f"{self.path} cannot be written; plans are kept in memory alone")
 
     def _rewrite(self) -> None:
-        """Writes all that is known; needs the lock. A file with damaged entries is kept under another name as well."""
-        self._document.drop_damaged()  # the file still has them, unless another process has mended it
+        """Writes all that is known; needs the lock."""
         self._absorb_or_set_aside()
-        damaged = self._document.drop_damaged()
-        if damaged:
-            aside = free_name(self.path, "damaged")
-            os.link(self.path, aside)
-            complaint = f"{self.path} has {len(damaged)} damaged entries, which are not used"
-            warnings.warn(f"{complaint}; as it was, it is kept as {aside.name}", stacklevel=2)
         replace_private(self.path, self._document.render())
         self._seen = signature(self.path)
 

@@ -15,9 +15,8 @@ from lt_runtime.products.choose import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import LayerEntry, ProductEntry
-from lt_runtime.store.keys import Problem, Remembered, problem_key
+from lt_runtime.store.keys import Problem, Remembered, problem_key, to_json
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.store.records import to_json
 from lt_runtime.tuner import report
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.roofline import hardware, least_us

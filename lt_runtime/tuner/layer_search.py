@@ -18,9 +18,8 @@ from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, plan_f
 from lt_runtime.problem import BackwardProblem, ForwardProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
 from lt_runtime.store.entries import Alternative, Entry, LayerEntry, RejectedStrategy
-from lt_runtime.store.keys import problem_key
+from lt_runtime.store.keys import problem_key, to_json
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.store.records import to_json
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
 from lt_runtime.tuner.chain_operands import OperandSets, Placed
 from lt_runtime.tuner.product_search import Products

@@ -27,7 +27,7 @@ from lt_runtime.store.entries import (
     RejectedStrategy,
 )
 from lt_runtime.store.fingerprint import Fingerprint
-from lt_runtime.store.records import field_types
+from lt_runtime.store.keys import field_types
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul
 from tests.support.fake_gpu import FakeGpu

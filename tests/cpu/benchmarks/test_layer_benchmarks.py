@@ -19,7 +19,7 @@ from benchmarks.splits import chain_of, strategy_name
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
 from lt_runtime.plans.strategies import BackwardStrategy
-from lt_runtime.store.records import from_json
+from lt_runtime.store.keys import from_json
 from tests.support.chain_problems import backward_of, forward_of
 
 BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")

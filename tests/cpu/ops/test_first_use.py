@@ -20,10 +20,9 @@ from lt_runtime.plans.cache import forget
 from lt_runtime.plans.decisions import LayerProblem, strategies_of
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
 from lt_runtime.store.entries import LayerEntry
-from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.keys import Problem, problem_key, to_json
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.store.recording import read_recorded
-from lt_runtime.store.records import to_json
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import Layer, LayerChain, plain_backward
 from tests.support.chain_problems import backward_of, forward_of

@@ -20,7 +20,7 @@ from lt_runtime.plans.strategies import (
     forward_strategies,
 )
 from lt_runtime.problem import Activation, Compute, DType, Saved
-from lt_runtime.store.records import from_json
+from lt_runtime.store.keys import from_json
 from lt_runtime.tuner.chain import LayerChain, derivative_of
 from tests.support.chain_problems import backward_of, forward_of
 

@@ -30,7 +30,7 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
-from lt_runtime.store.records import from_json, to_json
+from lt_runtime.store.keys import from_json, to_json
 
 M, N, K = 8, 20, 12
 X, W, Y = Spec(packed(M, K)), Spec(packed(N, K)), Spec(packed(M, N))

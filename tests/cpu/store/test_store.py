@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -191,22 +190,16 @@ def test_a_file_of_an_older_version_costs_one_line_and_is_left_alone(
     assert older.read_bytes() == content
 
 
-def test_a_thousand_entries_are_read_at_once_and_verified_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [product_key(index) for index in range(1000)]
+def test_an_entry_of_a_file_is_made_once_and_only_when_it_is_asked_for(
+    path: Path,
+) -> None:
+    keys = [product_key(index) for index in range(1, 100)]
     PlanStore(path, H200).put({key: product() for key in keys})
-    done: list[str] = []
-
-    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: done.append(name) or work(*arguments)
-
-    monkeypatch.setattr(Document, "parse", noted("parsed", Document.parse))
-    monkeypatch.setattr(document, "verified", noted("verified", document.verified))
-    store = PlanStore(path, H200)
-    assert all(store.product(key) for key in keys)
-    assert done == ["parsed", *["verified"] * len(keys)]
-    assert all(store.product(key) for key in keys)
-    assert not any(store.product(key + "x") for key in keys)
-    assert len(done) == 1 + len(keys)
+    with mock.patch.object(document, "entry_of", wraps=document.entry_of) as made:
+        store = PlanStore(path, H200)
+        assert store.product(keys[0]) is store.product(keys[0])
+        assert store.product(keys[1]) is not None
+        assert made.call_count == 2
 
 
 def test_nothing_of_all_this_warns_without_need(path: Path) -> None:

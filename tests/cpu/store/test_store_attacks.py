@@ -13,10 +13,9 @@ import pytest
 
 from lt_runtime.store import document as document_module
 from lt_runtime.store.document import LARGEST, MOST_BRACKETS, Document, UnusableError
-from lt_runtime.store.entries import ProductEntry, verified
-from lt_runtime.store.keys import SCHEMA, parse_key
+from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.keys import SCHEMA, parse_key, to_json
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.store.records import to_json
 from tests.support.plan_entries import H200, KEY, OTHER, layer, layer_key, product
 
 SOMEBODY = 54321
@@ -143,6 +142,13 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a number of 5,000 digits": (of_entries('{"a": ' + "9" * 5000 + "}"), "digits"),
     "half a character": (of_entries('{"\\ud800": 0}'), "surrogates not allowed"),
     "half a character inside": (of_entries('{"a": {"reason": "\\uDC00"}}'), "surrogates not allowed"),
+    "a deep entry": (
+        of_entries(f'{{"a": {{"strategy": {nested(900)}, "digest": ""}}}}'),
+        "digest does not fit|recursion",
+    ),
+    "a deep list": (of_entries(f'{{"a": {nested(900)}}}'), "digest does not fit"),
+    "a number of 400 digits": (of_entries(f'{{"a": {{"us": {10**400}, "digest": ""}}}}'), "digest does not fit"),
+    "no entry": (of_entries('{"a": 0}'), "digest does not fit"),
     "a version of 400 digits": (lambda path: path.write_text(f'{{"schema": {10**400}}}') and None, "its version"),
     "a negative version": (lambda path: path.write_text('{"schema": -1}') and None, "its version"),
 }
@@ -153,50 +159,11 @@ def test_a_bad_file_is_set_aside_at_once(path: Path, make: Callable[[Path], None
     path.parent.mkdir(0o700, parents=True)
     make(path)
     store, entry = PlanStore(path, H200), product()
-    with pytest.warns(UserWarning, match=f"is damaged .*{message}.*; it is kept as") as caught:
+    with pytest.warns(UserWarning, match=f"is damaged .*({message}).*; it is kept as") as caught:
         assert store.product(KEY) is None
     assert len(caught) == 1
     assert store.put({KEY: entry})
     assert PlanStore(path, H200).product(KEY) == entry
-
-
-BAD_ENTRIES = {
-    "a deep one": f'{{"strategy": {nested(900)}, "digest": ""}}',
-    "a deep list": nested(900),
-    "a number of 400 digits": f'{{"algorithm": "", "us": {10**400}, "digest": ""}}',
-    "half a pair": '{"strategy": {"epilogue": "\\ud83d\\ude00"}, "digest": ""}',
-    "no object": "0",
-}
-
-
-@pytest.mark.parametrize("text", BAD_ENTRIES.values(), ids=BAD_ENTRIES)
-def test_a_bad_entry_is_dropped_and_the_others_are_used(path: Path, filled: ProductEntry, text: str) -> None:
-    data = json.loads(path.read_bytes())
-    path.write_text(json.dumps(data).replace('"entries": {', f'"entries": {{{json.dumps(OTHER)}: {text}, '))
-    store = PlanStore(path, H200)
-    assert store.product(KEY) == filled
-    with pytest.warns(UserWarning, match="1 damaged entries"):
-        assert store.product(OTHER) is None
-    assert store.put({OTHER: filled})
-    assert set(Document.read(path).raw) == {KEY, OTHER}
-
-
-def test_bad_entries_do_not_disturb_a_merge(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
-    for text in BAD_ENTRIES.values():
-        of_entries(f"{{{json.dumps(KEY)}: {text}, {json.dumps(OTHER)}: {text}}}")(other)
-        store = PlanStore(path, H200)
-        assert store.merge(Document.read(other)) == (0, True)
-        Document.read(other).absorb(Document.read(other))  # makes the store read the file again
-    assert PlanStore(path, H200).product(KEY) == filled
-
-
-def test_an_entry_that_lies_too_deep_is_damaged() -> None:
-    deep: object = []
-    for _ in range(5000):
-        deep = [deep]
-    with pytest.raises(ValueError, match="its parts lie too deep in each other"):
-        verified(KEY, {"strategy": deep, "digest": ""})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -21,7 +20,7 @@ from lt_runtime.store.document import Document
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore
-from tests.support.plan_entries import H200, KEY, LAYER, OTHER, beside, layer, product, product_key
+from tests.support.plan_entries import H200, KEY, LAYER, OTHER, beside, product, product_key
 
 
 @contextmanager
@@ -37,6 +36,7 @@ CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "truncated": (lambda content: content[: len(content) // 2], "is damaged", "damaged"),
     "empty": (lambda _: b"", "is damaged", "damaged"),
     "garbage": (lambda _: bytes(range(256)) * 16, "is damaged", "damaged"),
+    "an entry": (lambda content: content.replace(b'"us": 52.5', b'"us": 52.4'), "the digest does not fit", "damaged"),
     "foreign": (lambda content: content.replace(b"580.95.05", b"570.10.01"), "driver 570.10.01 instead of", "foreign"),
     "older": (lambda content: content.replace(CURRENT, b'"schema": 0'), "version 0", "schema-0"),
     "newer": (lambda content: content.replace(CURRENT, b'"schema": 7'), "version 7", "schema-7"),
@@ -85,40 +85,6 @@ def test_a_file_that_cannot_be_used_nor_set_aside_stays_as_it_is(
         assert store.put({OTHER: product()}), "as soon as it is possible"
     assert path.with_name(f"{path.name}.{kind}-1").read_bytes() == content
     assert PlanStore(path, H200).product(KEY) == entry
-
-
-def test_damaged_entries_are_set_aside_and_the_rest_is_used(path: Path) -> None:
-    good, split = product(), layer()
-    PlanStore(path, H200).put({KEY: good, OTHER: product()}, {LAYER: split})
-    data = json.loads(path.read_bytes())
-    data["entries"][OTHER]["algorithm"] = "00" * 64
-    path.write_text(json.dumps(data))
-    content = path.read_bytes()
-    store = PlanStore(path, H200)
-    assert store.product(KEY) == good
-    with one_warning("has 1 damaged entries"):
-        assert store.product(OTHER) is None
-    assert store.product(OTHER) is None
-    assert beside(path) == {".damaged-1"}
-    assert path.with_name(f"{path.name}.damaged-1").read_bytes() == content
-    for each in (store, PlanStore(path, H200)):
-        assert each.product(KEY) == good
-        assert each.layer(LAYER) == split
-        assert each.product(OTHER) is None
-    assert store.put({OTHER: product()})
-
-
-def test_two_that_find_the_same_damage_keep_one_copy(path: Path, filled: ProductEntry) -> None:
-    data = json.loads(path.read_bytes())
-    data["entries"][OTHER] = {}
-    path.write_text(json.dumps(data))
-    stores = PlanStore(path, H200), PlanStore(path, H200)
-    for store in stores:
-        assert store.product(KEY) == filled
-    with one_warning("has 1 damaged entries"):
-        assert stores[0].product(OTHER) is None
-    assert stores[1].product(OTHER) is None, "which costs no warning, because the file has been mended"
-    assert beside(path) == {".damaged-1"}
 
 
 def failing(number: int) -> Callable[..., Any]:

@@ -14,8 +14,7 @@ from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeB
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
 from lt_runtime.products.product import plain_product
 from lt_runtime.store.entries import LayerEntry, ProductEntry
-from lt_runtime.store.keys import problem_key
-from lt_runtime.store.records import from_json
+from lt_runtime.store.keys import from_json, problem_key
 from lt_runtime.tuner import layer_search, search
 from lt_runtime.tuner.chain import Layer, LayerChain, Part, chains_of
 from lt_runtime.tuner.memory import Memory

@@ -14,8 +14,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu import compiler
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import Activation, Compute, DType, Saved
-from lt_runtime.store.keys import Problem, parse_key
-from lt_runtime.store.records import to_json
+from lt_runtime.store.keys import Problem, parse_key, to_json
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.report import algorithm_in_words, describe, progress_bar, strategy_in_words
 from tests.support.chain_problems import backward_of, by_themselves
