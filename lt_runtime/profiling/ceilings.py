@@ -18,8 +18,9 @@ from lt_runtime.plans.decisions import make_plan
 from lt_runtime.private import read_private, replace_private
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 from lt_runtime.store.fingerprint import fingerprint
-from lt_runtime.tuner.operands import NORMAL, ProductOperands
+from lt_runtime.tuner.operands import NORMAL
 from lt_runtime.tuner.timing import Bench, workbench
+from lt_runtime.tuner.verification import ProductOperands
 
 COPY: Final = "copy"
 _COPIED: Final = 1 << 29  # bytes

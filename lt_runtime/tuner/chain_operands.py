@@ -16,8 +16,7 @@ from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Operands, operand_sets
+from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Memory, Operands, operand_sets
 from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 
 _DROPOUT: Final = DropoutState(keep_threshold(0.1), Philox(seed=1))

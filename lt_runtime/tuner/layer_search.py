@@ -23,10 +23,9 @@ from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
 from lt_runtime.tuner.chain_operands import OperandSets, Placed
 from lt_runtime.tuner.product_search import Products
-from lt_runtime.tuner.race import race
 from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words, strategy_in_words
 from lt_runtime.tuner.roofline import floor_us
-from lt_runtime.tuner.timing import Bench, Timing, fastest
+from lt_runtime.tuner.timing import Bench, Timing, fastest, race
 
 # Seconds of timing, after which a stage times nothing more; see `Stopwatch`.
 _SCREENING_S: Final = 0.5
@@ -61,11 +60,16 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
         MemoryError: the GPU has not enough memory.
     """
     search = _Search(bench, store, part)
-    search.time_alone(search.before, _SCREENING_ROUNDS, _SCREENING_S)
-    promising = search.promising()
-    search.tune_products(promising)
-    search.plan_tuned(promising)
-    return search.conclude()
+    while True:
+        wrong = len(search.wrong)
+        search.time_alone(search.before, _SCREENING_ROUNDS, _SCREENING_S)
+        promising = search.promising()
+        search.tune_products(promising)
+        search.plan_tuned(promising)
+        decided = search.conclude()
+        if len(search.wrong) == wrong:
+            return decided
+        # A wrong plan may skip work, and right plans were then left behind for being slower than it.
 
 
 class _Search:
@@ -74,6 +78,7 @@ class _Search:
     Attributes:
         before: all plans that can be made, with untuned algorithms.
         after: the promising plans that are not rejected, with tuned algorithms.
+        wrong: name of the first wrong output of each split that was rejected for its results.
     """
 
     def __init__(self, bench: Bench, store: PlanStore, part: LayerChain) -> None:
@@ -88,7 +93,7 @@ class _Search:
         self.after: _Plans = {}
         self._untuned, self._plainest = self._untuned_and_plainest(self.before)
         self._expected: Mapping[str, Any] = {}
-        self._wrong: dict[_Split, str] = {}  # the output
+        self.wrong: dict[_Split, str] = {}
 
     def _plans(self, choose: Choose, only: Collection[_Key] | None = None) -> _Plans:
         """Plans by every strategy, or by some; the strategies that the library refuses are rejected.
@@ -178,7 +183,8 @@ class _Search:
         near = [plan for split, us in times.items() if us <= limit for plan in split]
         near = [plan for plan in near if self._us(plan) <= _PROMISING * best[plan.problem]]
         ours = [plan for plan in self.before.values() if any(supports(each.problem) for each in plan.products.values())]
-        return {_key(plan) for plan in (*near, *ours, *self._untuned)}
+        untuned, _ = self._untuned_and_plainest(self.before)
+        return {_key(plan) for plan in (*near, *ours, *untuned)}
 
     def tune_products(self, keys: Iterable[_Key]) -> None:
         """Finds the algorithms of the products of some plans, unless the plan cache has them."""
@@ -239,14 +245,15 @@ class _Search:
             if [*map(_key, split)] != [*map(_key, self._plainest)]:
                 fault = self._operands.disagreement(self._placed(split), self._expected)
                 if fault is not None:
-                    self._wrong[split], words = fault
+                    self.wrong[split], words = fault
                     found[split] = f"wrong: {words}"
         return found
 
     def reject(self, name: _Split, reason: str) -> None:
         """Rejects the strategy of the plan that made the wrong output; see `Contenders`."""
-        key = _key(name[0 if self._wrong[name] == "y" else -1])
+        key = _key(name[0 if self.wrong[name] == "y" else -1])
         if self.after.pop(key, None) is not None:
+            self.before.pop(key)
             self._reject_plan(key, reason)
 
     def _decided(self, split: _Split, old: Timing, new: Timing, products: Mapping[Any, Entry]) -> Decided:

@@ -1,29 +1,122 @@
-"""Memory for the operands of what is measured, laid out as the problem says and filled with data."""
+"""Memory for the operands of a measurement, laid out as the problem says and filled with data.
+
+Arrays are filled and compared by the driver and our own kernels, because CuPy would first compile a kernel for each.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from lt_runtime.arrays.operand import CUPY
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.verify import TYPES, Elements, elements_of
+from lt_runtime.gpu.devices import device_attributes
+from lt_runtime.gpu.driver import call
+from lt_runtime.kernels.verify import (
+    TYPES,
+    CompareParams,
+    Comparison,
+    Elements,
+    ExpectParams,
+    compare_blocks,
+    elements_of,
+    launch_compare,
+    launch_expect,
+)
 from lt_runtime.layout import packed
-from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
-from lt_runtime.tuner.memory import Difference, Memory
-from lt_runtime.tuner.timing import buffer_sets
+from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
 
 _MARGIN: Final = 4096  # elements behind each operand
 _PERIOD: Final = 65521  # A prime: no leading dimension puts the same values below each other.
 _STEP: Final = 7919  # Each set of operands has the same values, this many places further on than the set before.
 _BITS: Final = 8
 _EXACT_BYTES: Final = 4
+_CACHES: Final = 3
+_MOST_SETS: Final = 16
+
+
+class Difference(NamedTuple):
+    """How two arrays differ.
+
+    Attributes:
+        bad: how many elements are off by more than their limit, or NaN.
+        first: index of the first of them in row-major order; meaningless if there is none.
+        error_squares: sum of the squares of all differences.
+        wanted_squares: sum of the squares of what was wanted.
+    """
+
+    bad: int
+    first: int
+    error_squares: float
+    wanted_squares: float
+
+
+class Memory(NamedTuple):
+    """Memory of one GPU, which is current, used in the order of one stream, which is CuPy's current one."""
+
+    device: int
+    stream: int
+
+    def allocate(self, size: int) -> Any:
+        """Uninitialised memory of `size` bytes; it begins at `data.ptr` of what is returned."""
+        return CUPY.empty((size,), np.dtype(np.uint8), self.device, self.stream)
+
+    def write(self, address: int, values: NDArray[Any]) -> None:
+        """Copies an array without gaps from the host, which may change it afterwards."""
+        call("cuMemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, self.stream)
+        call("cuStreamSynchronize", self.stream)
+
+    def read(self, address: int, count: int, dtype: DTypeLike) -> NDArray[Any]:
+        """Copies `count` numbers to the host, once the stream has made them."""
+        values = np.empty(count, dtype)
+        call("cuMemcpyDtoHAsync", values.ctypes.data, address, values.nbytes, self.stream)
+        call("cuStreamSynchronize", self.stream)
+        return values
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copies bytes within the GPU."""
+        call("cuMemcpyDtoDAsync", target, source, size, self.stream)
+
+    def set(self, address: int, byte: int, size: int) -> None:
+        """Sets every one of `size` bytes."""
+        call("cuMemsetD8Async", address, byte, size, self.stream)
+
+    def expect(self, params: ExpectParams, batch: int) -> None:
+        """Computes what a product must be; see verify.cu."""
+        launch_expect(params, batch, self.device, self.stream)
+
+    def compare(
+        self,
+        found: Elements,
+        shape: tuple[int, int, int],
+        wanted: Elements | None = None,
+        *,
+        constant: float = 0.0,
+        limits: int = 0,
+        limit: float = 0.0,
+        relative: float = 0.0,
+    ) -> Difference:
+        """Compares every element of matrices with that of others, in FP64.
+
+        Args:
+            shape: (batch, rows, cols).
+            wanted: None if every element must be `constant`.
+            limits: address of how far off each element may be, FP64, row-major without gaps; 0 where that is `limit`
+                plus `relative` times the magnitude of what is wanted.
+        """
+        parts = np.dtype(Comparison)
+        blocks = compare_blocks(shape[0] * shape[1] * shape[2])
+        made = self.allocate(blocks * parts.itemsize)
+        params = CompareParams(found, wanted or Elements(), limits, made.data.ptr, *shape, constant, limit, relative)
+        launch_compare(params, self.device, self.stream)
+        of_blocks = self.read(made.data.ptr, blocks, parts)
+        sums = (of_blocks[name].sum() for name in ("error_squares", "wanted_squares"))
+        return Difference(int(of_blocks["bad"].sum()), int(of_blocks["first"].min()), *map(float, sums))
 
 
 class Data(NamedTuple):
@@ -202,6 +295,16 @@ class Operands:
 _Operands = TypeVar("_Operands", bound=Operands)
 
 
+def buffer_sets(size: int, device: int) -> int:
+    """Number of buffer sets of `size` bytes that must take turns so that the L2 cache holds none of them.
+
+    One set is returned if it is larger than the cache, or so small that it stays in the cache in real use too.
+    """
+    (cache,) = device_attributes(device, "L2_CACHE_SIZE")
+    wanted = -(-_CACHES * cache // max(size, 1))
+    return wanted if wanted <= _MOST_SETS else 1
+
+
 def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
     """Filled sets of operands, as many as it takes to keep them out of the cache; see `buffer_sets`."""
     first = make()
@@ -224,47 +327,3 @@ def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
     }
     found |= {"d": (problem.d, result), "c": (problem.c, result), "vector": (vector, result), "aux": aux}
     return {name: (spec, dtype) for name, (spec, dtype) in found.items() if spec is not None}
-
-
-class ProductOperands(Operands):
-    """All operands of one matrix product; the outputs are "d", and "aux" or "vector" where the epilogue has them.
-
-    Args:
-        problem: none of its extents is 0.
-
-    Attributes:
-        has_mask: whether the auxiliary matrix is ReLU's, with a bit for each element.
-    """
-
-    def __init__(self, memory: Memory, problem: MatmulProblem) -> None:
-        super().__init__()
-        self.memory, self.problem = memory, problem
-        epilogue, placed = problem.epilogue, operands_of(problem)
-        for name, (spec, dtype) in placed.items():
-            self.buffers[name] = Buffer(memory, spec, dtype, 1 if name == "vector" else problem.batch)
-        self.has_mask = "aux" in placed and epilogue.activation == "relu"
-        one = np.ones(1, np.float64 if problem.compute is Compute.FLOAT64 else np.float32)
-        self._one = memory.allocate(one.nbytes)
-        memory.write(self._one.data.ptr, one)
-        written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
-        self.outputs = [name for name, is_output in written.items() if is_output]
-
-    def snapshot(self) -> list[Buffer]:
-        """Copies of the outputs."""
-        return [self.buffers[name].snapshot() for name in self.outputs]
-
-    def same_as(self, snapshot: list[Buffer]) -> bool:
-        """Whether the outputs are what they were, bit for bit."""
-        now = (self.buffers[name] for name in self.outputs)
-        return all(each.equals(before) for each, before in zip(now, snapshot, strict=True))
-
-    def wrote_outside(self) -> bool:
-        """Whether the product, whose results are all numbers, has written between or behind the rows of D."""
-        d = self.buffers["d"]
-        return d.count_written() != math.prod(d.shape)
-
-    def call(self, stream: int) -> Call:
-        """A run on these operands, α and β being 1."""
-        addresses = (self.buffers[name].address if name in self.buffers else 0 for name in self.problem.operands)
-        one: Any = int(self._one.data.ptr) if self.problem.device_scalars else 1.0
-        return Call(tuple(addresses), stream, (one, one if self.problem.c is not None else 0.0))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lt_runtime.cublaslt import Algorithm, ReductionScheme
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import stream_memory
@@ -19,15 +21,15 @@ from lt_runtime.products.plan import AlgorithmPlan, Plan
 from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm, now
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuner.candidates import heuristic_candidates
-from lt_runtime.tuner.operands import NORMAL, ProductOperands, operand_sets
-from lt_runtime.tuner.race import race
+from lt_runtime.tuner.operands import NORMAL, operand_sets
 from lt_runtime.tuner.roofline import floor_us
-from lt_runtime.tuner.timing import Bench, Launch, Timing, take_times, workbench
-from lt_runtime.tuner.verification import verify
+from lt_runtime.tuner.timing import Bench, Launch, Timing, race, take_times, workbench
+from lt_runtime.tuner.verification import ProductOperands, verify
 
 BUDGET_S: Final = 2.0
 """Seconds of timing a product by itself, after which no further candidate is timed; see `Stopwatch`."""
+MOST: Final = 16
+"""Candidates of a product by cuBLASLt at most: up to eight of the first query, the rest from the other queries."""
 _LEAST_S: Final = 0.05
 _FIRST: Final = "first"
 _NOT_LEAN: Final = "cannot be launched as at most two kernels and nothing else"
@@ -59,6 +61,28 @@ def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGE
     measured = sum(not each.dropped for each in outcome.timings.values())
     times, rejected = (timing.median_us, first_us, timing.spread_us), tuple(candidates.rejected)
     return ProductEntry(blob, configuration(blob), *times, measured, rejected)
+
+
+def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
+    """The plan's own algorithm, then others that the heuristic offers; `MOST` in all.
+
+    One query returns eight at the most. Queries with less workspace, or without a sum over the parts of a split K,
+    return algorithms for which the first query had no room.
+
+    Args:
+        plan: of the product, its algorithm chosen by the heuristic.
+        workspace: bytes that an algorithm may use.
+    """
+    schemes = dict.fromkeys((plan.reductions, ReductionScheme.NONE))
+    limits = (workspace, workspace // 8, 0)
+    queries = (plan.query(limit, scheme) for limit, scheme in itertools.product(limits, schemes))
+    own = (plan.algorithm,) if plan.algorithm else ()
+    distinct: dict[bytes, Algorithm] = {}
+    for algorithm in itertools.chain(own, plan.candidates, itertools.chain.from_iterable(queries)):
+        distinct.setdefault(algorithm.blob, algorithm)
+        if len(distinct) == MOST:  # The queries that are left over are not made.
+            break
+    return list(distinct.values())
 
 
 class Candidates:

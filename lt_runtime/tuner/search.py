@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.mlp import supports
 from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import LayerProblem, known_layer
-from lt_runtime.plans.mlp import known_mlp
+from lt_runtime.plans.decisions import LayerProblem, known_layer, make_layer_plan
+from lt_runtime.plans.mlp import FUSED_MLP, known_mlp, mlp_plans
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.product import library_may_fuse, plain_product
-from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedStrategy
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.tuner.chain import LayerChain, Part, as_decided, saved_as
+from lt_runtime.tuner.chain_operands import OperandSets, Placed
 from lt_runtime.tuner.layer_search import decide_part
-from lt_runtime.tuner.mlp_search import decide_mlp
 from lt_runtime.tuner.product_search import find_algorithm
-from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe
-from lt_runtime.tuner.timing import Bench, clear_bench, workbench
+from lt_runtime.tuner.report import (
+    Decided,
+    Progress,
+    Tuned,
+    choice_in_words,
+    describe,
+    rejection_in_words,
+    strategy_in_words,
+)
+from lt_runtime.tuner.roofline import floor_us
+from lt_runtime.tuner.timing import Bench, Timing, clear_bench, race, workbench
+
+_MLP_ROUNDS: Final = 9
+_MLP_BUDGET_S: Final = 0.4
 
 
 def tune_chains(
@@ -158,3 +170,71 @@ def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
     words, reasons = choice_in_words(entry), tuple(each.reason for each in entry.rejected)
     times = entry.first_us, entry.us
     return Tuned((problem,), *times, f"{problem.epilogue.value} by {words}", entry.candidates, reasons)
+
+
+def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
+    """The faster way to run a narrow MLP whose results are right, and the entry for the plan cache.
+
+    Args:
+        chain: the MLP's layers, which have been decided.
+        problem: one that the kernels accept.
+
+    Raises:
+        PlanError: there is no algorithm for one of the layers.
+        MemoryError: the GPU has not enough memory for all operands of the chain.
+    """
+    search = _Passes(bench, chain, problem)
+    outcome = race(search)
+    is_fused = outcome.winner
+    strategy, other = {FUSED_MLP: is_fused}, {FUSED_MLP: not is_fused}
+    rejected = tuple(RejectedStrategy(other, reason) for reason in search.rejected.values())
+    slower = outcome.timings.get(not is_fused)
+    measured = () if rejected or slower is None else (Alternative(other, slower.median_us),)
+    before, after = (outcome.timings[name].median_us for name in (True, is_fused))
+    words, reasons = strategy_in_words(strategy), tuple(map(rejection_in_words, rejected))
+    tuned = Tuned((problem,), before, after, words, search.operands.measured, reasons)
+    return tuned, {problem: LayerEntry(strategy, after, measured, rejected)}
+
+
+class _Passes:
+    """Two contenders: True is one kernel for each pass, which runs untuned, and False is layer by layer.
+
+    Attributes:
+        rejected: the reason, by contender.
+    """
+
+    def __init__(self, bench: Bench, chain: LayerChain, problem: MLPProblem) -> None:
+        forwards = {index: make_layer_plan(each, bench.device) for index, each in chain.forwards.items()}
+        chain = chain.keeping({index: plan.strategy.saved for index, plan in forwards.items()})
+        fused: Placed = [(0, plan) for plan in mlp_plans(problem, bench.device)]
+        layers: Placed = [(index, make_layer_plan(each, bench.device)) for index, each in chain.runs]
+        self._plans = {True: fused, False: layers}
+        self._chain, self._least_us, self._layers = chain, floor_us([problem], bench.device), len(problem.biases)
+        self.operands = OperandSets(bench, chain)
+        self.rejected: dict[bool, str] = {}
+
+    def names(self) -> list[bool]:
+        """See `Contenders`."""
+        return [name for name in self._plans if name not in self.rejected]
+
+    def take_times(self, names: Collection[bool]) -> dict[bool, Timing]:
+        """See `Contenders`."""
+        plans = {name: self._plans[name] for name in names}
+        return self.operands.take_times(plans, _MLP_BUDGET_S, _MLP_ROUNDS, in_a_loop=True, least_us=self._least_us)
+
+    def faults(self, names: Collection[bool]) -> dict[bool, str]:
+        """Compares the kernels' outputs and gradients with those of the layers; see `Contenders`."""
+        if True not in names:
+            return {}
+        results = self.operands.results(self._plans[False])
+        expected = {name: each for name, each in results.items() if self._is_outcome(name)}
+        wrong = self.operands.disagreement(self._plans[True], expected, self._layers)
+        return {} if wrong is None else {True: f"wrong: {wrong[1]}"}
+
+    def reject(self, name: bool, reason: str) -> None:
+        """See `Contenders`."""
+        self.rejected[name] = reason
+
+    def _is_outcome(self, name: str) -> bool:
+        """Whether a result is one of the whole MLP, and not one that only its own layers read."""
+        return name.startswith(("dw", "db")) or name == f"y of layer {max(self._chain.forwards)}"

@@ -1,9 +1,13 @@
-"""Times contenders, which are several ways to do the same work, against each other.
+"""Times contenders, which are several ways to do the same work, against each other, and picks one.
 
 A contender is a function that puts its work on a stream, using the buffer set of a given number. Each contender is
 launched alone at first, and dropped if it is far behind by more than the host's launch time can explain. The others are
 captured, several launches to a graph, and the graphs are replayed in turn, back and forth. The median of the rounds
 counts. After three rounds, a contender that is far from the best is replayed no more and keeps its times.
+
+All that is tuned goes through one `race`: algorithms of a product, splits of a layer, and the passes of a narrow MLP.
+The fastest contender takes the place of the present one only if it is faster in a second measurement beside it too, and
+if its results are right.
 """
 
 from __future__ import annotations
@@ -12,19 +16,20 @@ import contextlib
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from lt_runtime.arrays.libraries import cupy_stream
+from lt_runtime.errors import PlanError
 from lt_runtime.gpu.clock import Clock
-from lt_runtime.gpu.devices import activated, device_attributes
+from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.memory import release
 from lt_runtime.gpu.streams import beside_captures, relaxed_captures
-from lt_runtime.tuner.memory import Memory
+from lt_runtime.tuner.operands import Memory
 
-Name = TypeVar("Name")
+Name = TypeVar("Name", bound=Hashable)
 """The type of the contenders' names."""
 Launch = Callable[[int, int], object]
 """Puts a contender's work on a stream: takes the number of the buffer set and the stream's handle."""
@@ -39,8 +44,6 @@ _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
 _ATTEMPTS: Final = 5
 _LONG_US: Final = 2e3  # Filling an L2 cache, and writing back what was there, takes 1 % of this time.
-_CACHES: Final = 3
-_MOST_SETS: Final = 16
 
 _lock: Final = threading.RLock()
 
@@ -109,7 +112,7 @@ def take_times(
     Args:
         contenders: by name. The first is the present one, which no interruption of the host may put out of the race:
             if it is far behind when it is launched alone, it is timed in a graph before it is dropped.
-        sets: number of buffer sets, see `buffer_sets`; contenders get numbers below it.
+        sets: number of buffer sets, see `operands.buffer_sets`; contenders get numbers below it.
         budget_s: seconds of timing after which no further contender is tried and, after three rounds, no further round
             begins. A contender's first launch may load a kernel: the time that loading can explain does not count.
         rounds: replays of each contender that stays near the best.
@@ -223,16 +226,6 @@ def _summary(values: list[float]) -> Timing:
     return Timing(median, high - low)
 
 
-def buffer_sets(size: int, device: int) -> int:
-    """Number of buffer sets of `size` bytes that must take turns so that the L2 cache holds none of them.
-
-    One set is returned if it is larger than the cache, or so small that it stays in the cache in real use too.
-    """
-    (cache,) = device_attributes(device, "L2_CACHE_SIZE")
-    wanted = -(-_CACHES * cache // max(size, 1))
-    return wanted if wanted <= _MOST_SETS else 1
-
-
 def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
     """The name of the fastest contender, or `first` where none is clearly faster.
 
@@ -253,3 +246,52 @@ def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
 def _beats(challenger: Timing, first: Timing) -> bool:
     noise = math.hypot(challenger.spread_us, first.spread_us)
     return first.median_us - challenger.median_us > max(_LEAST_GAIN * first.median_us, noise)
+
+
+class Contenders(Protocol[Name]):
+    """The contenders of a race."""
+
+    def names(self) -> Sequence[Name]:
+        """Names of the contenders that are not rejected; the first is the present one."""
+
+    def take_times(self, names: Collection[Name]) -> Mapping[Name, Timing]:
+        """Times contenders against each other; a contender that is not tried is left out."""
+
+    def faults(self, names: Collection[Name]) -> Mapping[Name, str]:
+        """Runs contenders and says what is wrong with the results of those that must not be used."""
+
+    def reject(self, name: Name, reason: str) -> None:
+        """Removes a contender, and all that share its fault, from `names`."""
+
+
+class Outcome(NamedTuple, Generic[Name]):
+    """The result of a race: the winner, and the latest times by name, also of contenders that were rejected."""
+
+    winner: Name
+    timings: Mapping[Name, Timing]
+
+
+def race(contenders: Contenders[Name]) -> Outcome[Name]:
+    """The fastest contender whose results are right.
+
+    The present contender is verified too, and stays unless another is clearly faster (see `fastest`) in two
+    measurements. Where the winner is wrong, all others are timed again: they may have been dropped for being far behind
+    a contender that skips work.
+
+    Raises:
+        PlanError: no contender is left.
+    """
+    timings: dict[Name, Timing] = {}
+    while names := [*contenders.names()]:
+        present = names[0]
+        timings |= contenders.take_times(names)
+        winner = fastest({name: timings[name] for name in names if name in timings}, present)
+        if winner != present:
+            timings |= contenders.take_times([present, winner])
+            winner = fastest({name: timings[name] for name in (present, winner)}, present)
+        faults = contenders.faults(list(dict.fromkeys((winner, present))))
+        for name, fault in faults.items():
+            contenders.reject(name, fault)
+        if winner not in faults:
+            return Outcome(winner, timings)
+    raise PlanError("every contender is rejected")

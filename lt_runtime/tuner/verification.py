@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.verify import ACTIVATIONS, EXPECT_TILE, TYPES, Elements, ExpectParams, Results, Rounding
 from lt_runtime.problem import Compute, DType, MatmulProblem
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, ProductOperands
+from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, Memory, Operands, operands_of
 
 KINDS: Final = (LATTICE, EDGES, ONES)
 """Random data whose sums are exact in any order, which shows a term too few or too many; data of which no sum is exact,
@@ -31,6 +31,50 @@ _GELU_DERIVATIVE_ERROR: Final = 1e-3
 _DOUBLE: Final = 8  # bytes
 _SUM_ERROR: Final = 2.0**-20
 """Relative error of a sum that truncates: errors of one sign, which add up."""
+
+
+class ProductOperands(Operands):
+    """All operands of one matrix product; the outputs are "d", and "aux" or "vector" where the epilogue has them.
+
+    Args:
+        problem: none of its extents is 0.
+
+    Attributes:
+        has_mask: whether the auxiliary matrix is ReLU's, with a bit for each element.
+    """
+
+    def __init__(self, memory: Memory, problem: MatmulProblem) -> None:
+        super().__init__()
+        self.memory, self.problem = memory, problem
+        epilogue, placed = problem.epilogue, operands_of(problem)
+        for name, (spec, dtype) in placed.items():
+            self.buffers[name] = Buffer(memory, spec, dtype, 1 if name == "vector" else problem.batch)
+        self.has_mask = "aux" in placed and epilogue.activation == "relu"
+        one = np.ones(1, np.float64 if problem.compute is Compute.FLOAT64 else np.float32)
+        self._one = memory.allocate(one.nbytes)
+        memory.write(self._one.data.ptr, one)
+        written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
+        self.outputs = [name for name, is_output in written.items() if is_output]
+
+    def snapshot(self) -> list[Buffer]:
+        """Copies of the outputs."""
+        return [self.buffers[name].snapshot() for name in self.outputs]
+
+    def same_as(self, snapshot: list[Buffer]) -> bool:
+        """Whether the outputs are what they were, bit for bit."""
+        now = (self.buffers[name] for name in self.outputs)
+        return all(each.equals(before) for each, before in zip(now, snapshot, strict=True))
+
+    def wrote_outside(self) -> bool:
+        """Whether the product, whose results are all numbers, has written between or behind the rows of D."""
+        d = self.buffers["d"]
+        return d.count_written() != math.prod(d.shape)
+
+    def call(self, stream: int) -> Call:
+        """A run on these operands, α and β being 1."""
+        addresses = (self.buffers[name].address if name in self.buffers else 0 for name in self.problem.operands)
+        one: Any = int(self._one.data.ptr) if self.problem.device_scalars else 1.0
+        return Call(tuple(addresses), stream, (one, one if self.problem.c is not None else 0.0))
 
 
 class Expected:

@@ -13,7 +13,7 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
-from lt_runtime.tuner.memory import Memory
+from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.product_search import afresh
 from lt_runtime.tuner.timing import Bench
 from tests.host_kernels.harness import HostKernels

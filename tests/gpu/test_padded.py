@@ -18,11 +18,10 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.methods import LIBRARY, fastest_first
 from lt_runtime.products.padded import PaddedPlan
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import ProductOperands
+from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.product_search import Candidates
 from lt_runtime.tuner.timing import workbench
-from lt_runtime.tuner.verification import verify
+from lt_runtime.tuner.verification import ProductOperands, verify
 from tests.support.gpu_arrays import to_host
 
 BF16, FP16, FP32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32

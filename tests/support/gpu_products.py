@@ -15,9 +15,8 @@ from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.own import NarrowPlan, TilePlan
 from lt_runtime.reference import activate, derivative, pack_mask
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import ProductOperands
-from lt_runtime.tuner.verification import verify
+from lt_runtime.tuner.operands import Memory
+from lt_runtime.tuner.verification import ProductOperands, verify
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON, Guarded, spec_of
 from tests.support.strategies import Placement

@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.tuner import memory as device_memory
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import Buffer, ProductOperands
+from lt_runtime.tuner import operands as device_memory
+from lt_runtime.tuner.operands import Buffer, Memory
+from lt_runtime.tuner.verification import ProductOperands
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_clock import STREAM
 from tests.support.fake_device import HostLibrary, call

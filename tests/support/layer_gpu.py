@@ -26,7 +26,7 @@ from lt_runtime.tuner import chain_operands, layer_search, operands, product_sea
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.chain_operands import ChainOperands
 from lt_runtime.tuner.layer_search import plan_name
-from lt_runtime.tuner.memory import Memory
+from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.timing import Bench
 from tests.support.fake_clock import FakeClock
 from tests.support.host_memory import bits
@@ -73,7 +73,7 @@ class LayerGpu:
         self._patch(monkeypatch)
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ForwardPlan, "_own_pass", lambda *_: None)
+        monkeypatch.setattr("lt_runtime.plans.forward.ForwardPass", lambda *_, **__: None)
         monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
         for kind in (ForwardPlan, BackwardPlan):
             monkeypatch.setattr(kind, "run", lambda plan, call: self._run(plan, call))

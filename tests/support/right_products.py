@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType
-from lt_runtime.tuner.operands import ProductOperands
+from lt_runtime.tuner.verification import ProductOperands
 from tests.support.host_memory import bits, read
 
 

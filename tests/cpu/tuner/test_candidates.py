@@ -17,7 +17,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.tuner.candidates import MOST, heuristic_candidates
+from lt_runtime.tuner.product_search import MOST, heuristic_candidates
 from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary, waves
 
 ID, TILE, SPLITK, SCHEME = (

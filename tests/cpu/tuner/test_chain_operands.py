@@ -14,13 +14,11 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.layout import packed
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.decisions import LayerProblem, Strategy, plan_for, strategies_of
-from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.problem import Activation, Compute, DType, Saved, Spec
 from lt_runtime.tuner import chain_operands
 from lt_runtime.tuner.chain import Layer, LayerChain, Part
 from lt_runtime.tuner.chain_operands import ChainOperands, tensors_of
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import NORMAL, Buffer
+from lt_runtime.tuner.operands import NORMAL, Buffer, Memory
 from tests.support.chain_problems import backward_of, by_themselves, forward_of
 from tests.support.fake_clock import STREAM
 from tests.support.host_memory import bits, values
@@ -34,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("host_memory")
 
 @pytest.fixture(autouse=True)
 def without_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForwardPlan, "_own_pass", lambda *_: None)
+    monkeypatch.setattr("lt_runtime.plans.forward.ForwardPass", lambda *_, **__: None)
     monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
 
 

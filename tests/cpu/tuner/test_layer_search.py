@@ -17,7 +17,7 @@ from lt_runtime.store.entries import LayerEntry, ProductEntry
 from lt_runtime.store.keys import from_json, problem_key
 from lt_runtime.tuner import layer_search, search
 from lt_runtime.tuner.chain import Layer, LayerChain, Part, chains_of
-from lt_runtime.tuner.memory import Memory
+from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.report import Tuned
 from lt_runtime.tuner.search import tune_chains
 from tests.support.chain_problems import backward_of, forward_of
@@ -121,6 +121,14 @@ def test_a_wrong_forward_is_rejected(gpu: LayerGpu) -> None:
     assert saved_by(gpu) is Saved.OUTPUT
     assert [each.reason[:14] for each in entry(gpu, forward_of(RELU)).rejected] == ["wrong: y is of"]
     assert tuned.after_us == 20.0
+
+
+def test_being_slower_than_a_wrong_split_is_no_reason(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_search, "supports", lambda _: False)
+    gpu.us, gpu.wrong = {SPLIT: 1.0, MASKED: 5.0, FUSED: 8.0}, {SPLIT}
+    tuned = tune()
+    assert tuned.strategy.startswith(MASKED)
+    assert not any(MASKED in each for each in tuned.rejected)
 
 
 def test_a_slow_split_is_left_behind(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.own import NARROW_MATMUL, NarrowPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import operands, product_search
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import ProductOperands
+from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.product_search import find_algorithm
 from lt_runtime.tuner.report import algorithm_in_words
 from lt_runtime.tuner.timing import Bench, Launch
+from lt_runtime.tuner.verification import ProductOperands
 from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 from tests.support.fake_clock import FakeClock
 from tests.support.host_memory import bits

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.tuner.race import race
-from lt_runtime.tuner.timing import Timing, take_times
+from lt_runtime.tuner.timing import Timing, race, take_times
 from tests.support.fake_clock import FakeClock
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_runtime.tuner import timing
-from lt_runtime.tuner.timing import Timing, buffer_sets, fastest, take_times
+from lt_runtime.tuner import operands
+from lt_runtime.tuner.operands import buffer_sets
+from lt_runtime.tuner.timing import Timing, fastest, take_times
 from tests.support.fake_clock import FakeClock
 
 FOREVER = float("inf")
@@ -198,7 +199,7 @@ def test_the_winner_is_never_slower_than_the_first(timings: dict[str, Timing], d
 def test_buffer_sets_exceed_the_cache_where_that_takes_few(
     size: int, sets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "device_attributes", lambda *_: (50_000_000,))
+    monkeypatch.setattr(operands, "device_attributes", lambda *_: (50_000_000,))
     assert buffer_sets(size, 0) == sets
 
 

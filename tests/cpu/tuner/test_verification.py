@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.tuner.memory import Memory
-from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, Data, ProductOperands
-from lt_runtime.tuner.verification import KINDS, disagreement, expected_outputs, verify
+from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, Data, Memory
+from lt_runtime.tuner.verification import KINDS, ProductOperands, disagreement, expected_outputs, verify
 from tests.support.fake_clock import STREAM
 from tests.support.host_memory import bits, flat, read
 from tests.support.right_products import compute, encode, operands, right
