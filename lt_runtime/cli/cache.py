@@ -8,27 +8,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+
+from rich.text import Text
 
 from lt_runtime import cublaslt
-from lt_runtime.cli import cache_report
 from lt_runtime.cli.output import show
 from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
 from lt_runtime.store.document import Document, UnusableError
-from lt_runtime.store.entries import entry_of
+from lt_runtime.store.entries import Entry, LayerEntry, ProductEntry, entry_of
 from lt_runtime.store.fingerprint import Fingerprint, machine
 from lt_runtime.store.keys import Json, parse_key, to_json
 from lt_runtime.store.plan_store import PlanStore, plans_directory
-from lt_runtime.tuner.report import describe
+from lt_runtime.tables import Line, table
+from lt_runtime.tuner.report import choice_in_words, describe, rejection_in_words, time_in_words
 
 _ABANDONED_SECONDS: Final = 3600.0
 """Age from which an unfinished file counts as left behind by a dead process."""
+_Result: TypeAlias = tuple[Json, list[Line]]
+"""The result of an action: the object that `--json` prints, and lines and tables for people."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status: 0, or 1 if `verify` found damage or a merge could not be written.
     """
-    act, lines = _ACTIONS[arguments.action]
-    result = act(arguments)
-    return show(result, lines(result), as_json=arguments.json)
+    actions = {"list": _list, "show": _show, "verify": _verify, "merge": _merge, "export": _export, "prune": _prune}
+    result, lines = actions[arguments.action](arguments)
+    return show(result, lines, as_json=arguments.json)
 
 
 class CacheFile(NamedTuple):
@@ -98,69 +102,94 @@ def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str]
     return min((each.differences(theirs) for each in known), key=len, default=None)
 
 
-def _list(_: argparse.Namespace) -> Json:
-    files, aside = [_summary(file) for file in _files()], [path.name for path in _set_aside()]
-    return {"ok": True, "directory": str(plans_directory()), "files": files, "set_aside": aside}
+def _list(_: argparse.Namespace) -> _Result:
+    files, cells, lines = list[Json](), list[list[str]](), list[Line]()
+    for path, document, fault, _is_other in _files():
+        theirs = None if document is None else document.fingerprint
+        differs = None if theirs is None else _differences(machine(), theirs)
+        counts = {"products": None, "layers": None} if document is None else document.counts
+        known = {"fingerprint": theirs and asdict(theirs), **counts}
+        fits = None if differs is None else not differs
+        files.append({"name": path.name, "fault": fault, **known, "fits": fits, "differs": differs})
+        fit = "yes" if fits else f"no: {', '.join(differs)}" if differs else "unknown: no GPU here"
+        numbers = ["" if count is None else str(count) for count in counts.values()]
+        cells.append([path.name, theirs.driver if theirs else "", *numbers, fault or fit])
+    aside = [path.name for path in _set_aside()]
+    lines.append(f"Plans in {plans_directory()}")
+    if cells:
+        headings = ["File", "Driver", "Products", "Layers", "Fits this machine"]
+        lines.append(table(None, headings, cells, texts={"File", "Driver", "Fits this machine"}))
+        if aside:
+            lines.append(f"Set aside, not used: {', '.join(aside)}")
+    else:
+        lines.append("None yet: nothing has been measured, or nothing kept.")
+    return {"ok": True, "directory": str(plans_directory()), "files": files, "set_aside": aside}, lines
 
 
-def _summary(file: CacheFile) -> Json:
-    summary = {"name": file.path.name, "fault": file.fault}
-    if file.document is None:
-        return summary | dict.fromkeys(("fingerprint", "products", "layers", "fits", "differs"))
-    theirs = file.document.fingerprint
-    differs = _differences(machine(), theirs)
-    known = {"fits": None if differs is None else not differs, "differs": differs}
-    return summary | {"fingerprint": asdict(theirs)} | file.document.counts | known
-
-
-def _show(arguments: argparse.Namespace) -> Json:
-    documents = [(file.path.name, file.document) for file in _files() if file.document is not None]
-    entries = [{"file": name} | found for name, each in documents for found in _matching(each, arguments.pattern)]
+def _show(arguments: argparse.Namespace) -> _Result:
+    """The entries whose key, or whose problem's short name, has a part that matches the pattern."""
+    entries, lines = list[Json](), list[Line]()
+    for path, document, *_ in _files():
+        for key in sorted(document.raw) if document is not None else ():
+            try:
+                problem = describe(parse_key(key))
+            except ValueError:
+                problem = "of unknown form"
+            if not any(fnmatchcase(text, f"*{arguments.pattern}*") for text in (key, problem)):
+                continue
+            entry = document.get(key) if document is not None else None
+            if entry is None:
+                continue
+            entries.append({"file": path.name, "problem": problem, "key": key, "entry": to_json(entry)})
+            lines.append(Text(problem, "bold"))
+            lines += [f"  {name:<10}{text}" for name, text in (*_facts(entry), ("file", path.name), ("key", key))]
     if not entries:
         raise ArgumentError(f"nothing in {plans_directory()} matches {arguments.pattern!r}")
-    return {"ok": True, "entries": entries}
+    return {"ok": True, "entries": entries}, lines
 
 
-def _matching(document: Document, pattern: str) -> Iterator[Json]:
-    """The entries whose key, or whose problem's short name, has a part that matches the pattern."""
-    for key in sorted(document.raw):
-        try:
-            problem = describe(parse_key(key))
-        except ValueError:
-            problem = "of unknown form"
-        if not any(fnmatchcase(text, f"*{pattern}*") for text in (key, problem)):
-            continue
-        entry = document.get(key)
-        if entry is not None:
-            yield {"problem": problem, "key": key, "entry": to_json(entry)}
+def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
+    """Names and values of one entry's lines."""
+    yield "algorithm" if isinstance(entry, ProductEntry) else "strategy", choice_in_words(entry)
+    if isinstance(entry, ProductEntry) and entry.is_unproven:
+        yield "merged", "to be verified before its first use"
+    yield "time", time_in_words(entry)
+    for other in entry.alternatives if isinstance(entry, LayerEntry) else ():
+        yield "slower", f"{choice_in_words(other)}: {other.us:.2f} µs"
+    yield "measured", entry.when
+    yield from (("rejected", rejection_in_words(each)) for each in entry.rejected)
+    if entry.barred is not None:
+        yield "barred", entry.barred
 
 
-def _verify(_: argparse.Namespace) -> Json:
-    files = [_verdict(file) for file in _files()]
-    return {"ok": all(file["ok"] for file in files), "files": files}
+def _verify(_: argparse.Namespace) -> _Result:
+    """Everything that is wrong with the files. One of another version is not damaged, and its entries are not read."""
+    files, lines = list[Json](), list[Line]()
+    for file in _files():
+        faults = [] if file.fault is None else [file.fault]
+        for key, entry in file.document.raw.items() if file.document is not None else ():
+            try:
+                entry_of(entry)
+                parse_key(key)
+            except ValueError as error:
+                faults.append(f"the entry {key} is damaged ({error})")
+        files.append({"name": file.path.name, "ok": not faults or file.is_of_another_version, "faults": faults})
+        lines += [f"{file.path.name}:{'' if faults else ' sound'}", *(f"  {fault}" for fault in faults)]
+    ok = all(file["ok"] for file in files)
+    damaged = Text.assemble(("Damaged:", "red"), " see above; it will not be used.")
+    return {"ok": ok, "files": files}, [*lines, Text("Nothing is damaged.", "green") if ok else damaged]
 
 
-def _verdict(file: CacheFile) -> Json:
-    """Everything that is wrong with a file. One of another version is not damaged, and its entries cannot be read."""
-    faults = [] if file.fault is None else [file.fault]
-    for key, entry in file.document.raw.items() if file.document is not None else ():
-        try:
-            entry_of(entry)
-            parse_key(key)
-        except ValueError as error:
-            faults.append(f"the entry {key} is damaged ({error})")
-    return {"name": file.path.name, "ok": not faults or file.is_of_another_version, "faults": faults}
-
-
-def _merge(arguments: argparse.Namespace) -> Json:
+def _merge(arguments: argparse.Namespace) -> _Result:
     """Every file is read and compared before any is merged."""
     documents = [(path, _read(path)) for path in arguments.files]
-    merged = []
+    merged, lines = list[Json](), list[Line]()
     for (path, document), store in zip(documents, [_store_for(*each) for each in documents], strict=True):
         changed, saved = store.merge(document)
         names = {"file": str(path), "into": str(store.path)}
         merged.append(names | {"changed": changed, "saved": saved})
-    return {"ok": all(file["saved"] for file in merged), "merged": merged}
+        lines.append(f"{path}: {changed} entries new or better, merged into {store.path}")
+    return {"ok": all(file["saved"] for file in merged), "merged": merged}, lines
 
 
 def _store_for(path: Path, document: Document) -> PlanStore:
@@ -174,7 +203,7 @@ def _store_for(path: Path, document: Document) -> PlanStore:
     return PlanStore(plans_directory() / theirs.file_name, theirs)
 
 
-def _export(arguments: argparse.Namespace) -> Json:
+def _export(arguments: argparse.Namespace) -> _Result:
     path, target = _source(arguments.file), arguments.target
     document = _read(path, is_own=True)
     if target.exists():
@@ -183,7 +212,9 @@ def _export(arguments: argparse.Namespace) -> Json:
         replace_file(target, document.render())
     except OSError as error:
         raise ArgumentError(f"{target} cannot be written ({error.strerror})") from None
-    return {"ok": True, "file": str(path), "target": str(target)} | document.counts
+    counts = document.counts
+    line = f"{target}: {counts['products']} products and {counts['layers']} layers from {path}"
+    return {"ok": True, "file": str(path), "target": str(target), **counts}, [line]
 
 
 def _source(name: str | None) -> Path:
@@ -206,8 +237,8 @@ def _source(name: str | None) -> Path:
     return path
 
 
-def _prune(arguments: argparse.Namespace) -> Json:
-    useless = list(_useless())
+def _prune(arguments: argparse.Namespace) -> _Result:
+    directory, useless = plans_directory(), list(_useless())
     for path, _ in useless if arguments.yes else ():
         try:
             path.unlink(missing_ok=True)
@@ -215,7 +246,13 @@ def _prune(arguments: argparse.Namespace) -> Json:
         except OSError as error:
             raise ArgumentError(f"{path} cannot be removed ({error.strerror})") from None
     files = [{"name": path.name, "reason": reason} for path, reason in useless]
-    return {"ok": True, "directory": str(plans_directory()), "removed": arguments.yes, "files": files}
+    result = {"ok": True, "directory": str(directory), "removed": arguments.yes, "files": files}
+    if not useless:
+        return result, [f"Nothing to remove in {directory}."]
+    lines: list[Line] = [f"  {path.name} ({reason})" for path, reason in useless]
+    if arguments.yes:
+        return result, [f"Removed from {directory}:", *lines]
+    return result, [f"To be removed from {directory}:", *lines, "Pass --yes to do it."]
 
 
 def _useless() -> Iterator[tuple[Path, str]]:
@@ -233,14 +270,3 @@ def _useless() -> Iterator[tuple[Path, str]]:
             yield file.path, str(file.fault)
         elif version is not None and installed is not None and version != installed:
             yield file.path, f"of cuBLASLt {version_text(version)}; {version_text(installed)} is installed"
-
-
-_Action = tuple[Callable[[argparse.Namespace], Json], Callable[[Json], Iterator[Any]]]
-_ACTIONS: Final[dict[str, _Action]] = {
-    "list": (_list, cache_report.list_lines),
-    "show": (_show, cache_report.entry_lines),
-    "verify": (_verify, cache_report.verdict_lines),
-    "merge": (_merge, cache_report.merged_lines),
-    "export": (_export, cache_report.exported_lines),
-    "prune": (_prune, cache_report.pruned_lines),
-}

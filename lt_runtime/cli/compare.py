@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from lt_runtime.cli.output import print_lines
 from lt_runtime.profiling.layers import Kernel, label_of
-from lt_runtime.profiling.report import Report, load, short, table
+from lt_runtime.profiling.report import Report, load, short
+from lt_runtime.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,21 +10,14 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import replacing
-
-_WIDTH: Final = 160
-"""Columns of a table if stdout is not a terminal."""
+from lt_runtime.tables import Line, rendered
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
     from lt_runtime.store.keys import Json
-
-    Line: TypeAlias = str | Text | Table
 
 
 def show(result: Json, lines: Iterable[Line], *, as_json: bool) -> int:
@@ -43,24 +36,7 @@ def show(result: Json, lines: Iterable[Line], *, as_json: bool) -> int:
 def print_lines(lines: Iterable[Line]) -> None:
     """Prints lines and tables. Plain lines need no package but Python's own."""
     for line in lines:
-        print(line if isinstance(line, str) else _rendered(line))
-
-
-def _rendered(line: Text | Table) -> str:
-    """The text of a table or a styled line, as Rich formats it for this terminal.
-
-    Rich ends the process at a closed pipe, so that everything printed before is flushed first and Rich only formats.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    print(end="", flush=True)
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDTH
-    with console.capture() as captured:  # tables are wrapped; lines are not, because users copy names from them
-        console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
-    return captured.get().removesuffix("\n")
+        print(rendered(line))
 
 
 def print_anything() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import replace_file
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, label_of
+from lt_runtime.tables import rendered, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +23,6 @@ _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
 """Entries outside of layers that take less are left out of the table."""
 _SHOWN_NAME: Final = 72
-_WIDTH: Final = 160  # columns of a table as text
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,7 @@ class Report:
         yield from self._sentences()
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        file = io.StringIO()
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        console = Console(file=file, force_terminal=is_terminal, width=None if is_terminal else _WIDTH)
-        for each in self.lines():
-            is_text = isinstance(each, str)
-            console.print(each, highlight=False, markup=not is_text, soft_wrap=is_text)
-        return file.getvalue().rstrip("\n")
+        return "\n".join(map(rendered, self.lines()))
 
     def _layer_table(self) -> Table:
         whole, on_gpu = self.totals.step_us, any(layer.us != layer.host_us for layer in self.layers)
@@ -160,16 +151,3 @@ def short(name: str) -> str:
     """A kernel's name; the middle is left out if it is too long for a table."""
     half = _SHOWN_NAME // 2
     return name if len(name) <= _SHOWN_NAME else f"{name[:half]} … {name[-half + 3 :]}"
-
-
-def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], texts: Set[str]) -> Table:
-    """A table without its empty columns. Columns whose headings are in `texts` are aligned left, numbers right."""
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    columns = [Column(each, justify="left" if each in texts else "right", overflow="fold") for each in headings]
-    used = [place for place in range(len(headings)) if any(line[place] for line in lines)]
-    made = Table(*(columns[place] for place in used), title=title, title_justify="left")
-    for line in lines:
-        made.add_row(*(escape(line[place]) for place in used))
-    return made

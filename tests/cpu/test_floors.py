@@ -18,7 +18,7 @@ import lt_runtime
 PACKAGE = Path(lt_runtime.__file__).parent
 
 FLOORS = (
-    {"environment", "errors", "files", "paths"},
+    {"environment", "errors", "files", "paths", "tables"},
     {"arguments", "private"},
     {"epilogue", "grad_scaler", "layout", "problem", "ranges", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},

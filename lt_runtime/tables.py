@@ -1,0 +1,54 @@
+"""Tables for people, as text for a terminal or a file. Rich is imported only where there is a table to make."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+Line: TypeAlias = "str | Text | Table"
+
+_WIDTH: Final = 160
+"""Columns of a table if stdout is not a terminal."""
+
+
+def table(title: str | None, headings: Sequence[str], lines: Sequence[Sequence[str]], texts: Set[str]) -> Table:
+    """A table without its empty columns; without a title it has no frame either.
+
+    Columns whose headings are in `texts` are aligned left, numbers right.
+    """
+    from rich.box import HEAVY_HEAD, SIMPLE
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    columns = [Column(each, justify="left" if each in texts else "right", overflow="fold") for each in headings]
+    used = [place for place in range(len(headings)) if any(line[place] for line in lines)]
+    box = SIMPLE if title is None else HEAVY_HEAD
+    made = Table(*(columns[place] for place in used), title=title, title_justify="left", box=box)
+    for line in lines:
+        made.add_row(*(escape(line[place]) for place in used))
+    return made
+
+
+def rendered(line: Line) -> str:
+    """The text of a line as Rich formats it for this terminal; a string as it is, which needs no package.
+
+    Rich only formats here. It flushes stdout all the same, and ends the process at a closed pipe; everything printed
+    before is therefore flushed first, which raises an exception.
+    """
+    if isinstance(line, str):
+        return line
+    from rich.console import Console
+    from rich.table import Table
+
+    print(end="", flush=True)
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH
+    with console.capture() as captured:  # tables are wrapped; lines are not, because users copy names from them
+        console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
+    return captured.get().removesuffix("\n")
