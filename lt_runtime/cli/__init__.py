@@ -72,7 +72,8 @@ def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
         from lt_runtime.cli.arguments import parser
 
         parsed = parser(arguments[0] if arguments else None).parse_args(arguments)
-        return parsed, importlib.import_module(f"lt_runtime.cli.{parsed.command}")
+        module = "profile" if parsed.command == "check" else parsed.command
+        return parsed, importlib.import_module(f"lt_runtime.cli.{module}")
     finally:
         if before is signal.default_int_handler:
             signal.signal(signal.SIGINT, before)

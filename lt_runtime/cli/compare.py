@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.cli.output import print_lines
 from lt_runtime.profiling.layers import Kernel, label_of
 from lt_runtime.profiling.report import Report, load, short
-from lt_runtime.tables import table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from lt_runtime.tables import Line, table
 
 _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "transposes": ("transpose", "permute"),
@@ -33,8 +29,7 @@ _Key: TypeAlias = tuple[str, str, str]
 """A kernel's name, a layer and a phase."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """One kernel of one layer, or one layer, before and after; figures are None in a profile that lacks it.
 
     Attributes:
@@ -56,65 +51,28 @@ class Change:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison."""
-    before, after = load(arguments.before), load(arguments.after)
-    kernels, layers, shares = kernels_of(before, after), layers_of(before, after), shares_of(before, after)
+    reports = before, after = load(arguments.before), load(arguments.after)
+    layers, kernels = [*_changes(*map(_layers, reports))], [*_changes(*map(_kernels, reports))]
+    kernels.sort(key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))  # the largest change first
+    shares = {
+        family: [sum(each.share for each in report.kernels if family_of(each) == family) for report in reports]
+        for family in (*_FAMILIES, _PLANNED)
+    }
     steps = before.totals.step_us, after.totals.step_us
     if arguments.json:
-        changes = {"layers": [*map(asdict, layers)], "changes": [*map(asdict, kernels)]}
+        changes = {"layers": [each._asdict() for each in layers], "changes": [each._asdict() for each in kernels]}
         print(json.dumps({"step_us": steps, **changes, "shares": shares}, indent=2))
         return 0
+    lines: list[Line] = ["One of the profiles has no kernels, so that only layers can be compared."]
     if before.kernels and after.kernels:
-        lines = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
+        cells = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
         changed = [each for each in kernels if each.verdict != "same"]
-        print_lines([table("Share of kernel time", ["", "before", "after"], lines, texts={""})])
-        print_lines([_table("Kernels of a step", changed)])
-        print(f"{len(kernels) - len(changed)} kernels took as long as before.")
-    else:
-        print("One of the profiles has no kernels, so that only layers can be compared.")
-    print_lines([_table("Layers of a step", layers)])
-    print(f"A step took {steps[0]:.1f} µs before, {steps[1]:.1f} µs after.")
+        lines = [table("Share of kernel time", ["", "before", "after"], cells, texts={""})]
+        lines.append(_table("Kernels of a step", changed))
+        lines.append(f"{len(kernels) - len(changed)} kernels took as long as before.")
+    lines.append(_table("Layers of a step", layers))
+    print_lines([*lines, f"A step took {steps[0]:.1f} µs before, {steps[1]:.1f} µs after."])
     return 0
-
-
-def kernels_of(before: Report, after: Report) -> list[Change]:
-    """All kernels of both profiles, the largest change of a step's time first."""
-
-    def figures(report: Report) -> Iterator[tuple[_Key, _Figures]]:
-        for each in report.kernels:
-            variance = each.count * each.std_us**2 / max(report.traced_steps, 1)
-            yield (each.name, each.layer, each.phase), _Figures(each.total_us, each.share, variance)
-
-    changes = _changes(dict(figures(before)), dict(figures(after)))
-    return sorted(changes, key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))
-
-
-def layers_of(before: Report, after: Report) -> list[Change]:
-    """All layers of both profiles, in the order of the first."""
-
-    def figures(report: Report) -> Iterator[tuple[_Key, _Figures]]:
-        whole = report.totals.step_us
-        for each in report.layers:
-            variance = (_MEDIAN_ERROR * each.spread_us) ** 2 / max(report.timed_steps, 1)
-            yield ("", each.name, each.phase), _Figures(each.us, each.us / whole if whole else 0.0, variance)
-
-    return list(_changes(dict(figures(before)), dict(figures(after))))
-
-
-def shares_of(before: Report, after: Report) -> dict[str, tuple[float, float]]:
-    """The share of kernel time of each family, before and after."""
-
-    def share(report: Report, family: str) -> float:
-        return sum(each.share for each in report.kernels if family_of(each) == family)
-
-    return {family: (share(before, family), share(after, family)) for family in (*_FAMILIES, _PLANNED)}
-
-
-def family_of(kernel: Kernel) -> str:
-    """The family that a kernel belongs to by its name; "" for none."""
-    if kernel.is_planned_copy:
-        return _PLANNED
-    name = kernel.name.lower()
-    return next((family for family, words in _FAMILIES.items() if any(word in name for word in words)), "")
 
 
 class _Figures(NamedTuple):
@@ -123,6 +81,30 @@ class _Figures(NamedTuple):
     us: float
     share: float
     variance: float
+
+
+def _kernels(report: Report) -> dict[_Key, _Figures]:
+    found = {}
+    for each in report.kernels:
+        variance = each.count * each.std_us**2 / max(report.traced_steps, 1)
+        found[each.name, each.layer, each.phase] = _Figures(each.total_us, each.share, variance)
+    return found
+
+
+def _layers(report: Report) -> dict[_Key, _Figures]:
+    found, whole = {}, report.totals.step_us
+    for each in report.layers:
+        variance = (_MEDIAN_ERROR * each.spread_us) ** 2 / max(report.timed_steps, 1)
+        found["", each.name, each.phase] = _Figures(each.us, each.us / whole if whole else 0.0, variance)
+    return found
+
+
+def family_of(kernel: Kernel) -> str:
+    """The family that a kernel belongs to by its name; "" for none."""
+    if kernel.is_planned_copy:
+        return _PLANNED
+    name = kernel.name.lower()
+    return next((family for family, words in _FAMILIES.items() if any(word in name for word in words)), "")
 
 
 def _changes(before: Mapping[_Key, _Figures], after: Mapping[_Key, _Figures]) -> Iterator[Change]:
@@ -142,11 +124,11 @@ def _verdict(before: _Figures | None, after: _Figures | None, noise: float) -> s
     return "slower" if after.us > before.us else "faster"
 
 
-def _table(title: str, changes: Sequence[Change]) -> Table:
+def _table(title: str, changes: Sequence[Change]) -> Line:
     headings = ["", "before µs", "after µs", "± µs", "share", "share after", "layer", "phase", "kernel"]
-    lines = []
+    cells = []
     for each in changes:
         times = ["" if us is None else f"{us:.2f}" for us in (each.before_us, each.after_us, each.noise_us)]
         shares = ["" if share is None else f"{share:.2%}" for share in (each.before_share, each.after_share)]
-        lines.append([each.verdict, *times, *shares, label_of(each.layer, each.phase), each.phase, short(each.name)])
-    return table(title, headings, lines, texts={"", "layer", "phase", "kernel"})
+        cells.append([each.verdict, *times, *shares, label_of(each.layer, each.phase), each.phase, short(each.name)])
+    return table(title, headings, cells, texts={"", "layer", "phase", "kernel"})

@@ -11,8 +11,8 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 from lt_runtime import __version__, environment
@@ -63,87 +63,73 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The doctor's observations and findings.
+class Machine:
+    """The results of all probes."""
 
-    Attributes:
-        version: of lt_runtime.
-        variables: the values of the environment variables that lt_runtime reads; None for one that is not set.
-    """
-
-    version: str
-    python: str
-    platform: str
     driver: Driver | None
     gpus: tuple[DeviceInfo, ...]
     libraries: tuple[Library, ...]
     cache: CacheDirectory
-    variables: Mapping[str, str | None]
-    findings: tuple[Finding, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is missing that this machine needs; a machine without a GPU needs no CUDA."""
-        return not any(finding.needed for finding in self.findings)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report, as tables or as one JSON object.
+    """Prints what was found, as lines of text or as one JSON object.
 
     Returns:
         The exit status: 0 if nothing is missing that this machine needs, else 1.
     """
-    report = examine()
-    return show({"ok": report.ok, **asdict(report)}, report_lines(report), as_json=arguments.json)
-
-
-def examine() -> Report:
-    """Runs all probes."""
-    driver, gpus, cache = probes.driver(), probes.gpus(), probes.cache_directory()
     cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy, probes.cupti
     looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
     looks |= {name: functools.partial(probes.package, name) for name in PACKAGES}
     libraries = tuple(probes.library(name, look) for name, look in looks.items())
-    findings = tuple(diagnose(driver, gpus, libraries, cache))
-    variables = {name: os.environ.get(name) for name in environment.VARIABLES}
-    machine = platform.python_version(), platform.platform(), driver, gpus
-    return Report(__version__, *machine, libraries, cache, variables, findings)
+    machine = Machine(probes.driver(), probes.gpus(), libraries, probes.cache_directory())
+    findings = [*diagnose(machine)]
+    result = {
+        "ok": not any(finding.needed for finding in findings),  # a machine without a GPU needs no CUDA
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **asdict(machine),
+        "variables": {name: os.environ.get(name) for name in environment.VARIABLES},
+        "findings": [*map(asdict, findings)],
+    }
+    return show(result, report_lines(machine, findings), as_json=arguments.json)
 
 
-def diagnose(
-    driver: Driver | None, gpus: Sequence[DeviceInfo], libraries: Sequence[Library], cache: CacheDirectory
-) -> Iterator[Finding]:
+def diagnose(machine: Machine) -> Iterator[Finding]:
     """Findings from the results of the probes. Libraries for GPUs are missing only where there is a GPU."""
-    problems = {library.name: library.problem for library in libraries if library.problem}
+    problems = {library.name: library.problem for library in machine.libraries if library.problem}
     yield from _missing(problems, {name: name for name in PACKAGES}, "all or parts of lt_runtime")
-    yield from _hardware(driver, gpus)
+    yield from _hardware(machine.driver, machine.gpus)
     named = os.environ.get(_CUBLASLT_VARIABLE)
     if named and (problem := problems.pop("cuBLASLt", None)):
-        yield Finding(
-            f"{_CUBLASLT_VARIABLE} is {named}: {problem}", "running on the GPU", f"unset {_CUBLASLT_VARIABLE}"
-        )
-    without_cupti = {name: problems.pop(name) for name in ("CUPTI",) if name in problems}
-    if gpus:
-        yield from _missing(problems, CUDA_REQUIREMENTS, "running on the GPU")
-        for finding in _missing(without_cupti, CUDA_REQUIREMENTS, "seeing kernels in profiles"):
-            yield replace(finding, needed=False)
+        what = f"{_CUBLASLT_VARIABLE} is {named}: {problem}"
+        yield Finding(what, "running on the GPU", f"unset {_CUBLASLT_VARIABLE}")
+    if machine.gpus:
+        needed = {name: requirement for name, requirement in CUDA_REQUIREMENTS.items() if name != "CUPTI"}
+        yield from _missing(problems, needed, "running on the GPU")
+        optional = {"CUPTI": CUDA_REQUIREMENTS["CUPTI"]}
+        yield from _missing(problems, optional, "seeing kernels in profiles", needed=False)
     for name in environment.VARIABLES:
         fault = environment.fault_of(name)
         if fault is not None:
             yield Finding(fault, "nothing: the variable has no effect", f"unset {name}", needed=False)
+    cache = machine.cache
     if cache.path is not None and not cache.writable:
         kept = "keeping compiled kernels and plans from one run to the next"
         what = f"{cache.path} cannot be used" if cache.problem is None else f"{cache.path}: {cache.problem}"
         yield Finding(what, kept, "export LT_RUNTIME_CACHE_DIR=DIRECTORY", needed=False)
 
 
-def _missing(problems: Mapping[str, str], requirements: Mapping[str, str], prevents: str) -> Iterator[Finding]:
+def _missing(
+    problems: Mapping[str, str], requirements: Mapping[str, str], prevents: str, *, needed: bool = True
+) -> Iterator[Finding]:
     """One finding for all missing libraries of a group, because one command installs them."""
     names = [name for name in requirements if name in problems]
     if names:
         what = "; ".join(f"{name}: {problems[name]}" for name in names)
         command = [sys.executable, "-m", "pip", "install", *(requirements[name] for name in names)]
-        yield Finding(what, prevents, shlex.join(command))
+        yield Finding(what, prevents, shlex.join(command), needed)
 
 
 def _hardware(driver: Driver | None, gpus: Sequence[DeviceInfo]) -> Iterator[Finding]:
@@ -163,36 +149,37 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def report_lines(report: Report) -> Iterator[str]:
-    """The report as lines of text."""
-    yield from _machine(report)
+def report_lines(machine: Machine, findings: Iterable[Finding]) -> Iterator[str]:
+    """The results of the probes, the environment's variables, and the findings, as lines of text."""
+    driver, cache = machine.driver, machine.cache
+    yield f"lt_runtime {__version__}, Python {platform.python_version()} on {platform.platform()}"
+    if driver:
+        supported = _dotted(driver.cuda) if driver.cuda else "unknown"
+        yield f"NVIDIA driver {driver.version or 'of unknown version'}, CUDA up to {supported}"
+    for gpu in machine.gpus:
+        memory = f"{gpu.memory / 2**30:.1f} GiB"
+        yield f"GPU {gpu.ordinal}: {gpu.name}, compute capability {gpu.capability / 10}, {memory}"
+    yield f"Cache: {cache.path or 'unknown'}, {cache.problem or f'{cache.size / 1e6:.1f} MB'}\n"
+    libraries = [(each.name, each.version or "-", each.path or each.problem or "") for each in machine.libraries]
+    yield from _aligned([("Library", "Version", "Where"), *libraries])
     yield ""
-    lines = [("Library", "Version", "Where")]
-    lines += [(each.name, each.version or "-", each.path or each.problem or "") for each in report.libraries]
-    first, second = (max(len(line[column]) for line in lines) for column in (0, 1))
-    yield from (f"{name:<{first}}  {version:<{second}}  {where}" for name, version, where in lines)
+    yield from _aligned([(name, os.environ.get(name) or "(not set)") for name in environment.VARIABLES])
     yield ""
-    first = max(map(len, report.variables))
-    yield from (f"{name:<{first}}  {value or '(not set)'}" for name, value in report.variables.items())
-    yield ""
-    for finding in report.findings:
+    is_ready = True
+    for finding in findings:
+        is_ready = is_ready and not finding.needed
         yield f"{'missing' if finding.needed else 'optional'}  {finding.what}"
         yield f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
-    if not report.ok:
+    if not is_ready:
         yield "Not ready: see what is missing above."
-    elif not report.gpus:
+    elif not machine.gpus:
         yield "Ready: no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."
     else:
         yield "Ready: everything needed to run on the GPU is there."
 
 
-def _machine(report: Report) -> Iterator[str]:
-    yield f"lt_runtime {report.version}, Python {report.python} on {report.platform}"
-    if report.driver:
-        supported = _dotted(report.driver.cuda) if report.driver.cuda else "unknown"
-        yield f"NVIDIA driver {report.driver.version or 'of unknown version'}, CUDA up to {supported}"
-    for gpu in report.gpus:
-        memory = f"{gpu.memory / 2**30:.1f} GiB"
-        yield f"GPU {gpu.ordinal}: {gpu.name}, compute capability {gpu.capability / 10}, {memory}"
-    size = report.cache.problem or f"{report.cache.size / 1e6:.1f} MB"
-    yield f"Cache: {report.cache.path or 'unknown'}, {size}"
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Rows of equal length as lines, whose columns but the last are as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    for *cells, last in rows:
+        yield "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), last])

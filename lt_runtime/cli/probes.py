@@ -65,16 +65,12 @@ def library(name: str, look: Look) -> Library:
     """Runs the probe of a library."""
     try:
         return Library(name, *look())
+    except (FileNotFoundError, ModuleNotFoundError):
+        return Library(name, problem="not installed")
+    except LtError as error:
+        return Library(name, problem=str(error))
     except Exception as error:
-        return Library(name, problem=_explain(error))
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, (FileNotFoundError, ModuleNotFoundError)):
-        return "not installed"
-    if isinstance(error, LtError):
-        return str(error)
-    return f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"
+        return Library(name, problem=f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}")
 
 
 def _cuda13(version: str) -> str:
@@ -197,4 +193,4 @@ def cache_directory() -> CacheDirectory:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         return CacheDirectory(str(path), usable, size)
     except OSError as error:
-        return CacheDirectory(str(path), problem=_explain(error))
+        return CacheDirectory(str(path), problem=str(error.strerror))

@@ -1,73 +1,87 @@
-"""The command `profile`: runs a script under a profile, or prints the commands of NVIDIA's profilers for it."""
+"""The commands `profile` and `check`, which run a script as `python SCRIPT` does.
+
+`profile` runs it in another process, by `python -m lt_runtime.cli.profile`, so that a script that ends its process ends
+no command.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lt_runtime.cli.output import print_lines, writable
 from lt_runtime.errors import ArgumentError
+from lt_runtime.profiling.capture.check import check_capture
 from lt_runtime.profiling.plot import check_format, plot
 from lt_runtime.profiling.report import load
-from lt_runtime.profiling.session import profiled_device
+from lt_runtime.profiling.session import Profile, profiled_device
 
 _TIMED, _TRACED = 10, 10
 _OUTPUT: Final = "lt_runtime-profile"
+_INTERRUPTED: Final = 130
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the script's exit status, or 1 if there is no report or an empty one."""
-    script: Path = arguments.script
-    if not script.is_file():
-        raise ArgumentError(f"SCRIPT is {script}, which is no file")
+    """Runs one of the two commands.
+
+    Returns:
+        The script's exit status if it failed. Otherwise 1 if the profile is empty or a function may not be captured.
+    """
+    if not arguments.script.is_file():
+        raise ArgumentError(f"SCRIPT is {arguments.script}, which is no file")
+    return _check(arguments) if arguments.command == "check" else _profile(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    defined, status = _run_script(str(arguments.script), arguments.arguments)
+    if status:
+        return status
+    names = arguments.function or ["step"]
+    for name in names:
+        if not callable(defined.get(name)):
+            raise ArgumentError(f"{arguments.script} defines no function {name}(); --function names the one to check")
+    reports = {name: check_capture(defined[name]) for name in names}
+    for name, report in reports.items():
+        print(f"{name}: {report}")
+    return 0 if all(report.ok for report in reports.values()) else 1
+
+
+def _profile(arguments: argparse.Namespace) -> int:
     if arguments.range is not None and not arguments.print_ncu:
         raise ArgumentError("--range is for --print-ncu")
     if arguments.print_nsys or arguments.print_ncu:
         _print_commands(arguments)
         return 0
-    _check_outputs(arguments)
-    with tempfile.TemporaryDirectory(prefix="lt_runtime-") as directory:
-        report = Path(directory) / "report.json"
-        files = {"report": str(report), "trace": None if arguments.trace is None else str(arguments.trace)}
-        options = {**_counts(arguments.steps), "device": profiled_device(arguments.device), **files}
-        command = [sys.executable, "-m", "lt_runtime.cli.scripts", json.dumps(options), str(script)]
-        status = subprocess.run([*command, *arguments.arguments], check=False).returncode
-        if not report.exists():
-            return _say_there_is_none(status)
-        return _show(report, arguments, status)
-
-
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Checks that all results can be written, before the script runs, and resolves symbolic links."""
-    for name in ("json", "trace", "plot"):
-        path = getattr(arguments, name)
-        if path is not None:
+    for name in ("json", "trace", "plot"):  # what cannot be written is refused before the script runs
+        if (path := getattr(arguments, name)) is not None:
             setattr(arguments, name, writable(f"--{name}", path))
     if arguments.plot is not None:
         check_format(arguments.plot)
     if arguments.csv is not None:
         arguments.csv.mkdir(parents=True, exist_ok=True)
         writable("--csv", arguments.csv / "layers.csv")
-
-
-def _counts(steps: tuple[int, int] | None) -> dict[str, int]:
-    """How many steps to skip, time and trace. The first half of `--steps` is timed, the rest is traced."""
-    if steps is None:
-        return {"skip": 0, "timed": _TIMED, "traced": _TRACED}
-    first, end = steps
-    return {"skip": first, "timed": (end - first + 1) // 2, "traced": (end - first) // 2}
-
-
-def _show(file: Path, arguments: argparse.Namespace, status: int) -> int:
-    """Prints the report and writes the files; returns the script's status, or 1 if the report is empty."""
-    report = load(file)
+    first, end = arguments.steps or (0, _TIMED + _TRACED)
+    options = {"skip": first, "timed": (end - first + 1) // 2, "traced": (end - first) // 2}
+    options["device"] = profiled_device(arguments.device)
+    with tempfile.TemporaryDirectory(prefix="lt_runtime-") as directory:
+        file = Path(directory) / "report.json"
+        trace = "" if arguments.trace is None else str(arguments.trace)
+        command = ["-m", "lt_runtime.cli.profile", json.dumps(options), str(file), trace, str(arguments.script)]
+        status = subprocess.run([sys.executable, *command, *arguments.arguments], check=False).returncode
+        if not file.exists():
+            died = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else ""
+            ended = died or f"at once, with status {status}"
+            print(f"lt_runtime profile: the script was ended {ended}, and left no report", file=sys.stderr)
+            return 128 - status if status < 0 else status or 1
+        report = load(file)
     print_lines(report.lines())
     if arguments.json is not None:
         report.save(arguments.json)
@@ -78,10 +92,35 @@ def _show(file: Path, arguments: argparse.Namespace, status: int) -> int:
     return status or int(not report.layers and not report.kernels)
 
 
-def _say_there_is_none(status: int) -> int:
-    ended = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"at once, with status {status}"
-    print(f"lt_runtime profile: the script was ended {ended}, and left no report", file=sys.stderr)
-    return 128 - status if status < 0 else status or 1
+def _run_profiled(options: str, report: str, trace: str, script: str, *arguments: str) -> int:
+    """Runs a script under a profile in this process, and writes the report and, unless it is "", the trace."""
+    with Profile(**json.loads(options)) as prof:
+        _, status = _run_script(script, [*arguments])
+    prof.save(report)
+    if trace:
+        prof.save_trace(trace)
+    return status
+
+
+def _run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]:
+    """Runs a script; returns its globals and the exit status of `python SCRIPT`. Prints tracebacks like Python."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        return runpy.run_path(script, run_name="__main__"), 0
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return {}, (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+    except BaseException as error:
+        inner = error.__traceback__  # the part that begins in the script
+        while inner is not None and inner.tb_frame.f_code.co_filename != script:
+            inner = inner.tb_next
+        inner = inner or error.__traceback__
+        sys.excepthook(type(error), error.with_traceback(inner), inner)
+        if isinstance(error, KeyboardInterrupt):
+            return {}, _INTERRUPTED
+    return {}, 1
 
 
 def _print_commands(arguments: argparse.Namespace) -> None:
@@ -100,3 +139,7 @@ def _print_commands(arguments: argparse.Namespace) -> None:
             options += ["--nvtx", "--nvtx-include", f"lt_runtime@{name}/"]
         print(shlex.join(["ncu", *options, "-o", _OUTPUT, *script]))
         print("# Kernels of a captured step are in no range: a range needs TrainStep(..., graph=False).")
+
+
+if __name__ == "__main__":
+    sys.exit(_run_profiled(*sys.argv[1:]))

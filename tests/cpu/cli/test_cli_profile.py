@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.cli import check, compare
+from lt_runtime.cli import compare, profile
 from lt_runtime.profiling.capture.check import CaptureReport, Fault
 from lt_runtime.profiling.layers import Kernel, Layer
 from lt_runtime.profiling.report import Report
@@ -198,7 +198,7 @@ def test_a_script_s_function_is_checked(tmp_path: Path, monkeypatch: pytest.Monk
     def check_capture(function: Callable[[], list[str]]) -> CaptureReport:
         return CaptureReport(tuple(map(Fault, function())), 1, ())
 
-    monkeypatch.setattr(check, "check_capture", check_capture)
+    monkeypatch.setattr(profile, "check_capture", check_capture)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "script.py"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as cuda_driver
 
-from lt_runtime.cli import doctor, main, output, probes
+from lt_runtime.cli import doctor, main, probes
 from lt_runtime.cli.probes import CacheDirectory, Driver, Library
 from lt_runtime.errors import DriverError
 from lt_runtime.gpu import devices
@@ -29,13 +29,16 @@ def without(*names: str) -> tuple[Library, ...]:
     return tuple(Library(lib.name, problem="not installed") if lib.name in names else lib for lib in LIBRARIES)
 
 
-def diagnose(driver=DRIVER, gpus=(H200,), libraries=LIBRARIES, cache=CACHE) -> list[doctor.Finding]:
-    return list(doctor.diagnose(driver, gpus, libraries, cache))
+def machine(driver=DRIVER, gpus=(H200,), libraries=LIBRARIES, cache=CACHE) -> doctor.Machine:
+    return doctor.Machine(driver, gpus, libraries, cache)
 
 
-def reported(driver=None, gpus=(), libraries=LIBRARIES, cache=CACHE, findings=()) -> doctor.Report:
-    variables = {"LT_RUNTIME_TUNE": None}
-    return doctor.Report("0.1.0", "3.11", "Linux", driver, gpus, libraries, cache, variables, findings)
+def diagnose(**probed: Any) -> list[doctor.Finding]:
+    return list(doctor.diagnose(machine(**probed)))
+
+
+def shown_of(**probed: Any) -> str:
+    return "\n".join(doctor.report_lines(machine(**probed), diagnose(**probed)))
 
 
 CUDA = tuple(doctor.CUDA_REQUIREMENTS)
@@ -43,7 +46,7 @@ PASCAL = replace(H200, capability=61)
 
 
 @pytest.mark.parametrize(
-    "machine",
+    "probed",
     [
         {},
         {"driver": None, "gpus": (), "libraries": without(*CUDA)},  # a machine without a GPU needs no CUDA
@@ -51,12 +54,12 @@ PASCAL = replace(H200, capability=61)
         {"gpus": (PASCAL, H200)},
     ],
 )
-def test_machines_without_findings(machine: dict[str, Any]):
-    assert diagnose(**machine) == []
+def test_machines_without_findings(probed: dict[str, Any]):
+    assert diagnose(**probed) == []
 
 
 @pytest.mark.parametrize(
-    ("machine", "what", "mend", "needed"),
+    ("probed", "what", "mend", "needed"),
     [
         (
             {"libraries": without("cuBLASLt", "CuPy")},
@@ -72,8 +75,8 @@ def test_machines_without_findings(machine: dict[str, Any]):
         ({"libraries": without("CUPTI")}, "CUPTI: not installed", "nvidia-cuda-cupti", False),
     ],
 )
-def test_machines_with_one_finding(machine: dict[str, Any], what: str, mend: str, *, needed: bool):
-    (finding,) = diagnose(**machine)
+def test_machines_with_one_finding(probed: dict[str, Any], what: str, mend: str, *, needed: bool):
+    (finding,) = diagnose(**probed)
     assert finding.needed is needed
     assert what in finding.what
     assert mend in finding.mend
@@ -81,12 +84,8 @@ def test_machines_with_one_finding(machine: dict[str, Any], what: str, mend: str
 
 @pytest.mark.parametrize("package", doctor.PACKAGES)
 def test_nothing_is_ready_without_a_required_package(package: str):
-    libraries = without(package)
-    findings = tuple(diagnose(driver=None, gpus=(), libraries=libraries))
-    report = reported(libraries=libraries, findings=findings)
-    assert not report.ok
-    assert findings[0].mend.endswith(f"pip install {package}")
-    shown = "\n".join(doctor.report_lines(report))
+    shown = shown_of(driver=None, gpus=(), libraries=without(package))
+    assert f"pip install {package}\n" in shown
     assert f"missing  {package}: not installed" in shown
     assert "Ready:" not in shown
 
@@ -120,13 +119,8 @@ def test_this_machine_is_described_alike_in_both_forms(
     assert "optional  LT_RUNTIME_RECORD is 'yes'; accepted are names of files" in shown
 
 
-def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixture[str]):
-    libraries = (*without("CuPy"), Library("broken", problem="ImportError: [odd] text"))
-    findings = tuple(diagnose(libraries=libraries))
-    report = reported(driver=DRIVER, gpus=(H200,), libraries=libraries, findings=findings)
-    assert not report.ok
-    assert output.show({"ok": report.ok}, doctor.report_lines(report), as_json=False) == 1
-    shown = capsys.readouterr().out
+def test_a_report_with_everything_in_it_can_be_shown():
+    shown = shown_of(libraries=(*without("CuPy"), Library("broken", problem="ImportError: [odd] text")))
     for part in ("580.95.05", "CUDA up to 13.0", "NVIDIA H200", "9.0", "150.0 GiB", "[odd] text", "cupy-cuda13x>=14"):
         assert part in shown
 
@@ -230,4 +224,4 @@ def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     unknown = probes.cache_directory()
     assert unknown.path is None
     assert diagnose(cache=unknown) == []  # the missing package is reported by a separate finding
-    assert any(line.startswith("Cache: unknown, ") for line in doctor.report_lines(reported(cache=unknown)))
+    assert "\nCache: unknown, " in shown_of(cache=unknown)
