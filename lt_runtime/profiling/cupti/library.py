@@ -7,7 +7,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from lt_runtime.errors import CuptiError, LtError, MissingLibraryError
 from lt_runtime.profiling.cupti.records import DRIVER, KINDS, OUR_IDS, RECORD_SIZES
 
-_P: Final = ctypes.c_void_p
-_U32, _U64, _SIZE, _INT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
+_P, _U32, _U64, _SIZE, _INT = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "ActivityDisable ActivityEnable SetThreadIdType": (_INT,),
     "ActivityFlushAll": (_U32,),
@@ -34,8 +33,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 _ARGUMENTS: Final = {f"cupti{name}": types for names, types in _SIGNATURES.items() for name in names.split()}
 _MAX_LIMIT_REACHED: Final = 12
 _REMEDIES: Final = {
-    35: "the driver lets only administrators profile: see NVIDIA's page on ERR_NVGPUCTRPERM",
-    39: "another profiler is attached to this process",
+    35: ["the driver lets only administrators profile: see NVIDIA's page on ERR_NVGPUCTRPERM"],
+    39: ["another profiler is attached to this process"],
 }
 _SYSTEM_THREAD_IDS: Final = 1
 _FORCED: Final = 1
@@ -51,9 +50,6 @@ MOST_BUFFERS: Final = 64
 _ON_REQUEST: Final = ctypes.CFUNCTYPE(None, _P, _P, _P)
 _ON_COMPLETION: Final = ctypes.CFUNCTYPE(None, _P, _U32, _P, _SIZE, _SIZE)
 _ON_EVENT: Final = ctypes.CFUNCTYPE(None, _P, _INT, _U32, _P)
-
-Copied: TypeAlias = Callable[[int, int], None]
-"""Called with the id of a graph, executable or not, and the id of the graph that it was made from."""
 
 
 @functools.cache
@@ -90,14 +86,10 @@ def call(name: str, *arguments: Any) -> None:
     """
     status = function(name)(*arguments)
     if status:
-        raise CuptiError(f"{name} failed with {_text(status)}")
-
-
-def _text(status: int) -> str:
-    text = _P()
-    unknown = function("cuptiGetResultString")(status, ctypes.addressof(text)) or not text.value
-    name = f"status {status}" if unknown else f"{_string(text.value)} ({status})"
-    return f"{name}: {_REMEDIES[status]}" if status in _REMEDIES else name
+        text = _P()
+        unknown = function("cuptiGetResultString")(status, ctypes.addressof(text)) or not text.value
+        said = f"status {status}" if unknown else f"{_string(text.value)} ({status})"
+        raise CuptiError(f"{name} failed with {': '.join([said, *_REMEDIES.get(status, ())])}")
 
 
 def _string(address: int | None) -> str:
@@ -109,11 +101,6 @@ def _number(kind: Any, name: str, *arguments: Any) -> int:
     cell = kind()
     call(name, *arguments, ctypes.addressof(cell))
     return int(cell.value)
-
-
-def version() -> int:
-    """The version of the loaded library: 130001 is CUDA 13.0, update 1."""
-    return _number(_U32, "cuptiGetVersion")
 
 
 def timestamp() -> int:
@@ -158,30 +145,26 @@ def call_name(kind: int, number: int) -> str:
 
 def kernel_name(address: int) -> str:
     """The demangled name at an address."""
-    return demangled(_string(address))
+    return _demangled(_string(address))
 
 
 @functools.cache
-def demangled(name: str) -> str:
+def _demangled(name: str) -> str:
     """The readable form of a C++ symbol; other names, and all names if libstdc++ is missing, are unchanged."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
     except OSError:
         return name
     library.__cxa_demangle.restype, library.free.argtypes = _P, (_P,)
-    status = _INT()
-    text = library.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
-    if not text:
-        return name
-    try:
-        return _string(text)
-    finally:
-        library.free(text)
+    text = library.__cxa_demangle(name.encode(), None, None, ctypes.byref(_INT()))
+    found = _string(text) or name
+    library.free(text)
+    return found
 
 
 def check_layouts() -> None:
     """Raises `CuptiError` unless the loaded library's records have the sizes of `RECORD_SIZES`."""
-    found = version()
+    found = _number(_U32, "cuptiGetVersion")  # 130001 is CUDA 13.0, update 1
     sizes = RECORD_SIZES.get(found // 100)
     if sizes is None:
         known = ", ".join(f"{key // 100}.{key % 100}" for key in RECORD_SIZES)
@@ -196,7 +179,7 @@ def check_layouts() -> None:
             raise CuptiError(f"CUPTI {found} writes {written} bytes for records of kind {kind}, where {size} are known")
 
 
-class Buffers:
+class _Buffers:
     """Memory for records, which CUPTI requests and returns filled, on any thread; at most `MOST_BUFFERS` buffers."""
 
     def __init__(self) -> None:
@@ -215,29 +198,30 @@ class Buffers:
     def _lend(self, buffer: int, size: int, most: int) -> None:
         _SIZE.from_address(most).value = 0  # as many records as fit
         with self._lock:
-            if len(self._lent) + len(self._full) >= MOST_BUFFERS:
-                _P.from_address(buffer).value, _SIZE.from_address(size).value = None, 0
-                return
-            memory = np.empty(BUFFER_SIZE, np.uint8)
-            self._lent[memory.ctypes.data] = memory
-        _P.from_address(buffer).value, _SIZE.from_address(size).value = memory.ctypes.data, BUFFER_SIZE
+            has_room = len(self._lent) + len(self._full) < MOST_BUFFERS
+            memory = np.empty(BUFFER_SIZE if has_room else 0, np.uint8)
+            if has_room:
+                self._lent[memory.ctypes.data] = memory
+        _P.from_address(buffer).value = memory.ctypes.data if has_room else None
+        _SIZE.from_address(size).value = memory.size
 
     def _take_back(self, context: int, stream: int, buffer: int, size: int, valid: int) -> None:
         with self._lock:
             self._full.append((self._lent.pop(buffer), valid))
 
 
-_buffers: Final = Buffers()
+_buffers: Final = _Buffers()
 
 
 class Session:
     """CUPTI's recording from `start` to `stop`; a process can have one at a time.
 
     Args:
-        on_graph: called for every graph that is cloned or instantiated in this time.
+        on_graph: called for every graph that is cloned or instantiated in this time, with its id and the id of the
+            graph that it was made from.
     """
 
-    def __init__(self, on_graph: Copied) -> None:
+    def __init__(self, on_graph: Callable[[int, int], None]) -> None:
         self._on_graph, self._subscriber, self._enabled = on_graph, 0, list[int]()
         self._on_event = _ON_EVENT(self._event)
 
@@ -277,10 +261,13 @@ class Session:
         finally:
             self._end()
         filled = []
+        step, record = function("cuptiActivityGetNextRecord"), _P()
         for memory, valid in _buffers.take():
-            offsets, is_damaged = _records(memory, valid)
+            base, offsets, record.value = memory.ctypes.data, list[int](), None
+            while not (status := step(base, valid, ctypes.addressof(record))):
+                offsets.append((record.value or 0) - base)
             filled.append((memory.data[:valid], offsets))
-            dropped += is_damaged
+            dropped += status != _MAX_LIMIT_REACHED  # a damaged record hides the ones after it
         return filled, dropped
 
     def _end(self) -> None:
@@ -291,20 +278,9 @@ class Session:
 
     def _event(self, _: int, domain: int, number: int, data: int) -> None:
         graphs = _P.from_address(data + _RESOURCE_DESCRIPTOR).value or 0
-        graph, original, executable = (
-            _P.from_address(graphs + at).value for at in (_GRAPH, _ORIGINAL_GRAPH, _GRAPH_EXEC)
-        )
+        graph = _P.from_address(graphs + _GRAPH).value or 0
         with contextlib.suppress(CuptiError):  # a graph without an id has no records
             if number == _GRAPH_CLONED:
-                self._on_graph(graph_id(graph or 0), graph_id(original or 0))
+                self._on_graph(graph_id(graph), graph_id(_P.from_address(graphs + _ORIGINAL_GRAPH).value or 0))
             elif number == _GRAPH_EXEC_CREATED:
-                self._on_graph(executable_id(executable or 0), graph_id(graph or 0))
-
-
-def _records(memory: NDArray[np.uint8], valid: int) -> tuple[list[int], bool]:
-    """The offsets of the records in a buffer, and whether a damaged record hides the ones after it."""
-    record, base, offsets = _P(), memory.ctypes.data, list[int]()
-    step, out = function("cuptiActivityGetNextRecord"), ctypes.addressof(record)
-    while not (status := step(base, valid, out)):
-        offsets.append((record.value or 0) - base)
-    return offsets, status != _MAX_LIMIT_REACHED
+                self._on_graph(executable_id(_P.from_address(graphs + _GRAPH_EXEC).value or 0), graph_id(graph))
