@@ -20,7 +20,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graph_nodes import differ, exchange_values, host_values, pageable_ends
 from lt_runtime.gpu.graphs import no_collection, node_type
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.profiling.capture.results import Results
+from lt_runtime.profiling.capture.results import Arrays, arrays_of, read_arrays, write_arrays
 from lt_runtime.profiling.capture.watch import Place, Watch
 from lt_runtime.profiling.collector import Collector
 
@@ -119,57 +119,51 @@ class _Check:
         self._fn, self._stream, self._faults = fn, stream, list[Fault]()
 
     def report(self) -> CaptureReport:
-        addresses = self._run().addresses()
+        addresses = {name: each.address for name, each in self._run().items()}
         watch, graph, captured = self._capture()
         if not graph:
             self._add_calls()
             return CaptureReport(tuple(self._faults), 0, ())
         try:
             self._faults += _node_faults(watch.nodes)
-            self._compare(watch, graph, captured, captured.kept(addresses))
+            if captured:
+                kept = {name: each for name, each in captured.items() if addresses.get(name) == each.address}
+                self._compare(watch, graph, captured, kept)
         finally:
             call("cuGraphDestroy", graph)
-        return CaptureReport(tuple(self._faults), len(watch.nodes), captured.names)
+        return CaptureReport(tuple(self._faults), len(watch.nodes), tuple(captured))
 
-    def _run(self) -> Results:
+    def _run(self) -> Arrays:
         """Calls the function without a capture, and waits for its work."""
-        results = Results(self._fn(), self._stream)
+        results = arrays_of(self._fn(), self._stream)
         call("cuStreamSynchronize", self._stream)
         return results
 
-    def _capture(self) -> tuple[Watch, int, Results]:
+    def _capture(self) -> tuple[Watch, int, Arrays]:
         """Captures the function; returns the watch, the graph and the results.
 
         The graph is 0, and a fault is added, if the capture fails.
         """
-        watch, results = Watch(self._stream), Results(None, self._stream)
+        watch, graph, results = Watch(self._stream), 0, Arrays()
         failed: Fault | None = None
         call("cuStreamBeginCapture", self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
         with no_collection():
             try:
                 with watch.watching():
-                    results = Results(self._fn(), self._stream)
+                    results = arrays_of(self._fn(), self._stream)
             except Exception as error:
                 failed = _fault_of(error, watch)
-            except BaseException:
-                self._end_capture(leaves_graph=False)
-                raise
-            graph, problem = self._end_capture(leaves_graph=failed is None)
-        if problem and failed is None:
-            failed = Fault(f"the capture is invalid: {problem}", *(watch.broken or ()))
+            finally:
+                try:
+                    graph = int(call("cuStreamEndCapture", self._stream))
+                except DriverError as error:
+                    failed = failed or Fault(f"the capture is invalid: {error}", *(watch.broken or ()))
         if failed is not None:
             self._faults.append(failed)
+            if graph:
+                call("cuGraphDestroy", graph)
+            graph = 0
         return watch, graph, results
-
-    def _end_capture(self, *, leaves_graph: bool) -> tuple[int, str]:
-        """Ends the capture; returns the graph, and why there is none. The graph is 0 if it is not wanted, too."""
-        try:
-            graph = int(call("cuStreamEndCapture", self._stream))
-        except DriverError as error:
-            return 0, str(error)
-        if not leaves_graph:
-            call("cuGraphDestroy", graph)
-        return (graph if leaves_graph else 0), ""
 
     def _add_calls(self) -> None:
         """Adds the unsafe calls that an uncaptured run makes, and names the call that ended the capture."""
@@ -192,32 +186,29 @@ class _Check:
             self._faults[0] = replace(first, what=f"{name} {beside[0][1]}: {first.what}")
         self._faults += [Fault(f"{name} {does}", path) for (path, does), name in found.items()]
 
-    def _compare(self, watch: Watch, graph: int, captured: Results, kept: Results) -> None:
+    def _compare(self, watch: Watch, graph: int, captured: Arrays, kept: Arrays) -> None:
         """Adds a fault for each result that differs between replays of the graph and uncaptured runs.
 
         Args:
             kept: the captured results whose memory the function did not allocate anew; they are reset before each run.
         """
-        if not captured.names:
-            return
-        begin = kept.read()
+        begin = read_arrays(kept, self._stream)
         executable = call("cuGraphInstantiate", graph, 0)
 
-        def replay() -> Mapping[str, bytes]:
+        def replay() -> Arrays:
             call("cuGraphLaunch", executable, self._stream)
-            results = captured.read()
-            kept.write(begin)
-            return results
+            return captured
+
+        def contents(run: Callable[[], Arrays]) -> Mapping[str, bytes]:
+            found = read_arrays(run(), self._stream)
+            write_arrays(kept, begin, self._stream)
+            return found
 
         try:
-            replays = [replay() for _ in range(2)]
-            runs = []
-            for _ in range(2):
-                runs.append(self._run().read())
-                kept.write(begin)
+            replays, runs = ([contents(run) for _ in range(2)] for run in (replay, self._run))
             wrong = [*_wrong_results(replays, runs)]
             if wrong:
-                places = self._baked_places(watch, executable, lambda: replay() != replays[0])
+                places = self._baked_places(watch, executable, lambda: contents(replay) != replays[0])
                 self._faults += [Fault(what, *place) for place in places for what in wrong]
         finally:
             call("cuGraphExecDestroy", executable)

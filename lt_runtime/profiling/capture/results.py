@@ -2,66 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lt_runtime.arrays.operand import HOST, Operand, read
 from lt_runtime.gpu.driver import call
 
+Arrays: TypeAlias = dict[str, Operand]
 
-class Results:
-    """The arrays on a GPU that a function returned; arrays on the host are left out.
+
+def arrays_of(returned: Any, stream: int) -> Arrays:
+    """The arrays on a GPU that a function returned, by name; arrays on the host are left out.
 
     Args:
-        returned: an array, several in a tuple or list, a mapping from names to arrays, or None.
+        returned: an array, several in a tuple or list, a mapping from names to arrays, or None. The names are the
+            mapping's keys; otherwise "result", or "result[i]" if several arrays were returned.
         stream: handle of the stream that the arrays belong to.
     """
-
-    def __init__(self, returned: Any, stream: int) -> None:
-        self._stream = stream
-        operands = (read(name, array, stream) for name, array in _named(returned) if array is not None)
-        self._arrays = {each.name: each for each in operands if each.device != HOST}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Keys of the returned mapping; otherwise "result", or "result[i]" if several arrays were returned."""
-        return tuple(self._arrays)
-
-    def addresses(self) -> dict[str, int]:
-        """Device addresses of the arrays, by name."""
-        return {name: each.address for name, each in self._arrays.items()}
-
-    def kept(self, addresses: Mapping[str, int]) -> Results:
-        """The arrays that have the given addresses."""
-        kept = Results(None, self._stream)
-        kept._arrays = {name: each for name, each in self._arrays.items() if addresses.get(name) == each.address}
-        return kept
-
-    def read(self) -> dict[str, bytes]:
-        """Waits for the stream; returns the bytes of each array, including gaps between rows."""
-        contents = {name: np.empty(_size(each), np.uint8) for name, each in self._arrays.items()}
-        for name, each in self._arrays.items():
-            call("cuMemcpyDtoHAsync", contents[name].ctypes.data, each.address, contents[name].nbytes, self._stream)
-        call("cuStreamSynchronize", self._stream)
-        return {name: content.tobytes() for name, content in contents.items()}
-
-    def write(self, contents: Mapping[str, bytes]) -> None:
-        """Writes contents that `read` has returned, and waits for the stream."""
-        for name, each in self._arrays.items():
-            content = np.frombuffer(contents[name], np.uint8)
-            call("cuMemcpyHtoDAsync", each.address, content.ctypes.data, content.nbytes, self._stream)
-        call("cuStreamSynchronize", self._stream)
-
-
-def _named(returned: Any) -> Iterator[tuple[str, Any]]:
+    named: Mapping[Any, Any] = {"result": returned}
     if isinstance(returned, Mapping):
-        yield from ((str(name), array) for name, array in returned.items())
+        named = returned
     elif isinstance(returned, (tuple, list)):
-        yield from ((f"result[{index}]", array) for index, array in enumerate(returned))
-    else:
-        yield "result", returned
+        named = {f"result[{index}]": array for index, array in enumerate(returned)}
+    operands = (read(str(name), array, stream) for name, array in named.items() if array is not None)
+    return {each.name: each for each in operands if each.device != HOST}
+
+
+def read_arrays(arrays: Arrays, stream: int) -> dict[str, bytes]:
+    """Waits for the stream; returns the bytes of each array, including gaps between rows."""
+    contents = {name: np.empty(_size(each), np.uint8) for name, each in arrays.items()}
+    for name, each in arrays.items():
+        call("cuMemcpyDtoHAsync", contents[name].ctypes.data, each.address, contents[name].nbytes, stream)
+    call("cuStreamSynchronize", stream)
+    return {name: content.tobytes() for name, content in contents.items()}
+
+
+def write_arrays(arrays: Arrays, contents: Mapping[str, bytes], stream: int) -> None:
+    """Writes contents that `read_arrays` has returned, and waits for the stream."""
+    for name, each in arrays.items():
+        content = np.frombuffer(contents[name], np.uint8)
+        call("cuMemcpyHtoDAsync", each.address, content.ctypes.data, content.nbytes, stream)
+    call("cuStreamSynchronize", stream)
 
 
 def _size(operand: Operand) -> int:
