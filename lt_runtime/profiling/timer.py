@@ -119,6 +119,7 @@ class Timer:
         spans: the first `_MOST_SPANS` ranges. lost: how many came after them.
         left_open: how many ranges were never ended; each is taken to end with the range around it.
         discarded: how many steps captured a graph, and are not in `steps` for that reason.
+        count: how many other steps are over; the times of the last of them may not be in `steps` yet.
         notes: sentences for the reader of the report.
     """
 
@@ -126,16 +127,18 @@ class Timer:
         self.steps: list[Step] = []
         self.spans: list[Span] = []
         self.notes: list[str] = []
-        self.left_open = self.discarded = self.lost = 0
+        self.left_open = self.discarded = self.lost = self.count = 0
         self._device = device
         self._events = None if device is None else EventMarks(device)
         self._begun_ns = time.monotonic_ns()
         self._thread = _Thread()
-        self._pending: deque[_Frame | _Launch] = deque()
+        # Ranges and launches whose times have not been read; True and False for the end of a step with and without a
+        # capture by others than the profile.
+        self._pending: deque[_Frame | _Launch | bool] = deque()
+        self._unread_steps = 0
         self._captured: dict[Graph, tuple[MarkedGraph, list[_Frame]] | None] = {}
         self._step: Step = {}
         self._lock = threading.RLock()
-        self._ends: deque[tuple[int, bool]] = deque()
 
     def __enter__(self) -> Self:
         ranges.watchers.append(self.ran)
@@ -147,10 +150,9 @@ class Timer:
         """Ranges after the last step are dropped, unless there was no step: then they are one."""
         graphs.stand_in = None
         ranges.watchers.remove(self.ran)
-        if not self.steps and not self._ends and self._pending:
+        if not self.count and not self.discarded and self._pending:
             self.end_step()
-        self._end_steps(0)
-        self._resolve(len(self._pending))
+        self._read_while(lambda: True)
         if self._device is not None and self._events is not None:
             with activated(self._device):
                 for captured in filter(None, self._captured.values()):
@@ -182,8 +184,7 @@ class Timer:
                 break
             self.left_open += 1
         if len(self._pending) > _MOST_PENDING:
-            self._end_steps(0)
-            self._resolve(len(self._pending) // 2)
+            self._read_while(lambda: len(self._pending) > _MOST_PENDING // 2)
 
     def ran(self, work: Any) -> None:
         """Notes what an operation runs in the innermost range; see `ranges.tell`."""
@@ -192,16 +193,13 @@ class Timer:
 
     def end_step(self) -> None:
         """Ends a step. Waits for the step before it, whose events are read then."""
-        events = self._events
-        self._ends.append((len(self._pending), events is not None and events.captured_by_others))
-        if events is not None:
-            events.captured_by_others = False
-        self._end_steps(1)
-
-    @property
-    def count(self) -> int:
-        """How many steps are over, without those that captured a graph."""
-        return len(self.steps) + sum(not was_captured for _, was_captured in self._ends)
+        was_captured = False
+        if self._events is not None:
+            was_captured, self._events.captured_by_others = self._events.captured_by_others, False
+        self.count, self.discarded = self.count + (not was_captured), self.discarded + was_captured
+        self._pending.append(was_captured)
+        self._unread_steps += 1
+        self._read_while(lambda: self._unread_steps > 1)
 
     def stand_in(self, graph: Graph, capture: Callable[[], Graph]) -> Graph:
         """Returns the copy to launch in the place of a graph; the graph itself if it cannot be copied.
@@ -219,10 +217,7 @@ class Timer:
         copy = None if captured is None else captured[0].next
         if captured is None or copy is None or copy.graph is None:
             return graph
-        if copy.is_unread:  # this launch would overwrite its events
-            self._end_steps(0)
-        while copy.is_unread:
-            self._resolve(1)
+        self._read_while(lambda: copy.is_unread)  # this launch will overwrite the copy's events
         captured[0].launch(copy)
         frames = self._thread.open
         self._pending.append(_Launch(*captured, copy, frames[-1] if frames else None))
@@ -244,27 +239,19 @@ class Timer:
 
         return MarkedGraph(marked), met[0]
 
-    def _end_steps(self, but: int) -> None:
-        """Reads the times of the steps that are over, but for the last `but` of them."""
-        while len(self._ends) > but:
-            count, was_captured = self._ends.popleft()
-            self._resolve(count)
-            if was_captured:
-                self.discarded += 1
-            else:
-                self.steps.append(self._step)
-            self._step = {}
-
-    def _resolve(self, count: int) -> None:
-        """Reads the times of the first `count` pending ranges and launches."""
+    def _read_while(self, condition: Callable[[], bool]) -> None:
+        """Reads the times of pending ranges and launches, the oldest first."""
         with self._lock:
-            for _ in range(count):
+            while self._pending and condition():
                 item = self._pending.popleft()
                 if isinstance(item, _Frame):
                     self._read_single(item)
-                else:
+                elif isinstance(item, _Launch):
                     self._read_replay(item)
-            self._ends = deque((end - count, was_captured) for end, was_captured in self._ends)
+                else:
+                    if not item:
+                        self.steps.append(self._step)
+                    self._step, self._unread_steps = {}, self._unread_steps - 1
 
     def _read_single(self, frame: _Frame) -> None:
         events, parent = self._events, frame.parent
