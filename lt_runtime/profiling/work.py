@@ -14,17 +14,7 @@ from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan, leaves_a_pass
 from lt_runtime.plans.mlp import FUSED_MLP
 from lt_runtime.plans.strategies import MadeBy
-from lt_runtime.problem import (
-    BackwardProblem,
-    Compute,
-    Derivative,
-    DType,
-    ForwardProblem,
-    MatmulProblem,
-    MLPProblem,
-    Saved,
-    Spec,
-)
+from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, MLPProblem, Saved, Spec
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
@@ -120,20 +110,16 @@ def _backward_passes(plan: BackwardPlan) -> Iterator[int]:
     """Bytes of the passes from dy to dz with the bias gradient, and from dx to the input layer's dz."""
     problem, strategy = plan.problem, plan.strategy
     needs_dz = problem.dz is not None or (not problem.output_derivative.is_identity and bool(plan.products))
-    if needs_dz or strategy.db is MadeBy.KERNEL:
-        yield _pass(problem, problem.output_derivative, problem.dy, writes=needs_dz, sums=strategy.db is MadeBy.KERNEL)
-    below, sums = problem.input_derivative, strategy.db_below is MadeBy.KERNEL
-    if below is not None and problem.dx is not None and (sums or strategy.derivative is MadeBy.KERNEL):
-        derives = strategy.derivative is MadeBy.KERNEL
-        yield _pass(problem, below, problem.dx, writes=derives, sums=sums)
-
-
-def _pass(problem: BackwardProblem, derivative: Derivative, gradient: Spec, *, writes: bool, sums: bool) -> int:
-    moved = (1 + writes) * _bytes(gradient, problem.dtype) + sums * _vector(gradient, problem.dtype)
-    if writes and derivative.saved_spec is not None:
-        is_mask = derivative.saved is Saved.MASK
-        moved += derivative.saved_spec.layout.size // _BITS if is_mask else _bytes(derivative.saved_spec, problem.dtype)
-    return moved
+    passes = [(problem.output_derivative, problem.dy, needs_dz, strategy.db is MadeBy.KERNEL)]
+    if problem.input_derivative is not None and problem.dx is not None:
+        by_kernel = strategy.derivative is MadeBy.KERNEL, strategy.db_below is MadeBy.KERNEL
+        passes.append((problem.input_derivative, problem.dx, *by_kernel))
+    for derivative, gradient, writes, sums in passes:
+        if writes or sums:
+            yield (1 + writes) * _bytes(gradient, problem.dtype) + sums * _vector(gradient, problem.dtype)
+        if writes and derivative.saved_spec is not None:
+            is_mask, saved = derivative.saved is Saved.MASK, derivative.saved_spec
+            yield saved.layout.size // _BITS if is_mask else _bytes(saved, problem.dtype)
 
 
 def _bytes(spec: Spec, dtype: DType) -> int:
