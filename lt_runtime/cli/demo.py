@@ -64,11 +64,6 @@ class Digits(NamedTuple):
     held_out_images: np.ndarray[Any, Any]
     held_out_labels: np.ndarray[Any, Any]
 
-    @property
-    def batches(self) -> int:
-        """Batches of an epoch. The samples that do not fill a batch are left out; they differ from epoch to epoch."""
-        return len(self.labels) // _BATCH
-
 
 def load_digits() -> Digits:
     """Loads scikit-learn's 1,797 scanned digits of 8×8 pixels, of which a fixed fifth is held out.
@@ -95,49 +90,44 @@ def train(options: argparse.Namespace, progress: Progress | None, profiled: Prof
         progress: called with the number of each epoch, their count, and a word for the progress bar.
         profiled: profiles the last epoch.
     """
-    digits, dims = load_digits(), (_PIXELS, *_HIDDEN, _CLASSES)
+    digits = load_digits()
+    batches = len(digits.labels) // _BATCH  # of an epoch; the samples left out differ from epoch to epoch
     settings = {name: getattr(options, name) for name in ("dtype", "dropout", "seed", "device")}
-    model, total = MLP(dims, **settings), options.epochs * digits.batches
-    schedule = schedules.warmup_cosine(min(digits.batches, total - 1), total)
+    model, total = MLP((_PIXELS, *_HIDDEN, _CLASSES), **settings), options.epochs * batches
+    schedule = schedules.warmup_cosine(min(batches, total - 1), total)
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
-    with model.device.current():
-        losses, preparation, speed = _train_epochs(options.epochs, digits, model, optimizer, progress, profiled)
-        images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
-        scores = model.device.to_host(model(images)).astype(np.float32)
-    accuracy = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
-    layers = [] if profiled is None else [*profiled.layers()]
-    return Result(model.device.description, options.dtype, accuracy, preparation, speed, losses, layers)
+    images, losses, seconds, steps = digits.images.astype(model.dtype.numpy), list[Any](), 0.0, 0
 
+    def shuffled() -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        generator = np.random.default_rng(model.seed)
+        for _ in range(options.epochs):
+            order = generator.permutation(len(digits.labels))[: batches * _BATCH]
+            yield from ((images[batch], digits.labels[batch]) for batch in order.reshape(-1, _BATCH))
 
-def _train_epochs(
-    epochs: int, digits: Digits, model: MLP, optimizer: AdamW, progress: Progress | None, profiled: Profile | None
-) -> tuple[list[float], float, float]:
-    """Trains; returns every step's loss, the seconds of the first step, and samples per second of the others."""
-    losses, seconds, steps = list[Any](), 0.0, 0
-    begun = time.perf_counter()
-    step = TrainStep(model, optimizer, batch_size=_BATCH)
-    with prefetch(_batches(digits, model, epochs), device=model.device) as batches:
-        losses.append(float(step(*next(batches))))
+    with model.device.current(), prefetch(shuffled(), device=model.device) as prefetched:
+        begun, step = time.perf_counter(), TrainStep(model, optimizer, batch_size=_BATCH)
+        losses.append(float(step(*next(prefetched))))
         preparation = time.perf_counter() - begun
-        for epoch in range(epochs):
+        for epoch in range(options.epochs):
             if progress:
-                progress(epoch, epochs, "training")
-            count = digits.batches - (epoch == 0)
-            is_last, start = epoch == epochs - 1, time.perf_counter()
+                progress(epoch, options.epochs, "training")
+            count, is_last, start = batches - (epoch == 0), epoch == options.epochs - 1, time.perf_counter()
             with profiled if profiled is not None and is_last else contextlib.nullcontext():
-                losses += [copied(step(*batch)) for batch in itertools.islice(batches, count)]
+                losses += [copied(step(*batch)) for batch in itertools.islice(prefetched, count)]
                 losses[-1] = float(losses[-1])  # waits for the epoch
             if profiled is None or not is_last or not steps:
                 seconds, steps = seconds + time.perf_counter() - start, steps + count
-    return [*map(float, losses)], preparation, steps * _BATCH / seconds
-
-
-def _batches(digits: Digits, model: MLP, epochs: int) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Images and labels of each step, in an order of its own for each epoch."""
-    generator, images = np.random.default_rng(model.seed), digits.images.astype(model.dtype.numpy)
-    for _ in range(epochs):
-        order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH]
-        yield from ((images[batch], digits.labels[batch]) for batch in order.reshape(-1, _BATCH))
+        held_out = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
+        scores = model.device.to_host(model(held_out)).astype(np.float32)
+    return Result(
+        model.device.description,
+        options.dtype,
+        accuracy=float(np.mean(scores.argmax(axis=1) == digits.held_out_labels)),
+        preparation_seconds=preparation,
+        samples_per_second=steps * _BATCH / seconds,
+        loss=[*map(float, losses)],
+        layers=[] if profiled is None else [*profiled.layers()],
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
