@@ -70,12 +70,11 @@ class Collector:
         # Ranges in which a node was captured, by the ids of a graph and of the node in it. The graph is an executable
         # one or its source: the graph that another graph, executable or not, was made from.
         self._places, self._sources = dict[tuple[int, int], Path](), dict[int, int]()
-        self._session = cupti.Session(self._sources.__setitem__)
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         _wait_for_gpus()
-        self._session.start()
+        cupti.session.start(self._sources.__setitem__)
         self._own_thread = threading.get_native_id()
         self._begun = _moment()
         self._note_graphs()
@@ -93,7 +92,7 @@ class Collector:
                 self._note_graphs()
             ended = _moment()
         finally:
-            filled, self.dropped = self._session.stop()
+            filled, self.dropped = cupti.session.stop()
         links, found = dict[int, int](), list[Activity]()
         for buffer, offsets in filled:
             for record in read_records(buffer, offsets, cupti.kernel_name, cupti.call_name):

@@ -140,7 +140,7 @@ class Profile:
         """Writes ranges, kernels and calls on a time axis, as a trace that Perfetto (ui.perfetto.dev) opens."""
         spans = () if self._timer is None else self._timer.spans
         activities = () if self._collector is None else self._collector.activities
-        trace.write(Path(file), spans, activities, self.report.device)
+        trace.write(Path(file), [*spans, *activities], self.report.device)
 
     def plot(self, file: str | Path) -> None:
         """Draws the roofline, and each layer's time beside its bytes. Needs the package's extra `plot`.

@@ -14,30 +14,16 @@ from lt_runtime.errors import GpuError
 from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
+from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.marks import EventMarks, MarkedCopy, MarkedGraph
 from lt_runtime.ranges import Place, place_of
 
 _MOST_PENDING: Final = 2048  # ranges that have ended and whose events have not been read
 _MOST_SPANS: Final = 20_000  # kept for the trace
 _MOST_PLACES: Final = 4096
+RANGES: Final = 1_000_000
+"""The number of the stream under which the trace shows ranges timed on the GPU."""
 _OTHERS: Final = Place("(other ranges)", "")
-
-
-class Span(NamedTuple):
-    """A range that has ended, for the trace.
-
-    Attributes:
-        start_ns, us: its begin on the host's monotonic clock, and its length on the host.
-        gpu_start_ns, gpu_us: its begin and length on the GPU, the begin moved to the host's clock by taking the first
-            event for simultaneous with the profile's begin; `gpu_us` is None where no GPU is timed.
-    """
-
-    path: tuple[str, ...]
-    start_ns: int
-    us: float
-    thread: int
-    gpu_start_ns: int = 0
-    gpu_us: float | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +102,10 @@ class Timer:
 
     Attributes:
         steps: the cells of each step, by place.
-        spans: the first `_MOST_SPANS` ranges. lost: how many came after them.
+        spans: ranges that have ended, for the trace, at most `_MOST_SPANS`: of the kind "user_annotation" on the host,
+            and "gpu_user_annotation" on the GPU. The times on the GPU are moved to the host's clock by taking the first
+            event for simultaneous with the profile's begin.
+        lost: how many ranges are left out of `spans`.
         left_open: how many ranges were never ended; each is taken to end with the range around it.
         discarded: how many steps captured a graph, and are not in `steps` for that reason.
         count: how many other steps are over; the times of the last of them may not be in `steps` yet.
@@ -125,7 +114,7 @@ class Timer:
 
     def __init__(self, device: int | None) -> None:
         self.steps: list[Step] = []
-        self.spans: list[Span] = []
+        self.spans: list[Activity] = []
         self.notes: list[str] = []
         self.left_open = self.discarded = self.lost = self.count = 0
         self._device = device
@@ -277,7 +266,7 @@ class Timer:
             path = frame.path if parent is None else (*parent.path, *frame.path)
             us = sum(times[frame.start : frame.end])
             self._add(frame, path, frame.parent or parent, us, 0.0)  # a replay costs the host nothing in the range
-            self._keep(frame, path, us, began_us + sum(times[: frame.start]))
+            self._keep(None, path, us, began_us + sum(times[: frame.start]))
             frame.inside = frame.host_inside = 0.0  # the next replay is read into the same frame
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:
@@ -301,12 +290,15 @@ class Timer:
             above.host_inside += host_us
             above.phase = above.phase or (phase if place.layer and place.layer == around.layer else "")
 
-    def _keep(self, frame: _Frame, path: tuple[str, ...], us: float, began_us: float) -> None:
-        """Keeps a range for the trace."""
+    def _keep(self, frame: _Frame | None, path: tuple[str, ...], us: float, began_us: float) -> None:
+        """Keeps a range for the trace: on the host if there is a frame, and on the GPU if one is timed."""
         if len(self.spans) >= _MOST_SPANS:
             self.lost += 1
-        elif self._events is None:
-            self.spans.append(Span(path, frame.host_start, us, frame.thread))
-        else:
-            began_ns = self._begun_ns + round(1e3 * began_us)
-            self.spans.append(Span(path, frame.host_start, frame.host_us, frame.thread, began_ns, us))
+            return
+        if frame is not None:
+            times = frame.host_start, frame.host_end
+            self.spans.append(Activity("user_annotation", path[-1], *times, range=path, thread=frame.thread))
+        if self._events is not None:
+            start = self._begun_ns + round(1e3 * began_us)
+            times = start, start + round(1e3 * us)
+            self.spans.append(Activity("gpu_user_annotation", path[-1], *times, device=0, stream=RANGES, range=path))

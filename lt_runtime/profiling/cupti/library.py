@@ -179,69 +179,42 @@ def check_layouts() -> None:
             raise CuptiError(f"CUPTI {found} writes {written} bytes for records of kind {kind}, where {size} are known")
 
 
-class _Buffers:
-    """Memory for records, which CUPTI requests and returns filled, on any thread; at most `MOST_BUFFERS` buffers."""
+class Session:
+    """CUPTI's recording from `start` to `stop`, for the whole process.
+
+    CUPTI requests memory for records and returns it filled, on any thread; at most `MOST_BUFFERS` buffers.
+    """
 
     def __init__(self) -> None:
+        self._on_graph: Callable[[int, int], None] = lambda graph, source: None
+        self._subscriber, self._enabled = 0, list[int]()
         self._lock = threading.Lock()
         self._lent: dict[int, NDArray[np.uint8]] = {}
         self._full: list[tuple[NDArray[np.uint8], int]] = []
         # These live as long as the process, because CUPTI keeps calling them.
-        self.on_request, self.on_completion = _ON_REQUEST(self._lend), _ON_COMPLETION(self._take_back)
-
-    def take(self) -> list[tuple[NDArray[np.uint8], int]]:
-        """Takes the filled buffers, each with its number of valid bytes."""
-        with self._lock:
-            full, self._full = self._full, []
-        return full
-
-    def _lend(self, buffer: int, size: int, most: int) -> None:
-        _SIZE.from_address(most).value = 0  # as many records as fit
-        with self._lock:
-            has_room = len(self._lent) + len(self._full) < MOST_BUFFERS
-            memory = np.empty(BUFFER_SIZE if has_room else 0, np.uint8)
-            if has_room:
-                self._lent[memory.ctypes.data] = memory
-        _P.from_address(buffer).value = memory.ctypes.data if has_room else None
-        _SIZE.from_address(size).value = memory.size
-
-    def _take_back(self, context: int, stream: int, buffer: int, size: int, valid: int) -> None:
-        with self._lock:
-            self._full.append((self._lent.pop(buffer), valid))
-
-
-_buffers: Final = _Buffers()
-
-
-class Session:
-    """CUPTI's recording from `start` to `stop`; a process can have one at a time.
-
-    Args:
-        on_graph: called for every graph that is cloned or instantiated in this time, with its id and the id of the
-            graph that it was made from.
-    """
-
-    def __init__(self, on_graph: Callable[[int, int], None]) -> None:
-        self._on_graph, self._subscriber, self._enabled = on_graph, 0, list[int]()
+        self._on_request, self._on_completion = _ON_REQUEST(self._lend), _ON_COMPLETION(self._take_back)
         self._on_event = _ON_EVENT(self._event)
 
-    def start(self) -> None:
+    def start(self, on_graph: Callable[[int, int], None]) -> None:
         """Begins to record.
 
+        Args:
+            on_graph: called for every graph that is cloned or instantiated from now on, with its id and the id of the
+                graph that it was made from.
+
         Raises:
-            CuptiError: CUPTI cannot be used here; nothing is left enabled.
+            CuptiError: CUPTI cannot be used here, or records already; nothing is changed.
             MissingLibraryError: it is not installed.
         """
         check_layouts()
         subscriber = _P()
         call("cuptiSubscribe", ctypes.addressof(subscriber), self._on_event, None)
-        self._subscriber = subscriber.value or 0
-        _buffers.take()
+        self._subscriber, self._on_graph, self._full = subscriber.value or 0, on_graph, []
         try:
             for event in (_GRAPH_CLONED, _GRAPH_EXEC_CREATED):
                 call("cuptiEnableCallback", 1, self._subscriber, _RESOURCE, event)
             call("cuptiSetThreadIdType", _SYSTEM_THREAD_IDS)
-            call("cuptiActivityRegisterCallbacks", _buffers.on_request, _buffers.on_completion)
+            call("cuptiActivityRegisterCallbacks", self._on_request, self._on_completion)
             for kind in KINDS:
                 call("cuptiActivityEnable", kind)
                 self._enabled.append(kind)
@@ -260,9 +233,10 @@ class Session:
             dropped = _number(_SIZE, "cuptiActivityGetNumDroppedRecords", None, 0)
         finally:
             self._end()
-        filled = []
-        step, record = function("cuptiActivityGetNextRecord"), _P()
-        for memory, valid in _buffers.take():
+        with self._lock:
+            full, self._full = self._full, []
+        filled, step, record = [], function("cuptiActivityGetNextRecord"), _P()
+        for memory, valid in full:
             base, offsets, record.value = memory.ctypes.data, list[int](), None
             while not (status := step(base, valid, ctypes.addressof(record))):
                 offsets.append((record.value or 0) - base)
@@ -284,3 +258,20 @@ class Session:
                 self._on_graph(graph_id(graph), graph_id(_P.from_address(graphs + _ORIGINAL_GRAPH).value or 0))
             elif number == _GRAPH_EXEC_CREATED:
                 self._on_graph(executable_id(_P.from_address(graphs + _GRAPH_EXEC).value or 0), graph_id(graph))
+
+    def _lend(self, buffer: int, size: int, most: int) -> None:
+        _SIZE.from_address(most).value = 0  # as many records as fit
+        with self._lock:
+            has_room = len(self._lent) + len(self._full) < MOST_BUFFERS
+            memory = np.empty(BUFFER_SIZE if has_room else 0, np.uint8)
+            if has_room:
+                self._lent[memory.ctypes.data] = memory
+        _P.from_address(buffer).value = memory.ctypes.data if has_room else None
+        _SIZE.from_address(size).value = memory.size
+
+    def _take_back(self, context: int, stream: int, buffer: int, size: int, valid: int) -> None:
+        with self._lock:
+            self._full.append((self._lent.pop(buffer), valid))
+
+
+session: Final = Session()

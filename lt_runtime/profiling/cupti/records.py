@@ -125,10 +125,7 @@ class Link(NamedTuple):
 
 
 def read_records(
-    buffer: memoryview,
-    offsets: Iterable[int],
-    kernel_name: Callable[[int], str],
-    call_name: Callable[[int, int], str],
+    buffer: memoryview, offsets: Iterable[int], kernel_name: Callable[[int], str], call_name: Callable[[int, int], str]
 ) -> Iterator[Activity | Link]:
     """The records that start at the offsets of a buffer; records of unknown kinds are left out.
 

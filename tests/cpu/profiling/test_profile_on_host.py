@@ -53,7 +53,7 @@ def test_the_phases_and_the_layers_of_a_step_add_up_to_it() -> None:
     with lt.profile(device="cpu", timed=1) as prof:
         step()
     totals, spans = prof.totals(), prof._timer.spans  # type: ignore[union-attr]
-    (whole,) = [span for span in spans if span.path == ("step",)]
+    (whole,) = [span for span in spans if span.range == ("step",)]
     assert totals.step_us == pytest.approx(whole.us)
     assert sum(totals.phase_us.values()) == pytest.approx(whole.us)
     assert sum(layer.us for layer in prof.layers()) == pytest.approx(whole.us)

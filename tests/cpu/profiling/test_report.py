@@ -17,7 +17,7 @@ from lt_runtime.profiling import plot, trace
 from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of
 from lt_runtime.profiling.report import Report, load
-from lt_runtime.profiling.timer import Cell, Span
+from lt_runtime.profiling.timer import Cell
 from lt_runtime.profiling.work import Work
 from lt_runtime.ranges import Place
 from tests.support.fake_collector import kernel
@@ -128,11 +128,15 @@ CALLS: Sequence[Activity] = (
     kernel("DtoD", 7, 1, correlation=9, kind="memcpy", size=64),
     kernel("", 8, 1, kind="memset", size=32),
 )
-SPANS = (Span(("step", "loss"), 500, 2.0, 55, 600, 1.5), Span(("step",), 400, 0.0, 55, 400, 3.0))
+SPANS = (
+    Activity("user_annotation", "loss", 500, 2_500, thread=55, range=("step", "loss")),
+    kernel("loss", 0.6, 1.5, "step", "loss", kind="gpu_user_annotation"),
+    kernel("step", 0.4, 3.0, "step", kind="gpu_user_annotation"),
+)
 
 
 def test_the_trace_has_the_form_of_kineto(tmp_path: Path) -> None:
-    trace.write(tmp_path / "trace.json", SPANS, CALLS, "a GPU")
+    trace.write(tmp_path / "trace.json", [*SPANS, *CALLS], "a GPU")
     content = json.loads((tmp_path / "trace.json").read_text())
     assert content["schemaVersion"] == 1
     events: list[dict[str, Any]] = content["traceEvents"]
@@ -158,7 +162,7 @@ def test_the_trace_has_the_form_of_kineto(tmp_path: Path) -> None:
 
 
 def test_flows_lead_from_calls_to_the_work_they_started() -> None:
-    events = list(trace.trace_events((), CALLS))
+    events = list(trace.trace_events(CALLS))
     flows = [event for event in events if event["ph"] in "sf"]
     assert [(event["ph"], event["id"]) for event in flows] == [("s", 7), ("f", 7), ("f", 9)]
     start, end, _ = flows
