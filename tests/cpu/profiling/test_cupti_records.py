@@ -14,8 +14,6 @@ from lt_runtime.profiling.cupti import records as kinds
 from lt_runtime.profiling.cupti.records import Activity, Link, read_records
 from tests.support.cupti_layout import FIELDS, STRUCTS, record
 
-VERSIONS = [*kinds.RECORD_SIZES]
-
 
 def newest(header: str, struct: str) -> str:
     """The struct's name with the highest number that the header has."""
@@ -51,53 +49,41 @@ def read(*records: bytes) -> list[Activity | Link]:
 
 
 WORK = {"start": 10, "end": 25, "deviceId": 1, "streamId": 13, "correlationId": 77, "graphNodeId": 5 << 32 | 3}
+CALL = {"start": 1, "end": 2, "threadId": 4242, "correlationId": 9}
+WAIT = {"start": 1, "end": 8, "correlationId": 9}
+MEMORY = {"memoryKind": 3, "correlationId": 9, "bytes": 1 << 40, "timestamp": 6, "deviceId": 1}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_work_of_every_version(version: int) -> None:
+@pytest.mark.parametrize("version", kinds.RECORD_SIZES)
+def test_records_of_every_version(version: int) -> None:
     found = read(
         record(kinds.KERNEL, version, **WORK, graphId=5, name=0x7000),
         record(kinds.MEMCPY, version, **WORK, graphId=5, bytes=4096, copyKind=1),
         record(kinds.MEMSET, version, **WORK, graphId=5, bytes=512),
+        record(kinds.DRIVER, version, **CALL, cbid=307),
+        record(kinds.RUNTIME, version, **CALL, cbid=211),
+        record(kinds.SYNCHRONIZATION, version, **WAIT, type=3, streamId=7),
+        record(kinds.SYNCHRONIZATION, version, **WAIT, type=4, streamId=0xFFFFFFFF),
+        record(kinds.MEMORY, version, **MEMORY, memoryOperationType=1, streamId=0xFFFFFFFF),
+        record(kinds.MEMORY, version, **MEMORY, memoryOperationType=2, streamId=7),
+        *(
+            record(kinds.EXTERNAL_CORRELATION, version, externalKind=whose, externalId=8)
+            for whose in (3, kinds.OUR_IDS)
+        ),
     )
-    place = (10, 25, 1, 13, 77, 5, 5 << 32 | 3)
+    place, allocated = (10, 25, 1, 13, 77, 5, 5 << 32 | 3), {"device": 1, "correlation": 9, "size": 1 << 40}
     assert found == [
         Activity("kernel", "gemm", *place),
         Activity("memcpy", "HtoD", *place, size=4096),
         Activity("memset", "memset", *place, size=512),
-    ]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_calls_waits_and_allocations(version: int) -> None:
-    call = {"start": 1, "end": 2, "threadId": 4242, "correlationId": 9}
-    wait = {"start": 1, "end": 8, "correlationId": 9}
-    memory = {"memoryKind": 3, "correlationId": 9, "bytes": 1 << 40, "timestamp": 6, "deviceId": 1}
-    found = read(
-        record(kinds.DRIVER, version, **call, cbid=307),
-        record(kinds.RUNTIME, version, **call, cbid=211),
-        record(kinds.SYNCHRONIZATION, version, **wait, type=3, streamId=7),
-        record(kinds.SYNCHRONIZATION, version, **wait, type=4, streamId=0xFFFFFFFF),
-        record(kinds.MEMORY, version, **memory, memoryOperationType=1, streamId=0xFFFFFFFF),
-        record(kinds.MEMORY, version, **memory, memoryOperationType=2, streamId=7),
-    )
-    allocated = {"device": 1, "correlation": 9, "size": 1 << 40}
-    assert found == [
         Activity("call", "4/307", 1, 2, correlation=9, thread=4242),
         Activity("call", "5/211", 1, 2, correlation=9, thread=4242),
         Activity("synchronization", "stream synchronize", 1, 8, stream=7, correlation=9),
         Activity("synchronization", "context synchronize", 1, 8, correlation=9),
         Activity("allocation", "allocate device", 6, 6, stream=-1, **allocated),
         Activity("allocation", "free device", 6, 6, stream=7, **allocated),
+        Link(8, 0),
     ]
-
-
-def test_links_of_other_tools_are_left_out() -> None:
-    links = [
-        record(kinds.EXTERNAL_CORRELATION, 1305, externalKind=kind, externalId=1 << 40, correlationId=9)
-        for kind in (3, kinds.OUR_IDS)
-    ]
-    assert read(*links) == [Link(1 << 40, 9)]
 
 
 def test_unknown_directions_and_waits_have_general_names_and_other_kinds_are_left_out() -> None:

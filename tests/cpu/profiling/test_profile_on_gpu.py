@@ -260,19 +260,12 @@ def test_kernels_of_later_steps_are_traced(gpu: FakeGpu, train: Training, monkey
     gpu.synchronize_all()
     assert gpu.driver.profiler_calls == ["start", "stop"]
     assert module.entered == ["epoch"]
-    kernels = {(each.name, each.layer, each.phase): each for each in prof.kernels()}
-    assert set(kernels) == {
+    assert {(each.name, each.layer, each.phase) for each in prof.kernels()} == {
         ("gemm", "layer0", "forward"), ("gemm", "layer0", "backward"), ("reduce", "layer0", "backward"),
         ("other", "(unattributed)", ""), ("memcpy DtoD", "", "input"),
     }  # fmt: skip
-    assert kernels["gemm", "layer0", "forward"].count == 1
-    assert kernels["gemm", "layer0", "forward"].total_us == pytest.approx(50)
-    assert sum(each.share for each in prof.kernels()) == pytest.approx(1)
-    assert layers_of(prof)["layer0", "backward"].kernels == 2
-    assert layers_of(prof)["layer0", "backward"].kernel_us == pytest.approx(90)
-    totals = prof.totals()
-    assert (totals.kernel_us, totals.busy_us) == (pytest.approx(155), pytest.approx(135))
-    assert totals.unattributed_us == pytest.approx(10)
+    backward = layers_of(prof)["layer0", "backward"]
+    assert (backward.kernels, backward.kernel_us) == (2, pytest.approx(90))
     assert "CUPTI dropped 2 records" in prof.report.notes
     assert prof.report.traced_steps == 3
 
