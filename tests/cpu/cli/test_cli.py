@@ -24,26 +24,33 @@ EPOCHS = 15
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: COMMAND"),
-        (["train"], "invalid choice: 'train'"),
-        (["demo", "--epochs", "0"], "0 is not positive"),
-        (["demo", "--dtype", "float64"], "invalid choice: 'float64'"),
-        (["demo", "--epochs", "9" * 5000], f"--epochs: '{'9' * 60}...' is no integer that is accepted"),
-        (["demo", "--epochs", "9" * 400], f"--epochs: '{'9' * 60}...' is larger than 9223372036854775807"),
-        (["demo", "--seed", "1.5"], "--seed: '1.5' is no integer"),
-        (["warmup", "--rows", "9" * 5000], "argument --rows: '999"),
-        (["warmup", "--mlp", f"8,{'9' * 5000}", "--rows", "8"], "argument --mlp: '999"),
-        (["warmup", "--mlp", "8,,8", "--rows", "8"], "argument --mlp: '' is no integer"),
-        (["warmup", "--dtype", "9" * 5000], "argument --dtype: '999"),
-        (["demo", "--fast"], "unrecognized arguments: --fast"),
-        (["doctor", "--json", "file"], "unrecognized arguments: file"),
+        ("", "required: COMMAND"),
+        ("train", "invalid choice: 'train'"),
+        ("demo --epochs 0", "0 is not positive"),
+        ("demo --dtype float64", "invalid choice: 'float64'"),
+        ("demo --epochs " + "9" * 5000, f"--epochs: '{'9' * 60}...' is no integer that is accepted"),
+        ("demo --epochs " + "9" * 400, f"--epochs: '{'9' * 60}...' is larger than 9223372036854775807"),
+        ("demo --seed 1.5", "--seed: '1.5' is no integer"),
+        (f"warmup --rows 8 --mlp 8,{'9' * 5000}", "argument --mlp: '999"),
+        ("warmup --rows 8 --mlp 8,,8", "argument --mlp: '' is no integer"),
+        ("warmup --dtype " + "9" * 5000, "argument --dtype: '999"),
+        ("demo --fast", "unrecognized arguments: --fast"),
+        ("doctor --json file", "unrecognized arguments: file"),
+        # The parser accepts these, and the command refuses them.
+        ("demo --device cuda:" + "9" * 5000, "device is 'cuda:999"),
+        ("demo --device tpu", "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
+        ("demo --device cuda:99", "device is 'cuda:99', but this machine has"),
+        ("demo --device cpu --dropout 1.5", "dropout is 1.5; it must be in [0, 1)"),
+        ("demo --device cpu --dropout nan", "dropout is nan"),
+        ("demo --device cpu --seed -1", "seed is -1; it must be an integer in [0, 2**64)"),
+        ("demo --device cpu --json /dev/null/a", "--json is /dev/null/a, but /dev/null is no directory"),
     ],
 )
-def test_arguments_that_the_parser_refuses(arguments: list[str], message: str, cli: Cli) -> None:
-    status, _, error = cli(*arguments)
-    assert status == 2
+def test_refused_arguments(arguments: str, message: str, cli: Cli) -> None:
+    status, _, error = cli(*arguments.split())
     assert message in error
     assert len(error.splitlines()[-1]) < 300
+    assert status == 2 or (status, error.count("\n"), error[:17]) == (1, 1, "lt_runtime demo: ")
 
 
 def test_the_version(cli: Cli) -> None:
@@ -54,25 +61,6 @@ def test_the_version(cli: Cli) -> None:
 def test_help_says_what_a_command_does(command: str, cli: Cli) -> None:
     _, description, *_ = cli(*command.split(), "--help").out.split("\n\n")
     assert description.endswith(".")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "cuda:" + "9" * 5000], "device is 'cuda:999"),
-        (["--device", "tpu"], "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
-        (["--device", "cuda:99"], "device is 'cuda:99', but this machine has"),
-        (["--dropout", "1.5"], "dropout is 1.5; it must be in [0, 1)"),
-        (["--dropout", "nan"], "dropout is nan"),
-        (["--seed", "-1"], "seed is -1; it must be an integer in [0, 2**64)"),
-        (["--json", "/dev/null/result.json"], "--json is /dev/null/result.json, but /dev/null is no directory"),
-    ],
-)
-def test_arguments_that_the_command_refuses(arguments: list[str], message: str, cli: Cli) -> None:
-    status, _, error = cli("demo", "--device", "cpu", *arguments)
-    assert (status, error.count("\n")) == (1, 1)
-    assert error.startswith("lt_runtime demo: ")
-    assert message in error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -29,6 +29,15 @@ def without(*names: str) -> tuple[Library, ...]:
     return tuple(Library(lib.name, problem="not installed") if lib.name in names else lib for lib in LIBRARIES)
 
 
+def raising(error: Exception):
+    """A function that raises an error."""
+
+    def fail(_argument: int) -> None:
+        raise error
+
+    return fail
+
+
 def machine(driver=DRIVER, gpus=(H200,), libraries=LIBRARIES, cache=CACHE) -> doctor.Machine:
     return doctor.Machine(driver, gpus, libraries, cache)
 
@@ -85,9 +94,8 @@ def test_machines_with_one_finding(probed: dict[str, Any], what: str, mend: str,
 @pytest.mark.parametrize("package", doctor.PACKAGES)
 def test_nothing_is_ready_without_a_required_package(package: str):
     shown = shown_of(driver=None, gpus=(), libraries=without(package))
-    assert f"pip install {package}\n" in shown
-    assert f"missing  {package}: not installed" in shown
-    assert "Ready:" not in shown
+    for part in (f"pip install {package}\n", f"missing  {package}: not installed", "\nNot ready: "):
+        assert part in shown
 
 
 @pytest.mark.parametrize("gpus", [(), (H200,)])
@@ -154,11 +162,7 @@ def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
 )
 def test_no_driver(monkeypatch, tmp_path: Path, vendor: str, device_class: str, *, found: bool):
     """A driver is missing only where the PCI bus has a display controller of NVIDIA's."""
-
-    def cu_init(_flags: int) -> None:
-        raise RuntimeError("Failed to dlopen libcuda.so.1")
-
-    monkeypatch.setattr(cuda_driver, "cuInit", cu_init)
+    monkeypatch.setattr(cuda_driver, "cuInit", raising(RuntimeError("Failed to dlopen libcuda.so.1")))
     assert probes.driver(tmp_path) is None
     device = tmp_path / "0000:01:00.0"
     device.mkdir()
@@ -167,27 +171,18 @@ def test_no_driver(monkeypatch, tmp_path: Path, vendor: str, device_class: str, 
     assert probes.driver(tmp_path) == (Driver(problem="no libcuda.so.1") if found else None)
 
 
-@pytest.mark.parametrize(
-    ("status", "problem"),
-    [
-        ("CUDA_SUCCESS", None),
-        ("CUDA_ERROR_NO_DEVICE", None),
-        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "cuInit returned CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-    ],
-)
-def test_driver(monkeypatch, status: str, problem: str | None):
+@pytest.mark.parametrize("status", ["CUDA_SUCCESS", "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"])
+def test_driver(monkeypatch, status: str):
     monkeypatch.setattr(cuda_driver, "cuInit", lambda _: (getattr(cuda_driver.CUresult, status),))
     monkeypatch.setattr(cuda_driver, "cuDriverGetVersion", lambda: (cuda_driver.CUresult.CUDA_SUCCESS, 13010))
     monkeypatch.setattr(devices, "kernel_driver_version", lambda: "590.1")
-    assert probes.driver() == Driver("590.1", (13, 1), problem)
+    assert probes.driver() == Driver("590.1", (13, 1), f"cuInit returned {status}" if "MISMATCH" in status else None)
 
 
 def test_gpus(monkeypatch):
-    def fail(_ordinal: int) -> DeviceInfo:
-        raise DriverError("cuDeviceGetName", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
-
+    busy = DriverError("cuDeviceGetName", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
     monkeypatch.setattr(devices, "device_count", lambda: 1)
-    for info, found in ((lambda ordinal: replace(H200, ordinal=ordinal), (H200,)), (fail, ())):
+    for info, found in ((lambda ordinal: replace(H200, ordinal=ordinal), (H200,)), (raising(busy), ())):
         monkeypatch.setattr(devices, "device_info", info)
         assert probes.gpus() == found
 
