@@ -25,12 +25,8 @@ from lt_runtime.training.prefetch import prefetch
 from lt_runtime.training.state_dict import copied
 from lt_runtime.tuner.report import Progress, progress_bar
 
-_PIXELS: Final = 64
-_HIDDEN: Final = (256, 128)
-_CLASSES: Final = 10
+_DIMS: Final = (64, 256, 128, 10)  # pixels, hidden layers, classes
 _BATCH: Final = 64
-_LEARNING_RATE: Final = 3e-3
-_WEIGHT_DECAY: Final = 0.01
 _SPLIT_SEED: Final = 1797  # the held-out fifth is the same whatever the training seed
 
 
@@ -93,9 +89,9 @@ def train(options: argparse.Namespace, progress: Progress | None, profiled: Prof
     digits = load_digits()
     batches = len(digits.labels) // _BATCH  # of an epoch; the samples left out differ from epoch to epoch
     settings = {name: getattr(options, name) for name in ("dtype", "dropout", "seed", "device")}
-    model, total = MLP((_PIXELS, *_HIDDEN, _CLASSES), **settings), options.epochs * batches
+    model, total = MLP(_DIMS, **settings), options.epochs * batches
     schedule = schedules.warmup_cosine(min(batches, total - 1), total)
-    optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
+    optimizer = AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, schedule=schedule)
     images, losses, seconds, steps = digits.images.astype(model.dtype.numpy), list[Any](), 0.0, 0
 
     def shuffled() -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:

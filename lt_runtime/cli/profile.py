@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from lt_runtime.cli import INTERRUPTED
 from lt_runtime.cli.output import print_lines, writable
 from lt_runtime.errors import ArgumentError
 from lt_runtime.profiling.capture.check import check_capture
@@ -26,7 +27,6 @@ from lt_runtime.profiling.session import Profile, profiled_device
 
 _TIMED, _TRACED = 10, 10
 _OUTPUT: Final = "lt_runtime-profile"
-_INTERRUPTED: Final = 130
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,7 +119,7 @@ def _run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]
         inner = inner or error.__traceback__
         sys.excepthook(type(error), error.with_traceback(inner), inner)
         if isinstance(error, KeyboardInterrupt):
-            return {}, _INTERRUPTED
+            return {}, INTERRUPTED
     return {}, 1
 
 

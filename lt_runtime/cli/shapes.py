@@ -72,22 +72,21 @@ def read_shapes(path: Path) -> Shapes:
 
 
 def _plain(path: Path, text: str) -> Shapes:
-    lines = ((number, line.partition(_COMMENT)[0].split()) for number, line in enumerate(text.splitlines(), 1))
-    layers = [_plain_layer(f"{path}, line {number}", fields) for number, fields in lines if fields]
+    layers = []
+    for number, line in enumerate(text.splitlines(), 1):
+        fields, place = line.partition(_COMMENT)[0].split(), f"{path}, line {number}"
+        if fields and len(fields) != len(_FIELDS):
+            raise ArgumentError(f"{place} has {len(fields)} fields; accepted are three: M N K")
+        for name, size in zip(_FIELDS, fields, strict=False):
+            # The digits are counted first, because Python refuses to convert thousands of them.
+            if not (size.isascii() and size.isdigit() and len(size) <= len(str(_MOST)) and 1 <= int(size) <= _MOST):
+                raise ArgumentError(f"{place}: {name} is {size[:_SHOWN]!r}; accepted are {_SIZES}")
+        if fields:
+            m, n, k = map(int, fields)
+            layers.append(Layers(m, (k, n)))
     if not layers:
         raise ArgumentError(f"{path} names no layer; accepted are lines M N K, or JSON")
     return {"": layers}
-
-
-def _plain_layer(place: str, fields: list[str]) -> Layers:
-    if len(fields) != len(_FIELDS):
-        raise ArgumentError(f"{place} has {len(fields)} fields; accepted are three: M N K")
-    for name, text in zip(_FIELDS, fields, strict=True):
-        # The digits are counted first, because Python refuses to convert thousands of them.
-        if not (text.isascii() and text.isdigit() and len(text) <= len(str(_MOST)) and 1 <= int(text) <= _MOST):
-            raise ArgumentError(f"{place}: {name} is {text[:_SHOWN]!r}; accepted are {_SIZES}")
-    m, n, k = map(int, fields)
-    return Layers(m, (k, n))
 
 
 class _Field(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Final
 
+from lt_runtime.cli import INTERRUPTED
 from lt_runtime.cli.output import show
 from lt_runtime.cli.shapes import Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError, LtError
@@ -15,8 +15,6 @@ from lt_runtime.store.recording import read_recorded
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import LayerChain, chains_of
 from lt_runtime.tuner.report import Tuned, TuningReport, progress_bar
-
-INTERRUPTED: Final = 130
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,13 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with progress_bar() as progress:
             tuned.extend(search.tune_chains(chains, device, progress=progress))
-    except KeyboardInterrupt:
-        _show(tuned, is_complete=False, as_json=arguments.json)
-        return INTERRUPTED
-    except LtError:
-        if tuned:
+    except (KeyboardInterrupt, LtError) as error:
+        if tuned or isinstance(error, KeyboardInterrupt):
             _show(tuned, is_complete=False, as_json=arguments.json)
-        raise
+        if isinstance(error, LtError):
+            raise
+        return INTERRUPTED
     return _show(tuned, is_complete=True, as_json=arguments.json)
 
 

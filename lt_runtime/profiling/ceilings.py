@@ -41,8 +41,9 @@ def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
         GpuError: no memory, or another failure.
         CaptureError: a stream is being captured.
     """
-    path = _path(device)
-    known = _read(path)
+    path, known = _path(device), dict[str, float]()
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # the file is missing or damaged
+        known = {str(name): float(value) for name, value in json.loads(read_private(path, _LIMIT)).items() if value > 0}
     missing = {COPY, *kinds} - known.keys()
     if missing:
         with workbench(device) as bench:
@@ -74,12 +75,3 @@ def _least_us(bench: Bench, run: Callable[[int], object]) -> float:
 
 def _path(device: int) -> Path:
     return paths.cache_directory() / "ceilings" / fingerprint(device).file_name
-
-
-def _read(path: Path) -> dict[str, float]:
-    """The ceilings in a file; none if it is missing or damaged."""
-    try:
-        values = json.loads(read_private(path, _LIMIT))
-        return {str(name): float(value) for name, value in values.items() if value > 0}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}

@@ -13,13 +13,9 @@ from lt_runtime.profiling.layers import Layer
 from lt_runtime.profiling.report import Report
 
 _COLOURS: Final = {
-    "forward": "#3b75af",
-    "backward": "#c85200",
-    "loss": "#7f7f7f",
-    "optimizer": "#5b8c5a",
-    "input": "#b8a000",
-}
-_OTHER: Final = "#9c9c9c"
+    "forward": "#3b75af", "backward": "#c85200", "loss": "#7f7f7f", "optimizer": "#5b8c5a", "input": "#b8a000",
+    "": "#9c9c9c",
+}  # fmt: skip
 _MOST_BARS: Final = 40
 
 
@@ -67,8 +63,8 @@ def plot(report: Report, file: Path) -> None:
 
 def _bars(axes: Any, layers: Sequence[Layer], values: Sequence[float], label: str) -> None:
     places = range(len(layers))
-    axes.barh(places, values, color=[_colour(each) for each in layers])
-    axes.set_yticks(places, [_name(each) for each in layers])
+    axes.barh(places, values, color=[_COLOURS[each.phase] for each in layers])
+    axes.set_yticks(places, [f"{each.label} {each.phase}".strip() for each in layers])
     axes.set_xlabel(label)
     axes.margins(y=0.01)
     axes.grid(axis="x", alpha=0.3)
@@ -78,10 +74,12 @@ def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float])
     """FLOP/s over FLOPs per byte of the layers with matrix products, below the measured ceilings."""
     points = [(each.flops / each.bytes, each.tflops, each) for each in layers if each.flops]
     for place, (intensity, tflops, layer) in enumerate(sorted(points, key=lambda point: point[1])):
-        axes.scatter(intensity, tflops, color=_colour(layer), zorder=3)
-        line = {"arrowstyle": "-", "color": _colour(layer), "linewidth": 0.7, "alpha": 0.6}
+        axes.scatter(intensity, tflops, color=_COLOURS[layer.phase], zorder=3)
+        line = {"arrowstyle": "-", "color": _COLOURS[layer.phase], "linewidth": 0.7, "alpha": 0.6}
         at = {"xytext": (1.03, (place + 0.5) / len(points)), "textcoords": "axes fraction"}
-        axes.annotate(_name(layer), (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line)
+        axes.annotate(
+            f"{layer.label} {layer.phase}".strip(), (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line
+        )
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s")
     axes.grid(which="both", alpha=0.2)
     axes.minorticks_off()
@@ -93,11 +91,3 @@ def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float])
             axes.plot(corners, [min(flops, x * ceilings[COPY]) / 1e12 for x in corners], label=kind, linewidth=1)
         axes.set_ylim(min(y for _, y, _ in points) / 10, 2e-12 * max(rates.values()))
         axes.legend(title="ceilings, measured", loc="lower right")
-
-
-def _name(layer: Layer) -> str:
-    return f"{layer.label} {layer.phase}".strip()
-
-
-def _colour(layer: Layer) -> str:
-    return _COLOURS.get(layer.phase, _OTHER)

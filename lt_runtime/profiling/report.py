@@ -137,9 +137,9 @@ def load(file: Path) -> Report:
         content["kernels"] = [Kernel(**each) for each in content["kernels"]]
         content["totals"] = Totals(**content["totals"])
         return Report(**content)
+    except ArgumentError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ArgumentError):
-            raise
         raise ArgumentError(f"{file} is no profile as prof.save writes it ({type(error).__name__}: {error})") from None
 
 

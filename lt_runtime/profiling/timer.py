@@ -50,11 +50,6 @@ class _Frame:
     microseconds of the ranges in it, and `cost` those that the events in graphs launched in it take.
     """
 
-    __slots__ = (
-        "cost", "end", "host_end", "host_inside", "host_start", "inside", "name", "parent", "path", "phase", "start",
-        "thread", "works",
-    )  # fmt: skip
-
     def __init__(self, name: str, parent: _Frame | None) -> None:
         self.name, self.parent, self.thread = name, parent, threading.get_ident()
         self.path: tuple[str, ...] = (name,) if parent is None else (*parent.path, name)

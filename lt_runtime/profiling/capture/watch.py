@@ -92,28 +92,22 @@ class Watch:
         """Watches the calling thread; another trace function, such as a debugger's, is suspended."""
         previous = sys.gettrace()
         with listening(self):
-            sys.settrace(self._call)
+            sys.settrace(self._trace)
             try:
                 yield
             finally:
                 sys.settrace(previous)
                 self.note()
 
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Trace function for the begin of every function."""
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Trace function of calls, lines, exceptions and returns in functions outside of libraries."""
         if _is_library(frame.f_code.co_filename):
             return None
-        self.note()
-        self._go_to(frame)
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Trace function for lines, exceptions and returns in functions outside of libraries."""
         self.note()
         if event == "exception":
             self._note_error(argument[1])
         self._go_to(frame if event != "return" else frame.f_back)
-        return self._step
+        return self._trace
 
     def _go_to(self, frame: FrameType | None) -> None:
         while frame is not None and _is_library(frame.f_code.co_filename):
