@@ -10,6 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
@@ -46,7 +47,16 @@ for _name in VARIABLES:  # warns of meaningless values on the host too, where no
 
 
 @contextlib.contextmanager
-def tuning() -> Iterator[None]:
+def _within(variable: ContextVar[bool]) -> Iterator[None]:
+    """Sets a variable of this thread within a `with` block."""
+    token = variable.set(True)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def tuning() -> AbstractContextManager[None]:
     """Within a `with` block, the calling thread measures problems that are not in the plan cache before it runs them.
 
     A layer's forward pass is decided together with the backward pass that goes with it. The results go to the plan
@@ -57,21 +67,12 @@ def tuning() -> Iterator[None]:
     While it measures, other threads must not synchronise with the whole device, as `torch.cuda.synchronize()` does:
     `lt.tune` says what else is forbidden.
     """
-    token = asked_for.set(True)
-    try:
-        yield
-    finally:
-        asked_for.reset(token)
+    return _within(asked_for)
 
 
-@contextlib.contextmanager
-def not_tuning() -> Iterator[None]:
+def not_tuning() -> AbstractContextManager[None]:
     """Within a `with` block, the calling thread measures none of the problems that it runs, whatever else is set."""
-    token = _is_switched_off.set(True)
-    try:
-        yield
-    finally:
-        _is_switched_off.reset(token)
+    return _within(_is_switched_off)
 
 
 def before_first_use(problem: Remembered, device: int) -> None:
@@ -79,12 +80,12 @@ def before_first_use(problem: Remembered, device: int) -> None:
 
     A failure costs a warning, and the problem runs untuned.
     """
-    is_wanted = asked_for.get() or setting(TUNE_VARIABLE) == "first-use"
     if _is_busy.get():
         return
     if plan_store(device).has_unproven:
         with _one_at_a_time:
             _prove(problem, device)
+    is_wanted = asked_for.get() or setting(TUNE_VARIABLE) == "first-use"
     if not is_wanted or _is_switched_off.get() or (problem, device) in _seen:
         return
     with _one_at_a_time:
@@ -119,9 +120,7 @@ def is_step_tuned(tune: bool | None) -> bool:
     Args:
         tune: the step's own option, which comes before `tuning()`, which comes before the environment variable.
     """
-    if tune is None:
-        return asked_for.get() or setting(TUNE_VARIABLE) != "off"
-    return tune
+    return asked_for.get() or setting(TUNE_VARIABLE) != "off" if tune is None else tune
 
 
 def is_measured(problem: Remembered, device: int) -> bool:
@@ -167,11 +166,7 @@ def _prove(problem: Remembered, device: int) -> None:
 def _tune(problem: Remembered, device: int) -> None:
     from lt_runtime.tuner.chain import LayerChain
 
-    given: LayerChain | MatmulProblem
-    if isinstance(problem, MLPProblem):
-        given = LayerChain.of_narrow(problem)
-    else:
-        given = problem if isinstance(problem, MatmulProblem) else LayerChain.of_problem(problem)
+    given = problem if isinstance(problem, MatmulProblem) else LayerChain.of_problem(problem)
     _measure([given], device, str(problem))
 
 
@@ -191,11 +186,8 @@ def _measure(
 ) -> None:
     from lt_runtime.tuner import search
 
-    token = _is_busy.set(True)
     try:
-        for _ in search.tune_chains(given, device, progress=progress):
-            pass
+        with _within(_is_busy):
+            list(search.tune_chains(given, device, progress=progress))
     except (LtError, MemoryError) as error:
         warnings.warn(f"{what} could not be tuned and runs untuned ({error})", stacklevel=2)
-    finally:
-        _is_busy.reset(token)

@@ -66,13 +66,21 @@ def record(problem: Problem) -> None:
 
 
 def _append(path: str, line: str) -> None:
+    """Appends all of a line, or nothing."""
     # This never waits for the other end of a FIFO.
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
         with _locked(handle):
-            _append_whole(handle, line)
+            if _is_of_another_version(os.pread(handle, len(_HEADING), 0).decode(errors="replace")):
+                raise OSError(errno.EEXIST, _ANOTHER_VERSION)
+            size = os.fstat(handle).st_size
+            is_cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+            text = ("\n" if is_cut_off else "" if size else _HEADING).encode() + line.encode()
+            if os.write(handle, text) < len(text):
+                os.ftruncate(handle, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(handle)
 
@@ -96,19 +104,6 @@ def _locked(handle: int) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_UN)  # because a child that was forked meanwhile has the handle too
 
 
-def _append_whole(handle: int, line: str) -> None:
-    """Appends all of a line, or nothing."""
-    head = os.pread(handle, len(_HEADING), 0).decode(errors="replace")
-    if _is_of_another_version(head):
-        raise OSError(errno.EEXIST, _ANOTHER_VERSION)
-    size = os.fstat(handle).st_size
-    is_cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-    text = ("\n" if is_cut_off else "" if size else _HEADING).encode() + line.encode()
-    if os.write(handle, text) < len(text):
-        os.ftruncate(handle, size)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def _is_of_another_version(head: str) -> bool:
     found = re.match(r"# lt_runtime: problems of schema (\d+),", head)
     return found is not None and found[1] != str(SCHEMA)
@@ -130,20 +125,17 @@ def read_recorded(path: Path) -> list[Problem]:
     if _is_of_another_version(lines[0]):
         raise ArgumentError(f"{path} cannot be used ({_ANOTHER_VERSION})")
     numbered = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT)}
-    cut_off = [number for number, line in numbered.items() if _is_cut_off(line, is_last=number == len(lines))]
+    cut_off = [number for number, line in numbered.items() if _is_cut_off(line)]
     if cut_off:
         shown = ", ".join(map(str, cut_off[:3])) + (", ..." if len(cut_off) > 3 else "")
         warnings.warn(f"{path}: line {shown} is cut off and skipped", stacklevel=2)
-    for number in cut_off:
-        del numbered[number]
-    return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in numbered.items()))
+    whole = ((number, line) for number, line in numbered.items() if number not in cut_off)
+    return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in whole))
 
 
-def _is_cut_off(line: str, *, is_last: bool) -> bool:
-    """Whether a line, of which only a last one has no end, is the first part of a line that `record` writes."""
-    if is_last and _START.startswith(line):
-        return True
-    return line.startswith(_START) and not line.rstrip().endswith(_END)
+def _is_cut_off(line: str) -> bool:
+    """Whether a line is the first part of a line that `record` writes."""
+    return _START.startswith(line[: len(_START)]) and not line.rstrip().endswith(_END)
 
 
 def _read_line(place: str, line: str) -> Problem:

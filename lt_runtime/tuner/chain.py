@@ -110,8 +110,10 @@ class LayerChain:
         return cls(tuple(map(Layer, forwards, backwards)))
 
     @classmethod
-    def of_problem(cls, problem: LayerProblem) -> LayerChain:
-        """A chain of one problem; a forward problem that keeps something for backward has its `plain_backward` too."""
+    def of_problem(cls, problem: LayerProblem | MLPProblem) -> LayerChain:
+        """A chain of one problem or MLP; a forward problem that saves a tensor has its `plain_backward` too."""
+        if isinstance(problem, MLPProblem):
+            return cls.of_narrow(problem)
         if isinstance(problem, BackwardProblem):
             return cls((Layer(None, problem),))
         return cls((Layer(problem, plain_backward(problem) if problem.backward else None),))
@@ -209,12 +211,8 @@ class LayerChain:
     @property
     def accumulating(self) -> LayerChain:
         """The chain with gradients of parameters that are added to what their buffers hold."""
-        return LayerChain(
-            tuple(
-                layer._replace(backward=layer.backward and replace(layer.backward, accumulate=True))
-                for layer in self.layers
-            )
-        )
+        backwards = (each.backward and replace(each.backward, accumulate=True) for each in self.layers)
+        return LayerChain(tuple(map(Layer, (each.forward for each in self.layers), backwards)))
 
 
 def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:

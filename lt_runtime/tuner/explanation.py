@@ -14,8 +14,8 @@ from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.choose import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
-from lt_runtime.store.entries import LayerEntry, ProductEntry
-from lt_runtime.store.keys import Problem, Remembered, problem_key, to_json
+from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.keys import Remembered, problem_key, to_json
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.tuner import report
 from lt_runtime.tuner.chain import LayerChain
@@ -124,49 +124,46 @@ def explain_chain(chain: LayerChain, device: int) -> Explanations:
     """
     with activated(device):
         saved = {index: make_layer_plan(problem, device).strategy.saved for index, problem in chain.forwards.items()}
-    found = [explain_problem(problem, device) for problem in chain.keeping(saved).problems]
+    problems: list[Remembered] = [*chain.keeping(saved).problems]
     narrow = chain.narrow
     if narrow is not None and supports(narrow, device):
-        found.append(_explain_mlp(narrow, device))
-    return Explanations(found)
+        problems.append(narrow)
+    return Explanations(explain_problem(each, device) for each in problems)
 
 
-def _explain_mlp(problem: MLPProblem, device: int) -> Explanation:
-    """Whether a narrow MLP runs layer by layer at all."""
-    least, entry = least_us(problem, hardware(device)), known_mlp(problem, device)
-    if entry is None:
-        words = report.strategy_in_words({FUSED_MLP: is_fused(problem, device)})
-        return Explanation(problem, f"{words} (by the priors)", (), None, least)
-    return Explanation(problem, report.choice_in_words(entry), (), entry.us, least, *_others(entry))
-
-
-def _others(entry: LayerEntry) -> tuple[tuple[tuple[str, float], ...], tuple[str, ...]]:
-    """In words, strategies that are slower, with their times, and those that must not be used."""
-    slower = sorted(entry.alternatives, key=lambda each: each.us)
-    alternatives = tuple((report.choice_in_words(each), each.us) for each in slower)
-    return alternatives, tuple(map(report.rejection_in_words, entry.rejected))
-
-
-def explain_problem(problem: Problem, device: int) -> Explanation:
-    """What would be done for a problem now.
+def explain_problem(problem: Remembered, device: int) -> Explanation:
+    """How a problem would run now.
 
     Raises:
         PlanError: cuBLASLt has no algorithm for it.
     """
-    with activated(device):
-        least = least_us(problem, hardware(device))
-        if isinstance(problem, MatmulProblem):
-            product = ProductPlan(problem, device).product
-            explained, fused = _explained("product", product, device), product.problem.epilogue is problem.epilogue
-            strategy = "one product of cuBLASLt's" if fused else "a plain product, then our kernel"
-            us = explained.entry.us if explained.entry and fused else None
-            return Explanation(problem, strategy, (explained,), us, least)
-        plan, entry = make_layer_plan(problem, device), plan_store(device).layer(problem_key(problem))
+    least = least_us(problem, hardware(device))
+    if isinstance(problem, MLPProblem):
+        entry = known_mlp(problem, device)
+        products: tuple[ProductExplanation, ...] = ()
+        strategy = report.strategy_in_words({FUSED_MLP: is_fused(problem, device)})
+    else:
+        with activated(device):
+            if isinstance(problem, MatmulProblem):
+                return _explain_product(problem, device, least)
+            plan = make_layer_plan(problem, device)
+            products = tuple(_explained(name, each, device) for name, each in plan.products.items())
+        entry = plan_store(device).layer(problem_key(problem))
         strategy = report.strategy_in_words(to_json(plan.strategy))
-        products = tuple(_explained(name, each, device) for name, each in plan.products.items())
-        if entry is None:
-            return Explanation(problem, f"{strategy} (by the priors)", products, None, least)
-        return Explanation(problem, strategy, products, entry.us, least, *_others(entry))
+    if entry is None:
+        return Explanation(problem, f"{strategy} (by the priors)", products, None, least)
+    slower = sorted(entry.alternatives, key=lambda each: each.us)
+    alternatives = tuple((report.choice_in_words(each), each.us) for each in slower)
+    rejected = tuple(map(report.rejection_in_words, entry.rejected))
+    return Explanation(problem, strategy, products, entry.us, least, alternatives, rejected)
+
+
+def _explain_product(problem: MatmulProblem, device: int, least: float | None) -> Explanation:
+    product = ProductPlan(problem, device).product
+    explained, fused = _explained("product", product, device), product.problem.epilogue is problem.epilogue
+    strategy = "one product of cuBLASLt's" if fused else "a plain product, then our kernel"
+    us = explained.entry.us if explained.entry and fused else None
+    return Explanation(problem, strategy, (explained,), us, least)
 
 
 def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanation:

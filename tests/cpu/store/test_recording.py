@@ -102,7 +102,7 @@ def test_any_problem_comes_back(tmp_path: Path, met: list[Problem]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", 'line 3 is .*; accepted are lines such as {"problem": KEY}'),
+        ("{]", 'line 3 is .*; accepted are lines such as {"problem": KEY}'),
         ("[1]", "line 3 is"),
         ('{"key": 1}', "line 3 is"),
         ('{"problem": 1}', "line 3"),
@@ -175,7 +175,7 @@ def test_a_half_line_of_a_killed_writer_is_skipped_with_a_note(file: Path, lengt
         assert read_recorded(file) == PROBLEMS[:1]
 
 
-@pytest.mark.parametrize("length", [13, 100, len(LINES[1]) - 1])
+@pytest.mark.parametrize("length", [1, 13, 100, len(LINES[1]) - 1])
 def test_what_is_written_after_a_half_line_is_whole(file: Path, length: int) -> None:
     record(PROBLEMS[0])
     with file.open("a") as writer:
