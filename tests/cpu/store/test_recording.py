@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lt_runtime.environment import RECORD_VARIABLE
 from lt_runtime.errors import ArgumentError
 from lt_runtime.store import recording
-from lt_runtime.store.keys import Problem, parse_key, problem_key
+from lt_runtime.store.keys import parse_key, problem_key
 from lt_runtime.store.recording import read_recorded, record
 from tests.support.plan_entries import layer_key, product_key
-from tests.support.strategies import problems
 
 PROBLEMS = [parse_key(key) for key in (layer_key(64), product_key(64), layer_key(128))]
 
@@ -49,19 +46,14 @@ def test_each_problem_is_written_once(file: Path) -> None:
     assert read_recorded(file) == PROBLEMS
 
 
-def test_nothing_is_written_unless_asked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(RECORD_VARIABLE)
-    record(PROBLEMS[0])
-    monkeypatch.setenv(RECORD_VARIABLE, "")
-    record(PROBLEMS[0])
-    assert not file.exists()
-
-
-def test_another_file_gets_them_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record(PROBLEMS[0])
+def test_each_file_that_is_named_gets_them_and_no_other(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = file.with_name("other.jsonl")
-    monkeypatch.setenv(RECORD_VARIABLE, str(other))
-    record(PROBLEMS[0])
+    for name in ("", str(file), str(other)):
+        monkeypatch.setenv(RECORD_VARIABLE, name)
+        record(PROBLEMS[0])
+    monkeypatch.delenv(RECORD_VARIABLE)
+    record(PROBLEMS[1])
+    assert {*file.parent.iterdir()} == {file, other}
     assert read_recorded(file) == read_recorded(other) == PROBLEMS[:1]
 
 
@@ -91,14 +83,6 @@ def test_a_file_that_cannot_be_written_costs_one_warning(tmp_path: Path, monkeyp
         record(problem)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(problems, min_size=1, max_size=3))
-def test_any_problem_comes_back(tmp_path: Path, met: list[Problem]) -> None:
-    path = tmp_path / "met.jsonl"
-    path.write_text("".join(json.dumps({"problem": problem_key(each)}) + "\n" for each in met))
-    assert read_recorded(path) == list(dict.fromkeys(met))
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -116,20 +100,19 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         read_recorded(path)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be read \(No such file or directory\)"):
-        read_recorded(tmp_path / "met.jsonl")
-
-
-def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path) -> None:
-    file.write_text('# lt_runtime: problems of schema 1, for `lt_runtime warmup --recorded`\n{"problem": "old"}\n')
+@pytest.mark.parametrize("schema", ["1", "9" * 5000])
+def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path, schema: str) -> None:
+    file.write_text(f'# lt_runtime: problems of schema {schema}, for `lt_runtime warmup`\n{{"problem": "old"}}\n')
     content = file.read_text()
     with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be used \(it was recorded by another version"):
         read_recorded(file)
-    with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another version"):
-        record(PROBLEMS[0])
-    for problem in PROBLEMS:  # a second warning would be an error
-        record(problem)
+    if schema == "1":  # a longer heading is not read as a whole before a line is written
+        with pytest.warns(
+            UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another version"
+        ):
+            record(PROBLEMS[0])
+        for problem in PROBLEMS:  # a second warning would be an error
+            record(problem)
     assert file.read_text() == content
 
 
@@ -173,13 +156,6 @@ def test_a_half_line_of_a_killed_writer_is_skipped_with_a_note(file: Path, lengt
         writer.write(LINES[1][:length])
     with pytest.warns(UserWarning, match=r"met\.jsonl: line 3 is cut off and skipped"):
         assert read_recorded(file) == PROBLEMS[:1]
-
-
-@pytest.mark.parametrize("length", [1, 13, 100, len(LINES[1]) - 1])
-def test_what_is_written_after_a_half_line_is_whole(file: Path, length: int) -> None:
-    record(PROBLEMS[0])
-    with file.open("a") as writer:
-        writer.write(LINES[1][:length])
     record(PROBLEMS[2])
     with pytest.warns(UserWarning, match="line 3 is cut off and skipped"):
         assert read_recorded(file) == [PROBLEMS[0], PROBLEMS[2]]
@@ -226,6 +202,8 @@ def damage(path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     elif kind == "directory":
         path.mkdir()
+    elif kind == "missing":
+        return
     elif kind == "huge":
         with path.open("wb") as file:
             file.truncate(1 << 40)
@@ -234,18 +212,14 @@ def damage(path: Path, kind: str) -> None:
         path.write_text(lines[kind] + "\n")
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "huge", "brackets", "digits", "long", "nul"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "fifo", "device", "directory", "huge", "brackets", "digits", "long", "nul"]
+)
 def test_what_is_no_recording_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     damage(tmp_path / "met.jsonl", kind)
     with pytest.raises(ArgumentError, match=r"met\.jsonl") as caught:
         read_recorded(tmp_path / "met.jsonl")
     assert len(str(caught.value)) < 1000
-
-
-def test_a_schema_of_thousands_of_digits_is_another(file: Path) -> None:
-    file.write_text(f"# lt_runtime: problems of schema {'9' * 5000}, for\n")
-    with pytest.raises(ArgumentError, match="recorded by another version"):
-        read_recorded(file)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory"])

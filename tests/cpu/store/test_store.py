@@ -79,14 +79,6 @@ def test_an_entry_that_is_barred_is_barred_for_all_until_there_is_a_better_one(
         assert (found.algorithm, found.rejected[0].algorithm) == (better.algorithm, filled.algorithm)
 
 
-def test_a_layer_is_barred_too(path: Path) -> None:
-    store, entry = PlanStore(path, H200), layer()
-    store.put({LAYER: entry})
-    store.bar(LAYER, entry, "unknown strategy")
-    assert store.layer(LAYER) is None
-    assert Document.read(path).get(LAYER) == replace(entry, barred="unknown strategy")
-
-
 def test_what_is_barred_where_nothing_can_be_written_is_barred_in_memory(tmp_path: Path) -> None:
     (tmp_path / "plans").touch()
     store, entry = PlanStore(tmp_path / "plans" / H200.file_name, H200), product()
@@ -129,21 +121,6 @@ def test_a_file_from_an_equal_machine_is_merged(path: Path, filled: ProductEntry
         assert each.has_unproven
         assert each.unproven(KEY) == replace(better, algorithm=b"") != filled
     assert store.merge(Document.read(other)) == (0, True)
-
-
-def test_what_was_verified_here_is_used_from_then_on(path: Path, tmp_path: Path) -> None:
-    other = PlanStore(tmp_path / "other.json", H200)
-    other.put({KEY: product(), OTHER: product()})
-    store = PlanStore(path, H200)
-    store.merge(Document.read(other.path))
-    bare, worse = store.unproven(KEY), store.unproven(OTHER)
-    assert bare is not None
-    assert worse is not None
-    store.put({KEY: replace(bare, algorithm=bytes(64))}, {OTHER: replace(worse, barred="wrong")})
-    assert store.merge(Document.read(other.path)) == (0, True), "it comes again, and changes nothing"
-    for each in (store, PlanStore(path, H200)):
-        assert each.product(KEY) == replace(bare, algorithm=bytes(64))
-        assert each.product(OTHER) is each.unproven(KEY) is each.unproven(OTHER) is None
 
 
 @pytest.mark.parametrize("algorithm", [b"!" * 64, b"~" * 64, b"\0" * 64])

@@ -70,14 +70,6 @@ def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
     assert path.read_bytes() == content
 
 
-def test_a_symbolic_link_is_not_followed(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-    with pytest.warns(UserWarning, match="is a symbolic link and is not used: `rm "):
-        assert PlanStore(path, H200).product(KEY) is None
-
-
 def test_a_link_in_the_place_of_the_lock_harms_nobody(path: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -164,27 +156,6 @@ def test_a_bad_file_is_set_aside_at_once(path: Path, make: Callable[[Path], None
     assert len(caught) == 1
     assert store.put({KEY: entry})
     assert PlanStore(path, H200).product(KEY) == entry
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "[" * 100_000,
-        "(" * 5000,
-        "-" * 9000,
-        "f(" * 3000,
-        "9" * 5000,
-        f"{10**400}",
-        "\ud800",
-        "\0",
-        "1" * 20_000_000,
-        layer_key(64).replace('"negative_slope": 0.01', f'"negative_slope": {10**400}'),
-    ],
-    ids=lambda key: ascii(key[:10]),
-)
-def test_a_text_that_is_no_key(key: str) -> None:
-    with pytest.raises(ValueError, match="is not the key of a problem"):
-        parse_key(key)
 
 
 def test_a_long_text_is_not_parsed() -> None:

@@ -137,46 +137,30 @@ def as_ordinary_user() -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def test_a_directory_that_is_read_only() -> None:
+@pytest.mark.parametrize(
+    ("entered", "mode", "is_read", "message"),
+    [
+        ("directory", 0o500, True, "kept in memory alone.*Permission denied"),
+        ("directory", 0, False, "kept in memory alone"),
+        ("file", 0, False, "cannot be read .*Permission denied"),
+    ],
+)
+def test_permissions_that_are_missing(entered: str, mode: int, is_read: bool, message: str) -> None:
     with as_ordinary_user() as directory:
-        path, entry = directory / H200.file_name, product()
+        path, entry = directory / "plans" / H200.file_name, product()
         PlanStore(path, H200).put({KEY: entry})
         path.with_name(f"{path.name}.lock").unlink()
-        directory.chmod(0o500)
+        content, denied = path.read_bytes(), path.parent if entered == "directory" else path
+        before = denied.stat().st_mode
+        denied.chmod(mode)
         store = PlanStore(path, H200)
-        assert store.product(KEY) == entry
-        with one_warning("kept in memory alone.*Permission denied"):
+        with one_warning(message):
+            assert store.product(KEY) == (entry if is_read else None)
             assert not store.put({OTHER: product()})
             assert not store.put({LAYER: product()})
         assert store.product(OTHER) is not None
-        directory.chmod(0o700)
-
-
-def test_a_file_that_may_not_be_read_is_not_written_either() -> None:
-    with as_ordinary_user() as directory:
-        path = directory / H200.file_name
-        PlanStore(path, H200).put({KEY: product()})
-        content = path.read_bytes()
-        path.chmod(0)
-        store = PlanStore(path, H200)
-        with one_warning("cannot be read .*Permission denied"):
-            assert store.product(KEY) is None
-            assert not store.put({OTHER: product()})
-        assert store.product(OTHER) is not None
-        path.chmod(0o600)
+        denied.chmod(before)
         assert path.read_bytes() == content
-
-
-def test_a_directory_that_may_not_be_entered() -> None:
-    with as_ordinary_user() as directory:
-        inner = directory / "plans"
-        inner.mkdir(mode=0)
-        store, entry = PlanStore(inner / H200.file_name, H200), product()
-        assert store.product(KEY) is None
-        with one_warning("kept in memory alone"):
-            assert not store.put({KEY: entry})
-        assert store.product(KEY) == entry
-        inner.chmod(0o700)
 
 
 def test_a_lock_that_is_never_free_is_waited_for_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

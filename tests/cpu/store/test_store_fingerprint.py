@@ -31,9 +31,11 @@ def test_equal_gpus_have_the_same() -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Fingerprint)])
-def test_everything_in_it_gives_another_file(field: str) -> None:
-    value = getattr(H200, field)
-    assert replace(H200, **{field: value + type(value)(1)}).file_name != H200.file_name
+def test_everything_in_it_and_the_format_give_another_file(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, name = getattr(H200, field), H200.file_name
+    assert replace(H200, **{field: value + type(value)(1)}).file_name != name
+    monkeypatch.setattr(module, "SCHEMA", module.SCHEMA + 1)
+    assert H200.file_name != name
 
 
 @pytest.mark.parametrize(
@@ -49,12 +51,6 @@ def test_the_name_of_a_file_says_what_it_is_for(gpu: str, start: str) -> None:
     name = replace(H200, gpu=gpu).file_name
     assert name.startswith(start)
     assert len(name) == len(name.split("cublaslt130100-")[0]) + len("cublaslt130100-01234567.json")
-
-
-def test_the_format_is_part_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = H200.file_name
-    monkeypatch.setattr(module, "SCHEMA", module.SCHEMA + 1)
-    assert H200.file_name != name
 
 
 def test_in_what_two_differ() -> None:
@@ -90,17 +86,13 @@ def test_a_driver_that_tells_only_what_cuda_it_runs(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("machine")
 def test_a_machine_has_each_fingerprint_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise MissingLibraryError("no cuBLASLt")
+
     look = module.machine.__wrapped__
     for count, expected in ((2, (H200,)), (0, ())):
         monkeypatch.setattr(module, "device_count", lambda count=count: count)
         assert look() == expected
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_machine_without_cublaslt_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> int:
-        raise MissingLibraryError("no cuBLASLt")
-
     monkeypatch.setattr(module, "device_count", lambda: 1)
     monkeypatch.setattr(module.cublaslt, "get_version", missing)
-    assert module.machine.__wrapped__() == ()
+    assert look() == (), "a machine without cuBLASLt has none"

@@ -29,6 +29,7 @@ from tests.support.strategies import problems
 SPEC = Spec(packed(2, 3))
 PROBLEM = MatmulProblem(DType.BFLOAT16, DType.FLOAT32, Compute.FLOAT32, SPEC, SPEC, SPEC)
 KEY = problem_key(PROBLEM)
+LEAKY = problem_key(ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("leaky_relu"), SPEC, SPEC, SPEC))
 
 WRITTEN = (
     *(MatmulProblem, ForwardProblem, BackwardProblem, Derivative, Spec, Layout, Activation, Fingerprint),
@@ -58,19 +59,6 @@ def test_keys_are_equal_as_problems_are(one: Problem, other: Problem) -> None:
     assert (problem_key(one) == problem_key(other)) == (one == other)
 
 
-def test_every_field_is_in_the_key() -> None:
-    changed = [
-        {"dtype": DType.FLOAT16},
-        {"a": dataclasses.replace(SPEC, alignment=16)},
-        {"b": dataclasses.replace(SPEC, layout=packed(2, 3).transposed)},
-        {"c": SPEC},
-        {"batch": 2},
-        {"no_split_k": True},
-    ]
-    keys = {problem_key(dataclasses.replace(PROBLEM, **fields)) for fields in changed}
-    assert len(keys | {KEY}) == len(changed) + 1
-
-
 def test_equal_numbers_of_other_types_have_the_same_key() -> None:
     assert problem_key(dataclasses.replace(PROBLEM, batch=np.int64(1), no_split_k=np.False_)) == KEY
     slopes = (1, 1.0, np.float64(1)), (0, 0.0, -0.0)
@@ -79,7 +67,11 @@ def test_equal_numbers_of_other_types_have_the_same_key() -> None:
         made = [
             ForwardProblem(DType.FLOAT32, Compute.FLOAT32, activation, SPEC, SPEC, SPEC) for activation in activations
         ]
-        assert len({problem_key(problem) for problem in made}) == 1
+        keys = set()
+        for problem in made:
+            problem_key.cache_clear()  # as a new process would do, because these problems are equal
+            keys.add(problem_key(problem))
+        assert len(keys) == 1
 
 
 def test_what_a_key_looks_like() -> None:
@@ -93,6 +85,8 @@ def test_what_a_key_looks_like() -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        *("(" * 5000, "-" * 9000, "f(" * 3000, "9" * 5000, f"{10**400}", "\ud800", "1" * 20_000_000),
+        LEAKY.replace('"negative_slope": 0.01', f'"negative_slope": {10**400}'),
         "",
         "{",
         "[" * 10_000,
@@ -114,6 +108,7 @@ def test_what_a_key_looks_like() -> None:
         KEY.replace("MatmulProblem", "MatmulPlan"),
         KEY.replace('"a": {"layout": ', '"a": {'),
     ],
+    ids=lambda text: ascii(text[:10]),
 )
 def test_text_that_is_no_key(text: str) -> None:
     with pytest.raises(ValueError, match="is not the key of a problem"):
@@ -121,23 +116,11 @@ def test_text_that_is_no_key(text: str) -> None:
 
 
 def test_an_activation_that_does_not_exist() -> None:
-    key = problem_key(ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("tanh"), SPEC, SPEC, SPEC))
-    with pytest.raises(ValueError, match="activation is 'tonh'"):
-        parse_key(key.replace("tanh", "tonh"))
+    with pytest.raises(ValueError, match="activation is 'leaky_rely'"):
+        parse_key(LEAKY.replace("leaky_relu", "leaky_rely"))
 
 
 def test_whoever_changes_what_is_written_raises_the_version() -> None:
     lines = [f"{kind.__name__}.{each.name}: {each.type}" for kind in WRITTEN for each in dataclasses.fields(kind)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     assert DIGESTS[SCHEMA] == digest, "fields have changed: raise keys.SCHEMA and record the new digest"
-
-
-def test_both_zeros_have_one_key() -> None:
-    positive, negative = (
-        ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("leaky_relu", slope), SPEC, SPEC, SPEC)
-        for slope in (0.0, -0.0)
-    )
-    assert positive == negative
-    key = problem_key(positive)
-    problem_key.cache_clear()  # as a new process would do
-    assert problem_key(negative) == key

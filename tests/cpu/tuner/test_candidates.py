@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import pytest
@@ -42,18 +41,15 @@ def ids(algorithms: list[Algorithm]) -> list[int]:
     return [algorithm.get(ID) for algorithm in algorithms]
 
 
-def test_queries_differ_in_workspace_and_reductions(library: FakeLibrary) -> None:
-    library.offered = {(WORKSPACE, BOTH): [1, 2]}
-    heuristic_candidates(MatmulPlan(a_problem(), 0), WORKSPACE)
+@pytest.mark.parametrize(("masks", "changes"), [((BOTH, NONE), {}), ((NONE,), {"no_split_k": True})])
+def test_queries_differ_in_workspace_and_reductions(
+    library: FakeLibrary, masks: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    library.offered = {(WORKSPACE, masks[0]): [1, 2]}
+    heuristic_candidates(MatmulPlan(a_problem(**changes), 0), WORKSPACE)
     first, *others = library.asked
-    assert first == (WORKSPACE, BOTH)
-    assert others == [(limit, mask) for limit in (WORKSPACE, 4 << 20, 0) for mask in (BOTH, NONE)]
-
-
-def test_one_kernel_asks_for_no_reduction(library: FakeLibrary) -> None:
-    library.offered = {(WORKSPACE, NONE): [1]}
-    heuristic_candidates(MatmulPlan(a_problem(no_split_k=True), 0), WORKSPACE)
-    assert {mask for _, mask in library.asked} == {NONE}
+    assert first == (WORKSPACE, masks[0])
+    assert others == [(limit, mask) for limit in (WORKSPACE, 4 << 20, 0) for mask in masks]
 
 
 def test_the_plans_own_is_first_and_no_algorithm_comes_twice(library: FakeLibrary) -> None:
@@ -80,21 +76,6 @@ def known_bad(number: int) -> Algorithm:
     return bad.set(AlgoConfigAttribute.STAGES_ID, 35)
 
 
-def test_what_is_known_to_be_wrong_is_never_a_candidate(library: FakeLibrary) -> None:
-    library.offered = {(WORKSPACE, BOTH): [66, 1]}
-    query = library._query
-
-    def with_bad(*arguments: Any) -> int:
-        status = query(*arguments)
-        for result in arguments[8]._obj:
-            if result.algo[0] == 66:
-                result.algo[:] = struct.unpack("8Q", known_bad(66).blob)
-        return status
-
-    library.recorder._stand_ins["cublasLtMatmulAlgoGetHeuristic"] = with_bad
-    assert ids(heuristic_candidates(MatmulPlan(a_problem(), 0), WORKSPACE)) == [1]
-
-
 def test_a_plan_of_a_given_algorithm_asks_no_heuristic(library: FakeLibrary) -> None:
     library.workspace = lambda _: 4096
     given = Algorithm((21).to_bytes(8, "little") + bytes(56)).set(TILE, MatmulTile.TILE_128x64)
@@ -102,12 +83,9 @@ def test_a_plan_of_a_given_algorithm_asks_no_heuristic(library: FakeLibrary) -> 
     assert (plan.algorithm.blob, plan.algorithm.workspace_size) == (given.blob, 4096)
     assert plan.algorithm.waves_count == pytest.approx(waves(given))
     assert library.asked == []
-    assert MatmulPlan(a_problem_without_terms(), 0, algorithm=given.blob).algorithm is None
-
-
-def a_problem_without_terms() -> MatmulProblem:
     specs = [Spec(packed(*shape)) for shape in ((5, 0), (0, 6), (5, 6))]
-    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
+    without_terms = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
+    assert MatmulPlan(without_terms, 0, algorithm=given.blob).algorithm is None
 
 
 def test_what_speaks_against_a_given_algorithm(library: FakeLibrary) -> None:

@@ -115,19 +115,12 @@ def test_a_wrong_split_is_rejected_and_recorded(gpu: LayerGpu) -> None:
     assert BGRAD.format("output") not in [name for name, _ in gpu.clock.launched]
 
 
-def test_a_wrong_forward_is_rejected(gpu: LayerGpu) -> None:
-    gpu.us, gpu.wrong = {MASKED: 2.0}, {MASKED}
-    tuned = tune()
-    assert saved_by(gpu) is Saved.OUTPUT
-    assert [each.reason[:14] for each in entry(gpu, forward_of(RELU)).rejected] == ["wrong: y is of"]
-    assert tuned.after_us == 20.0
-
-
 def test_being_slower_than_a_wrong_split_is_no_reason(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_search, "supports", lambda _: False)
     gpu.us, gpu.wrong = {SPLIT: 1.0, MASKED: 5.0, FUSED: 8.0}, {SPLIT}
     tuned = tune()
     assert tuned.strategy.startswith(MASKED)
+    assert [each.reason[:14] for each in entry(gpu, forward_of(RELU)).rejected] == ["wrong: y is of"]
     assert not any(MASKED in each for each in tuned.rejected)
 
 
@@ -161,32 +154,29 @@ def test_a_challenger_within_the_noise_does_not_replace_the_priors_choice(gpu: L
     assert from_json(ForwardStrategy, entry(gpu, forward_of(RELU)).strategy).epilogue is Epilogue.RELU_BIAS
 
 
-def test_tuned_algorithms_count(gpu: LayerGpu) -> None:
-    gpu.us = {FUSED: 10.0, SPLIT: 10.5}
-    gpu.tuned_us = {FUSED: 9.5, SPLIT: 7.0}
+@pytest.mark.parametrize(
+    ("us", "tuned_us", "totals", "winner", "algorithm"),
+    [
+        ({SPLIT: 10.5}, {FUSED: 9.5, SPLIT: 7.0}, (20.0, 17.0), "bias", TUNED),
+        ({}, dict.fromkeys((FUSED, MASKED, SPLIT, PLAIN), 11.0), (20.0, 20.0), "relu_bias", BY_HEURISTIC),
+        ({FUSED: 20.0, PLAIN: 20.0, MASKED: 20.0}, {SPLIT: 12.0}, (30.0, 20.0), "bias", BY_HEURISTIC),
+    ],
+    ids=["tuned algorithms count", "the untuned plan stays where it is faster", "faster untuned in place"],
+)
+def test_algorithms_are_compared_in_place(
+    gpu: LayerGpu,
+    us: dict[str, float],
+    tuned_us: dict[str, float],
+    totals: tuple[float, float],
+    winner: str,
+    algorithm: bytes,
+) -> None:
+    gpu.us, gpu.tuned_us = us, tuned_us
     tuned = tune()
-    assert (tuned.before_us, tuned.after_us) == (20.0, 17.0)
-    assert tuned.strategy.startswith("bias, keeps output")
-    assert all(gpu.store.product(problem_key(problem)) for problem, _ in gpu.tuned)
-
-
-def test_what_runs_untuned_stays_where_it_is_faster(gpu: LayerGpu) -> None:
-    gpu.tuned_us = dict.fromkeys((FUSED, MASKED, SPLIT, PLAIN), 11.0)
-    tuned = tune()
-    assert (tuned.before_us, tuned.after_us) == (20.0, 20.0)
-    assert tuned.strategy.startswith("relu_bias")
-    algorithms = {problem.epilogue: entry_of(gpu, problem).algorithm for problem, _ in gpu.tuned}
-    assert algorithms[Epilogue.RELU_BIAS] == BY_HEURISTIC
-
-
-def test_the_heuristics_algorithms_win_where_they_are_faster_in_place(gpu: LayerGpu) -> None:
-    gpu.us, gpu.default_us = {FUSED: 20.0, SPLIT: 10.0, PLAIN: 20.0, MASKED: 20.0}, 15.0
-    gpu.tuned_us = {SPLIT: 12.0}
-    tuned = tune()
-    assert (tuned.before_us, tuned.after_us) == (35.0, 25.0)
-    assert tuned.strategy.startswith("bias, keeps output")
-    algorithms = {problem.epilogue: entry_of(gpu, problem).algorithm for problem, _ in gpu.tuned}
-    assert algorithms[Epilogue.BIAS] == BY_HEURISTIC
+    assert (tuned.before_us, tuned.after_us) == totals
+    assert tuned.strategy.startswith(f"{winner}, keeps output")
+    entries = {problem.epilogue.value: entry_of(gpu, problem) for problem, _ in gpu.tuned}
+    assert entries[winner].algorithm == algorithm
 
 
 def test_what_runs_untuned_does_not_stay_where_its_algorithm_is_wrong(gpu: LayerGpu) -> None:
@@ -232,18 +222,14 @@ def test_where_nothing_runs(gpu: LayerGpu) -> None:
 
 def test_what_is_decided_is_not_measured_again(gpu: LayerGpu) -> None:
     first = tune_all(GELU)
+    products = [problem for problem, _ in gpu.tuned]
+    assert len(products) == len(set(products)), "a product of two parts is tuned once"
     launches = len(gpu.clock.launched)
     second = tune_all(GELU)
     assert [each.problems for each in second] == [each.problems for each in first]
     assert [each.strategy for each in second] == [each.strategy for each in first]
     assert {each.measured for each in second} == {0}
     assert len(gpu.clock.launched) == launches
-
-
-def test_a_product_of_two_parts_is_tuned_once(gpu: LayerGpu) -> None:
-    tune_all(GELU)
-    problems = [problem for problem, _ in gpu.tuned]
-    assert len(problems) == len(set(problems))
 
 
 def test_an_interrupt_keeps_what_is_decided(gpu: LayerGpu) -> None:

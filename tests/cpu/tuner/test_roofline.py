@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved, Spec
-from lt_runtime.store.keys import Problem
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.roofline import Hardware, Work, least_us, work_of
 from tests.support.chain_problems import backward_of, forward_of
-from tests.support.strategies import problems
 
 H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
 PUBLISHED = [  # hardware at its boost clock, type, compute, TFLOP/s of the data sheet
@@ -86,9 +83,3 @@ def test_work_of_layers() -> None:
     accumulated = replace(backward_of(chain, 1), accumulate=True)
     assert work_of(accumulated).bytes == 2 * (read + written + w)
     assert work_of(backward_of(relu, 1, Saved.MASK)).bytes == 2 * (read + written - x) + x // 8
-
-
-@given(problems)
-def test_every_problem_has_work(problem: Problem) -> None:
-    work = work_of(problem)
-    assert min(work.flops, work.bytes) >= 0

@@ -90,13 +90,6 @@ def test_what_the_host_cannot_explain_is_not_launched_again() -> None:
     assert sum(name == "slow" for name, _ in clock.launched) == 2
 
 
-def test_the_first_may_be_the_one_far_behind() -> None:
-    clock = FakeClock()
-    measured = times(clock, clock.contenders(a=100.0, b=10.0))
-    assert measured["a"].dropped
-    assert fastest(measured, "a") == "b"
-
-
 def test_one_that_runs_for_seconds_is_launched_once() -> None:
     clock = FakeClock()
     measured = times(clock, clock.contenders(a=10.0, endless=3e6, b=9.0))
@@ -119,35 +112,32 @@ def test_a_graph_holds_some_launches_of_every_set(us: float, sets: int, launches
     assert [number for _, number in captured] == [index % sets for index in range(launches)]
 
 
-def test_when_time_is_up_what_was_not_tried_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """A clock whose launches take time of the budget."""
     clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    measured = times(clock, clock.contenders(a=1e5, b=1e5, c=1e5), budget_s=0.15)
+    return clock
+
+
+def test_when_time_is_up_what_was_not_tried_is_left_out(timed: FakeClock) -> None:
+    measured = times(timed, timed.contenders(a=1e5, b=1e5, c=1e5), budget_s=0.15)
     assert list(measured) == ["a", "b"]
-    assert len(clock.rounds) == 3
+    assert len(timed.rounds) == 3
+    assert list(times(timed, timed.contenders(a=1.0, b=1.0), budget_s=-1.0)) == ["a"], "at least the first is timed"
 
 
-def test_what_is_compiled_and_loaded_takes_no_time_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    contenders = {name: clock.contender(name, 1.0, first_us=4e5) for name in "abc"}
-    measured = times(clock, contenders, budget_s=0.5)
+def test_what_is_compiled_and_loaded_takes_no_time_from_the_others(timed: FakeClock) -> None:
+    contenders = {name: timed.contender(name, 1.0, first_us=4e5) for name in "abc"}
+    measured = times(timed, contenders, budget_s=0.5)
     assert {name: timing.dropped for name, timing in measured.items()} == dict.fromkeys("abc", False)
-    assert len(clock.rounds) > 3
-    assert clock.watch.seconds < 0.5 < clock.now
+    assert len(timed.rounds) > 3
+    assert timed.watch.seconds < 0.5 < timed.now
 
 
-def test_slow_ones_use_up_the_time_although_they_are_tried_but_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    contenders = {"a": clock.contender("a", 1.0), **{f"slow {n}": clock.contender(f"slow {n}", 3e6) for n in range(9)}}
-    assert list(times(clock, contenders, budget_s=1.5)) == ["a", "slow 0", "slow 1"]
-
-
-def test_at_least_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    assert list(times(clock, clock.contenders(a=1.0, b=1.0), budget_s=-1.0)) == ["a"]
+def test_slow_ones_use_up_the_time_although_they_are_tried_but_once(timed: FakeClock) -> None:
+    contenders = {"a": timed.contender("a", 1.0), **{f"slow {n}": timed.contender(f"slow {n}", 3e6) for n in range(9)}}
+    assert list(times(timed, contenders, budget_s=1.5)) == ["a", "slow 0", "slow 1"]
 
 
 def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
@@ -164,25 +154,25 @@ def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
         take_times(contenders, clock, 1, FOREVER)  # type: ignore[arg-type]
 
 
+FIRST = Timing(100.0, 0.5)
+
+
 @pytest.mark.parametrize(
-    ("challenger", "winner"),
+    ("timings", "winner"),
     [
-        (Timing(98.0, 0.1), "challenger"),
-        (Timing(99.5, 0.1), "first"),  # less than 1 %
-        (Timing(98.0, 5.0), "first"),  # less than the noise
-        (Timing(94.0, 5.0), "challenger"),
-        (Timing(101.0, 0.1), "first"),
-        (Timing(50.0, 0.0, dropped=True), "first"),
+        ({"first": FIRST, "challenger": Timing(98.0, 0.1)}, "challenger"),
+        ({"first": FIRST, "challenger": Timing(99.5, 0.1)}, "first"),  # less than 1 %
+        ({"first": FIRST, "challenger": Timing(98.0, 5.0)}, "first"),  # less than the noise
+        ({"first": FIRST, "challenger": Timing(94.0, 5.0)}, "challenger"),
+        ({"first": FIRST, "challenger": Timing(101.0, 0.1)}, "first"),
+        ({"first": FIRST, "challenger": Timing(50.0, 0.0, dropped=True)}, "first"),
+        ({"first": Timing(100.0, 0.0, dropped=True), "challenger": FIRST}, "challenger"),
+        ({"first": FIRST, "noisy": Timing(90.0, 20.0), "a": Timing(95.0, 0.5), "b": Timing(92.0, 0.5)}, "b"),
+        ({"noisy": Timing(90.0, 20.0), "b": Timing(92.0, 0.5)}, "noisy"),
     ],
 )
-def test_a_challenger_must_win_by_more_than_the_noise(challenger: Timing, winner: str) -> None:
-    assert fastest({"first": Timing(100.0, 0.5), "challenger": challenger}, "first") == winner
-
-
-def test_the_fastest_of_those_that_beat_the_first_wins() -> None:
-    timings = {"first": Timing(100.0, 0.5), "noisy": Timing(90.0, 20.0), "a": Timing(95.0, 0.5), "b": Timing(92.0, 0.5)}
-    assert fastest(timings, "first") == "b"
-    assert fastest(timings, "somebody else") == "noisy"
+def test_a_challenger_must_win_by_more_than_the_noise(timings: dict[str, Timing], winner: str) -> None:
+    assert fastest(timings, "first") == winner
 
 
 positive = st.floats(0.1, 1e4)

@@ -139,15 +139,6 @@ def test_memory_that_is_not_the_results(at: int) -> None:
     assert fault == f"wrong: it writes outside of D, with {LATTICE.name}"
 
 
-@pytest.mark.parametrize("types", FLOAT_TYPES)
-def test_a_dropped_tail(types: tuple[DType, DType]) -> None:
-    def launch(trial: ProductOperands) -> None:
-        a, b = operands(trial)
-        compute(trial, a[..., : K - 1], b[..., : K - 1, :])
-
-    assert judge(a_problem(types=types), launch) is not None
-
-
 def test_two_runs_that_differ() -> None:
     runs: list[int] = []
 
@@ -204,14 +195,27 @@ def test_sums_in_fp32_pass_in_any_order(k: int) -> None:
     assert judge(a_problem(k=k), launch) is None
 
 
-def test_partial_sums_in_the_output_type_do_not_pass() -> None:
-    def launch(trial: ProductOperands) -> None:
-        a, b = operands(trial)
-        halves = (a[..., : K // 2] @ b[..., : K // 2, :], a[..., K // 2 :] @ b[..., K // 2 :, :])
-        total = sum(half.astype(DType.BFLOAT16.numpy).astype(np.float64) for half in halves)
-        bits(trial.buffers["d"])[...] = encode(total, DType.BFLOAT16)
+def tail_dropped(trial: ProductOperands) -> NDArray[Any]:
+    a, b = operands(trial)
+    return a[..., : K - 1] @ b[..., : K - 1, :]
 
-    assert judge(a_problem(types=FLOAT_TYPES[1]), launch) is not None
+
+def partial_sums_rounded(trial: ProductOperands) -> NDArray[Any]:
+    a, b = operands(trial)
+    halves = (a[..., : K // 2] @ b[..., : K // 2, :], a[..., K // 2 :] @ b[..., K // 2 :, :])
+    return sum(half.astype(trial.problem.d_dtype.numpy).astype(np.float64) for half in halves)
+
+
+@pytest.mark.parametrize(
+    ("product", "types"), [*((tail_dropped, types) for types in FLOAT_TYPES), (partial_sums_rounded, FLOAT_TYPES[1])]
+)
+def test_products_that_are_wrong(
+    product: Callable[[ProductOperands], NDArray[Any]], types: tuple[DType, DType]
+) -> None:
+    def launch(trial: ProductOperands) -> None:
+        bits(trial.buffers["d"])[...] = encode(product(trial), trial.problem.d_dtype)
+
+    assert judge(a_problem(types=types), launch) is not None
 
 
 def test_what_lies_beyond_the_range_is_not_judged() -> None:
