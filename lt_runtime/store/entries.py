@@ -149,11 +149,6 @@ class ProductEntry(_Checked):
         """Whether its algorithm is still to be rebuilt and verified."""
         return self.barred is None and self.algorithm == b""
 
-    @property
-    def rejection(self) -> RejectedAlgorithm:
-        """The rejection that a better entry lists when this one is barred."""
-        return RejectedAlgorithm(self.algorithm, self.config, self.barred or "")
-
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry(_Checked):
@@ -182,11 +177,6 @@ class LayerEntry(_Checked):
         """Whether a plan can be made of it now."""
         return self.barred is None
 
-    @property
-    def rejection(self) -> RejectedStrategy:
-        """The rejection that a better entry lists when this one is barred."""
-        return RejectedStrategy(self.strategy, self.barred or "")
-
 
 Entry: TypeAlias = ProductEntry | LayerEntry
 Kind = TypeVar("Kind", ProductEntry, LayerEntry)
@@ -204,9 +194,13 @@ def better(ours: Kind, theirs: Kind) -> Kind:
         return max(ours, theirs, key=_rank)
     if ours.barred is None:
         ours, theirs = theirs, ours
-    if replace(ours.rejection, reason="") in [replace(each, reason="") for each in theirs.rejected]:
+    kind: Any = RejectedAlgorithm if isinstance(ours, ProductEntry) else RejectedStrategy
+    rejection = kind(
+        **{name: getattr(ours, name) for name in field_types(kind) if name != "reason"}, reason=ours.barred
+    )
+    if replace(rejection, reason="") in [replace(each, reason="") for each in theirs.rejected]:
         return theirs
-    return replace(theirs, rejected=(*theirs.rejected, ours.rejection))
+    return replace(theirs, rejected=(*theirs.rejected, rejection))
 
 
 def _rank(entry: Entry) -> tuple[str, float, int, bool, str]:

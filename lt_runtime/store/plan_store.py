@@ -45,17 +45,13 @@ def plan_store(device: int) -> PlanStore:
 @functools.cache
 def _opened(directory: Path, known: Fingerprint) -> PlanStore:
     path = directory / known.file_name
-    if not path.exists():
-        _tell_of_another_version(directory, f"{known.file_name.rpartition('-')[0]}-*.json")
-    return PlanStore(path, known)
-
-
-def _tell_of_another_version(directory: Path, pattern: str) -> None:
+    pattern = "" if path.exists() else f"{known.file_name.rpartition('-')[0]}-*.json"
     with contextlib.suppress(OSError, ValueError):
-        for path in directory.glob(pattern):
-            if f'"schema": {SCHEMA},'.encode() not in read_regular(path, LARGEST)[:40]:
-                warnings.warn(f"{path} is of another version of lt_runtime: it stays and is not used", stacklevel=5)
+        for other in directory.glob(pattern) if pattern else ():
+            if f'"schema": {SCHEMA},'.encode() not in read_regular(other, LARGEST)[:40]:
+                warnings.warn(f"{other} is of another version of lt_runtime: it stays and is not used", stacklevel=4)
                 break
+    return PlanStore(path, known)
 
 
 class PlanStore:

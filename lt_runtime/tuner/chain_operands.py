@@ -168,7 +168,7 @@ class OperandSets:
     """
 
     def __init__(self, bench: Bench, chain: LayerChain) -> None:
-        self._clock, self._dtype = bench.clock, chain.problems[0].dtype
+        self._clock = bench.clock
         self._sets = operand_sets(lambda: ChainOperands(bench.memory, chain), bench.device)
         self.measured = 0
 
@@ -201,12 +201,6 @@ class OperandSets:
         found = self._sets[0].results()
         self._sets[0].fill(NORMAL, 0)
         return found
-
-    def disagreement(
-        self, plans: Placed, expected: Mapping[str, Buffer], layers: int = _LAYERS
-    ) -> tuple[str, str] | None:
-        """Compares the results of plans with expected ones; see `disagreement`."""
-        return disagreement(self.results(plans), expected, self._dtype, layers)
 
 
 def disagreement(

@@ -21,7 +21,7 @@ from lt_runtime.store.entries import Alternative, Entry, LayerEntry, RejectedStr
 from lt_runtime.store.keys import problem_key, to_json
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
-from lt_runtime.tuner.chain_operands import OperandSets, Placed
+from lt_runtime.tuner.chain_operands import OperandSets, Placed, disagreement
 from lt_runtime.tuner.product_search import Products
 from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words, strategy_in_words
 from lt_runtime.tuner.roofline import floor_us
@@ -243,7 +243,8 @@ class _Search:
         found: dict[_Split, str] = {}
         for split in names:
             if [*map(_key, split)] != [*map(_key, self._plainest)]:
-                fault = self._operands.disagreement(self._placed(split), self._expected)
+                results = self._operands.results(self._placed(split))
+                fault = disagreement(results, self._expected, split[0].problem.dtype)
                 if fault is not None:
                     self.wrong[split], words = fault
                     found[split] = f"wrong: {words}"

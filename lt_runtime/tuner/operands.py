@@ -78,14 +78,6 @@ class Memory(NamedTuple):
         call("cuStreamSynchronize", self.stream)
         return values
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copies bytes within the GPU."""
-        call("cuMemcpyDtoDAsync", target, source, size, self.stream)
-
-    def set(self, address: int, byte: int, size: int) -> None:
-        """Sets every one of `size` bytes."""
-        call("cuMemsetD8Async", address, byte, size, self.stream)
-
     def expect(self, params: ExpectParams, batch: int) -> None:
         """Computes what a product must be; see verify.cu."""
         launch_expect(params, batch, self.device, self.stream)
@@ -218,18 +210,18 @@ class Buffer:
         filled = values.nbytes
         while filled < self.size:  # twice as many periods each time
             copied = min(filled, self.size - filled)
-            self._memory.copy(self.start + filled, self.start, copied)
+            call("cuMemcpyDtoDAsync", self.start + filled, self.start, copied, self._memory.stream)
             filled += copied
 
     def poison(self) -> None:
         """Sets every bit, which makes every float NaN."""
-        self._memory.set(self.start, 0xFF, self.size)
+        call("cuMemsetD8Async", self.start, 0xFF, self.size, self._memory.stream)
 
     def snapshot(self) -> Buffer:
         """A copy in memory of its own."""
         made = copy.copy(self)
         made._hold(self._memory)
-        self._memory.copy(made.start, self.start, self.size)
+        call("cuMemcpyDtoDAsync", made.start, self.start, self.size, self._memory.stream)
         return made
 
     def equals(self, other: Buffer) -> bool:

@@ -20,7 +20,7 @@ from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, Reje
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.tuner.chain import LayerChain, Part, as_decided, saved_as
-from lt_runtime.tuner.chain_operands import OperandSets, Placed
+from lt_runtime.tuner.chain_operands import OperandSets, Placed, disagreement
 from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import find_algorithm
 from lt_runtime.tuner.report import (
@@ -209,7 +209,8 @@ class _Passes:
         fused: Placed = [(0, plan) for plan in mlp_plans(problem, bench.device)]
         layers: Placed = [(index, make_layer_plan(each, bench.device)) for index, each in chain.runs]
         self._plans = {True: fused, False: layers}
-        self._chain, self._least_us, self._layers = chain, floor_us([problem], bench.device), len(problem.biases)
+        self._chain, self._least_us = chain, floor_us([problem], bench.device)
+        self._tolerance = problem.dtype, len(problem.biases)
         self.operands = OperandSets(bench, chain)
         self.rejected: dict[bool, str] = {}
 
@@ -228,7 +229,7 @@ class _Passes:
             return {}
         results = self.operands.results(self._plans[False])
         expected = {name: each for name, each in results.items() if self._is_outcome(name)}
-        wrong = self.operands.disagreement(self._plans[True], expected, self._layers)
+        wrong = disagreement(self.operands.results(self._plans[True]), expected, *self._tolerance)
         return {} if wrong is None else {True: f"wrong: {wrong[1]}"}
 
     def reject(self, name: bool, reason: str) -> None:

@@ -159,11 +159,11 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
     ),
     fault(
-        "files of any number of entries are read",
+        "the digests of a plan file's entries are not compared",
         _DOCUMENT,
-        'if len(data["entries"]) > MOST_ENTRIES:',
-        'if len(data["entries"]) < 0:',
-        "tests/cpu/store/test_store_attacks.py::test_a_bad_file_is_set_aside_at_once",
+        "if not has_its_digest(key, value):",
+        "if value is None:",
+        "tests/cpu/store/test_store_faults.py::test_a_file_that_cannot_be_used_is_kept_and_costs_one_warning",
     ),
     fault(
         "a merged algorithm that is wrong is not barred",
