@@ -90,7 +90,10 @@ def before_first_use(problem: Remembered, device: int) -> None:
         return
     with _one_at_a_time:
         if not is_measured(problem, device):
-            _tune(problem, device)
+            from lt_runtime.tuner.chain import LayerChain
+
+            given = problem if isinstance(problem, MatmulProblem) else LayerChain.of_problem(problem)
+            _measure([given], device, str(problem))
         _seen.add((problem, device))
 
 
@@ -161,13 +164,6 @@ def _prove(problem: Remembered, device: int) -> None:
             make_plan(problem, device, choose)
     except (LtError, MemoryError) as error:
         warnings.warn(f"merged algorithms could not be verified and are not used ({error})", stacklevel=2)
-
-
-def _tune(problem: Remembered, device: int) -> None:
-    from lt_runtime.tuner.chain import LayerChain
-
-    given = problem if isinstance(problem, MatmulProblem) else LayerChain.of_problem(problem)
-    _measure([given], device, str(problem))
 
 
 def _tune_step(chains: Sequence[LayerChain], device: int) -> None:

@@ -194,10 +194,11 @@ def better(ours: Kind, theirs: Kind) -> Kind:
         return max(ours, theirs, key=_rank)
     if ours.barred is None:
         ours, theirs = theirs, ours
-    kind: Any = RejectedAlgorithm if isinstance(ours, ProductEntry) else RejectedStrategy
-    rejection = kind(
-        **{name: getattr(ours, name) for name in field_types(kind) if name != "reason"}, reason=ours.barred
-    )
+    rejection: Any
+    if isinstance(ours, ProductEntry):
+        rejection = RejectedAlgorithm(ours.algorithm, ours.config, ours.barred or "")
+    else:
+        rejection = RejectedStrategy(ours.strategy, ours.barred or "")
     if replace(rejection, reason="") in [replace(each, reason="") for each in theirs.rejected]:
         return theirs
     return replace(theirs, rejected=(*theirs.rejected, rejection))

@@ -123,8 +123,7 @@ class PlanStore:
 
     def unproven(self, key: str) -> ProductEntry | None:
         """The entry of a matrix product whose algorithm is still to be rebuilt and verified; None if there is none."""
-        with self._lock:
-            entry = self._document.get(key)
+        entry = self.choice(key)
         return entry if isinstance(entry, ProductEntry) and entry.is_unproven else None
 
     @property
@@ -132,7 +131,7 @@ class PlanStore:
         """Whether algorithms of some products are still to be rebuilt and verified."""
         with self._lock:
             self._reload()
-            return any(isinstance(each, dict) and each.get("algorithm") == "" for each in self._document.raw.values())
+            return any(each.get("algorithm") == "" for each in self._document.raw.values())
 
     def _find(self, key: str, kind: type[Kind]) -> Kind | None:
         with self._lock:

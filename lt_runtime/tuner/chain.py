@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
-from lt_runtime.arguments import by_layer, shown
+from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import packed
 from lt_runtime.plans.decisions import LayerProblem, known_layer
@@ -85,13 +85,9 @@ class LayerChain:
             ArgumentError: there are fewer than two dims, or one of them, or `rows`, is not a positive integer.
         """
         _check_sizes(rows, dims)
-        options = [
-            by_layer(name, given, len(dims) - 1, lambda _, value: value, last)[1]
-            for name, given, last in (
-                ("activation", activation, output_activation),
-                ("bias", bias, None),
-                ("dropout", dropout, False),
-            )
+        options: Any = [
+            value if isinstance(value, (list, tuple)) else [*[value] * (len(dims) - 2), of_last]
+            for value, of_last in ((activation, output_activation), (bias, bias), (dropout, False))
         ]
         forwards = [
             ForwardProblem(
