@@ -44,11 +44,11 @@ class UnusableError(ArgumentError):
 
 
 class Document:
-    """All that one file holds.
+    """The fingerprint and the entries of one plan file.
 
     Attributes:
         fingerprint: the machine that the entries are valid for.
-        raw: the entries by key as they stand in the file; not to be changed.
+        raw: the entries as JSON, by key, as in the file. Callers must not change it.
     """
 
     def __init__(self, fingerprint: Fingerprint, entries: Mapping[str, Json] | None = None) -> None:
@@ -58,7 +58,7 @@ class Document:
 
     @classmethod
     def read(cls, path: Path, *, is_own: bool = False) -> Document:
-        """The document in a file.
+        """Reads a document from a file.
 
         Args:
             is_own: whether the file is one of this cache's, which nobody else may have written.
@@ -76,7 +76,7 @@ class Document:
 
     @classmethod
     def parse(cls, content: bytes) -> Document:
-        """The document of which a file has the bytes.
+        """Reads a document from the bytes of a file.
 
         Raises:
             UnusableError: "damaged" or "schema-K".

@@ -1,4 +1,4 @@
-"""Entries of the plan cache, one for each problem that was measured, and the rule which of two entries is kept.
+"""Entries of the plan cache, one for each measured problem, and the rule that decides which of two entries is kept.
 
 An entry checks its values when it is made. In a file it carries a digest of its key and itself, because cuBLASLt need
 not notice a changed bit in an algorithm.
@@ -62,7 +62,7 @@ _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "barred": (lambda value: value is None or isinstance(value, str), "texts and None"),
     "when": (_is_date, "dates in UTC such as 2026-01-31T23:59:59Z"),
 }
-"""What each field accepts, by its name, which means the same in every class below."""
+"""Accepted values of each field, by the field's name. Fields of one name mean the same in all classes below."""
 
 
 class _Checked:
@@ -79,7 +79,7 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class RejectedAlgorithm(_Checked):
-    """An algorithm that was measured or checked and must not be used.
+    """An algorithm that was measured or verified and must not be used.
 
     Attributes:
         algorithm, config: as in `ProductEntry`.
@@ -114,8 +114,8 @@ class ProductEntry(_Checked):
     Attributes:
         algorithm: the bytes from which `plan_from_blob` makes a plan: either the 64 opaque bytes of
             `cublasLtMatmulAlgo_t`, which only one version of cuBLASLt understands, or the mark of a method of our own.
-            None in an entry of another machine's: its algorithm is rebuilt from the configuration, and verified,
-            before its first use.
+            Empty in a merged entry of another machine, whose algorithm is rebuilt from `config` and verified before its
+            first use.
         config: the algorithm's configuration, by the names of its attributes.
         us: median time in µs.
         first_us: median time in µs of the algorithm that runs untuned.

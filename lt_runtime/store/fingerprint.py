@@ -1,4 +1,4 @@
-"""What measured plans are good for: one GPU model with one version of cuBLASLt, of the driver and of our kernels."""
+"""Fingerprints: measured plans hold for one GPU model with one version of cuBLASLt, driver and our kernels."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class PlanStore:
     def _find(self, key: str, kind: type[Kind]) -> Kind | None:
         with self._lock:
             entry = self._document.get(key)
-            if entry is None or not entry.is_usable:  # another process may have measured the problem since
+            if entry is None or not entry.is_usable:  # Another process may have measured it meanwhile.
                 self._reload()
                 entry = self._document.get(key)
         return entry if isinstance(entry, kind) and entry.is_usable else None
@@ -186,7 +186,7 @@ class PlanStore:
 
         If the lock could not be had in time, later calls do not wait for it until it has been free once.
         """
-        import filelock  # here, because a process that only reads does not need it
+        import filelock  # A process that only reads plans does not need it.
 
         try:
             make_private_directory(self.path.parent)

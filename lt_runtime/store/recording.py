@@ -40,7 +40,7 @@ _POLL_SECONDS: Final = 0.001
 _recorded: set[tuple[str, str]] = set()
 """Files and the keys that this process has written to them, or tried to."""
 _complained: set[str] = set()
-"""Files that could not be written."""
+"""Files that could not be written, about which this process has warned."""
 _lock = threading.Lock()
 
 
@@ -101,7 +101,9 @@ def _locked(handle: int) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # because a child that was forked meanwhile has the handle too
+            fcntl.flock(
+                handle, fcntl.LOCK_UN
+            )  # A child process that was forked meanwhile holds the handle too, and with it the lock.
 
 
 def _is_of_another_version(head: str) -> bool:
@@ -112,7 +114,7 @@ def _is_of_another_version(head: str) -> bool:
 def read_recorded(path: Path) -> list[Problem]:
     """The problems in a file, without repetitions, in the order in which they were met.
 
-    Lines that were cut off, by the end of the process that wrote them, cost one warning.
+    Lines that were cut off because their writer was killed are skipped, with one warning.
 
     Raises:
         ArgumentError: the file cannot be read, was written by another version, or has a line that `record` would not

@@ -278,7 +278,7 @@ def chains_of(problems: Iterable[Problem]) -> list[LayerChain | MatmulProblem]:
 
 
 def _joined(items: Iterable[_Item], follows: Callable[[_Item, _Item], bool]) -> list[list[_Item]]:
-    """The items in runs of which each follows the one before."""
+    """Splits items into runs, in which each item follows the item before it."""
     runs: list[list[_Item]] = []
     for item in items:
         for run in runs:
@@ -294,7 +294,7 @@ def _joined(items: Iterable[_Item], follows: Callable[[_Item, _Item], bool]) -> 
 
 
 def _is_below(above: BackwardProblem, below: BackwardProblem) -> bool:
-    """Whether the second may be of the layer below the first's, whose derivative only one of them takes."""
+    """Whether a backward problem may belong to the layer below another's, and only one of them takes the derivative."""
     is_taken_once = above.input_derivative is None or below.output_derivative.is_identity
     return _types(above) == _types(below) and above.dx == below.dy and is_taken_once
 
@@ -337,7 +337,7 @@ def _is_layer_below(forward: ForwardProblem, above: BackwardProblem) -> bool:
 
 
 def _fits(forward: ForwardProblem, derivative: Derivative) -> bool:
-    """Whether it is the derivative of the forward problem's activation and dropout."""
+    """Whether a derivative is that of a forward problem's activation and dropout."""
     is_same = (forward.activation, forward.dropout) == (derivative.activation, derivative.dropout)
     has_bias = derivative.db is None or forward.bias is not None
     return is_same and has_bias and derivative.saved in saved_kinds(forward)

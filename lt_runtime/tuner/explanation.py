@@ -1,4 +1,4 @@
-"""What a plan does, how long it takes, and what else was tried, in words and numbers."""
+"""Explains plans in words and numbers: strategy, algorithms, time, and the alternatives that were measured."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _line(label: str, text: str) -> str:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """What is done for several problems; as text, for people."""
+    """An explanation of each of several problems; its text is for people."""
 
     __slots__ = ()
 

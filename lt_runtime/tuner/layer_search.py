@@ -27,7 +27,7 @@ from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words
 from lt_runtime.tuner.roofline import floor_us
 from lt_runtime.tuner.timing import Bench, Timing, fastest, race
 
-# Seconds of timing, after which a stage times nothing more; see `Stopwatch`.
+# Seconds of timing after which a stage times no further plan; see `Stopwatch`.
 _SCREENING_S: Final = 0.5
 _PRODUCTS_S: Final = 2.0
 _FINALS_S: Final = 0.8
@@ -69,7 +69,7 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
         decided = search.conclude()
         if len(search.wrong) == wrong:
             return decided
-        # A wrong plan may skip work, and right plans were then left behind for being slower than it.
+        # The wrong plan may skip work. Right plans that were dropped for being slower than it are timed again.
 
 
 class _Search:
@@ -120,7 +120,7 @@ class _Search:
     def _splits(
         self, plans: _Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of
     ) -> list[_Split]:
-        """All splits by plans that are there, in the order of their strategies."""
+        """All splits that can be made of these plans, in the order of their strategies."""
         keys = [[(each, one) for each in variants for one in order(each)] for variants in self._variants]
         there = ([plans[key] for key in of_layer if key in plans] for of_layer in keys)
         return [split for split in itertools.product(*there) if self._goes_together(split)]
@@ -258,7 +258,7 @@ class _Search:
             self._reject_plan(key, reason)
 
     def _decided(self, split: _Split, old: Timing, new: Timing, products: Mapping[Any, Entry]) -> Decided:
-        """The report of a split, with the entries for the plan cache."""
+        """The report of the winning split, with the entries for the plan cache."""
         words = " | ".join(strategy_in_words(to_json(plan.strategy)) for plan in split)
         reasons = [rejection_in_words(each) for rejected in self._rejected.values() for each in rejected]
         slow = {key: each.median_us for key, each in self._timings.items() if key not in self.after}

@@ -45,9 +45,9 @@ class Difference(NamedTuple):
 
     Attributes:
         bad: how many elements are off by more than their limit, or NaN.
-        first: index of the first of them in row-major order; meaningless if there is none.
+        first: index of the first such element in row-major order; meaningless if `bad` is 0.
         error_squares: sum of the squares of all differences.
-        wanted_squares: sum of the squares of what was wanted.
+        wanted_squares: sum of the squares of the expected values.
     """
 
     bad: int
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory of one GPU, which is current, used in the order of one stream, which is CuPy's current one."""
+    """Memory of the current GPU, used in the order of CuPy's current stream."""
 
     device: int
     stream: int
@@ -79,7 +79,7 @@ class Memory(NamedTuple):
         return values
 
     def expect(self, params: ExpectParams, batch: int) -> None:
-        """Computes what a product must be; see verify.cu."""
+        """Computes a product's expected results in FP64; see verify.cu."""
         launch_expect(params, batch, self.device, self.stream)
 
     def compare(
@@ -93,7 +93,7 @@ class Memory(NamedTuple):
         limit: float = 0.0,
         relative: float = 0.0,
     ) -> Difference:
-        """Compares every element of matrices with that of others, in FP64.
+        """Compares every element of some matrices with the same element of others, in FP64.
 
         Args:
             shape: (batch, rows, cols).
@@ -298,7 +298,7 @@ def buffer_sets(size: int, device: int) -> int:
 
 
 def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
-    """Filled sets of operands, as many as it takes to keep them out of the cache; see `buffer_sets`."""
+    """Filled sets of operands, so many that the L2 cache holds none of them at its next use; see `buffer_sets`."""
     first = make()
     sets = [first, *(make() for _ in range(1, buffer_sets(first.size, device)))]
     for seed, operands in enumerate(sets):

@@ -127,7 +127,7 @@ class Candidates:
             assert isinstance(plan, MatmulPlan), f"{method.name} is not cuBLASLt's"
             return [method.mark + each.blob for each in heuristic_candidates(plan, plan.workspace_size)]
         except PlanError as error:
-            self.refusals += [] if method.mark else [str(error)]  # Copies need not be possible.
+            self.refusals += [] if method.mark else [str(error)]  # A product without padded copies is no error.
             return []
 
     def names(self) -> list[str]:
@@ -204,7 +204,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
 
 
 def _fault(plan: AlgorithmPlan, device: int) -> str | None:
-    """What is wrong with an algorithm's results; None if nothing is."""
+    """The fault of an algorithm's results, in words; None if they are right."""
     with workbench(device) as bench:
         operands = ProductOperands(bench.memory, plan.problem)
         launch = launcher(plan, [operands.call(bench.clock.stream)])
@@ -212,7 +212,7 @@ def _fault(plan: AlgorithmPlan, device: int) -> str | None:
 
 
 class Products:
-    """The algorithms of matrix products during a search: those that it found, otherwise those of the plan cache.
+    """Algorithms of matrix products during a search of layers: found by this search, or taken from the plan cache.
 
     Attributes:
         found: the entries that the search found, by product.

@@ -26,7 +26,7 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 """Is told how many groups of problems are done, how many there are, and in words what comes next."""
 
 _shown: ContextVar[rich.progress.Progress | None] = ContextVar("lt_runtime_progress", default=None)
-"""The bars that are on the terminal."""
+"""The progress display that is on the terminal, to which further bars are added; None without one."""
 
 _PARTS: Final[Mapping[str, tuple[str, type[int]]]] = {
     "ID": ("id", int),
@@ -83,7 +83,7 @@ def algorithm_in_words(config: Mapping[str, int]) -> str:
 
 
 def choice_in_words(choice: Entry | RejectedAlgorithm | RejectedStrategy | Alternative) -> str:
-    """The algorithm or the strategy of an entry, or of what an entry lists beside it."""
+    """The algorithm or the strategy of an entry, of a rejected candidate or of an alternative."""
     if isinstance(choice, ProductEntry | RejectedAlgorithm):
         return algorithm_in_words(choice.config)
     return strategy_in_words(choice.strategy)
@@ -115,11 +115,11 @@ def _part(name: str, value: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was decided of problems together.
+    """The decision on problems that were tuned together.
 
     Attributes:
-        problems: a forward problem and the backward problem that reads what it keeps, or either alone; a chain's; or a
-            product.
+        problems: a forward problem and the backward problem that reads its saved tensor, or one of them alone; a narrow
+            MLP; or a product.
         before_us: microseconds as they run untuned, measured in the same rounds as the others; 0.0 where nothing runs.
             after_us: as decided. Where they were decided before, both are what was measured then.
         strategy: in words.

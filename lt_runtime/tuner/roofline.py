@@ -48,7 +48,7 @@ _RATES: Final = {
 
 
 class Hardware(NamedTuple):
-    """The numbers that a GPU's peaks follow from.
+    """Clocks and widths of a GPU, from which its peak rates follow.
 
     Attributes:
         capability: compute capability, major·10 + minor.
@@ -69,7 +69,7 @@ class Hardware(NamedTuple):
         return _DATA_RATE * self.memory_clock_khz * 1e3 * self.bus_bits / _BITS
 
     def flops_per_s(self, dtype: DType, compute: Compute) -> float:
-        """Peak rate of multiplying and adding; 0.0 if it is not known, or the hardware has no unit for the type."""
+        """Peak rate of products; 0.0 if it is not known, or if the hardware has no unit for the type."""
         sixteen_bits, tf32, fp32, fp64 = _RATES.get(self.capability, (0, 0, 0, 0))
         rate = {DType.FLOAT64: fp64, DType.FLOAT32: fp32}.get(dtype, sixteen_bits)
         return float(tf32 if compute is Compute.TF32 else rate) * self.multiprocessors * self.clock_khz * 1e3
@@ -83,14 +83,14 @@ class Work(NamedTuple):
 
 
 def hardware(device: int) -> Hardware:
-    """The numbers that a GPU's peaks follow from, by its ordinal."""
+    """Clocks and widths of the GPU with an ordinal."""
     info = device_info(device)
     highest = device_attributes(device, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
     return Hardware(info.capability, info.multiprocessors, *highest)
 
 
 def floor_us(problems: Iterable[Remembered], device: int) -> float:
-    """Microseconds that problems take one after the other at the very least: a measurement below it is an error.
+    """Lower bound of the microseconds that problems take one after the other: a shorter measurement is an error.
 
     Each launches a kernel. Its operands may lie in the L2 cache, from which an H200 reads about twice as fast as from
     memory; a quarter of the time at the peaks is a safe limit on other GPUs too.

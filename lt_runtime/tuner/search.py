@@ -139,7 +139,7 @@ class _Session:
         return replace(tuned, problems=(*problems,), seconds=time.monotonic() - started)
 
     def _tune_mlp(self, chain: LayerChain, problem: MLPProblem) -> Tuned:
-        """Decides whether an MLP's passes are one kernel each."""
+        """Decides whether a narrow MLP runs by one kernel for each pass or layer by layer."""
         entry = known_mlp(problem, self._device)
         if entry is not None:
             return Tuned((problem,), entry.us, entry.us, choice_in_words(entry))

@@ -64,7 +64,7 @@ class Timing:
 
 
 class Bench(NamedTuple):
-    """A device, which is current, its clock, and memory that is used in the order of the clock's stream."""
+    """A device, its clock, and its memory, which is used in the order of the clock's stream. The device is current."""
 
     device: int
     clock: Clock
@@ -150,8 +150,8 @@ def take_times(
 def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: int, least_us: float) -> list[float]:
     """Microseconds of one launch in each of the graphs that `measure` replays, measured again if any is too short.
 
-    A time that is too short in the last attempt too counts as `least_us`: whether the contender is right is for its
-    verification to say.
+    A time that is still too short in the last attempt counts as `least_us`. The contender stays in the race, and its
+    verification decides whether its results are right.
     """
     for _ in range(_ATTEMPTS):
         with clock.watch.running():
@@ -162,7 +162,7 @@ def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: in
 
 
 def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, least_us: float) -> dict[Name, float]:
-    """Microseconds of a single launch, by name, each of which is waited for.
+    """Microseconds of a single launch of each contender, by name. The host waits for each launch to end.
 
     The host's launch time is part of the result. `_without_host` removes it where it may decide.
     """

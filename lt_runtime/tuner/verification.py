@@ -78,7 +78,7 @@ class ProductOperands(Operands):
 
 
 class Expected:
-    """What an output must be, and how far off each element may be: FP64 in a GPU's memory, row-major without gaps.
+    """Expected values of an output and the tolerance of each, in FP64 in a GPU's memory, row-major without gaps.
 
     Args:
         shape: (batch, rows, cols).
@@ -158,7 +158,7 @@ def disagreement(operands: ProductOperands, expected: Mapping[str, Expected]) ->
 
 
 def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expected]:
-    """What the product must make of the operands, by output.
+    """The expected values of each output of a product.
 
     D must be within the product's error, which accumulation, C and the bias make, and the activation's error. Close to
     0, where the sign of a pre-activation may be off, either bit of ReLU's mask is right.
