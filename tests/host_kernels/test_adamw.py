@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.reference import AdamWHyper, AdamWTensor, RoundedTensor
+from lt_runtime.reference.adamw import learning_rate_factor
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
 from tests.host_kernels.arrays import EPS32
 from tests.host_kernels.cases import FEW, MORE, orders, seeds
@@ -145,7 +146,7 @@ def check_schedule(host: HostKernels, schedule: Schedule, step: int) -> None:
     tensor.parameter.array[...] = 0.0
     tensor.set_gradient(np.ones(1, np.float32))
     HostOptimizer(host, PLAIN_ADAMW, replace(OPTIONS, hyper=hyper), step - 1).update([tensor])
-    moved, expected = -float(tensor.parameter.array[0, 0]), reference.learning_rate_factor(schedule, step)
+    moved, expected = -float(tensor.parameter.array[0, 0]), learning_rate_factor(schedule, step)
     assert math.isclose(moved, expected, rel_tol=4 * EPS32, abs_tol=8 * EPS32)
     assert moved == expected or expected != 0.0
 

@@ -1,13 +1,12 @@
 // A block's threads as fibers: one runs until it meets a barrier or an exchange or returns, then the next of
 // its warp. A warp runs as far as it can before the next, so that they are out of step wherever no barrier holds them.
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <memory>
 
 #include "block.h"
 #include "sanitizers.h"
+#include "switch.h"
 
 namespace shim {
 
@@ -16,7 +15,7 @@ namespace {
 constexpr std::size_t kStack = 64 << 10;
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::unique_ptr<char[]> stack{new char[kStack]};
   void* fake_stack = nullptr;
   void* thread = nullptr;  // to ThreadSanitizer
@@ -52,7 +51,7 @@ void enter(Fiber& fiber) {
   current = &fiber;
   leave(&scheduler.fake_stack, fiber.stack.get(), kStack);
   switch_to_thread(fiber.thread);
-  swapcontext(&scheduler.context, &fiber.context);
+  switch_contexts(scheduler.context, fiber.context);
   arrive(scheduler.fake_stack, nullptr, nullptr);
 }
 
@@ -61,7 +60,7 @@ void wait() {
   Fiber& self = *current;
   leave(&self.fake_stack, scheduler_stack, scheduler_stack_size);
   switch_to_thread(scheduler.thread);
-  swapcontext(&self.context, &scheduler.context);
+  switch_contexts(self.context, scheduler.context);
   arrive(self.fake_stack, &scheduler_stack, &scheduler_stack_size);
 }
 
@@ -74,17 +73,13 @@ void fiber_main() {
   release(block_ends);
   leave(nullptr, scheduler_stack, scheduler_stack_size);
   switch_to_thread(scheduler.thread);
-  setcontext(&scheduler.context);
+  switch_contexts(current->context, scheduler.context);
 }
 
 void prepare(Fiber& fiber) {
   clean(fiber.stack.get(), kStack);
   if (!fiber.thread) fiber.thread = new_thread();
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.get();
-  fiber.context.uc_stack.ss_size = kStack;
-  fiber.context.uc_link = nullptr;
-  makecontext(&fiber.context, fiber_main, 0);
+  prepare_context(fiber.context, fiber.stack.get(), kStack, fiber_main);
 }
 
 // Runs a warp until all its threads wait at a barrier or have returned, its lanes in a new order for each exchange.
