@@ -108,24 +108,6 @@ def test_a_bound_call_may_first_be_made_in_a_capture() -> None:
     assert_close([*layer.out.values()], layer.expected()[1:])
 
 
-def test_threads_that_share_a_stream() -> None:
-    layers, stream = [Layer(20 + i) for i in range(4)], cp.cuda.Stream(non_blocking=True)
-    cp.cuda.get_current_stream().synchronize()
-
-    def work(layer: Layer) -> None:
-        for _ in range(30):
-            layer.run(buffers=True, stream=stream)
-
-    threads = [threading.Thread(target=work, args=(layer,)) for layer in layers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stream.synchronize()
-    for layer in layers:
-        assert_close([layer.y, *layer.out.values()], layer.expected())
-
-
 def test_a_thread_that_synchronises_is_not_disturbed(launches: list[BoundPlan]) -> None:
     """While a stream is captured, cuCtxSynchronize fails in every thread, so that the package captures only on
     request.

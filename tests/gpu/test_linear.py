@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 import lt_runtime as lt
 from lt_runtime import reference
-from lt_runtime.problem import ACTIVATIONS, DType, Saved
+from lt_runtime.problem import ACTIVATIONS, DType
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON, to_host
 from tests.support.layer_checks import Layer, dz_tolerance, layer_case
@@ -89,16 +89,6 @@ def test_bias_gradients_over_many_rows(
         Layer(gpu, case).check()
 
 
-@pytest.mark.parametrize("empty", ["m", "n", "k"])
-@pytest.mark.parametrize("activation", ["none", "gelu"])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_empty_axes(gpu: Any, empty: str, activation: str, accumulate: bool, dtype: DType) -> None:
-    sizes = {"m": 5, "n": 6, "k": 7, empty: 0}
-    case = layer_case(**sizes, activation=activation, accumulate=accumulate, dtype=dtype)
-    Layer(gpu, case).check()
-
-
 @pytest.mark.parametrize(("dtype", "compute"), [("float32", "float32"), ("float32", "tf32"), ("bfloat16", "float32")])
 def test_random_values_over_a_long_sum(dtype: str, compute: str) -> None:
     generator = np.random.default_rng(1)
@@ -145,34 +135,3 @@ def test_nothing_is_allocated_with_buffers() -> None:
 def test_propagate_nan() -> None:
     x, w = cp.full((8, 8), cp.nan, cp.float32), cp.ones((8, 8), cp.float32)
     assert cp.isnan(lt.linear(x, w, activation="relu", propagate_nan=True)).all()
-
-
-@pytest.mark.parametrize(("m", "n", "k"), [(300, 100, 200), (100_000, 24, 8)])
-def test_runs_are_bitwise_equal(m: int, n: int, k: int) -> None:
-    generator = np.random.default_rng(2)
-    x, w, dy = (cp.asarray(generator.standard_normal(s).astype(np.float32)) for s in ((m, k), (n, k), (m, n)))
-    bias = cp.asarray(generator.standard_normal(n).astype(np.float32))
-
-    def run() -> list[bytes]:
-        y, ctx = lt.linear_fwd(x, w, bias, activation="silu", dropout=0.2, rng=lt.Philox(3))
-        return [cp.asnumpy(a).tobytes() for a in (y, *lt.linear_bwd(dy, ctx))]
-
-    first = run()
-    assert all(run() == first for _ in range(5))
-
-
-@pytest.mark.parametrize(
-    ("activation", "dropout", "saved"),
-    [
-        ("none", 0.5, Saved.NOTHING),
-        ("relu", 0.5, Saved.OUTPUT),
-        ("tanh", 0.0, Saved.OUTPUT),
-        ("tanh", 0.5, Saved.PREACTIVATION),
-        ("gelu", 0.0, Saved.PREACTIVATION),
-    ],
-)
-def test_what_is_saved(activation: str, dropout: float, saved: Saved) -> None:
-    x, w = cp.ones((4, 4), cp.float32), cp.ones((4, 4), cp.float32)
-    _, ctx = lt.linear_fwd(x, w, activation=activation, dropout=dropout, rng=lt.Philox())
-    assert ctx.saved_as is saved
-    assert (ctx.preactivation is None) == (saved is not Saved.PREACTIVATION)

@@ -123,20 +123,6 @@ def test_rows_of_d_less_aligned_than_those_of_c_with_every_candidate(
     assert count >= 4
 
 
-@pytest.mark.parametrize("empty", ["m", "n", "k"])
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.GELU_BIAS, Epilogue.DRELU_BGRAD, Epilogue.BGRADB])
-@pytest.mark.parametrize("beta", [None, 0.0, 1.0, -0.5])
-def test_empty_axes(gpu: Any, empty: str, epilogue: Epilogue, beta: float | None) -> None:
-    sizes = {"m": 5, "n": 6, "k": 7, empty: 0}
-    case = matmul_case(**sizes, epilogue=epilogue, with_c=beta is not None, beta=beta or 0.0)
-    Product(gpu, case).check()
-
-
-def test_empty_batch() -> None:
-    d = lt.matmul(cp.ones((0, 3, 4), cp.float32), cp.ones((4, 5), cp.float32))
-    assert d.shape == (0, 3, 5)
-
-
 def test_broadcast_batch_is_not_copied() -> None:
     a, b = cp.ones((4, 8, 16), cp.float32), cp.arange(16 * 8, dtype=cp.float32).reshape(16, 8)
     everywhere = cp.broadcast_to(b, (4, 16, 8))

@@ -15,10 +15,10 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.own import NarrowPlan
-from tests.gpu.test_narrow_matmul import KINDS, Product
+from tests.gpu.test_own_products import TYPED_KINDS, name_of
 from tests.support.calls import call_of
 from tests.support.gpu_arrays import MaskPass
+from tests.support.gpu_products import Product
 from tests.support.strategies import TYPES
 
 REPEATS = 100
@@ -83,15 +83,6 @@ def test_epilogues(dtype: DType, shape: tuple[int, int], activation: str, dropou
 
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_column_sums_alone(dtype: DType, shape: tuple[int, int]) -> None:
-    m, n = shape
-    x, w, bias, dy = (random(i, s, dtype) for i, s in enumerate(((m, 8), (n, 8), (n,), shape)))
-    _, context = lt.linear_fwd(x, w, bias)
-    assert_repeats(lambda: [lt.linear_bwd(dy, context, need_dx=False, need_dw=False).db])
-
-
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("shape", SHAPES)
 def test_a_mask_in_place(dtype: DType, shape: tuple[int, int]) -> None:
     dy, mask = random(0, shape, dtype), reference.pack_mask(np.random.default_rng(1).random(shape) < 0.5)
     masked = MaskPass(dy, cp.asarray(mask))
@@ -124,25 +115,15 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
     assert_repeats(run)
 
 
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize(("shape", "column_major", "epilogue"), KINDS)
-def test_products_tiny_in_a_dimension(
-    dtype: DType, shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue
-) -> None:
-    product = Product(NarrowPlan, shape, dtype, column_major, epilogue)
+@pytest.mark.parametrize("kind", TYPED_KINDS, ids=name_of)
+def test_products_by_our_kernels(kind: tuple[Any, ...]) -> None:
+    product = Product(*kind)
 
     def run() -> list[Any]:
         product.run()
         return [product.d_gpu.array.copy(), product.vector_gpu.array.copy()]
 
     assert_repeats(run)
-
-
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_dropout(dtype: DType, shape: tuple[int, int]) -> None:
-    x = random(0, shape, dtype)
-    assert_repeats(lambda: [lt.dropout(x, 0.3, RNG)])
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))

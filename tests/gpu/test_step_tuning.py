@@ -72,28 +72,3 @@ def test_a_step_measures_its_layers_and_later_ones_follow(
         _forget(monkeypatch)
         assert _trained(rows, **options, **others) == first
     assert plan_store(0)._document.raw == known
-
-
-def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
-    met: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "run"
-    model, optimizer, step = _made()
-    _train(model, step)
-    lt.save_checkpoint(path, model, optimizer)
-    expected = _train(model, step)
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "another"))
-    _forget(monkeypatch)
-    model, optimizer, step = _made()
-    lt.load_checkpoint(path, model, optimizer)
-    brought = plan_store(0).keys
-    assert brought
-    assert _train(model, step) == expected
-    assert plan_store(0).keys == brought  # nothing was measured
-
-
-def test_nothing_is_measured_where_that_is_switched_off(met: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _trained(tune=False)
-    monkeypatch.setenv(TUNE_VARIABLE, "off")
-    _trained()
-    assert not any(first_use.is_measured(each, 0) for each in read_recorded(met))

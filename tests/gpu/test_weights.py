@@ -73,16 +73,6 @@ def _tensor(array: Any, dtype: str) -> Any:
     return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
 
 
-@NEEDS_TORCH
-def test_parameters_of_pytorch_may_want_gradients() -> None:
-    import torch
-
-    module, model = _sequential("bfloat16", "cpu"), lt.MLP(DIMS, dtype="bfloat16", device="cuda")
-    model.load_state_dict(dict(module.named_parameters()), names=sequential_names(2))
-    for (name, tensor), array in zip(module.named_parameters(), model.state_dict().values(), strict=True):
-        assert cp.asnumpy(array).tobytes() == tensor.detach().view(torch.int16).numpy().tobytes(), name
-
-
 @pytest.mark.parametrize("more", [(), (np.inf, -np.inf, np.nan)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_updates_round_is_never_stale(dtype: str, more: tuple[float, ...]) -> None:
