@@ -70,24 +70,11 @@ def own_plan_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
         forget(chain.problems, 0)
 
 
-def show(capsys: pytest.CaptureFixture[str], tuned: list[Tuned]) -> None:
-    with capsys.disabled():
-        for each in tuned:
-            print(
-                f"\n{each.before_us:8.2f} -> {each.after_us:8.2f} µs, {each.measured:3} measured "
-                f"in {each.seconds:.2f} s: {each.strategy}",
-                end="",
-            )
-            for reason in each.rejected:
-                print(f"\n    {reason[:160]}", end="")
-
-
 @pytest.mark.parametrize("name", CHAINS)
-def test_layers_are_decided_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_are_decided_once(name: str) -> None:
     chain = CHAINS[name]
     told: list[tuple[int, int]] = []
     tuned = tune(chain, progress=lambda done, total, _: told.append((done, total)))
-    show(capsys, tuned)
     assert told[-1][0] == told[-1][1] == len(tuned)
     assert {problem for each in tuned for problem in each.problems} == set(chain.problems)
     for each in tuned:
@@ -145,7 +132,7 @@ def test_tuned_layers_agree_with_the_reference(name: str) -> None:
         assert off <= TOLERANCE[case.dtype], (output, off)
 
 
-def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans with dw beside dx, which every problem has, launch nothing: they are fastest, and leave dx unwritten."""
     run, planted = BackwardPlan.run, set[Any]()
 
@@ -157,7 +144,6 @@ def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     monkeypatch.setattr(BackwardPlan, "run", run_or_skip)
     tuned = tune(CHAINS["bf16 gelu"].cut(Part(0, 1)))
-    show(capsys, tuned)
     assert planted
     assert "beside" not in tuned[0].strategy
     wrong = [reason for reason in tuned[0].rejected if "wrong: dx" in reason]

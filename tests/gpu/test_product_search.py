@@ -100,31 +100,21 @@ def warm() -> None:
         tune(PROBLEMS[name])
 
 
-def test_problems_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each verdict builds a plan; the tuner itself has compared every element of the winner's with the reference."""
+def test_problems_of_all_kinds() -> None:
+    """Each entry rebuilds its plan. The tuner itself has compared every element of the winner's result."""
     found = 0
-    for name, problem in PROBLEMS.items():
+    for problem in PROBLEMS.values():
         try:
-            verdict = tune(problem)
-        except PlanError as error:  # a fused epilogue that this library does not have for these types
+            entry = tune(problem)
+        except PlanError:  # this version of cuBLASLt lacks the fused epilogue for these types
             assert problem.epilogue is not Epilogue.NONE
-            with capsys.disabled():
-                print(f"\n{name:18} refused: {str(error)[:160]}", end="")
             continue
         found += 1
-        with capsys.disabled():
-            print(
-                f"\n{name:18} {verdict.first_us:8.2f} -> {verdict.us:8.2f} ± {verdict.spread:.2f} µs of "
-                f"{verdict.candidates:2}, {len(verdict.rejected):2} rejected",
-                end="",
-            )
-            for each in verdict.rejected:
-                print(f"\n    {each.reason}", end="")
-        plan = plan_from_blob(problem, 0, verdict.algorithm)
-        assert plan.blob == verdict.algorithm
+        plan = plan_from_blob(problem, 0, entry.algorithm)
+        assert plan.blob == entry.algorithm
         assert plan.launches_at_most_two_kernels
-        assert verdict.us <= verdict.first_us
-        assert not any(each.reason.startswith(("wrong", "two runs")) for each in verdict.rejected), verdict.rejected
+        assert entry.us <= entry.first_us
+        assert not any(each.reason.startswith(("wrong", "two runs")) for each in entry.rejected), entry.rejected
     assert found >= 8
 
 

@@ -33,7 +33,6 @@ def test_the_whole_report(tmp_path: Path, *, graph: bool) -> None:
     with lt.profile(timed=20, traced=20) as prof:
         for _ in range(42):
             step()
-    print(prof)
     assert prof.report.notes == []
     found = {(layer.name, layer.phase): layer for layer in prof.layers()}
     assert [key for key in found if key[0]] == LAYERS
@@ -90,5 +89,4 @@ def test_profiles_of_torch() -> None:
             hidden.sum().backward()
 
     prof = lt.profile(run, steps=10)
-    print(prof)
     assert {("fc1", "forward"), ("fc2", "forward"), ("", "backward")} <= {(k.layer, k.phase) for k in prof.kernels()}

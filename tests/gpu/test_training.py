@@ -26,7 +26,6 @@ def _curve(device: str, dtype: str, dropout: float, steps: int) -> np.ndarray:  
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_loss_curve_agrees_with_the_reference_in_fp32(dropout: float) -> None:
     on_gpu, on_host = (_curve(device, "float32", dropout, 50) for device in ("cuda", "cpu"))
-    print(f"largest difference over 50 steps, dropout {dropout}: {np.abs(on_gpu - on_host).max():.2e}")
     np.testing.assert_allclose(on_gpu, on_host, atol=1e-3, rtol=0)
     assert on_gpu[-5:].mean() < 0.5 * on_gpu[0]
 
@@ -36,7 +35,6 @@ def test_demo_learns(dtype: str) -> None:
     profiled = lt.profile()
     options = argparse.Namespace(device="cuda", dtype=dtype, epochs=40, dropout=0.1, seed=0)
     result = demo.train(options, None, profiled)
-    print(f"demo {dtype}: accuracy {result.accuracy:.4f}, {result.samples_per_second:,.0f} samples per second")
     assert result.accuracy >= 0.96
     assert result.device.startswith("cuda:0")
     assert {layer.name for layer in result.layers if layer.name} == {"layer0", "layer1", "layer2"}
