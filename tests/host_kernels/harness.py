@@ -86,8 +86,13 @@ class Turns:
     def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
         self._kernel, self._order = host.get(entry, macros), order
 
-    def prepare(self, *arguments: Any) -> Callable[[], None]:
-        return functools.partial(self._kernel.launch, *arguments, order=self._order)
+    def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
+        return functools.partial(self._kernel.launch, *arguments, **more, order=self._order)
+
+
+def in_order(host: HostKernels, order: int) -> Callable[[Entry, Macros, int], Turns]:
+    """Stands in for `lt_runtime.kernels.kernel.get_kernel`, with kernels whose threads run in the given order."""
+    return lambda entry, macros, _: Turns(host, entry, macros, order)
 
 
 def get_array(library: ctypes.CDLL, count: int) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.resize import COPIED, RowBuffers, Rows, RowsCopy
 from tests.host_kernels.arrays import Guarded
 from tests.host_kernels.cases import FEW, axes, orders, seeds
-from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.harness import HostKernels, in_order
 from tests.support.strategies import Placement
 
 
@@ -77,15 +73,8 @@ def test_copies(
     generator = np.random.default_rng(seed)
     operands = [_Operands(each, rows, parts, generator) for each in drawn]
 
-    class Turns:
-        def __init__(self, entry: Entry, macros: Macros, _: int) -> None:
-            self._kernel = host.get(entry, macros)
-
-        def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
-            return functools.partial(self._kernel.launch, *arguments, **more, order=order)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "get_kernel", Turns)
+        patch.setattr(kernels, "get_kernel", in_order(host, order))
         copies = RowsCopy([each.buffers for each in operands], parts, 0)
     if from_table:
         table = _table(*operands)

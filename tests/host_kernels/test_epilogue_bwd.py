@@ -21,6 +21,7 @@ from lt_runtime.problem import Activation, Derivative, DType, Philox, Saved, Spe
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import (
+    EXAMPLES_ALONE,
     FEW,
     Blocks,
     Drops,
@@ -256,8 +257,9 @@ def test_backward(host: HostKernels, variant: Backward, drawn: BackwardCase) -> 
 
 
 @pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.activation == "gelu"], ids=str)
-@FEW
+@EXAMPLES_ALONE
 @example(drawn=EXAMPLE)
+@example(drawn=TALL)
 @given(drawn=cases)
 def test_the_order_of_execution_does_not_reach_the_bits(
     host: HostKernels, variant: Backward, drawn: BackwardCase

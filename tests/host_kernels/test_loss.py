@@ -293,13 +293,6 @@ def test_nan_stays_nan(runner: Runner, loss: str) -> None:
     assert np.isnan(gradient[0]).nonzero()[0].tolist() == [9]
 
 
-def test_huber_is_linear_beyond_delta(runner: Runner) -> None:
-    prediction = np.array([[-9.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 9.0]])
-    value, gradient = run_elementwise(runner, "huber", prediction, np.zeros((1, 9)), 2.0)
-    assert value == pytest.approx((2 * 2 * (9 - 1) + 2 * 2 * (3 - 1) + 2 * 2 + 2 * 0.5) / 9)
-    assert gradient.tolist() == [[-2.0, -2.0, -2.0, -1.0, 0.0, 1.0, 2.0, 2.0, 2.0]]
-
-
 def run_cross_entropy(
     runner: Runner,
     logits: Guarded,
@@ -537,12 +530,6 @@ def test_long_rows(runner: Runner, room: int, dtype: DType, monkeypatch: pytest.
         check_cross_entropy(runner, dtype, case, np.arange(4) * (classes // 4), smoothing, classes // 4)
 
 
-@pytest.mark.parametrize("classes", [3, 40, 3000])
-def test_a_scale_on_the_device(runner: Runner, classes: int) -> None:
-    case = LossCase((5, classes), scale=1024.0, scale_on_device=True)
-    check_cross_entropy(runner, F32, case, np.arange(5) % 3, 0.1, 1)
-
-
 def test_more_rows_than_a_block_adds_up_at_once(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row that a block streams stores a loss of its own; a thread adds up eight of these at a time."""
     monkeypatch.setattr(family, "_WARP_COLUMNS", 16)
@@ -593,15 +580,6 @@ def test_what_is_ignored_is_not_read(runner: Runner, classes: int) -> None:
     assert np.isfinite(gradient.values()).all()
 
 
-@pytest.mark.parametrize("classes", [5, 40])
-def test_all_ignored(runner: Runner, classes: int) -> None:
-    gradient = Guarded(np.full((3, classes), 7.0, np.float32))
-    logits = Guarded(np.ones((3, classes), np.float32))
-    loss = run_cross_entropy(runner, logits, np.full(3, -100), gradient, ignore_index=-100)
-    assert math.isnan(loss)
-    assert (gradient.values() == 0).all()
-
-
 @pytest.mark.parametrize("far", [2**31 - 1, -(2**31), 2**32 + 1, -(2**63), 2**63 - 1])
 @pytest.mark.parametrize("place", ["apart", "in place"])
 @pytest.mark.parametrize("classes", [7, 20])
@@ -640,17 +618,6 @@ def test_logits_that_are_not_finite(runner: Runner, classes: int, special: float
     loss = run_cross_entropy(runner, Guarded(values), np.array([3], np.int64), gradient, smoothing=smoothing)
     assert_close("loss", np.array([loss]), np.array([expected]), 64 * EPS32)
     assert_close("gradient", gradient.values(), exact, 64 * EPS32)
-
-
-def test_logits_far_apart_do_not_overflow(runner: Runner) -> None:
-    values = np.array([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38], [1e4, -1e4, 1e4 - 1]], np.float32)
-    gradient = Guarded(np.zeros_like(values))
-    for row, (label, expected) in enumerate([(0, 0.0), (2, 0.0), (2, 1 + math.log(1 + math.exp(-1)))]):
-        # beside the second row's maximum log 3 is lost to rounding in FP32
-        loss = run_cross_entropy(runner, Guarded(values[row : row + 1]), np.array([label]), Guarded(values[:1]))
-        assert loss == pytest.approx(expected, abs=1e-3)
-    run_cross_entropy(runner, Guarded(values), np.array([0, 2, 2]), gradient)
-    np.testing.assert_allclose(gradient.values(), cross_entropy(values, np.array([0, 2, 2]))[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

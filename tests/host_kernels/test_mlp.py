@@ -14,18 +14,16 @@ import pytest
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
-from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting_parts, supports
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
-from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels, Turns
+from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels, in_order
 from tests.host_kernels.variants import BF16, F16, F32
 from tests.support.strategies import Placement
 
@@ -69,7 +67,7 @@ class _Network:
 
     def forward(self, host: HostKernels, monkeypatch: pytest.MonkeyPatch, placement: Placement, order: int) -> Array:
         y = Guarded(np.full((self.problem.rows, self.problem.dims[-1]), 7.0), placement, self.problem.dtype)
-        _launching(host, monkeypatch, order)
+        monkeypatch.setattr(kernels, "get_kernel", in_order(host, order))
         made = MlpForward(self.problem, self.x.matrix, y.matrix, 0)
         made.run(Call((self.x.address, y.address, *self.parameters), 0), _Memory())
         self._check_unchanged()
@@ -82,7 +80,7 @@ class _Network:
         kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
         fill = np.nan if start is None else start
         grads = [each and Guarded(np.full(each.array.shape, fill), FLAT, self.problem.dtype) for each in kinds]
-        _launching(host, monkeypatch, order)
+        monkeypatch.setattr(kernels, "get_kernel", in_order(host, order))
         made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, start is not None, 0)
         places = [each.address if each else 0 for each in grads]
         made.run(Call((self.x.address, self.dy.address, *self.parameters, *places), 0), _Memory())
@@ -96,7 +94,7 @@ class _Network:
         kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
         grads = [each and Guarded(np.full(each.array.shape, np.nan), FLAT, self.problem.dtype) for each in kinds]
         value, factor = vector(np.full(1, np.nan), F32), vector(np.full(1, scale), F32)
-        _launching(host, monkeypatch, order)
+        monkeypatch.setattr(kernels, "get_kernel", in_order(host, order))
         made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, False, 0, loss)
         places = [each.address if each else 0 for each in grads]
         addresses = self.x.address, self.dy.address, *self.parameters, *places, value.address
@@ -139,13 +137,6 @@ def _values(array: Guarded) -> Array:
     return array.array.astype(np.float64)
 
 
-def _launching(host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int) -> None:
-    def get(entry: Entry, macros: Macros, _: int) -> Turns:
-        return Turns(host, entry, macros, order)
-
-    monkeypatch.setattr(kernels, "get_kernel", get)
-
-
 def _network(
     dims: Sequence[int],
     rows: int,
@@ -179,10 +170,15 @@ def _integers(seed: int) -> Callable[[tuple[int, ...]], NDArray[Any]]:
     return draw
 
 
-def _is_telling(network: _Network) -> bool:
-    """Whether all sums are exact, and no result is zero everywhere."""
-    results = [network.exact[1][-1], *network.exact_gradients]
-    return max(np.abs(each).max() for each in network.exact[1]) <= 256 and all(each.any() for each in results)
+def _telling(dims: Sequence[int], rows: int, **options: Any) -> _Network:
+    """The first network of integers of which all sums are exact, and no result is zero everywhere."""
+    for seed in itertools.count():
+        network = _network(dims, rows, _integers(seed), **options)
+        outputs = network.exact[1]
+        are_exact = max(np.abs(each).max() for each in outputs) <= 256
+        if are_exact and all(each.any() for each in (outputs[-1], *network.exact_gradients)):
+            break
+    return network
 
 
 def _normal(seed: int) -> Callable[[tuple[int, ...]], NDArray[Any]]:
@@ -211,8 +207,7 @@ SHAPES = (
 def test_exact_sums(
     host: HostKernels, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, ...], rows: int, order: int
 ) -> None:
-    seen = (_network(dims, rows, _integers(seed)) for seed in itertools.count())
-    network = next(each for each in seen if _is_telling(each))
+    network = _telling(dims, rows)
     outputs, gradients = network.exact[1][-1], network.exact_gradients
     made = network.forward(host, monkeypatch, FLAT, order)
     assert np.array_equal(made, outputs.astype(ml_dtypes.bfloat16).astype(np.float64))
@@ -259,8 +254,14 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("dims", [(20, 32, 24, 5), (64, 64, 64, 64, 3), (16, 16, 40)], ids=str)
-@pytest.mark.parametrize(("name", "dtype"), [("mse", BF16), ("huber", F16), ("bce_with_logits", BF16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "dims"),
+    [
+        *((name, dtype, (20, 32, 24, 5)) for name, dtype in (("mse", BF16), ("huber", F16), ("bce_with_logits", BF16))),
+        *(("mse", BF16, dims) for dims in ((64, 64, 64, 64, 3), (16, 16, 40))),
+    ],
+    ids=str,
+)
 def test_losses(
     host: HostKernels, monkeypatch: pytest.MonkeyPatch, name: str, dtype: DType, dims: tuple[int, ...]
 ) -> None:
@@ -300,8 +301,7 @@ def _off(made: Array, exact: Array) -> float:
     ids=str,
 )
 def test_any_layout(host: HostKernels, monkeypatch: pytest.MonkeyPatch, placement: Placement) -> None:
-    seen = (_network((24, 32, 16, 8), 50, _integers(seed), placement=placement) for seed in itertools.count())
-    network = next(each for each in seen if _is_telling(each))
+    network = _telling((24, 32, 16, 8), 50, placement=placement)
     assert np.array_equal(network.forward(host, monkeypatch, placement, FORWARD), network.exact[1][-1])
     for made, exact in zip(network.backward(host, monkeypatch, REVERSE), network.exact_gradients, strict=True):
         assert np.array_equal(made, exact)
@@ -309,16 +309,14 @@ def test_any_layout(host: HostKernels, monkeypatch: pytest.MonkeyPatch, placemen
 
 @pytest.mark.parametrize("biases", list(itertools.product((False, True), repeat=3)), ids=str)
 def test_absent_biases(host: HostKernels, monkeypatch: pytest.MonkeyPatch, biases: tuple[bool, ...]) -> None:
-    seen = (_network((16, 16, 16, 4), 40, _integers(seed), biases=biases) for seed in itertools.count())
-    network = next(each for each in seen if _is_telling(each))
+    network = _telling((16, 16, 16, 4), 40, biases=biases)
     assert np.array_equal(network.forward(host, monkeypatch, FLAT, FORWARD), network.exact[1][-1])
     for made, exact in zip(network.backward(host, monkeypatch, FORWARD), network.exact_gradients, strict=True):
         assert np.array_equal(made, exact)
 
 
 def test_gradients_are_added(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = (_network((16, 16, 4), 40, _integers(seed)) for seed in itertools.count())
-    network = next(each for each in seen if _is_telling(each))
+    network = _telling((16, 16, 4), 40)
     alone = network.backward(host, monkeypatch, FORWARD)
     for made, exact in zip(network.backward(host, monkeypatch, FORWARD, start=3.0), alone, strict=True):
         assert np.array_equal(made, exact + 3.0)
@@ -361,16 +359,18 @@ def _taken(*dims: int, dtype: DType = BF16, rows: int = 8, backward: bool = True
     return supports(MLPProblem(dtype, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), backward), 0)
 
 
-@pytest.mark.parametrize("dims", [(64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 15], ids=str)
-def test_narrow_models_are_taken(dims: tuple[int, ...]) -> None:
-    assert _taken(*dims)
-    assert _taken(*dims, backward=False)
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (64, 129, 64), (129, 64, 64), (64, 64, 129), (16,) * 18], ids=str)
-def test_other_models_are_not_taken(dims: tuple[int, ...]) -> None:
-    assert not _taken(*dims)
-    assert not _taken(*dims, backward=False)
+@pytest.mark.parametrize(
+    ("dims", "forward", "backward"),
+    [
+        *((dims, True, True) for dims in ((64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 15)),
+        *((dims, False, False) for dims in ((64, 64), (64, 129, 64), (129, 64, 64), (64, 64, 129), (16,) * 18)),
+        ((128,) * 5, True, False),  # backward, shared memory is too small for so many layers
+        ((128,) * 9, False, False),
+    ],
+    ids=str,
+)
+def test_supported_widths_and_depths(dims: tuple[int, ...], forward: bool, backward: bool) -> None:
+    assert (_taken(*dims, backward=False), _taken(*dims)) == (forward, backward)
 
 
 def _parts(*dims: int, rows: int = 1 << 20) -> list[tuple[int, ...]]:
@@ -392,17 +392,10 @@ def test_parts_are_as_few_as_can_be() -> None:
     assert _parts(*[64] * 8, 3) == [(3, 7, 4, 1, 4), (0, 2, 4, 1, 4)]
 
 
-def test_shared_memory_bounds_the_depth() -> None:
-    assert _taken(*[128] * 5, backward=False)
-    assert not _taken(*[128] * 5)
-    assert not _taken(*[128] * 9, backward=False)
-
-
 IN_PARTS = ([(2, 2), (0, 1)], [(1, 2), (0, 0)], [(2, 2), (1, 1), (0, 0)])
 
 
-@pytest.mark.parametrize("parts", IN_PARTS)
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize(("activation", "parts"), [*zip(("none", "gelu", "relu"), IN_PARTS, strict=True)])
 def test_parts_make_what_one_launch_does(
     host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, parts: list[tuple[int, int]]
 ) -> None:

@@ -15,7 +15,7 @@ from lt_runtime.kernels import narrow as narrow_pass
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass, supports
 from tests.host_kernels.arrays import FLAT
-from tests.host_kernels.cases import FEW, Shape, axes, orders, seeds, suit_place
+from tests.host_kernels.cases import EXAMPLES_ALONE, FEW, Shape, axes, orders, seeds, suit_place
 from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels, Turns
 from tests.host_kernels.products import OPERANDS, Product
 from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
@@ -128,7 +128,7 @@ def test_products(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
 
 
 @pytest.mark.parametrize("variant", [each for each in NARROW if each.dtype is F32], ids=str)
-@FEW
+@EXAMPLES_ALONE
 @example(case=MANY)
 @example(case=LONG)
 @given(case=cases)

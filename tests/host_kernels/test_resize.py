@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import resize
-from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import FLAT, Guarded, numbers
 from tests.host_kernels.cases import FEW, orders, seeds, shapes
-from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.harness import HostKernels, in_order
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
 from tests.support.strategies import Placement, placements
 
@@ -77,15 +72,8 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int,
     generator = np.random.default_rng(seed)
     operands = [_Operands(each, dtype, generator) for each in drawn]
 
-    class Turns:
-        def __init__(self, entry: Entry, macros: Macros, _: int) -> None:
-            self._kernel = host.get(entry, macros)
-
-        def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
-            return functools.partial(self._kernel.launch, *arguments, **more, order=order)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "get_kernel", Turns)
+        patch.setattr(kernels, "get_kernel", in_order(host, order))
         patch.setattr(resize, "_MOST_BLOCKS", blocks)
         made = ResizePass(dtype, [each.resize for each in operands], 0)
     made.run([(each.source.address, each.target.address) for each in operands], 0)

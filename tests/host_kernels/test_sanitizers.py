@@ -76,11 +76,7 @@ TESTS = [
     *(f"test_loss.py::test_many_classes[{BF16}-50304-1-{memory}]" for memory in ("held", "read again")),
     "test_loss.py::test_the_ignored_are_counted[5000-17]",
     *(f"test_epilogue_fwd.py::test_forward[{epilogue}]" for epilogue in SANITIZED_FORWARD),
-    *(
-        f"test_dropout.py::{test}[{dropping}]"
-        for test in ("test_masks_are_the_reference_s", "test_values")
-        for dropping in SANITIZED_DROPPING
-    ),
+    *(f"test_dropout.py::test_masks_are_the_reference_s[{dropping}]" for dropping in SANITIZED_DROPPING),
     *(f"test_matmul_epilogue.py::test_epilogues[{epilogue}]" for epilogue in SANITIZED_MATMULS),
     *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if not each.shares),
     *(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,19 +10,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.cross_entropy import Labels
-from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.tally import TallyPass, TallyState
 from lt_runtime.problem import DType
-from lt_runtime.training import tally
-from lt_runtime.training.tally import GpuTally, HostTally, Scores, Totals
+from lt_runtime.training.tally import HostTally, Scores, Totals
 from tests.host_kernels.arrays import FLAT, Guarded, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds
-from tests.host_kernels.harness import HostKernel, HostKernels
+from tests.host_kernels.harness import HostKernels, in_order
 from tests.host_kernels.variants import BF16, F32, TYPES
-from tests.support.fake_device import HostLibrary, call
 from tests.support.strategies import Placement, placements
 
 
@@ -46,14 +38,11 @@ class KernelTally:
             wide = scores.labels.array.dtype == np.int64
             labels, kind = scores.labels.address, Labels(wide, scores.ignore_index)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "get_kernel", self._get_kernel)
+            patch.setattr(kernels, "get_kernel", in_order(self._host, self._order))
             made = TallyPass(self._dtype, layout, kind, 0)
         addresses = at.address, self._mean.address, self._state.address
         made.run(logits, labels, *addresses, weight=weight, first=first, stream=0)
         at.assert_unchanged()
-
-    def _get_kernel(self, entry: Entry, macros: Macros, device: int) -> Any:
-        return _Ordered(self._host.get(entry, macros, device), self._order)
 
     @property
     def mean(self) -> float:
@@ -65,38 +54,6 @@ class KernelTally:
         (state,) = self._state.array.view(np.dtype(TallyState))[0]
         loss = float(state["loss"]) - float(state["rest"])
         return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
-
-
-@dataclass(frozen=True)
-class _Ordered:
-    """A kernel whose blocks and threads take their turns in a given order."""
-
-    kernel: HostKernel
-    order: int
-
-    def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
-        return functools.partial(self.kernel.launch, *arguments, **more, order=self.order)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_gpus_tally_is_the_hosts(host: HostKernels, monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
-    stand_ins = {"CUPY": HostLibrary(), "call": call}
-    monkeypatch.setattr(kernels, "get_kernel", host.get)
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(tally, name, stand_in)
-    monkeypatch.setattr(tally, "activated", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(tally, "stream_handle", lambda *_: 0)
-    generator = np.random.default_rng(1)
-    gpu, expected = GpuTally(0, 0), HostTally()
-    for reading in range(3):
-        for i in range(reading + 1):
-            logits = generator.integers(-3, 4, (50, 7)).astype(dtype.numpy)
-            scores = Scores(logits, logits.argmax(axis=1).astype(np.int32) // 2, -100 if i else None)
-            for each in (gpu, expected):
-                each.add(np.array(0.25 * i, np.float32), scores, 0.5, first=i % 2 == 0, stream=None)
-        assert float(gpu.mean) == float(expected.mean)
-        assert gpu.read(None) == expected.read(None)
-    assert gpu.read(None) == (0, 0.0, 0, 0)
 
 
 def labels_of(values: Any, dtype: Any) -> Guarded:

@@ -12,7 +12,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import tile_matmul
 from lt_runtime.kernels.tile_matmul import TileMatmulPass, supports
 from tests.host_kernels.arrays import FLAT
-from tests.host_kernels.cases import FEW, orders, seeds
+from tests.host_kernels.cases import EXAMPLES_ALONE, FEW, orders, seeds
 from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
 from tests.host_kernels.products import OPERANDS, Product, launching
 from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
@@ -121,7 +121,7 @@ def test_products(host: HostKernels, variant: Tile, case: TileCase) -> None:
 
 
 @pytest.mark.parametrize("variant", TILE[:3], ids=str)
-@FEW
+@EXAMPLES_ALONE
 @example(case=LONG)
 @example(case=SHARED)
 @example(case=TALL)
