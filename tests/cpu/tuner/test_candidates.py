@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.cublaslt import (
-    AlgoConfigAttribute,
-    Algorithm,
-    MatmulTile,
-    ReductionScheme,
-)
+from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec

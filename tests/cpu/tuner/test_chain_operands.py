@@ -121,20 +121,6 @@ def test_what_one_problem_writes_others_read(activation: str) -> None:
     assert len({*written}) == len(written)
 
 
-def test_layers_of_one_shape_have_weights_of_their_own() -> None:
-    chain = LayerChain.of_mlp(
-        8, (16, 16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True
-    )
-    operands = ChainOperands(Memory(0, STREAM), chain)
-    at = [addresses(operands, index, forward_of(chain, index)) for index in range(3)]
-    back = [addresses(operands, index, backward_of(chain, index)) for index in range(3)]
-    assert len({each.w for each in at}) == 3
-    for index in range(3):
-        assert (back[index].x, back[index].w) == (at[index].x, at[index].w)
-    for index in (1, 2):
-        assert (at[index].x, back[index - 1].dy) == (at[index - 1].y, back[index].dx)
-
-
 def test_data_for_comparison_gets_no_other_sign_by_rounding() -> None:
     """Two results: the product rounded to BF16 before the bias is added, or only afterwards."""
     data = prepared("relu")

@@ -17,14 +17,7 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.ops import tuning as requests
 from lt_runtime.plans.decisions import LayerProblem
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
-from lt_runtime.problem import (
-    Activation,
-    Compute,
-    DType,
-    ForwardProblem,
-    MatmulProblem,
-    Saved,
-)
+from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Saved
 from lt_runtime.store.entries import RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore

@@ -232,22 +232,6 @@ def test_what_is_decided_is_not_measured_again(gpu: LayerGpu) -> None:
     assert len(gpu.clock.launched) == launches
 
 
-def test_an_interrupt_keeps_what_is_decided(gpu: LayerGpu) -> None:
-    told: list[tuple[int, int, str]] = []
-
-    def interrupt(done: int, total: int, description: str) -> None:
-        told.append((done, total, description))
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tune_all(GELU, progress=interrupt)
-    assert [done for done, _, _ in told] == [0, 1, 2]
-    assert {total for _, total, _ in told} == {3}
-    decided = [problem for problem in GELU.problems if gpu.store.layer(problem_key(problem))]
-    assert decided
-
-
 def test_stages_keep_to_their_budgets(gpu: LayerGpu) -> None:
     gpu.us = {FUSED: 3e5, MASKED: 3e5, SPLIT: 3e5, PLAIN: 3e5}
     tune()
