@@ -1,8 +1,10 @@
-"""The plan cache's store in one process: look-ups, re-reading of a changed file, barred entries, merging."""
+"""The plan cache's store in one process and in several: look-ups, re-reading of a changed file, bars, merging."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import warnings
 from dataclasses import replace
@@ -77,15 +79,6 @@ def test_an_entry_that_is_barred_is_barred_for_all_until_there_is_a_better_one(
         found = each.product(KEY)
         assert found is not None
         assert (found.algorithm, found.rejected[0].algorithm) == (better.algorithm, filled.algorithm)
-
-
-def test_what_is_barred_where_nothing_can_be_written_is_barred_in_memory(tmp_path: Path) -> None:
-    (tmp_path / "plans").touch()
-    store, entry = PlanStore(tmp_path / "plans" / H200.file_name, H200), product()
-    with pytest.warns(UserWarning, match="kept in memory alone"):
-        store.put({KEY: entry})
-    store.bar(KEY, entry, "refused")
-    assert store.product(KEY) is None
 
 
 def test_threads_share_a_store(path: Path) -> None:
@@ -188,3 +181,36 @@ def test_nothing_of_all_this_warns_without_need(path: Path) -> None:
         assert store.product(OTHER) is None
         assert store.put({OTHER: product()})
     assert set(Document.read(path).raw) == {KEY, OTHER}
+
+
+ROOT = Path(__file__).parents[3]
+PROCESSES, ENTRIES = 8, 200
+
+WRITER = """
+import sys
+from pathlib import Path
+from lt_runtime.store.plan_store import PlanStore
+from tests.support.plan_entries import H200, product
+
+path, number, entries, batch = Path(sys.argv[1]), *map(int, sys.argv[2:])
+store = PlanStore(path, H200)
+for start in range(0, entries, batch):
+    assert store.put({f"{number}.{index}": product() for index in range(start, start + batch)})
+"""
+
+
+def start_writer(path: Path, number: int, entries: int, batch: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", WRITER, *map(str, (path, number, entries, batch))]
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_eight_processes_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "plans" / H200.file_name
+    writers = [start_writer(path, number, ENTRIES, batch=10) for number in range(PROCESSES)]
+    errors = [writer.communicate(timeout=300)[1] for writer in writers]
+    assert [(writer.returncode, error) for writer, error in zip(writers, errors, strict=True)] == [(0, "")] * PROCESSES
+    document = Document.read(path)
+    wanted = {f"{number}.{index}" for number in range(PROCESSES) for index in range(ENTRIES)}
+    assert set(document.raw) == wanted
+    assert {file.name for file in path.parent.iterdir()} <= {path.name, f"{path.name}.lock"}

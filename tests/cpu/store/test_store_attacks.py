@@ -14,7 +14,7 @@ import pytest
 from lt_runtime.store import document as document_module
 from lt_runtime.store.document import LARGEST, Document, UnusableError
 from lt_runtime.store.entries import ProductEntry
-from lt_runtime.store.keys import SCHEMA, parse_key, to_json
+from lt_runtime.store.keys import SCHEMA, to_json
 from lt_runtime.store.plan_store import PlanStore
 from tests.support.plan_entries import H200, KEY, OTHER, layer, layer_key, product
 
@@ -152,11 +152,6 @@ def test_a_bad_file_is_set_aside_at_once(path: Path, make: Callable[[Path], None
     assert len(caught) == 1
     assert store.put({KEY: entry})
     assert PlanStore(path, H200).product(KEY) == entry
-
-
-def test_a_long_text_is_not_parsed() -> None:
-    with pytest.raises(ValueError, match="it has more than 10000 characters"):
-        parse_key(f"[{'0,' * 5_000_000}]")
 
 
 def test_no_file_is_written_that_would_not_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

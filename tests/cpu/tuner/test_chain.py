@@ -62,11 +62,6 @@ def test_problems_are_listed_once_forward_first() -> None:
     assert [parse_key(problem_key(each)) for each in problems] == problems
 
 
-def test_the_plain_backward_of_a_layer() -> None:
-    single = mlp(dims=(32, 48), output_activation=Activation("gelu"), input_gradient=True)
-    assert plain_backward(forward_of(single, 0)) == backward_of(single, 0)
-
-
 def parts_of(chain: LayerChain) -> list[tuple[list[object], object]]:
     cuts = [chain.cut(part) for part in chain.parts]
     return [([*cut.problems], cut.reader(0)) for cut in cuts]
@@ -118,6 +113,8 @@ def test_keeping_something_else_changes_who_reads_it() -> None:
 def test_a_problem_by_itself() -> None:
     one, last = forward_of(GELU, 0), backward_of(GELU, 0)
     assert LayerChain.of_problem(one).layers == (Layer(one, plain_backward(one)),)
+    single = mlp(dims=(32, 48), output_activation=Activation("gelu"), input_gradient=True)
+    assert LayerChain.of_problem(forward_of(single, 0)) == single
     inference = replace(one, backward=False)
     assert LayerChain.of_problem(inference).layers == (Layer(inference),)
     assert LayerChain.of_problem(last).layers == (Layer(None, last),)

@@ -94,15 +94,6 @@ def test_backward_alone_has_operands_of_its_own() -> None:
     assert list(operands.results()) == ["dx", "dw", "db", "db_below"]
 
 
-def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
-    forward = forward_of(RELU)
-    forward = replace(forward, x=Spec(forward.x.layout, 16), bias=2)
-    operands = ChainOperands(Memory(0, STREAM), LayerChain((Layer(forward),)))
-    for name, offset in (("x", 16), ("bias", 2), ("y", 0)):
-        found = buffer(operands, 0, forward, name, Saved.OUTPUT)
-        assert found.address - found.start == offset
-
-
 @pytest.mark.parametrize("activation", ["gelu", "relu", "none"])
 def test_what_one_problem_writes_others_read(activation: str) -> None:
     kind = Activation(activation)

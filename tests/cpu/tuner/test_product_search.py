@@ -1,4 +1,4 @@
-"""The tuner from end to end, with a library, a clock and operands that need no GPU."""
+"""The tuner of products from end to end, with a library, a clock and operands that need no GPU, and its candidates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.cublaslt import AlgoConfigAttribute
+from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
@@ -19,11 +19,11 @@ from lt_runtime.products.own import NARROW_MATMUL, NarrowPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import operands, product_search
 from lt_runtime.tuner.operands import Memory
-from lt_runtime.tuner.product_search import find_algorithm
+from lt_runtime.tuner.product_search import MOST, find_algorithm, heuristic_candidates
 from lt_runtime.tuner.report import algorithm_in_words
 from lt_runtime.tuner.timing import Bench, Launch
 from lt_runtime.tuner.verification import ProductOperands
-from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
+from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary, waves
 from tests.support.fake_clock import FakeClock
 from tests.support.host_memory import bits
 from tests.support.right_products import right
@@ -231,3 +231,91 @@ def test_partial_sums_that_have_no_room(narrow: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FakeNarrowPass, "scratch_bytes", WORKSPACE + 1)
     with pytest.raises(PlanError, match="no room"):
         plan_from_blob(NARROW_PROBLEM, 0, NARROW_MATMUL.blob)
+
+
+ID, TILE, SPLITK, SCHEME = (
+    AlgoConfigAttribute.ID,
+    AlgoConfigAttribute.TILE_ID,
+    AlgoConfigAttribute.SPLITK_NUM,
+    AlgoConfigAttribute.REDUCTION_SCHEME,
+)
+
+
+def an_odd_problem(**changes: Any) -> MatmulProblem:
+    specs = [Spec(packed(*shape)) for shape in ((512, 769), (769, 1024), (512, 1024))]
+    return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, *specs, **changes)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    return FakeLibrary(monkeypatch)
+
+
+def ids(algorithms: list[Algorithm]) -> list[int]:
+    return [algorithm.get(ID) for algorithm in algorithms]
+
+
+@pytest.mark.parametrize(("masks", "changes"), [((BOTH, NONE), {}), ((NONE,), {"no_split_k": True})])
+def test_queries_differ_in_workspace_and_reductions(
+    library: FakeLibrary, masks: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    library.offered = {(WORKSPACE, masks[0]): [1, 2]}
+    heuristic_candidates(MatmulPlan(an_odd_problem(**changes), 0), WORKSPACE)
+    first, *others = library.asked
+    assert first == (WORKSPACE, masks[0])
+    assert others == [(limit, mask) for limit in (WORKSPACE, 4 << 20, 0) for mask in masks]
+
+
+def test_the_plans_own_is_first_and_no_algorithm_comes_twice(library: FakeLibrary) -> None:
+    library.offered = {(WORKSPACE, BOTH): [3, 1, 2], (0, NONE): [2, 5], (4 << 20, BOTH): [1, 4]}
+    plan = MatmulPlan(an_odd_problem(), 0, rank=1)
+    assert ids(heuristic_candidates(plan, WORKSPACE)) == [1, 3, 2, 4, 5]
+
+
+def test_no_more_than_the_most(library: FakeLibrary) -> None:
+    library.offered = {
+        (WORKSPACE, BOTH): list(range(8)),
+        (4 << 20, BOTH): list(range(20, 28)),
+        (0, NONE): list(range(40, 48)),
+    }
+    found = heuristic_candidates(MatmulPlan(an_odd_problem(), 0), WORKSPACE)
+    assert ids(found) == [*range(8), *range(20, 28)]
+    assert len(found) == MOST
+    assert (0, NONE) not in library.asked
+
+
+def known_bad(number: int) -> Algorithm:
+    """The split of K that drops its tail: 769 = 12·64 + 1 is in 12 parts of 64."""
+    bad = Algorithm(number.to_bytes(8, "little") + bytes(56)).set(SPLITK, 12)
+    return bad.set(AlgoConfigAttribute.STAGES_ID, 35)
+
+
+def test_a_plan_of_a_given_algorithm_asks_no_heuristic(library: FakeLibrary) -> None:
+    library.workspace = lambda _: 4096
+    given = Algorithm((21).to_bytes(8, "little") + bytes(56)).set(TILE, MatmulTile.TILE_128x64)
+    plan = MatmulPlan(an_odd_problem(), 0, algorithm=given.blob)
+    assert (plan.algorithm.blob, plan.algorithm.workspace_size) == (given.blob, 4096)
+    assert plan.algorithm.waves_count == pytest.approx(waves(given))
+    assert library.asked == []
+    specs = [Spec(packed(*shape)) for shape in ((5, 0), (0, 6), (5, 6))]
+    without_terms = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
+    assert MatmulPlan(without_terms, 0, algorithm=given.blob).algorithm is None
+
+
+def test_what_speaks_against_a_given_algorithm(library: FakeLibrary) -> None:
+    plain = Algorithm((21).to_bytes(8, "little") + bytes(56))
+    with pytest.raises(PlanError, match=r"known to be wrong.*drops the tail of K"):
+        MatmulPlan(an_odd_problem(), 0, algorithm=known_bad(66).blob)
+    split = plain.set(SPLITK, 2).set(SCHEME, ReductionScheme.COMPUTE_TYPE)
+    assert MatmulPlan(an_odd_problem(), 0, algorithm=split.blob).algorithm.blob == split.blob
+    with pytest.raises(PlanError, match=r"sums the parts of a split K as .*COMPUTE_TYPE"):
+        MatmulPlan(an_odd_problem(no_split_k=True), 0, algorithm=split.blob)
+    narrow = plain.set(SPLITK, 2).set(SCHEME, ReductionScheme.OUTPUT_TYPE)
+    with pytest.raises(PlanError, match=r"sums the parts of a split K as .*OUTPUT_TYPE"):
+        MatmulPlan(an_odd_problem(), 0, algorithm=narrow.blob)
+    library.workspace = lambda _: WORKSPACE + 1
+    with pytest.raises(PlanError, match=f"needs {WORKSPACE + 1} bytes of workspace; there are {WORKSPACE}"):
+        MatmulPlan(an_odd_problem(), 0, algorithm=plain.blob)
+    library.refuses = lambda _: True
+    with pytest.raises(PlanError, match="cuBLASLt refuses the algorithm"):
+        MatmulPlan(an_odd_problem(), 0, algorithm=plain.blob)
