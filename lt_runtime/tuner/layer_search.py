@@ -17,7 +17,7 @@ from lt_runtime.kernels.narrow import supports
 from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
 from lt_runtime.problem import BackwardProblem, ForwardProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
-from lt_runtime.store.entries import Alternative, Entry, LayerEntry, RejectedStrategy
+from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy
 from lt_runtime.store.keys import problem_key, to_json
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
@@ -202,19 +202,27 @@ class _Search:
         self.time_alone(self.after, _PLANS_ROUNDS, _FINALS_S)
 
     def conclude(self) -> Decided:
-        """Lets the best splits race against the untuned one.
+        """Lets the best splits race against the untuned one; returns the report and the entries for the plan cache.
 
         Raises:
             PlanError: no split is left.
         """
         self._expected = self._operands.results(self._placed(self._plainest))
-        outcome = race(self)
-        winner, timings = outcome.winner, outcome.timings
-        products = {**self._products.found}
+        winner, timings = race(self)
+        old, new, products = timings.get(self._untuned, timings[winner]), timings[winner], {**self._products.found}
         if winner in self._splits(self.before):
             for plan in winner:
                 products |= self._products.as_planned(plan)
-        return self._decided(winner, timings.get(self._untuned, timings[winner]), timings[winner], products)
+        words = " | ".join(strategy_in_words(to_json(plan.strategy)) for plan in winner)
+        reasons = [rejection_in_words(each) for rejected in self._rejected.values() for each in rejected]
+        slow = {key: each.median_us for key, each in self._timings.items() if key not in self.after}
+        reasons += [f"{plan_name(*key)}: slow: {us:.1f} µs" for key, us in slow.items()]
+        measured = self._operands.measured
+        for problem, entry in self._products.found.items():
+            measured += entry.candidates
+            reasons += [f"{describe(problem)} by {rejection_in_words(each)}" for each in entry.rejected]
+        tuned = Tuned((*self._part.problems,), old.median_us, new.median_us, words, measured, (*reasons,))
+        return tuned, {**products, **self._entries(winner, new)}
 
     def names(self) -> list[_Split]:
         """The untuned split, if nothing speaks against it; the best with tuned algorithms, and with untuned ones.
@@ -257,21 +265,8 @@ class _Search:
             self.before.pop(key)
             self._reject_plan(key, reason)
 
-    def _decided(self, split: _Split, old: Timing, new: Timing, products: Mapping[Any, Entry]) -> Decided:
-        """The report of the winning split, with the entries for the plan cache."""
-        words = " | ".join(strategy_in_words(to_json(plan.strategy)) for plan in split)
-        reasons = [rejection_in_words(each) for rejected in self._rejected.values() for each in rejected]
-        slow = {key: each.median_us for key, each in self._timings.items() if key not in self.after}
-        reasons += [f"{plan_name(*key)}: slow: {us:.1f} µs" for key, us in slow.items()]
-        measured = self._operands.measured
-        for problem, entry in self._products.found.items():
-            measured += entry.candidates
-            reasons += [f"{describe(problem)} by {rejection_in_words(each)}" for each in entry.rejected]
-        tuned = Tuned((*self._part.problems,), old.median_us, new.median_us, words, measured, (*reasons,))
-        return tuned, {**products, **self._entries(split, new)}
-
     def _entries(self, split: _Split, timing: Timing) -> dict[LayerProblem, LayerEntry]:
-        """An entry of the forward problem, and of the backward problem for each tensor that forward may save.
+        """Entries of the forward problem, and of the backward problem for each tensor that forward may save.
 
         Args:
             timing: of the split, for a plan that was not timed by itself.

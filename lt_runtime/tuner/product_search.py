@@ -51,14 +51,14 @@ def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGE
     """
     candidates = Candidates(problem, bench, budget_s)
     try:
-        outcome = race(candidates)
+        winner, timings = race(candidates)
     except PlanError as error:
         reasons = [*candidates.refusals, *(f"{each.config}: {each.reason}" for each in candidates.rejected)]
         raise PlanError(f"no algorithm is of use for {problem} ({error}): {'; '.join(reasons)}") from None
-    candidates.reject_slow(outcome.timings)
-    blob, timing = candidates.plans[outcome.winner].blob, outcome.timings[outcome.winner]
-    first_us = outcome.timings.get(_FIRST, timing).median_us
-    measured = sum(not each.dropped for each in outcome.timings.values())
+    candidates.reject_slow(timings)
+    blob, timing = candidates.plans[winner].blob, timings[winner]
+    first_us = timings.get(_FIRST, timing).median_us
+    measured = sum(not each.dropped for each in timings.values())
     times, rejected = (timing.median_us, first_us, timing.spread_us), tuple(candidates.rejected)
     return ProductEntry(blob, configuration(blob), *times, measured, rejected)
 

@@ -184,13 +184,12 @@ def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
         MemoryError: the GPU has not enough memory for all operands of the chain.
     """
     search = _Passes(bench, chain, problem)
-    outcome = race(search)
-    is_fused = outcome.winner
+    is_fused, timings = race(search)
     strategy, other = {FUSED_MLP: is_fused}, {FUSED_MLP: not is_fused}
     rejected = tuple(RejectedStrategy(other, reason) for reason in search.rejected.values())
-    slower = outcome.timings.get(not is_fused)
+    slower = timings.get(not is_fused)
     measured = () if rejected or slower is None else (Alternative(other, slower.median_us),)
-    before, after = (outcome.timings[name].median_us for name in (True, is_fused))
+    before, after = (timings[name].median_us for name in (True, is_fused))
     words, reasons = strategy_in_words(strategy), tuple(map(rejection_in_words, rejected))
     tuned = Tuned((problem,), before, after, words, search.operands.measured, reasons)
     return tuned, {problem: LayerEntry(strategy, after, measured, rejected)}
