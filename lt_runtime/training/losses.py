@@ -1,10 +1,10 @@
-"""The losses of training steps: losses with a name and options, and functions of the caller's own."""
+"""The losses of training steps, with a name or of the caller's own, and the checks of a step's batch."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -12,15 +12,15 @@ import numpy as np
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.libraries import cupy_stream
-from lt_runtime.arrays.operand import CUPY, HOST
-from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.arrays.operand import CUPY, HOST, Operand
+from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.elementwise_loss import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.scale import launch_scale
-from lt_runtime.losses.functions import bce_with_logits, cross_entropy, huber_loss, mse_loss
+from lt_runtime.losses.functions import bce_with_logits, check_labels, cross_entropy, huber_loss, mse_loss
 from lt_runtime.losses.operation import Loss, check_not_negative
-from lt_runtime.training.mlp import MLP
+from lt_runtime.training.mlp import MLP, check_model_type, read_inputs
 
 LOSSES: Final[Mapping[str, tuple[Callable[..., Loss], tuple[str, ...]]]] = {
     "cross_entropy": (cross_entropy, ("label_smoothing", "class_weights")),
@@ -190,3 +190,57 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
     if isinstance(given, np.ndarray):
         check_not_negative(name, given)
     return array
+
+
+Batch: TypeAlias = tuple[Operand, ...]
+"""Inputs, targets and, if there are any, row weights."""
+_FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
+_INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+
+
+def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) -> Batch:
+    """Reads and checks the arrays of a batch.
+
+    Args:
+        batch: x (M, inputs); the target: labels (M,) for a loss that classifies, (M, outputs) for another loss with a
+            name, any array of M rows for the caller's own loss; and (M,) FP32 row weights, if there are any.
+
+    Raises:
+        DeviceError, ShapeError, DTypeError, LayoutError: one of them cannot be copied into a step's buffers as it is.
+    """
+    (x, target, *row_weights), name = batch, "labels" if loss.classifies else "target"
+    inputs, wanted = read_inputs(model, x, stream), model.device.read(name, target, stream)
+    outputs = inputs.shape[0], model.dims[-1]
+    _check_rows(inputs)
+    if loss.is_own:
+        _check_any(wanted, outputs[0])
+    elif loss.classifies:
+        check_labels(wanted, outputs)
+    else:
+        check_shape(name, wanted.shape, outputs, "the outputs' shape")
+        check_model_type(model, wanted)
+        _check_rows(wanted)
+    weights = [model.device.read("row_weights", each, stream) for each in row_weights]
+    for each in weights:
+        check_type(each, "float32")
+        check_shape("row_weights", each.shape, outputs[:1], "one a row of x")
+        each.check_packed()
+    return inputs, wanted, *weights
+
+
+def _check_any(target: Operand, rows: int) -> None:
+    """Refuses a target with another number of rows, without numbers, or with rows that are not contiguous."""
+    if target.shape[:1] != (rows,):
+        raise ShapeError(f"target has shape {target.shape}; it must have {rows} rows, as x has")
+    if target.dtype not in (*_FLOATS, *_INTEGERS, "bool"):
+        raise DTypeError(f"target is {target.dtype}; accepted are {', '.join(_FLOATS)}, integers and bool")
+    if len(target.shape) == 2:
+        _check_rows(target)
+    else:
+        target.check_packed()
+
+
+def _check_rows(operand: Operand) -> None:
+    rows, cols = operand.layout.shape
+    if rows > 1 and cols > 1 and operand.strides[1] != 1:
+        raise LayoutError(f"{operand.name} has strides {operand.strides}; its rows must be contiguous: lt.contiguous")

@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.driver import call
-from lt_runtime.training.staging import is_pinned
+from lt_runtime.training.prefetch import is_pinned
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import host_of
 
