@@ -31,7 +31,7 @@ NAMES: Final = {
 }
 _MEASURING: Final = {model: f"first TrainStep step that measures, on empty caches, {model}" for model in MODELS}
 _NO_OTHER_CACHE: Final = "CUDA_CACHE_DISABLE"
-"""Keeps the driver and NVRTC from a cache of their own, which would not be empty."""
+"""Variables that disable the caches of the driver and of NVRTC, which would not be empty."""
 _UNSET: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
 """Variables that processes do not get. Without the last, the first process writes bytecode, as an installation does."""
 

@@ -22,7 +22,7 @@ _SHOWN: Final = 20  # rows of the table
 
 
 def ratios(old: Sequence[Path], new: Sequence[Path]) -> tuple[dict[str, list[float]], list[str]]:
-    """By row, the new time divided by the old time for each pair of files; and the rows that some file lacks."""
+    """Ratios by row, a new time divided by an old time for each pair of files; and rows that are not in every file."""
     pairs = [(_times(first), _times(second)) for first, second in zip(old, new, strict=True)]
     rows = [set(times) for pair in pairs for times in pair]
     common, lacking = set.intersection(*rows), set.union(*rows) - set.intersection(*rows)

@@ -116,7 +116,7 @@ _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
     "AdamW": {"lt": ("AdamW{}", ("torch_eager",))},
     "TrainStep": {"lt": ("TrainStep{}", ("torch_graph",))},
 }
-"""By kind of case and contender: the call, with {} for the case without its kind, and the peers that do the same."""
+"""By kind of case and our contender: its title, where {} stands for the rest of the case's name, and its peers."""
 
 
 def _of_calls(row: Json) -> Iterator[Comparison]:

@@ -344,7 +344,7 @@ def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
 
 
 def without_any(left_out: Mapping[str, str], timings: Mapping[str, Timing]) -> dict[str, str]:
-    """The reasons under the common names of ways of which none was measured."""
+    """Why contenders have no time, by common name; left out if another of PyTorch's ways to hold parameters has one."""
     return {base: why for name, why in left_out.items() if (base := _base(name)) not in timings}
 
 

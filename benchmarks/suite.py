@@ -33,7 +33,7 @@ _ROOT: Final = Path(__file__).parents[1]
 Rows = dict[str, dict[str, Any]]
 """Rows of a result file, by case."""
 Job = Callable[[Any], Row]
-"""Measures a row, on a CuPy stream that can be captured."""
+"""A function that measures a row on the given CuPy stream, which can be captured."""
 
 
 def _nothing(_: Any) -> Any:

@@ -78,7 +78,7 @@ def kernels() -> str:
     lines = []
     for row in rows_of("kernels"):
         if "lt" not in row["us"]:
-            continue  # the row of the copies
+            continue  # this row has no times of ours: it measures the fastest copy
         less = row["us"].get("torch_without_bias_gradient")
         also = "" if less is None else f" ({us(less)} without the bias gradient)"
         fraction = f"{100 * row['fraction_of_copy']:.0f} %"
@@ -114,7 +114,7 @@ def layers() -> str:
 
 
 def wide() -> str:
-    """The same for the shapes of the suite `wide`, by stratum."""
+    """The table of `layers` for the shapes of the suite `wide`: a line for each stratum."""
     return _means(rows_of("wide"), lambda row: f" {row['stratum']}")
 
 

@@ -1,4 +1,4 @@
-"""The suites in small: rows end to end, and all contenders compute the same."""
+"""Runs the benchmark suites on small cases: they make whole rows, and all contenders of a case compute the same."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_contender_of_a_kernel_is_measured(case: Case, stream: Any) -> Non
 
 
 @pytest.mark.parametrize("case", host.CASES, ids=name_of)
-# PyTorch warns of the thread that runs its backward pass.
+# PyTorch warns that the thread of its backward pass has no CUDA context.
 @pytest.mark.filterwarnings("ignore:.*no current CUDA context.*:UserWarning")
 def test_every_contender_of_the_host_is_measured(case: HostCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "GPT2", SHAPES)

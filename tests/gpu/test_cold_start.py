@@ -41,7 +41,7 @@ def test_addresses_need_no_cupy_and_a_second_process_no_compiler(tmp_path: Path)
 
 
 def test_cupy_compiles_nothing_for_training(tmp_path: Path) -> None:
-    """Half a second for each kernel made the first step on a fresh machine take 30 s."""
+    """CuPy compiles a kernel in half a second; such kernels made the first step on a new machine take 30 s."""
     command = [sys.executable, "-m", "tests.support.first_step", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

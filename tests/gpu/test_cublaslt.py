@@ -70,7 +70,7 @@ def _read(read: Callable[[], int]) -> None:
 def test_a_heuristic_passes_the_check_and_multiplies(kind: str, handle: cublaslt.Handle) -> None:
     compute, scale, data = KINDS[kind]
     dtype = DType(kind).numpy
-    a, b = cp.ones((K, M), dtype), cp.ones((N, K), dtype)  # column-major M×K and K×N
+    a, b = cp.ones((K, M), dtype), cp.ones((N, K), dtype)  # as column-major matrices: M×K and K×N
     d = cp.zeros((N, M), dtype)
     workspace = cp.empty(1 << 20, cp.uint8)
     with MatmulDesc(compute, scale) as desc, MatmulPreference() as preference:

@@ -64,7 +64,7 @@ def test_more_elements_than_31_bits_count(size: int) -> None:
 
 
 def _keeps(start: int, count: int, p: float, rng: Philox) -> Any:
-    """Which of the elements from row-major index `start` on, a multiple of eight, are kept."""
+    """Whether dropout keeps each of `count` elements from row-major index `start` on, a multiple of eight."""
     blocks = np.arange(start // 8, (start + count + 7) // 8, dtype=np.uint64)
     layer, step = (np.full_like(blocks, number) for number in (rng.layer, rng.step))
     counters = np.stack([blocks & np.uint64(0xFFFFFFFF), blocks >> np.uint64(32), layer, step], axis=1)

@@ -1,4 +1,4 @@
-"""The tuner of layers on a GPU: right results after it, planted faults rejected, nothing measured twice."""
+"""The tuner of layers on a GPU: tuned layers are right, planted faults are rejected, and nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_tuned_layers_agree_with_the_reference(name: str) -> None:
 
 
 def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans with dw beside dx, which every problem has, launch nothing: they are fastest, and leave dx unwritten."""
+    """The test makes plans that compute dw concurrently with dx launch nothing: they are fastest, and dx is wrong."""
     run, planted = BackwardPlan.run, set[Any]()
 
     def run_or_skip(plan: BackwardPlan, call: Call) -> None:

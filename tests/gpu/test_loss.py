@@ -108,7 +108,7 @@ def test_a_vocabulary(dtype: DType, classes: int, place: Placement | None) -> No
     ("rows", "classes"), [(20000, 10), (8000, 1000), (5000, 300), (5000, 3000), (300, 70000), (150, 128256)]
 )
 def test_many_rows(rows: int, classes: int, dtype: DType, out: Placement | None) -> None:
-    """So many rows that blocks or warps process several, and that a separate launch counts the ignored labels."""
+    """A block or a warp processes several of the many rows, and a separate launch counts the ignored labels."""
     generator = np.random.default_rng(rows)
     logits = generator.standard_normal((rows, classes)).astype(dtype.numpy)
     labels = generator.integers(0, classes, rows)

@@ -44,13 +44,13 @@ def test_matmul_agrees_with_reference_and_launches_kernels_only(
     product = Product(gpu, case)
     try:
         product.check()
-    except cp.cuda.runtime.CUDARuntimeError as error:  # nothing runs in this process any more, nor any other example
+    except cp.cuda.runtime.CUDARuntimeError as error:  # after this error, no call to the GPU succeeds in this process
         raise AssertionError(f"{case} is the end of the context") from error
     lt.matmul(**product.operands, stream=_capture_stream())  # the stream's memory is allocated before the capture
     _capture_stream().synchronize()  # waits before the next example reuses the operands' memory
     nodes = captured_nodes(lambda stream: lt.matmul(**product.operands, stream=stream), _capture_stream().ptr)
     assert set(nodes) == {"KERNEL"}, nodes
-    assert len(nodes) <= 3, nodes  # at most: copies of operands, the product, and our pass
+    assert len(nodes) <= 3, nodes  # at most: a copy of operands, the product, and our pass
     examples["matmul"] += 1
 
 

@@ -1,4 +1,4 @@
-"""Products on padded copies on the GPU, against float64, alone and as the default of large layers."""
+"""Products on padded copies of ragged operands, against float64: alone, and as the default of large layers."""
 
 from __future__ import annotations
 

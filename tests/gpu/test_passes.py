@@ -1,7 +1,6 @@
-"""The passes around a product, without the product: the output of a layer without inputs is its bias, and cuBLASLt is
-not called.
+"""Our passes around a product, alone: with K = 0 a layer's pre-activation is its bias, and cuBLASLt is not called.
 
-In these tests initcheck can follow every byte; through cuBLASLt's kernels it cannot.
+So compute-sanitizer's initcheck, which cannot follow writes of cuBLASLt's kernels, can follow every byte.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tests.support.gpu_arrays import EPSILON, MaskPass, to_host
 from tests.support.strategies import TYPES
 
 RNG = lt.Philox(2**40 + 3, 5, 7)
-_SLOPE = 1.2  # the largest derivative of these activations
+_SLOPE = 1.2  # upper bound of the derivatives of all activations
 _TINY = 1e-6
 SHAPES = [(5, 3), (64, 96), (129, 777)]
 

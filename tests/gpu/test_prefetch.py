@@ -17,7 +17,7 @@ ROWS, COLS = 512, 768
 
 
 def _in_one_array(count: int, array: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Every batch in the same memory, overwritten each time."""
+    """Yields every batch in the same arrays, whose contents it overwrites."""
     labels = np.empty(ROWS, np.int32)
     for i in range(count):
         array[...], labels[...] = i, -i

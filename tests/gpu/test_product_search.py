@@ -1,4 +1,4 @@
-"""The tuner of matrix products on a GPU: verdicts that are right, planted faults, nothing left behind."""
+"""The tuner of matrix products on a GPU: it finds right algorithms, rejects planted faults and frees its memory."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ PROBLEMS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    """CuPy compiles its kernels for the reference once, and the libraries take the memory that they keep."""
+    """Tunes a few problems first: the libraries allocate memory that they keep, and CuPy compiles kernels."""
     for name in ("fp32 bias", "bf16 gelu aux", "bf16 dgelu"):
         tune(PROBLEMS[name])
 
@@ -181,7 +181,9 @@ def test_a_planted_fault_is_rejected(
     number: int, planted: Planted, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = plant(monkeypatch, planted, only=number)
-    verdict = tune(a_problem(4096, 4096, 1024))  # so long that doing nothing is the fastest on a busy GPU as well
+    verdict = tune(
+        a_problem(4096, 4096, 1024)
+    )  # the product takes so long that a launch of nothing is faster even on a busy GPU
     assert len(blobs) > number, "the heuristic offers too few candidates for this test"
     found = {each.algorithm: each.reason for each in verdict.rejected}
     assert found[blobs[number]].startswith(reason)

@@ -1,4 +1,4 @@
-"""The raw-pointer interface at its contract's size: FP32, atol 1e-5, rtol 1e-4 against NumPy."""
+"""The raw-pointer interface in FP32 agrees with NumPy within the promised atol 1e-5 and rtol 1e-4."""
 
 from __future__ import annotations
 

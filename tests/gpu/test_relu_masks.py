@@ -24,7 +24,7 @@ from tests.support.gpu_arrays import to_host
 from tests.support.strategies import TYPES, lattice
 
 SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
-"""Rows, outputs, inputs: masks whose rows end on 16 bytes, on a byte, and within one."""
+"""Rows, outputs, inputs. The rows of their masks end at a multiple of 16 bytes, at a byte, or within a byte."""
 CASES = [
     (dtype, shape)
     for dtype in TYPES
@@ -39,7 +39,7 @@ def spec(*shape: int) -> Spec:
 
 
 def slopes(mask: Any, columns: int) -> NDArray[np.float64]:
-    """(M, columns) ones where a bit is set."""
+    """ReLU's derivative, (M, columns): 1 where the mask has a bit set, otherwise 0."""
     return reference.unpack_mask(cp.asnumpy(mask), columns).astype(np.float64)
 
 

@@ -1,4 +1,4 @@
-"""Copies of matrices in other sizes and orders, without a product: the very bits, and zeros beyond them."""
+"""Copies of matrices into other sizes and orders hold the same bits, and zeros in added rows and columns."""
 
 from __future__ import annotations
 

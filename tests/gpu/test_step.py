@@ -68,7 +68,9 @@ def test_graph_and_eager_agree_bitwise(dtype: str, loss: Any, accumulate: int) -
         _Run(dtype, loss, graph=graph, accumulate=accumulate, optimizer={"max_norm": 1.0}) for graph in (True, False)
     ]
     losses = [run.train(8) for run in runs]
-    for run, mine in zip(runs, losses, strict=True):  # a graph follows settings that are changed after it was captured
+    for run, mine in zip(
+        runs, losses, strict=True
+    ):  # settings that change after the capture take effect in the graph's next launch
         run.optimizer.lr, run.optimizer.weight_decay, run.model.layers[1].weight.lr_scale = 0.25, 0.5, 0.125
         mine.append(float(run.step(*run.batch(8))))
     assert losses[0] == losses[1]

@@ -1,4 +1,4 @@
-"""A training step measures what is not known of its layers; what it finds serves the steps after it."""
+"""A training step measures the layers that have no measured plan; later steps run by the measured plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 64
 
 @pytest.fixture
 def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of problems that are met, by a process that has made no plan yet and whose plan cache is empty."""
+    """Path of the file in which this process records its problems. It has no plan, and its plan cache is empty."""
     monkeypatch.delenv(TUNE_VARIABLE)
     monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "met.jsonl"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))

@@ -49,7 +49,7 @@ _STEEPEST = 1.2
 
 
 class Block:
-    """Two layers, K -> N -> K, with an activation between and none behind; what the reference makes of them."""
+    """Two layers, K -> N -> K, with an activation after the first layer alone, and the reference's results."""
 
     def __init__(self, shape: tuple[int, int, int], activation: str, dtype: DType) -> None:
         m, n, k = self.shape = shape
@@ -118,7 +118,7 @@ class Block:
         epsilon, below = 4 * EPSILON[self.dtype], np.abs(exact.dx)
         near_zero = 8 * EPSILON[self.dtype] * below * np.abs(self.z) + 2e-5 * below
         if self.activation.name == "relu":
-            near_zero += below * (self.z == 0)  # at 0 ReLU has no derivative, and cuBLASLt's mask has 1 there
+            near_zero += below * (self.z == 0)  # ReLU has no derivative at 0; cuBLASLt's mask has 1 there
         tolerance = epsilon * (np.abs(dz) + _STEEPEST * below) + near_zero + 1e-6
         assert_close("dz_below", to_host(made["dx"]), dz, tolerance)
         assert_close("dw", to_host(made["dw"]), exact.dw, epsilon * np.abs(exact.dw) + 2e-5 * np.abs(exact.dw).max())
@@ -190,7 +190,7 @@ def test_a_branch_of_a_graph_gives_the_same() -> None:
 
 
 def test_the_library_does_all_of_it_somewhere() -> None:
-    """Without this the test above would check little."""
+    """cuBLASLt's epilogues make every kind of result in some strategy that `test_every_strategy` runs."""
     used: set[ForwardStrategy | BackwardStrategy] = set()
     for activation in ("relu", "gelu"):
         block = Block((256, 512, 784), activation, DType.BFLOAT16)

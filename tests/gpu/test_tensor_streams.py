@@ -68,7 +68,7 @@ def _fill(tensors: tuple[Any, ...]) -> None:
 
 
 def _behind_long_work(fill: Callable[[], None], call: Callable[[], Any]) -> Any:
-    """The result of a call whose operands are written just before it on its stream, behind work that takes long."""
+    """Result of a call on a busy stream: after long work, `fill` writes the operands, and the call reads them."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

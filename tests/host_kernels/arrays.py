@@ -27,7 +27,7 @@ FLAT: Final = Placement(column_major=False, gap=0, offset=0)
 
 
 class Guarded:
-    """A matrix laid into a larger buffer whose other bytes must not change, and are NaN to those who read them."""
+    """A matrix inside a larger buffer, whose other bytes must not change; a kernel that reads them gets NaN."""
 
     def __init__(self, values: NDArray[Any], placement: Placement = FLAT, dtype: DType | None = None) -> None:
         self._type = dtype.numpy if dtype else values.dtype

@@ -1,4 +1,4 @@
-"""Builds kernel files into shared libraries for the CPU with g++; each is built once as long as its sources stay."""
+"""Builds kernel files into shared libraries for the CPU with g++; a library is built again only after a change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sanitizer(enum.Enum):
 
 
 BUILD_DIRECTORY: Final = "LT_HOST_BUILD_DIRECTORY"
-"""Variable that names where libraries are kept, rather than in pytest's cache."""
+"""Environment variable that names the directory of the built libraries; by default it is in pytest's cache."""
 
 SANITIZER: Final = Sanitizer(os.environ.get("LT_HOST_SANITIZER", "none"))
 """The sanitizer that this process's kernels are built with, from LT_HOST_SANITIZER: "address" or "thread"."""

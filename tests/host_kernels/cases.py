@@ -21,7 +21,7 @@ from tests.support.strategies import Placement, generators
 Shape = tuple[int, int]
 Pair = tuple[int, int]
 
-# Explicit examples are enough for ThreadSanitizer: what races does not depend on the numbers.
+# Explicit examples are enough for ThreadSanitizer: races do not depend on the numbers.
 _PHASES = (Phase.explicit,) if SANITIZER is Sanitizer.THREAD else settings().phases
 FEW: Final = settings(max_examples=30, deadline=None, phases=_PHASES)
 MORE: Final = settings(max_examples=30 if SANITIZER is Sanitizer.ADDRESS else 60, deadline=None, phases=_PHASES)
@@ -33,7 +33,7 @@ VECTOR_BYTES: Final = 16
 axes = st.one_of(st.just(1), st.integers(1, 40), st.sampled_from((8, 16, 64, 65, 96, 131)))
 shapes = st.one_of(
     st.tuples(axes, st.one_of(axes, st.sampled_from((257, 264)))),
-    # the longer matrices are several parts to a backward pass; the wide ones have more columns of blocks than a wave
+    # a backward pass splits the long matrices into parts; the wide ones need more blocks than run at a time
     st.tuples(st.sampled_from((100, 333, 700)), st.sampled_from((1, 10, 33))),
     st.tuples(st.integers(1, 9), st.sampled_from((1600, 2000))),
 )
@@ -42,7 +42,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
-    """The nearest shape for a kernel: rows of whole octets if aligned; large and of no whole octets if flat."""
+    """A shape that suits a kernel: if `aligned`, rows are whole octets; if `flat`, they are long and not whole octets."""
     rows, cols = shape
     if flat:
         cols = cols if cols > 2 * OCTET else cols + 2 * OCTET
@@ -53,7 +53,7 @@ def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
 def suit_place(
     place: Placement, shape: Shape, dtype: DType, *, aligned: bool, column_major: bool | None = None
 ) -> Placement:
-    """The placement in the given order, with lines that begin on 16 bytes if it has to be aligned.
+    """The placement in the given order; if `aligned`, each row or column begins at a multiple of 16 bytes.
 
     Args:
         column_major: None leaves the order as it is, or row-major where aligned.
@@ -68,7 +68,7 @@ def suit_place(
 def suit_places(
     access: Access, shape: Shape, *places: tuple[Placement, DType], odd: int = 0, others_aligned: bool = False
 ) -> list[Placement]:
-    """Placements for which a pass chooses the access, of matrices of one shape, each of its type.
+    """Placements of matrices of one shape, for which a pass chooses `access`; each comes with its type.
 
     Args:
         odd: index of the matrix that does not begin at a multiple of 16 bytes where the access is `ANY`.

@@ -41,7 +41,7 @@ class HostKernel:
         *,
         order: int = FORWARD,
     ) -> None:
-        """Runs the kernel to its end; `batch` is the grid's blocks in z, `shared` a block's bytes besides.
+        """Runs the kernel to its end. `batch`: the grid's size in z. `shared`: bytes of a block's dynamic shared memory.
 
         Raises:
             HostKernelError: threads of a block wait at different barriers, or threads of a warp for different shuffles,
@@ -59,7 +59,7 @@ class HostKernel:
 
 
 class HostKernels:
-    """Libraries of kernels, each built when it is first asked for: the tests' processes build side by side."""
+    """Libraries of kernels. Each is built when a test first needs it, and processes build in parallel."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -76,7 +76,7 @@ class HostKernels:
         return self.kernel(Variant(entry.source, macros), entry.name)
 
     def kernel(self, variant: Variant, entry: str) -> HostKernel:
-        """A kernel of a file, which may be one of the tests' own."""
+        """A kernel of a file in `cuda_src` or in the tests."""
         return HostKernel(self.library(variant), entry, variant.max_threads[entry])
 
 

@@ -134,7 +134,7 @@ class HostOptimizer:
     """The kernels of the norm and the update, with the state that they keep.
 
     Attributes:
-        state: as on the device. scale, growth_tracker: of a scaler.
+        state: the optimizer's state, as it lies on the device. scale, growth_tracker: of the loss scaler.
     """
 
     def __init__(self, host: HostKernels, variant: AdamWVariant, options: Options, first: int = 0) -> None:
@@ -159,7 +159,7 @@ class HostOptimizer:
         assert self.state["norm_ticket"] == 0
 
     def update(self, tensors: Sequence[HostTensor], order: int = 0, octet: int = 0) -> None:
-        """Launches adamw; `octet` is added to where the tensors' elements are counted from."""
+        """Launches adamw; `octet` is added to the index of each tensor's first octet of elements."""
         table = update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
         options = self._options

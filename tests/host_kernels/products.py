@@ -1,4 +1,4 @@
-"""What tests of passes and of our own products share: a stream's memory, a small GPU, launches on the CPU."""
+"""Helpers for tests of passes and of our own products: a stream's memory, a small GPU, launches on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.host_kernels.harness import HostKernels, Turns
 from tests.support.strategies import Placement
 
 _STEEPEST: Final = 1.2
-"""Above the largest derivative of an activation."""
+"""Upper bound of the derivatives of all activations."""
 SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 
 
@@ -96,7 +96,7 @@ class Case(Protocol):
 
 
 class Product:
-    """Operands of a case, and the expected results.
+    """Operands of a case and their expected results.
 
     Args:
         shape: M, N, K.
@@ -131,7 +131,7 @@ class Product:
         beta = 0.0 if self.case.c == "nowhere" else self.case.beta
         z = self.case.alpha * (a @ b) + beta * c + bias
         size = abs(self.case.alpha) * (np.abs(a) @ np.abs(b)) + np.abs(beta * c) + np.abs(bias)
-        # each term is rounded, and each addition off by half a unit of at most the sum of magnitudes
+        # each term is rounded, and the error of each addition is at most half a unit of the sum of magnitudes
         error = (a.shape[1] + 4) * EPS32 * size
         self._z, self._z_limit = z, rounding(self.dtype, z) + error
         activation = Activation(self.epilogue.activation)
@@ -169,7 +169,7 @@ class Product:
         return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0])) if self._has_mask else spec_of(aux)
 
     def run(self, own_pass: TileMatmulPass | NarrowPass) -> None:
-        """Runs the product by a pass that was made of `problem`."""
+        """Runs the product by a pass that was made from `self.problem`."""
         a, b, c, d, aux = (self.operands[name].address for name in OPERANDS)
         memory = Memory(own_pass.scratch_bytes)
         call = Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))
@@ -192,6 +192,6 @@ class Product:
 
     @property
     def results(self) -> bytes:
-        """The bits of all that a pass may write."""
+        """The bytes of D, the auxiliary matrix and the vector: a pass may write all three."""
         written = (self.operands["d"], self.operands["aux"], self.vector)
         return b"".join(each.array.tobytes() for each in written)

@@ -102,14 +102,14 @@ def check_update(
     step: int,
     factor: float = 1.0,
 ) -> None:
-    """Compares what an update has made of `old` with the reference, rounding of low-precision arrays included."""
+    """Compares a tensor after an update of `old` with the reference, including the rounding to low precision."""
     hyper, gradient = tensor.hyper(hyper), tensor.gradient.array.astype(np.float64) * factor
     new = reference.adamw_update(old, tensor.gradient.array, hyper, step, factor)
     bounds = limits(old, gradient, hyper, step)
     for name, part, found, exact, bound in zip(NAMES, PARTS, tensor.updated, new.arrays, bounds, strict=False):
         lanes = reference.rounding_lanes(tensor.case.size, seed, index, step, part)
         slack = bound + EPS32 * np.abs(exact.astype(np.float64))
-        # rounding is monotonic: what lies between two numbers is rounded to something between their roundings
+        # rounding is monotonic: a number between two bounds is rounded to a number between their roundings
         low, high = (rounded((exact + side * slack).astype(np.float32), found.dtype, lanes) for side in (-1, 1))
         stored = found.values()
         wrong = ~((low <= stored) & (stored <= high) | (np.isnan(stored) & np.isnan(exact)))
@@ -168,7 +168,7 @@ def test_random_numbers_of_tensors_over_two_thousand_million_elements(host: Host
     lanes = reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M, first=8 * octet)
     expected = rounded(new.m, BF16, lanes)
     agree = (tensor.m.values() == expected).mean()
-    assert agree > 0.99  # the others differ because the kernel computes in FP32
+    assert agree > 0.99  # FP32 arithmetic makes the remaining numbers differ
     elsewhere = rounded(new.m, BF16, reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M))
     assert (tensor.m.values() == elsewhere).mean() < 0.9
 
@@ -241,7 +241,7 @@ def test_a_scale_stays_a_normal_number(host: HostKernels, scale: float, bad: flo
 
 @dataclass(frozen=True)
 class Judged:
-    """A few steps with gradients that are scaled, clipped and judged; `bad` says in which one element is not finite."""
+    """Steps with gradients that are scaled, clipped and checked for NaN; `bad`: one element of each step."""
 
     tensors: list[TensorCase]
     scaler: GradScaler | None
@@ -315,8 +315,8 @@ def test_scaling_clipping_and_skipping(host: HostKernels, case: Judged) -> None:
 def set_gradients(
     parameters: list[HostTensor], scale: float, bad: float | None, generator: np.random.Generator
 ) -> bool:
-    """Draws gradients that stay finite when multiplied by the scale; returns whether a tensor had an element for the
-    bad one.
+    """Draws gradients that stay finite when multiplied by the scale; returns whether `bad`
+    replaced an element.
     """
     for tensor in parameters:
         kind = tensor.case.gradient_dtype

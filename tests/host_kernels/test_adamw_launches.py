@@ -1,4 +1,4 @@
-"""The state that AdamW keeps on a GPU, with the kernels and the memory on the CPU, against the NumPy one."""
+"""AdamW for GPUs, with its kernels and memory on the CPU, updates parameters as AdamW for NumPy arrays does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES = [(3, 5), (300,), (0,), (2049,), ()]
 
 @pytest.fixture(autouse=True)
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy's current stream is not asked for: other tests may have imported it, and there is no GPU."""
+    """Hides CuPy, which other tests may have imported: without a GPU it has no current stream."""
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
 
 
@@ -108,7 +108,7 @@ def test_does_what_the_numpy_state_does(options: Options, dtype: DType, gradient
     for found, wanted in zip(ours, theirs, strict=True):
         assert (found.master is None) == (wanted.master is None)
         np.testing.assert_allclose(exact(found), exact(wanted), rtol, atol)
-        if found.data.size > 1000:  # the random numbers are the same
+        if found.data.size > 1000:  # both draw the same random numbers
             close = np.isclose(exact(found), exact(wanted), 2e-6, 2e-7)
             assert close.mean() > 0.99
 

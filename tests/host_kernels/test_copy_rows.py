@@ -1,4 +1,4 @@
-"""Copies of rows into buffers, launched by the runtime: the very bits, wherever the rows lie, and nothing else."""
+"""Copies of rows into buffers, launched by the runtime, hold the rows' bits, and write nothing else."""
 
 from __future__ import annotations
 

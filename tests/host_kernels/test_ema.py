@@ -1,4 +1,4 @@
-"""The kernel of averages against float64."""
+"""The kernel of exponential moving averages (EMA) against float64."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class BackwardCase:
     seed: int
 
     def suited(self, variant: Backward) -> BackwardCase:
-        """The nearest case that the variant takes."""
+        """The case, changed as little as possible, so that the variant supports it."""
         aligned, dtype = variant.access is Access.ALIGNED, variant.dtype
         shape = suit_shape(self.shape, aligned=aligned, flat=variant.access is Access.FLAT)
         in_place = self.in_place and variant.dz == 1
@@ -224,9 +224,9 @@ EXAMPLE = BackwardCase(
     dz=FLAT,
     seed=0,
 )
-"""Several blocks share a column's sum, and each has several rows."""
+"""In this case several blocks share a column's sum, and each block has several rows."""
 TALL = replace(EXAMPLE, shape=(700, 40), blocks=None)
-"""The runtime's own blocks go over several rows, and share the sum."""
+"""In this case the runtime chooses the blocks: a thread has several rows, and blocks share a column's sum."""
 
 
 @pytest.mark.parametrize("variant", BACKWARD_EPILOGUES, ids=str)
@@ -245,7 +245,7 @@ def test_backward(host: HostKernels, variant: Backward, drawn: BackwardCase) -> 
         assert_close("dz", operands.dz.values(), expected, rounding(variant.dtype, expected) + tolerance)
     if case.sums:
         total = start + expected.sum(axis=0)
-        # each addition may be off by half a unit of a sum that is at most the sum of magnitudes
+        # the error of each addition is at most half a unit of the sum of magnitudes
         additions = (case.shape[0] + 2) * EPS32 * (np.abs(start) + np.abs(expected).sum(axis=0))
         limit = rounding(variant.dtype, total) + tolerance.sum(axis=0) + additions
         assert_close("db", operands.db.values()[0], total, limit)

@@ -1,4 +1,4 @@
-"""The norm of all gradients against float64, and what it says of NaN, infinity and overflow."""
+"""The norm of all gradients against float64; NaN, infinity and overflow are counted or passed on."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_order_changes_no_bit(host: HostKernels) -> None:
 
 
 def test_a_long_sum_keeps_its_precision(host: HostKernels) -> None:
-    # one number among many small ones that a plain FP32 sum would lose one by one
+    # a plain FP32 sum would lose each of the small numbers beside the large one
     gradient = np.full(200_000, 1e-4, np.float32)
     gradient[0] = 1.0
     norm, _ = measured(host, [gradient], [0])

@@ -66,7 +66,7 @@ TILES = "mma.cuh"
 
 
 def name_in_c(struct: type[ctypes.Structure]) -> str:
-    """The name that the docstring begins with."""
+    """The struct's name in C++, with which its docstring begins."""
     found = re.match(r"`(lt::\w+(?:<SCALAR>)?)`", struct.__doc__ or "")
     assert found, f"the docstring of {struct.__name__} does not name the struct of cuda_src"
     return found[1]
@@ -81,7 +81,7 @@ def defining_file(struct: type[ctypes.Structure]) -> str:
 
 
 def members_of(struct: type[ctypes.Structure]) -> dict[str, int]:
-    """In C++ the struct's size and each field's offset, and what Python says they are."""
+    """C++ expressions of the struct's size and each field's offset, with their values in Python."""
     name = name_in_c(struct)
     fields = [field for field, *_ in struct._fields_]
     offsets = {f"offsetof({name}, {field.rstrip('_')})": getattr(struct, field).offset for field in fields}

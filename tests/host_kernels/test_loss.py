@@ -40,7 +40,7 @@ LITTLE_SHARED_MEMORY = (48 << 10, 30 << 10)
 
 
 class Runner:
-    """Stands in for the GPU that the launches know: its kernels run here, in a given order."""
+    """Stands in for the GPU: the kernels run on the host, with threads in a given order."""
 
     def __init__(self, host: HostKernels) -> None:
         self._host = host
@@ -104,7 +104,7 @@ class Memory:
 
 
 def scale_of(factor: float, on_device: bool) -> tuple[tuple[float, int], NDArray[np.float32]]:
-    """The scale, and its memory, to be kept until it is used."""
+    """A call's scale, and the memory of its factor, which must live until the launch."""
     array = np.array([factor], np.float32)
     return ((0.5, array.ctypes.data) if on_device else (0.5 * factor, 0)), array
 
@@ -167,7 +167,7 @@ def address_of(operand: Guarded | None) -> int:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Options of a mean over all elements, and which weights it has."""
+    """Options of a loss that is a mean over all elements, and the kinds of its weights."""
 
     loss: str
     delta: float = 1.0
@@ -190,7 +190,7 @@ class Elementwise:
 
 
 def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Elementwise) -> None:
-    """A launch against the reference; its tolerance is a multiple of what each element's terms are rounded by."""
+    """Compares a launch with the reference; the tolerance is a multiple of the rounding of each element's terms."""
     generator = np.random.default_rng(case.seed)
     prediction = Guarded(numbers(generator, case.shape, dtype), case.prediction)
     is_binary = asked.loss == "bce_with_logits"
@@ -416,7 +416,7 @@ def check_cross_entropy(
         weights=weights,
     )
 
-    # exp makes an absolute error of the difference's rounding a relative one
+    # exp turns the absolute error of a rounded difference into a relative error
     limits = EPS32 * (64 + 2 * np.abs(values).max(axis=1))
     most = 1.0 if of_rows is None else float(np.abs(of_rows).max())
     if of_classes is not None:
@@ -625,7 +625,7 @@ def test_logits_that_are_not_finite(runner: Runner, classes: int, special: float
 @pytest.mark.parametrize("classes", [13, 40, 5000])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_logits_of_any_size(runner: Runner, dtype: DType, classes: int, sign: int, smoothing: float) -> None:
-    """Maxima on both sides of where the exponential's factor changes, in one launch."""
+    """One launch has rows with maxima of very different sizes, for which the kernel scales the exponent differently."""
     largest = min(float(ml_dtypes.finfo(dtype.numpy).max), 3e38)
     powers = [1.0, 1e3, 2.0**16, 2.0**20, 1e8, 2.0**29, 2.0**30 - 64, 2.0**30, 2.0**31, 1e20, 3e38]
     maxima = sign * np.array([0.0, *(power for power in powers if power < largest), largest])
@@ -636,7 +636,7 @@ def test_logits_of_any_size(runner: Runner, dtype: DType, classes: int, sign: in
     labels = np.arange(rows)
     loss = run_cross_entropy(runner, logits, labels, gradient, smoothing=smoothing)
     exact = cross_entropy(logits.array.astype(np.float64), labels, label_smoothing=smoothing)[1]
-    assert smoothing or not math.isnan(loss)  # with smoothing the loss needs the sum of the logits, which overflows
+    assert smoothing or not math.isnan(loss)  # with smoothing the loss needs the sum of the logits, which may overflow
     assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 128 * EPS32 / rows)
 
 

@@ -121,7 +121,7 @@ class Product:
         self.generator = np.random.default_rng(case.seed)
         shape = (case.batch, *case.shape)
         self.d = self.batch(shape, variant.dtype, case.d)
-        # the product, in D or in memory of its own
+        # the matrix that holds the product: D itself, or another one
         self.source = self.batch(shape, DType.FLOAT32, case.product) if variant.once else self.d
         # if the product is stored in D, the pass adds only a C whose order differs from D's
         across = replace(case.d, column_major=not case.d.column_major)

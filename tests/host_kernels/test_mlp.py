@@ -217,7 +217,7 @@ def test_exact_sums(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_blocks_go_from_tile_to_tile(host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int) -> None:
-    """More rows than all warps have at a time."""
+    """There are more rows than all warps process at a time."""
     network = _network((8, 16, 8), 900, _integers(0))
     assert np.array_equal(network.forward(host, monkeypatch, FLAT, order), network.exact[1][-1])
     for made, exact in zip(network.backward(host, monkeypatch, order), network.exact_gradients, strict=True):
@@ -265,7 +265,7 @@ LOSSES = {
 def test_losses(
     host: HostKernels, monkeypatch: pytest.MonkeyPatch, name: str, dtype: DType, dims: tuple[int, ...]
 ) -> None:
-    """Rows that are no whole chunks, outputs that are no whole tiles, and more rows than all warps have at a time."""
+    """The rows do not fill their last chunk, nor the outputs their last tile; all warps together hold fewer rows."""
     network, (loss, exact_loss) = _network(dims, 299, _normal(2), dtype=dtype, activation="tanh"), LOSSES[name]
     outputs = network.exact[1][-1]
     value, dy = exact_loss(outputs, _values(network.dy))
@@ -374,7 +374,7 @@ def test_supported_widths_and_depths(dims: tuple[int, ...], forward: bool, backw
 
 
 def _parts(*dims: int, rows: int = 1 << 20) -> list[tuple[int, ...]]:
-    """First and last layer of each launch, and its block."""
+    """First layer, last layer and block of each launch."""
     problem = MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), True)
     return [(part.first, part.last, *part.block) for part in fitting_parts(problem, SHARED, 132)]
 

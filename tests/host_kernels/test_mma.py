@@ -1,4 +1,4 @@
-"""The instructions that kernels of matrix tiles use have, on the host, the fragments that the PTX ISA gives them."""
+"""The shim's tensor-core instructions hold matrices in lanes as the PTX ISA says."""
 
 from __future__ import annotations
 

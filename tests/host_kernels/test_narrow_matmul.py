@@ -53,7 +53,7 @@ class NarrowCase:
     seed: int
 
     def shape(self, variant: Narrow) -> tuple[int, int, int]:
-        """M, N and K; where the variant is aligned the contiguous axis of what it moves is whole octets."""
+        """M, N and K; if the variant is aligned, the contiguous axis of the matrices that it moves is whole octets."""
         width = max(variant.width - self.tiny, variant.width // 2 + 1)
         first, second = self.long
         if variant.aligned:

@@ -1,4 +1,4 @@
-"""Copies of matrices in other sizes, launched by the runtime: all bits, and zeros beyond the source."""
+"""Copies of matrices into other sizes, launched by the runtime, hold the same bits, and zeros beyond the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tally's kernel against the host's tally, launched with the argument blocks that the runtime makes."""
+"""The kernel that counts losses and right rows, launched by the runtime, against the tally for NumPy arrays."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_rows_are_counted(
     seed: int,
 ) -> None:
     generator = np.random.default_rng(seed)
-    logits = generator.integers(-3, 4, shape).astype(dtype.numpy)  # so small a range that many logits are equal
+    logits = generator.integers(-3, 4, shape).astype(dtype.numpy)  # so few values that many logits are equal
     logits[generator.random(shape) < 0.01] = np.nan
     classes = np.where(
         generator.random(shape[0]) < 0.5, logits.argmax(axis=1), generator.integers(0, shape[1], shape[0])
@@ -114,7 +114,7 @@ def test_steps_of_several_parts(host: HostKernels) -> None:
 def test_a_long_sum_keeps_its_precision(host: HostKernels) -> None:
     kernel = KernelTally(host, BF16)
     kernel.add(1e6, None, 1.0, first=True)
-    for _ in range(1000):  # each less than half a unit in the last place
+    for _ in range(1000):  # each loss is less than half a unit in the last place of the sum
         kernel.add(0.03, None, 1.0, first=True)
     assert kernel.read().loss == pytest.approx(1e6 + 1000 * float(np.float32(0.03)), abs=1e-3)
 

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices whose rows are no whole vectors, launched by the runtime, against float64."""
+"""Products of 16-bit matrices with ragged rows, launched by the runtime, against float64."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def made(case: TileCase, variant: Tile) -> Product:
 
 
 def run(product: Product, host: HostKernels, variant: Tile, case: TileCase, order: int) -> None:
-    """Runs the product; a single row or column may count as row-major or column-major, so that the runtime may ask
-    another variant.
+    """Runs the product. Skips cases for which the runtime chooses another variant: a single row or column is both
+    row-major and column-major.
     """
     assume(supports(product.problem))
     with launching(host, variant.macros, order) as patch:
@@ -100,7 +100,7 @@ def run(product: Product, host: HostKernels, variant: Tile, case: TileCase, orde
 
 
 LONG = TileCase((70, 67, 700), 1.0, 1.0, "in place", True, True, True, 2, (FLAT,) * len(OPERANDS), FORWARD, 0)
-"""In this case there are four tiles; with fewer, blocks share K, in groups of groups."""
+"""In this case D has four tiles, and blocks that make the same tile share K."""
 SHARED = replace(LONG, shape=(30, 21, 700))
 TALL = replace(LONG, shape=(700, 65, 21), c="nowhere")
 """In this case tiles share the sums of columns."""
