@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 OTHERS = {"IPython", "cupy", "filelock", "matplotlib", "nvmath", "rich", "safetensors", "scipy", "sklearn", "torch"}
-"""Packages that are imported only by functions that need them."""
+"""Packages that `import lt_runtime` must not import: only functions that need them do."""
 
 LATER = {
     "cuda.bindings.nvrtc",

@@ -1,4 +1,4 @@
-"""Training steps on the pretended GPU against steps on NumPy arrays, with every loss and losses of the caller's."""
+"""Training steps on the pretended GPU against steps on NumPy arrays, with every loss of the package and with the caller's own losses."""
 
 from __future__ import annotations
 

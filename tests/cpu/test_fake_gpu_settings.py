@@ -74,7 +74,7 @@ def test_settings_changed_in_the_middle_of_a_captured_run(gpu: FakeGpu, options:
         assert _values(gpu, graph) == _values(gpu, eager), i
         assert (_values(gpu, graph) == _values(gpu, unchanged)) == (i == 0)
         before.append(_values(gpu, graph))
-    assert before[-1][0] == before[-2][0] == before[-3][0]  # without a learning rate parameters stay
+    assert before[-1][0] == before[-2][0] == before[-3][0]  # with a learning rate of 0 the update keeps all parameters
 
 
 def test_the_host_goes_the_same_way(gpu: FakeGpu) -> None:
@@ -104,7 +104,7 @@ def test_steps_under_way_keep_the_settings_that_they_were_put_on_the_stream_with
             step(*batch, stream=(gpu.other_stream, gpu.stream)[i % 2])
             if step is waiting:
                 gpu.streams.synchronize_all()
-            step.optimizer.lr = 3.0  # no step is launched with this rate
+            step.optimizer.lr = 3.0  # no step runs with this rate: it changes before the next step
     assert _values(gpu, together) == _values(gpu, waiting)
 
 

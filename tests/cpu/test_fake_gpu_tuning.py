@@ -1,4 +1,4 @@
-"""Tuning on the pretended GPU: every candidate runs and is verified, and what is chosen then is right."""
+"""Tuning on the pretended GPU runs and verifies every candidate, and layers are right with the chosen plans."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
-    """A shape that suits a kernel: if `aligned`, rows are whole octets; if `flat`, they are long and not whole octets."""
+    """A shape that suits a kernel: rows are whole octets if `aligned`; long, and not whole octets, if `flat`."""
     rows, cols = shape
     if flat:
         cols = cols if cols > 2 * OCTET else cols + 2 * OCTET

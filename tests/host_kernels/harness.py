@@ -41,7 +41,7 @@ class HostKernel:
         *,
         order: int = FORWARD,
     ) -> None:
-        """Runs the kernel to its end. `batch`: the grid's size in z. `shared`: bytes of a block's dynamic shared memory.
+        """Runs the kernel to its end. `batch` is the grid's size in z, `shared` a block's dynamic bytes.
 
         Raises:
             HostKernelError: threads of a block wait at different barriers, or threads of a warp for different shuffles,

@@ -43,7 +43,7 @@ Prepare = Callable[[FakeGpu], Attempt]
 
 
 def _after(calls: int, prepare: Prepare) -> Prepare:
-    """Adds to an operation's preparation that it is called and checked `calls` times."""
+    """Wraps an operation's preparation, so that the operation is called and checked `calls` times first."""
 
     def prepared(gpu: FakeGpu) -> Attempt:
         attempt = prepare(gpu)
@@ -466,7 +466,7 @@ _SMALL: Final = {"m": 16, "n": 8, "k": 16}
 
 
 def _tuned(gpu: FakeGpu) -> Attempt:
-    """The first use of a tuned layer."""
+    """Runs a layer for the first time after it was tuned."""
     case = layer_case(**_SMALL, activation="relu")
     tune(case)(gpu).call()
     return forward(case)(gpu)

@@ -117,7 +117,7 @@ class _Stream:
 
 
 class Observer:
-    """Is told of all work, and ignores it. CUPTI's stand-in is a subclass."""
+    """Observer of all work on streams, which ignores it. CUPTI's stand-in is a subclass."""
 
     def given(self, kind: Any) -> Any:
         """A call gave a stream work of a kind, None for a graph; returns a token for the call."""

@@ -136,7 +136,7 @@ class Product:
             stream.synchronize()
 
     def tuner_objections(self) -> dict[str, str]:
-        """What the tuner's verification has against the plan; empty if it passes."""
+        """The tuner's messages about wrong results of the plan; empty if all results are right."""
         stream = cp.cuda.get_current_stream().ptr
         trial, memory = ProductOperands(Memory(0, stream), self.problem), stream_memory(0, stream)
         return verify({"ours": lambda: self.plan.put(trial.call(stream), memory)}, trial)

@@ -243,4 +243,4 @@ def _any(kind: type[Any]) -> st.SearchStrategy[Any]:
 _of_fields["Derivative"] = _any(Derivative)
 _of_fields["Derivative | None"] = st.none() | _of_fields["Derivative"]
 problems = st.one_of(*map(_any, (MatmulProblem, ForwardProblem, BackwardProblem)))
-"""Problems as data; most of them could not run."""
+"""Strategies of problems that are only data: most of them could not run."""

@@ -69,7 +69,7 @@ def fill(cache: Path) -> None:
     [
         ("demo --device cpu --epochs 1000000 --json directory", "--json is directory, which cannot be written"),
         ("demo --device cpu --epochs 1000000 --json fifo", "--json is fifo, which cannot be written (it is no regular"),
-        ("warmup --mlp 8,8 --rows 8 --device tpu", ""),  # what it says depends on the machine's GPUs
+        ("warmup --mlp 8,8 --rows 8 --device tpu", ""),  # the message depends on the machine's GPUs
         ("warmup --recorded fifo", "fifo cannot be read (it is no regular file)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Checks of a launch's arguments, and the arguments that the library gets. Stand-ins replace the library's launches."""
+"""Launches check their arguments and hand them to the library, whose functions stand-ins replace."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ SOUND: list[dict[str, Any]] = [
     *({"epilogue": each, "vector_alignment": 16} for each in (Epilogue.BIAS, Epilogue.BGRADA)),
     {"vector_alignment": 1},
     {"d_alignment": 16, "c_alignment": 256},
-    # The library judges by the alignment of C's rows, which is no better than D's.
+    # cuBLASLt checks only the alignment of C's rows; here C's rows are aligned no better than D's.
     {"d_alignment": 4, "c_alignment": 4},
     {"d_alignment": 4, "asked_alignment": 4},
 ]

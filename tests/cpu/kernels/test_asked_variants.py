@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
 
 
 def _no_product(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """Strategies are listed without asking the library, which the passes do not need."""
+    """Lists strategies without a cuBLASLt: the variants of our passes do not depend on its answers."""
     return object.__new__(MatmulPlan)
 
 

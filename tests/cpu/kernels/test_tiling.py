@@ -1,4 +1,4 @@
-"""How passes are laid out: which matrices the fast path takes, and grids that leave nothing out."""
+"""Grids and blocks of passes: which matrices the fast path supports, and that every element has a thread."""
 
 from __future__ import annotations
 

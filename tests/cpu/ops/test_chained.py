@@ -40,7 +40,7 @@ def test_equals_layer_by_layer(activation: str, dropout: float) -> None:
     for one, other in zip(made, wanted, strict=True):
         np.testing.assert_allclose(
             one, other, rtol=2e-6, atol=2e-6
-        )  # the chained call does not round dx before the activation
+        )  # the chained call does not round dx before it multiplies dx by the activation's derivative
 
 
 def test_buffers_are_used_and_added_to() -> None:

@@ -1,4 +1,4 @@
-"""`lt.tune`, `lt.explain` and `lt_runtime warmup` up to the tuner, which is replaced by one that takes notes."""
+"""`lt.tune`, `lt.explain` and `lt_runtime warmup` with a pretended tuner, which notes its arguments."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_layers_are_timed_by_events(gpu: FakeGpu, *, graph: bool) -> None:
     # In a graph the tally adds the loss up beside the backward pass.
     assert found["", "loss"].us == pytest.approx(100 if graph else 200)
     assert found["", "optimizer"].us == pytest.approx(100)
-    assert found["", "input"].us == pytest.approx(100)  # one of our kernels copies all arrays
+    assert found["", "input"].us == pytest.approx(100)  # one kernel of ours copies all arrays of the batch
     assert all(layer.calls == 1 for key, layer in found.items() if key in LAYERS)
     assert prof.totals().step_us == pytest.approx(sum(layer.us for layer in prof.layers()))
 

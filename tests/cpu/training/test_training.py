@@ -28,7 +28,7 @@ def model_of(dtype: str = "float32", seed: int = 0, dropout: float = 0.0, **more
 def curve(
     dtype: str = "float32", seed: int = 0, dropout: float = 0.0, steps: int = 200, in_place: bool = False
 ) -> list[float]:
-    """The loss of each step; `in_place` trains without master copies."""
+    """Losses of all steps; `in_place` trains parameters without master copies."""
     points, labels = toy_problem(dtype)
     model = model_of(dtype, seed, dropout, master_weights=not in_place)
     kept = {"moments": "bfloat16", "stochastic_rounding": True} if in_place else {}
