@@ -179,7 +179,7 @@ class Buffer:
         self._offset = spec.alignment % ALIGNMENT
         self.itemsize = max(1, bits // _BITS)
         extent = -(-((batch - 1) * spec.batch_stride + spec.layout.extent) * bits // _BITS)
-        self.size = _whole(self._offset + extent + _MARGIN * self.itemsize, self.itemsize)
+        self.size = (-(-(self._offset + extent) // self.itemsize) + _MARGIN) * self.itemsize
         self.shape = batch, *spec.layout.shape
         self._strides = spec.batch_stride, *spec.layout.strides
         self._hold(memory)
@@ -246,10 +246,6 @@ class Buffer:
         if self.dtype is None:
             return float(self._memory.read(self.address + place // _BITS, 1, np.uint8)[0] >> place % _BITS & 1)
         return float(self._memory.read(self.address + place * self.itemsize, 1, self.dtype.numpy)[0])
-
-
-def _whole(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _flat(address: int, itemsize: int) -> Elements:

@@ -90,14 +90,6 @@ class Expected:
         self._values, self._limits = (memory.allocate(_DOUBLE * size) for _ in range(2))
         self.results = Results(self._values.data.ptr, self._limits.data.ptr)
 
-    @classmethod
-    def of(cls, memory: Memory, values: NDArray[np.float64], limits: NDArray[np.float64]) -> Expected:
-        """A vector, from the host."""
-        made = cls(memory, (1, 1, values.size))
-        memory.write(made.results.values, values)
-        memory.write(made.results.limits, limits)
-        return made
-
     def fault(self, name: str, output: Buffer) -> str | None:
         """The first element of an output that is too far off, in words; None if there is none."""
         _, rows, cols = self.shape
@@ -191,7 +183,9 @@ def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expecte
         parts = memory.read(params.sums, 3 * tiles * problem.n, np.float64).reshape(tiles, 3, problem.n)
         total, squares, others = parts.sum(axis=0)
         # Rounding errors mostly cancel: their sum does not exceed eight times the root of the sum of their squares.
-        found["vector"] = Expected.of(memory, total, _limits(total, 8.0 * squares**0.5 + others, rounding))
+        found["vector"] = Expected(memory, (1, 1, problem.n))
+        memory.write(found["vector"].results.values, total)
+        memory.write(found["vector"].results.limits, _limits(total, 8.0 * squares**0.5 + others, rounding))
     else:
         memory.expect(params, problem.batch)
     if epilogue.sums_operand:
