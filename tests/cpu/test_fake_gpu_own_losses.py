@@ -1,4 +1,4 @@
-"""Training steps on the pretended GPU against steps on NumPy arrays, with every loss of the package and with the caller's own losses."""
+"""Training steps on the pretended GPU against steps on NumPy arrays, with losses of the package and of the caller."""
 
 from __future__ import annotations
 

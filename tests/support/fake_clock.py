@@ -41,7 +41,7 @@ class FakeClock:
     def contender(
         self, name: str, us: float, first_us: float | None = None, host_us: float = 0.0
     ) -> Callable[[int, int], None]:
-        """A contender whose launches take `us`, and its first launch `first_us`; `once` is added for the host's time."""
+        """A contender whose launches take `us`, and the first `first_us`; `once` adds the host's time to a launch."""
         costs = itertools.chain([us if first_us is None else first_us], itertools.repeat(us))
 
         def launch(number: int, stream: int) -> None:
