@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from numpy.typing import NDArray
 
 from lt_runtime.arguments import is_number, number
-from lt_runtime.arrays.checks import check_same, check_shape, check_type
+from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu import driver
@@ -17,9 +17,8 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass
 from lt_runtime.kernels.elementwise_loss import ElementwiseLossPass
-from lt_runtime.layout import packed
 from lt_runtime.ops.call import perform
-from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
+from lt_runtime.ops.operation import New, Operation, PreparedCall, Request, result_spec
 from lt_runtime.problem import DType
 from lt_runtime.products.plan import Plan
 
@@ -95,18 +94,9 @@ class LossOperation(Operation):
             check_type(scale, "float32")
             if scale.shape not in ((), (1,)):
                 raise ShapeError(f"grad_scale has shape {scale.shape}; accepted are () and (1,)")
-        new = {}
-        if gradient is not None:
-            check_shape(gradient.name, gradient.shape, scores.shape, "the result's shape")
-            check_same(scores, gradient)
-        elif not in_place:
-            new[_GRADIENT] = New(scores.shape, dtype.numpy, scores.library)
-        if loss is not None:
-            check_shape("out_loss", loss.shape, (), "one number")
-            check_type(loss, "float32")
-        else:
-            new[_LOSS] = New((), DType.FLOAT32.numpy, scores.library)
-        gradient_layout = layout if in_place else packed(*scores.shape) if gradient is None else gradient.layout
+        new: dict[int, New] = {}
+        gradient_layout = layout if in_place else result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout
+        result_spec(_LOSS, loss, (), scores, new, DType.FLOAT32)
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
         return Request(problem, (0 if in_place else _GRADIENT, _LOSS), new, options)
 

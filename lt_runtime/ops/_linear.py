@@ -15,7 +15,7 @@ from lt_runtime.arrays.libraries import Library
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
+from lt_runtime.ops.operation import New, Operation, PreparedCall, Request, result_spec
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import (
     Activation,
@@ -127,15 +127,13 @@ class LinearForward(Operation):
         dtype = x.element_type()
         check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
         m, n, k = _shape(x, w, bias)
-        for each in (out, out_z):
-            if each is not None:
-                check_shape(each.name, each.shape, (m, n), "the result's shape")
-        y = Spec(packed(m, n)) if out is None else out.spec
+        new: dict[int, New] = {}
+        y = result_spec(_Y, out, (m, n), x, new)
+        z = None if out_z is None else result_spec(_KEPT, out_z, (m, n), x, new)
         kinds = dtype, Compute.parse(compute, dtype), activation
-        bias_alignment, z = bias.alignment if bias else None, out_z.spec if out_z else None
+        bias_alignment = bias.alignment if bias else None
         problem = ForwardProblem(*kinds, x.spec, w.spec, y, bias_alignment, z, has_dropout, propagate_nan, backward)
         layer = Layer((m, n, k), Saved.NOTHING, None, activation, dropout, compute, bias is not None)
-        new = {} if out is not None else {_Y: New((m, n), dtype.numpy, x.library)}
         return Request(problem, (_Y, _KEPT), new, layer, dropouts=(dropout, 0.0) if has_dropout else None)
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
@@ -288,17 +286,13 @@ class LinearBackward(Operation):
         m, n, k = layer.shape
         check_shape(dy.name, dy.shape, (m, n), "y's shape")
         shapes = {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
+        new: dict[int, New] = {}
+        specs = {
+            name: result_spec(place, given[name], shapes[name], x, new)
+            for place, name in enumerate(_OUTPUTS, _FIRST_OUTPUT)
+            if wanted[name]
+        }
         dtype = x.element_type()
-        new, specs = {}, {}
-        for name in filter(wanted.get, _OUTPUTS):
-            shape, out = shapes[name], given[name]
-            if out is None:
-                new[_FIRST_OUTPUT + _OUTPUTS.index(name)] = New(shape, dtype.numpy, x.library)
-                specs[name] = Spec(packed(*shape) if len(shape) == 2 else packed(1, *shape))
-            else:
-                check_shape(out.name, out.shape, shape, "the result's shape")
-                check_same(x, out)
-                specs[name] = out.spec
         own = _derivative(layer, saved, specs.get("db"))
         own = unchanged(own.db) if options.before_activation else own
         of_below = None if below is None else _derivative(below, saved_below, specs.get("db_below"))

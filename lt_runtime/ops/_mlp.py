@@ -14,8 +14,7 @@ from lt_runtime.arrays.checks import check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.mlp import MAX_LAYERS
-from lt_runtime.layout import packed
-from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
+from lt_runtime.ops.operation import New, Operation, PreparedCall, Request, result_spec
 from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan
@@ -51,11 +50,8 @@ class MlpOutputs(Operation):
         x, out, *parameters = operands
         problem = _problem(x, parameters, options, backward=False)
         shape = (problem.rows, problem.dims[-1])
-        if out is not None:
-            check_shape(out.name, out.shape, shape, "the result's shape")
-            check_same(x, out)
-        y = packed(*shape) if out is None else out.layout
-        new = {} if out is not None else {_OUT: New(shape, problem.dtype.numpy, x.library)}
+        new: dict[int, New] = {}
+        y = result_spec(_OUT, out, shape, x, new).layout
         return Request(problem, (_OUT,), new, (x.layout, y))
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
@@ -121,10 +117,8 @@ class MlpLoss(MlpGradients):
         if scale is not None:
             check_type(scale, "float32")
             check_shape(scale.name, scale.shape, (1,) if scale.shape else (), "one number")
-        if loss is not None:
-            check_type(loss, "float32")
-            check_shape(loss.name, loss.shape, (), "one number")
-        new = {} if loss is not None else {_LOSS: New((), DType.FLOAT32.numpy, operands[0].library)}
+        new: dict[int, New] = {}
+        result_spec(_LOSS, loss, (), operands[0], new, DType.FLOAT32)
         return request._replace(written=(*request.written, _LOSS), new=new)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:

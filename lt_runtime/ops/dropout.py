@@ -9,14 +9,12 @@ from typing import Any, Final
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
-from lt_runtime.layout import packed
 from lt_runtime.ops.call import perform
-from lt_runtime.ops.operation import New, Operation, Request
-from lt_runtime.problem import Philox, Spec, check_dropout
+from lt_runtime.ops.operation import New, Operation, Request, result_spec
+from lt_runtime.problem import Philox, check_dropout
 from lt_runtime.products.plan import Plan
 
 _KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0, which makes the kernel a copy
@@ -56,11 +54,8 @@ class Dropout(Operation):
         x, out = operands
         has_dropout, p = check_dropout(p, scalars[0]) is not None, float(p)
         dtype, spec = x.element_type(), x.spec
-        if out is not None:
-            check_shape("out", out.shape, x.shape, "the result's shape")
-            check_same(x, out)
-        new = {} if in_place or out is not None else {1: New(x.shape, dtype.numpy, x.library)}
-        target = spec if in_place else Spec(packed(*spec.layout.shape)) if out is None else out.spec
+        new: dict[int, New] = {}
+        target = spec if in_place else result_spec(1, out, x.shape, x, new)
         problem = (dtype, spec, target) if spec.layout.size else None
         return Request(problem, (0 if in_place else 1,), new, p, dropouts=(p, 0.0) if has_dropout else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +11,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from lt_runtime.arrays.checks import check_same, check_shape, check_type
 from lt_runtime.arrays.libraries import Library
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.gpu.memory import memories, stream_memory
 from lt_runtime.kernels.call import Call, DropoutState
+from lt_runtime.layout import packed
 from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.plans import cache
+from lt_runtime.problem import DType, Spec
 from lt_runtime.products.plan import Plan
 
 
@@ -31,6 +36,33 @@ class New:
     dtype: np.dtype[Any]
     library: Library
     view: Callable[[Any], Any] | None = None
+
+
+def result_spec(
+    place: int,
+    out: Operand | None,
+    shape: tuple[int, ...],
+    like: Operand,
+    new: dict[int, New],
+    dtype: DType | None = None,
+) -> Spec:
+    """The spec of a result: that of its buffer, which is checked, or that of a new array without gaps.
+
+    Args:
+        place: of the result among the arrays.
+        out: its buffer; if None, the new array is added to `new`.
+        like: an operand with the result's device and, unless `dtype` is given, type.
+    """
+    kind = like.element_type() if dtype is None else dtype
+    if out is None:
+        new[place] = New(shape, kind.numpy, like.library)
+        return Spec(packed(*shape) if len(shape) == 2 else packed(1, math.prod(shape)))
+    check_shape(out.name, out.shape, shape, "the result's shape")
+    if dtype is None:
+        check_same(like, out)
+    else:
+        check_type(out, dtype.value)
+    return out.spec
 
 
 class Request(NamedTuple):
