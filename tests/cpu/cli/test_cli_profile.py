@@ -89,24 +89,6 @@ def test_commands_for_nsight(script: Path, cli: Cli) -> None:
     assert "graph=False" in note
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--plot", "/nowhere/a.png"), "--plot is /nowhere/a.png, but /nowhere is no directory"),
-        (("--plot", "a.xyz"), "a.xyz; accepted suffixes are "),
-        (("--json", "."), "--json is ., which cannot be written"),
-        (("--trace", "/proc/a.json"), "--trace is /proc/a.json, which cannot be written"),
-        (("--csv", "script.py"), "script.py: File exists"),
-    ],
-)
-def test_outputs_that_cannot_be_written_are_refused_before_the_script_runs(
-    script: Path, options: tuple[str, ...], message: str
-) -> None:
-    done = profiled(script, options=options)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert message in done.stderr
-
-
 def test_a_profile_without_a_step_says_why(script: Path) -> None:
     ended = "the code ended after 8 steps, before step 100"
     for text, said in (
@@ -127,6 +109,12 @@ def test_a_profile_without_a_step_says_why(script: Path) -> None:
             (["profile", f"--steps={steps}", __file__], "--steps")
             for steps in ("5", "5:", ":5", "5:5", "-1:5", "a:b", "")
         ),
+        # Outputs that cannot be written are refused before the script runs.
+        (["profile", "--plot", "/nowhere/a.png", __file__], "--plot is /nowhere/a.png, but /nowhere is no directory"),
+        (["profile", "--plot", "a.xyz", __file__], "a.xyz; accepted suffixes are "),
+        (["profile", "--json", ".", __file__], "--json is ., which cannot be written"),
+        (["profile", "--trace", "/proc/a.json", __file__], "--trace is /proc/a.json, which cannot be written"),
+        (["profile", "--csv", __file__, __file__], "test_cli_profile.py: File exists"),
         (["profile", "nowhere.py"], "SCRIPT is nowhere.py, which is no file"),
         (["check", "nowhere.py"], "SCRIPT is nowhere.py, which is no file"),
         (["compare", "a.json", "b.json"], "a.json: No such file or directory"),
