@@ -113,7 +113,7 @@ CASES: Final = (
 )
 
 
-# Our side of a step.
+# The contenders of lt_runtime.
 
 
 class StepContender(NamedTuple):

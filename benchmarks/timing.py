@@ -241,7 +241,7 @@ def measure(
         kept.append(contender)
         return contender.timed(replay, repetitions, stream)
 
-    kept: list[Contender] = []  # They hold the memory that their graphs read.
+    kept: list[Contender] = []  # The tasks hold the memory that their graphs read.
     turns, left_out = built({name: partial(turn, name, build) for name, build in builders.items()})
     return Measured(take_turns(turns, rounds), left_out)
 

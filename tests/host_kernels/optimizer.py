@@ -1,4 +1,4 @@
-"""Tensors in guarded buffers, and an optimizer that launches its kernels on them as `GpuState` does on a GPU."""
+"""AdamW's kernels on the host: tensors in guarded buffers, and launches like those of `GpuState` on a GPU."""
 
 from __future__ import annotations
 

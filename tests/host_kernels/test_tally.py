@@ -23,7 +23,7 @@ from tests.support.strategies import Placement, placements
 
 
 class KernelTally:
-    """Adds as `GpuTally` does, by the kernel on the CPU."""
+    """The interface of `GpuTally`; the kernel runs on the CPU."""
 
     def __init__(self, host: HostKernels, dtype: DType, order: int = 0) -> None:
         self._host, self._dtype = host, dtype
