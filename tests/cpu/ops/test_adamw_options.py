@@ -189,6 +189,13 @@ def test_a_seed_decides_the_rounding() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"lr": -1e-3}, "lr is -0.001; it must be finite and not negative"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"eps": -1.0}, "eps is -1.0"),
+        ({"weight_decay": math.nan}, "weight_decay is nan"),
+        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\); accepted are two numbers in \[0, 1\)"),
+        ({"betas": (-0.1, 0.9)}, r"betas is \(-0.1, 0.9\)"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\)"),
         ({"max_norm": 0.0}, "max_norm is 0.0; it must be positive, or None"),
         ({"max_norm": -1.0}, "max_norm is -1.0"),
         ({"max_norm": math.nan}, "max_norm is nan"),
@@ -201,11 +208,3 @@ def test_a_seed_decides_the_rounding() -> None:
 def test_options_out_of_range(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         lt.AdamW([parameter(1)], **arguments)
-
-
-@pytest.mark.parametrize("name", ["lr_scale", "weight_decay"])
-@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
-def test_a_parameter_s_own_options_out_of_range(name: str, value: float) -> None:
-    message = rf"w\.{name} is {value}; it must be finite and not negative"
-    with pytest.raises(ArgumentError, match=message):
-        lt.AdamW([parameter(1, name="w", **{name: value})])

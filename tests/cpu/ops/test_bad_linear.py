@@ -35,7 +35,6 @@ def read_only(*shape: int) -> Array:
 
 
 ACCEPTED_TYPES = "accepted are float32, float16, bfloat16"
-ACCEPTED_ARRAYS = "accepted are NumPy and CuPy arrays"
 
 FORWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"w": ones(N, K + 1)}, ShapeError, r"w has shape \(5, 5\); its second axis must be 4, as in x of shape \(6, 4\)"),
@@ -47,30 +46,22 @@ FORWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"out_z": ones(M, N + 1)}, ShapeError, r"out_z has shape \(6, 6\); it must be \(6, 5\)"),
     ({"x": ones(M, K, dtype=np.float64)}, DTypeError, f"x has type float64; {ACCEPTED_TYPES}"),
     ({"x": ones(M, K, dtype=np.int32)}, DTypeError, f"x has type int32; {ACCEPTED_TYPES}"),
-    ({"x": ones(M, K, dtype=bool)}, DTypeError, "x has type bool"),
     ({"x": ones(M, K, dtype=np.complex64)}, DTypeError, "x has type complex64"),
     ({"w": ones(N, K, dtype=np.float16)}, DTypeError, "w is float16 but x is float32; types must be equal"),
-    ({"w": ones(N, K, dtype=np.float64)}, DTypeError, "w is float64 but x is float32"),
     ({"bias": ones(N, dtype=np.int64)}, DTypeError, "bias is int64 but x is float32"),
     ({"out": ones(M, N, dtype=np.float64)}, DTypeError, "out is float64 but x is float32; types must be equal"),
     ({"out_z": ones(M, N, dtype=np.float16)}, DTypeError, "out_z is float16 but x is float32; types must be equal"),
     ({"out": read_only(M, N)}, OperandError, "out is read-only"),
     ({"activation": "softmax"}, ArgumentError, r"activation is 'softmax'; accepted are none, relu.*silu"),
-    ({"activation": None}, ArgumentError, "activation is None; accepted are"),
     ({"activation": "leaky_relu", "negative_slope": np.nan}, ArgumentError, "negative_slope is nan"),
     ({"compute": "fp8"}, ArgumentError, "compute is 'fp8'; accepted are float32, tf32"),
     ({"dropout": 1.0}, ArgumentError, r"probability is 1.0; it must be in \[0, 1\)"),
     ({"dropout": -0.1}, ArgumentError, "probability is -0.1"),
     ({"dropout": np.nan}, ArgumentError, "probability is nan"),
     ({"dropout": 0.5}, ArgumentError, "dropout is 0.5 but rng is None; pass rng="),
-    ({"dropout": 0.5, "rng": 7}, ArgumentError, "dropout is 0.5 but rng is 7; pass rng="),
     ({"dropout": 0.5, "rng": lt.Philox(step=np.zeros(1, np.int64))}, DTypeError, r"step is int64 of shape \(1,\)"),
     ({"dropout": 0.5, "rng": lt.Philox(step=np.zeros(2, np.uint32))}, DTypeError, r"step is uint32 of shape \(2,\)"),
     ({"dropout": 0.5, "rng": lt.Philox(step=DeviceArray((1,), "<u4"))}, DeviceError, "step is a DeviceArray"),
-    ({"x": [[1.0] * K] * M}, OperandError, f"x is a list .*; {ACCEPTED_ARRAYS}"),
-    ({"w": None}, OperandError, f"w is a NoneType .*; {ACCEPTED_ARRAYS}"),
-    ({"bias": [1.0] * N}, OperandError, "bias is a list"),
-    ({"out": [[0.0] * N] * M}, OperandError, "out is a list"),
     ({"w": DeviceArray((N, K))}, DeviceError, "x, bias, out in host memory .NumPy. but w not; all must be on one"),
     ({"bias": DeviceArray((N,))}, DeviceError, "but bias not"),
     ({"out": DeviceArray((M, N))}, DeviceError, "but out not"),
@@ -110,9 +101,8 @@ def test_out_over_an_input(name: str) -> None:
     with pytest.raises(OverlapError, match=f"out_z shares memory with {name}"):
         lt.linear_fwd(**operands, out_z=buffer[:, :M])
     assert (buffer == 1).all()
-    lt.linear_fwd(
-        **operands, out=buffer[:, M : 2 * M], out_z=buffer[:, 2 * M :]
-    )  # the slices interleave without overlapping
+    # These slices interleave without overlapping.
+    lt.linear_fwd(**operands, out=buffer[:, M : 2 * M], out_z=buffer[:, 2 * M :])
     assert (buffer[:, :M] == 1).all()
     assert (buffer[:, M:] == M + 1).all()
 
@@ -127,7 +117,6 @@ def test_outputs_over_each_other() -> None:
 BACKWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"dy": ones(N, M)}, ShapeError, r"dy has shape \(5, 6\); it must be \(6, 5\)"),
     ({"dy": ones(M, N, dtype=np.float16)}, DTypeError, "dy is float16 but x is float32"),
-    ({"dy": [[1.0]]}, OperandError, f"dy is a list .*; {ACCEPTED_ARRAYS}"),
     ({"dy": DeviceArray((M, N))}, DeviceError, "x, w, the saved tensor, out_dw in host memory .* but dy not"),
     ({"out_dx": ones(K, M)}, ShapeError, r"out_dx has shape \(4, 6\); it must be \(6, 4\)"),
     ({"out_db": ones(N, 1)}, ShapeError, r"out_db has shape \(5, 1\); it must be \(5,\)"),
@@ -173,13 +162,11 @@ def test_gradients_over_inputs_and_each_other() -> None:
         ({"p": -1e-9}, ArgumentError, "probability is -1e-09"),
         ({"rng": None}, ArgumentError, "dropout is 0.5 but rng is None"),
         ({"x": ones(4, dtype=np.int8)}, DTypeError, f"x has type int8; {ACCEPTED_TYPES}"),
-        ({"x": [1.0]}, OperandError, "x is a list"),
         ({"x": DeviceArray((4,))}, DeviceError, "out in host memory .* but x not"),
         ({"out": ones(5)}, ShapeError, r"out has shape \(5,\); it must be \(4,\)"),
         ({"out": ones(4, dtype=np.float16)}, DTypeError, "out is float16 but x is float32; types must be equal"),
         ({"rng": lt.Philox(step=np.zeros(3, np.uint32))}, DTypeError, r"step is uint32 of shape \(3,\)"),
         ({"x": ones(8)[::2]}, LayoutError, r"x has strides \(2,\); it must be row-major without gaps"),
-        ({"stream": 0.5}, ArgumentError, "stream is 0.5; accepted are None, an int handle"),
     ],
 )
 def test_dropout(changes: dict[str, Any], error: type[LtError], message: str) -> None:
@@ -205,12 +192,10 @@ def test_dropout_over_part_of_its_input() -> None:
     [
         ({"seed": -1}, r"seed is -1; it must be an integer in \[0, 2\*\*64\)"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
-        ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
         ({"layer": -1}, r"layer is -1; it must be an integer in \[0, 2\*\*32\)"),
         ({"layer": 2**32}, "layer is 4294967296"),
         ({"step": -1}, r"step is -1; it must be an integer in \[0, 2\*\*32\)"),
         ({"step": 2**32}, "step is 4294967296"),
-        ({"step": 0.5}, "step is 0.5; it must be an integer"),
     ],
 )
 def test_philox(arguments: dict[str, Any], message: str) -> None:

@@ -65,24 +65,22 @@ def test_forward_epilogues(epilogue: Epilogue) -> None:
 def test_derivatives_undo_what_forward_kept(activation: str, column_major: bool) -> None:
     a, b, w = _draw(M, K), _draw(K, N), _draw(N, N)
     order = "F" if column_major else "C"
-    lines, bits = (N, M) if column_major else (M, N)
-    aux = np.zeros((lines, 16), np.uint8) if activation == "relu" else _aux(N, M).T if column_major else _aux(M, N)
+    aux = (
+        np.zeros((N if column_major else M, 16), np.uint8)
+        if activation == "relu"
+        else _aux(N, M).T
+        if column_major
+        else _aux(M, N)
+    )
     out = np.zeros((M, N), np.float32, order)
     assert lt.matmul(a, b, epilogue=f"{activation}_aux", aux=aux, out=out) is out
     gradient = np.zeros(N, np.float32)
-    d = lt.matmul(
-        a @ b,
-        w,
-        epilogue=f"d{activation}_bgrad",
-        aux=aux,
-        bias_gradient=gradient,
-        out=np.zeros((M, N), np.float32, order),
-    )
+    derivative, out = f"d{activation}_bgrad", np.zeros((M, N), np.float32, order)
+    d = lt.matmul(a @ b, w, epilogue=derivative, aux=aux, bias_gradient=gradient, out=out)
     z, step = (a @ b).astype(np.float64), 1e-6
     slope = (_by_element(z + step, Epilogue(activation)) - _by_element(z - step, Epilogue(activation))) / (2 * step)
     np.testing.assert_allclose(d, (a @ b @ w) * slope, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(gradient, d.sum(axis=0), rtol=1e-5, atol=1e-5)
-    assert bits in (M, N)
 
 
 def test_operand_sums() -> None:
@@ -125,8 +123,7 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"c": _draw(N, M)}, ShapeError, "c has shape"),
     ({"dtype": "float16"}, DTypeError, "dtype is float16"),
     (
-        {"a": _draw(M, K).astype(np.float16), "b": _draw(K, N).astype(np.float16), "dtype": "bfloat16"},
-        DTypeError,
+        *({"a": np.ones((M, K), np.float16), "b": np.ones((K, N), np.float16), "dtype": "bfloat16"}, DTypeError),
         "dtype is bfloat16; with float16 operands, that or float32",
     ),
     ({"epilogue": "softmax"}, ArgumentError, "'softmax'; accepted are none, bias"),
@@ -139,11 +136,7 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"compute": "fp8"}, ArgumentError, "'fp8'"),
     ({"beta": 2.0}, ArgumentError, r"beta is 2\.0, but there is no c to multiply"),
     ({"beta": np.float32(-1)}, ArgumentError, r"beta is .*-1\.0.*, but there is no c"),
-    (
-        {"alpha": np.ones(2, np.float32), "beta": np.ones(1, np.float32)},
-        DTypeError,
-        r"alpha is float32 of shape \(2,\)",
-    ),
+    ({"alpha": np.ones(2, np.float32), "beta": np.ones(1, np.float32)}, DTypeError, r"alpha is .* of shape \(2,\)"),
     ({"alpha": np.ones(1, np.float32)}, ArgumentError, "alpha and beta must both be numbers, or both be arrays"),
     ({"alpha": np.ones(1), "beta": np.ones(1, np.float32)}, DTypeError, "alpha is float64"),
     ({"aux": np.zeros((M, N), np.float32), "epilogue": "gelu_aux"}, LayoutError, "aux has leading dimension"),
@@ -153,11 +146,7 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"bias": _draw(2 * N)[::2], "epilogue": "bias"}, LayoutError, "bias has stride"),
     ({"bias": _draw(N).astype(np.float16), "epilogue": "bias"}, DTypeError, "bias is float16"),
     ({"bias_gradient": _draw(2 * N)[::2], "epilogue": "bgradb"}, LayoutError, "bias_gradient has strides"),
-    (
-        {"c": _draw(N, M).T, "epilogue": "bgradb", "bias_gradient": _draw(N)},
-        LayoutError,
-        "c is column-major",
-    ),
+    ({"c": _draw(N, M).T, "epilogue": "bgradb", "bias_gradient": _draw(N)}, LayoutError, "c is column-major"),
 ]
 
 
