@@ -42,9 +42,8 @@ class GradScaler(Fixed):
     _arrays: tuple[Any, Any] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.init_scale = number("init_scale", self.init_scale)
-        self.growth_factor = number("growth_factor", self.growth_factor)
-        self.backoff_factor = number("backoff_factor", self.backoff_factor)
+        for name in ("init_scale", "growth_factor", "backoff_factor"):
+            setattr(self, name, number(name, getattr(self, name)))
         self.growth_interval = integer("growth_interval", self.growth_interval)
         if not SMALLEST_SCALE <= self.init_scale <= LARGEST_SCALE:
             raise ArgumentError(f"init_scale is {self.init_scale}; it must be a positive, normal FP32 number")

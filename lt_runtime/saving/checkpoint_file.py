@@ -106,7 +106,9 @@ def read(
             # The handle's path opens the file that was checked, even if the path has another file by now. "pread",
             # because a mapped file, the library's default, kills the process if another process shortens the file.
             with safe_open(f"/proc/self/fd/{handle}", framework="np", backend="pread") as file:
-                metadata = _checked_metadata(path, file.metadata())
+                metadata = file.metadata()
+                if metadata is None or metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
+                    raise of_others(path)  # other keys may be damaged names of these two
                 kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
                 names, kept = set(wanted(metadata[_TEXT], kinds)), {}
                 _check_memory(path, kinds, names)
@@ -209,11 +211,9 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
         os.close(handle)
 
 
-def _checked_metadata(path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Refuses metadata with keys other than the text's and the digest's: they may be damaged names of these two."""
-    if metadata is None or metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
-        raise CheckpointError(f"{path} was not written by lt.save_checkpoint or lt.save_model")
-    return metadata
+def of_others(path: str | os.PathLike[str]) -> CheckpointError:
+    """The error for a file that this package has not written."""
+    return CheckpointError(f"{path} was not written by lt.save_checkpoint or lt.save_model")
 
 
 @contextlib.contextmanager

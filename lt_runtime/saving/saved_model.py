@@ -19,7 +19,7 @@ from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops._adamw_parameters import check_rounding, write_values
 from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
-from lt_runtime.saving.checkpoint_file import Kind, Kinds, kind_of, shortened
+from lt_runtime.saving.checkpoint_file import Kind, Kinds, kind_of, of_others, shortened
 from lt_runtime.training.mlp import MLP
 
 FORMAT: Final = 1
@@ -78,7 +78,10 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     place = parse_device(device)
     text, values = checkpoint_file.read(path, lambda text, kinds: value_names(path, kinds, _shapes(path, text, kinds)))
-    model = _made(path, description_of(path, text)["model"], "cpu" if place is None else place)
+    try:
+        model = MLP(**description_of(path, text)["model"], device="cpu" if place is None else place)
+    except (ArgumentError, OperandError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
     write_saved(path, model, values)
     return model
 
@@ -99,12 +102,12 @@ def description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
         description = json.loads(text)
         version = description["format"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _of_others(path) from error
+        raise of_others(path) from error
     if type(version) is not int or version != FORMAT:
         found = f"{path} has format {shortened(repr(version))}"
         raise CheckpointError(f"{found}; this version reads format {FORMAT}")
     if not isinstance(description.get("model"), dict):
-        raise _of_others(path)
+        raise of_others(path)
     return {**description, "model": {**_DEFAULTS, **description["model"]}}
 
 
@@ -119,7 +122,8 @@ def value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Shapes) -> l
     for name, kind in kinds.items():
         owner, _, part = name.rpartition(".")
         shape = shapes.get(name, shapes.get(owner) if part in (MASTER[1:], *MOMENTS) else None)
-        if shape is None and not (owner in ("optimizer", "scaler") and _is_word(kind)):
+        is_number = kind.dtype in _WORDS and math.prod(kind.shape) == 1
+        if shape is None and not (owner in ("optimizer", "scaler") and is_number):
             raise CheckpointError(f"{path} has {shortened(name)}, which there is not here")
         if shape is not None and (kind.shape != shape or kind.dtype not in _FLOATS):
             raise CheckpointError(f"{path}: {shortened(name)} is {shortened(str(kind))}; here its shape is {shape}")
@@ -138,10 +142,6 @@ def write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, N
     write_values([(each, found[each.name]) for each in model.parameters()])
 
 
-def _is_word(kind: Kind) -> bool:
-    return kind.dtype in _WORDS and math.prod(kind.shape) == 1
-
-
 def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases.
 
@@ -150,25 +150,13 @@ def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, 
     try:
         dims = integers("dims", description_of(path, text)["model"]["dims"])
     except (ArgumentError, KeyError) as error:
-        raise _of_others(path) from error
+        raise of_others(path) from error
     shapes: dict[str, tuple[int, ...]] = {}
     for i, (inputs, outputs) in enumerate(itertools.pairwise(dims)):
         shapes[f"layer{i}.weight"] = outputs, inputs
         if f"layer{i}.bias" in kinds:
             shapes[f"layer{i}.bias"] = (outputs,)
     return shapes
-
-
-def _made(path: str | os.PathLike[str], options: Mapping[str, Any], device: object) -> MLP:
-    """Makes a model with a file's options."""
-    try:
-        return MLP(**options, device=device)
-    except (ArgumentError, OperandError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
-
-
-def _of_others(path: str | os.PathLike[str]) -> CheckpointError:
-    return CheckpointError(f"{path} was not written by lt.save_checkpoint or lt.save_model")
 
 
 _DEFAULTS: Final = {

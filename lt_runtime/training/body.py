@@ -203,8 +203,7 @@ class StepBody:
 
     def _run_part(self, part: tuple[Any, ...], index: int, share: float, tally: Tally, stream: Any) -> None:
         x, target, *weights = part
-        scaler, row_weights = self.optimizer.scaler, weights[0] if weights else None
-        narrow = self.model.narrow
+        row_weights, narrow, scaler = weights[0] if weights else None, self.model.narrow, self.optimizer.scaler
         if narrow is not None and not narrow.take(x, backward=True):
             narrow = None
         scale = None if scaler is None else scaler.scale

@@ -162,8 +162,7 @@ class GpuStep:
     """
 
     def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool, tune: bool | None) -> None:
-        self._body, self._device, self._parts, self._captures = body, device, parts, graph
-        self._tune = tune
+        self._body, self._device, self._parts, self._captures, self._tune = body, device, parts, graph, tune
         self._buffers: OrderedDict[_Key, StepBuffers] = OrderedDict()
         self._latest: StepBuffers | None = None
         self._replays: dict[Hashable, Replay] = {}
@@ -226,7 +225,8 @@ class GpuStep:
                     with self._tuning_off():
                         self._body.run(replay.buffers.parts, self.tally, handle)
                 return
-            _refuse_capture(handle)
+            if handle and is_capturing(handle):  # the default stream cannot be captured
+                raise CaptureError(f"stream {handle:#x} is being captured; a step to be captured needs graph=False")
             with self._order.lock, _step(handle):
                 try:
                     self._order.give(handle)
@@ -348,11 +348,6 @@ def _step(stream: int) -> AbstractContextManager[Any]:
 def _heard_step(stream: int) -> Iterator[None]:
     with ranges.on(stream), range_of(ranges.STEP):
         yield
-
-
-def _refuse_capture(stream: int) -> None:
-    if stream and is_capturing(stream):  # the default stream cannot be captured
-        raise CaptureError(f"stream {stream:#x} is being captured; a step to be captured needs graph=False")
 
 
 @contextlib.contextmanager

@@ -123,8 +123,9 @@ class OwnLoss(StepLoss):
                 factor = np.float32(share) * (np.float32(1.0) if scale is None else scale)
                 with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
                     return Loss(loss, (gradient * factor).astype(outputs.dtype))
-            is_same = outputs.dtype == gradient.dtype
-            rounded = gradient if is_same else CUPY.empty(outputs.shape, outputs.dtype, device, stream or 0)
+            rounded = gradient
+            if outputs.dtype != gradient.dtype:
+                rounded = CUPY.empty(outputs.shape, outputs.dtype, device, stream or 0)
             if rounded.size:
                 places, at_scale = (gradient.data.ptr, rounded.data.ptr), 0 if scale is None else scale.data.ptr
                 launch_scale(*places, rounded.size, self._model.dtype, at_scale, share, device, stream or 0)
@@ -151,7 +152,7 @@ class OwnLoss(StepLoss):
         return loss.reshape(()) if operand.device == HOST else loss
 
 
-def step_loss(loss: object, options: object, model: MLP) -> StepLoss:
+def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
     """Makes the loss of a training step.
 
     Args:
@@ -167,29 +168,26 @@ def step_loss(loss: object, options: object, model: MLP) -> StepLoss:
                 "loss_options are for losses with a name; a function of your own may hold what it needs"
             )
         return OwnLoss(loss, model)
-    name = one_of("loss", loss, LOSSES)
-    if options is None:
-        options = {}
-    check_instance("loss_options", options, Mapping, "a mapping from names to values")
-    assert isinstance(options, Mapping)
-    return NamedLoss(name, options, model)
+    name, given = one_of("loss", loss, LOSSES), {} if options is None else options
+    check_instance("loss_options", given, Mapping, "a mapping from names to values")
+    return NamedLoss(name, given, model)
 
 
 def _on_device(name: str, array: Any, model: MLP) -> Any:
     """Checks weights of the model's outputs, which may be None, and copies NumPy arrays to the model's device."""
     if array is None:
         return None
-    given = array
-    if isinstance(given, np.ndarray):
-        array = model.device.asarray(given.copy())
+    placed = array
+    if isinstance(array, np.ndarray):
+        placed = model.device.asarray(array.copy())
         model.device.synchronize()  # later steps may use any stream
-    operand = model.device.read(name, array, 0)
+    operand = model.device.read(name, placed, 0)
     check_type(operand, "float32")
     check_shape(name, operand.shape, (model.dims[-1],), "one an output")
     operand.check_packed()
-    if isinstance(given, np.ndarray):
-        check_not_negative(name, given)
-    return array
+    if isinstance(array, np.ndarray):
+        check_not_negative(name, array)
+    return placed
 
 
 Batch: TypeAlias = tuple[Operand, ...]

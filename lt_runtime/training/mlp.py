@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ from lt_runtime.training.narrow import passes_of
 from lt_runtime.training.state_dict import LeftOut, by_name, copied, load
 
 _Value = TypeVar("_Value")
+_OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
+"""The arguments of `MLP` besides the device, in the order of saved descriptions."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -168,17 +170,7 @@ class MLP:
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `MLP` for such a model, without the device, as values that JSON can hold."""
-        activation, dropout, bias = (_as_json(each) for each in (self.activation, self.dropout, self.bias))
-        return {
-            "dims": [*self.dims],
-            "activation": activation,
-            "dropout": dropout,
-            "bias": bias,
-            "seed": self.seed,
-            "compute": self.compute,
-            "dtype": self.dtype.value,
-            "master_weights": self.master_weights,
-        }
+        return {name: _as_json(getattr(self, name)) for name in _OPTIONS}
 
     def __repr__(self) -> str:
         """A table of the layers, with the numbers of their parameters."""
@@ -446,9 +438,11 @@ def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) ->
 
 
 def _as_json(option: Any) -> Any:
-    """Converts a layer option for JSON: tuples become lists, activations dicts."""
+    """Converts an option for JSON: tuples become lists, activations dicts, and a type its name."""
     if isinstance(option, tuple):
         return [_as_json(each) for each in option]
+    if isinstance(option, DType):
+        return option.value
     return asdict(option) if isinstance(option, Activation) else option
 
 
