@@ -14,7 +14,6 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import CheckpointError, FileError, LtError, MissingFileError
-from lt_runtime.files import TEMPORARY
 from lt_runtime.saving import checkpoint_file
 from tests.support.training_runs import assert_same, run_of, state, train
 
@@ -46,24 +45,6 @@ def test_places_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="File name too long"):
         lt.save_checkpoint(tmp_path / ("n" * 300), *run)
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_crash_while_writing_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, run = tmp_path / "run.safetensors", run_of()
-    lt.save_checkpoint(path, *run)
-    older = path.read_bytes()
-    train(run, range(1))
-
-    def crash(_: int) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(OSError, match="no space") as raised:
-        lt.save_checkpoint(path, *run)
-    assert type(raised.value) is FileError
-    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(path))
-    assert path.read_bytes() == older
-    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_the_file_and_then_its_directory_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,25 +109,6 @@ def test_a_disk_without_room_leaves_the_older_file(tmp_path: Path, limit: int) -
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_the_mode_of_a_new_file_follows_the_umask(tmp_path: Path, mask: int) -> None:
-    lt.save_checkpoint(tmp_path / "run", *run_of())
-    assert mode_of(tmp_path / "run") == mask
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o444, 0o664, 0o666])
-def test_a_replaced_file_keeps_its_mode(tmp_path: Path, mode: int) -> None:
-    path, run = tmp_path / "run", run_of()
-    lt.save_checkpoint(path, *run)
-    path.chmod(mode)
-    train(run, range(1))
-    expected = state(run)
-    lt.save_checkpoint(path, *run)
-    train(run, range(1, 2))
-    lt.load_checkpoint(path, *run)
-    assert_same(state(run), expected)
-    assert mode_of(path) == mode
-
-
 def test_what_a_link_leads_to_is_replaced(tmp_path: Path, mask: int) -> None:
     run, names = run_of(), ("latest", "again")
     (tmp_path / "data").mkdir()
@@ -155,12 +117,12 @@ def test_what_a_link_leads_to_is_replaced(tmp_path: Path, mask: int) -> None:
     (tmp_path / "again").symlink_to(tmp_path / "latest")
     lt.save_checkpoint(tmp_path / "again", *run)  # there is no file yet
     assert mode_of(target) == mask
-    target.chmod(0o640)
+    target.chmod(0o440)  # a file that may not be written is replaced all the same
     train(run, range(1))
     expected = state(run)
     lt.save_checkpoint(tmp_path / "latest", *run)
     assert all((tmp_path / name).is_symlink() for name in names)
-    assert (mode_of(target), [*target.parent.iterdir()]) == (0o640, [target])
+    assert (mode_of(target), [*target.parent.iterdir()]) == (0o440, [target])
     train(run, range(1, 2))
     lt.load_checkpoint(tmp_path / "again", *run)
     assert_same(state(run), expected)
@@ -225,11 +187,3 @@ def test_a_killed_save_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> No
     assert {(ahead, whole) for ahead, whole, _ in found} <= {("0", "True"), ("1", "True")}
     assert {left for *_, left in found} == {"0", "1"}, "no save was interrupted, or what one left stayed"
     assert [*tmp_path.iterdir()] == [path]
-
-
-def test_temporary_files_of_killed_saves_go_with_the_next_save(tmp_path: Path) -> None:
-    path, other = tmp_path / "run", tmp_path / f"walk.0123abcd{TEMPORARY}"
-    (tmp_path / f"run.0123abcd{TEMPORARY}").write_bytes(b"half")
-    other.write_bytes(b"half")
-    lt.save_checkpoint(path, *run_of())
-    assert {*tmp_path.iterdir()} == {path, other}

@@ -54,6 +54,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"dims": (3, 4, 5, 2), "activation": "silu", "dropout": 0.25, "seed": 2**64 - 1, "compute": "tf32"},
     {"dims": [3, 4, 2], "activation": lt.Activation("leaky_relu", 0.3), "dtype": "float16"},
     {"dims": [3, 4, 2], "dtype": "bfloat16", "master_weights": False},
+    {"dims": [3, 4, 2], "activation": ["tanh", "relu"], "dropout": [0.0, 0.25], "bias": [False, True]},
     {"dims": np.array([3, 4, 2]), "dtype": "bfloat16", "dropout": np.float32(0.5), "seed": np.uint64(7)},
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import lt_runtime as lt
 from lt_runtime.errors import (
     ArgumentError,
-    CheckpointError,
     DeviceError,
     DTypeError,
     KindError,
@@ -127,9 +125,7 @@ RULES: list[tuple[dict[str, Any], list[str], list[float], list[bool]]] = [
 
 
 @pytest.mark.parametrize(("options", "activations", "dropouts", "biases"), RULES)
-def test_the_rules(
-    options: dict[str, Any], activations: list[str], dropouts: list[float], biases: list[bool], tmp_path: Path
-) -> None:
+def test_the_rules(options: dict[str, Any], activations: list[str], dropouts: list[float], biases: list[bool]) -> None:
     model = lt.MLP(DIMS, **options, device="cpu")
     for made in (model, lt.MLP(**json.loads(json.dumps(model.options)), device="cpu")):
         assert [each.activation.name for each in made.layers] == activations
@@ -202,25 +198,6 @@ def test_options_are_what_the_layers_are_now() -> None:
 def test_options_that_cannot_be(options: dict[str, Any], error: type[LtError], message: str) -> None:
     with pytest.raises(error, match=message):
         lt.MLP(DIMS, **options, device="cpu")
-
-
-def test_training_and_checkpoints_of_a_mixed_model(tmp_path: Path) -> None:
-    def made(**changes: Any) -> tuple[lt.MLP, lt.AdamW, lt.TrainStep]:
-        model = lt.MLP(DIMS, **{**MIXED, "dropout": [0.25, 0.0, 0.0], **changes}, device="cpu", seed=2)
-        optimizer = lt.AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, lt.TrainStep(model, optimizer, loss="mse")
-
-    x, target = numbers(0, (6, 3), "float32"), np.full((6, 2), 0.75, np.float32)
-    model, optimizer, step = made()
-    losses = [float(step(x, target)) for _ in range(30)]
-    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
-    lt.save_checkpoint(tmp_path / "saved", model, optimizer)
-    again, its_optimizer, its_step = made()
-    lt.load_checkpoint(tmp_path / "saved", again, its_optimizer)
-    assert [float(its_step(x, target)) for _ in range(3)] == [float(step(x, target)) for _ in range(3)]
-    for changes in ({"activation": "tanh"}, {"dropout": 0.25}):
-        with pytest.raises(CheckpointError, match=r"model\.(activation|dropout)"):
-            lt.load_checkpoint(tmp_path / "saved", *made(**changes)[:2])
 
 
 def test_training_without_a_step_is_refused_if_there_is_dropout() -> None:
