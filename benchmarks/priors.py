@@ -4,7 +4,7 @@ Each FILE has rows with the untuned times of a block's passes by their strategie
 only the half for fitting is read. For each type and activation a small tree of limits on sizes is fitted, which chooses
 the strategy: first for backward, then for forward together with the backward pass that follows from its saved tensor.
 
-The times in `strategies.json`, the default, are of 448 blocks of GELU and ReLU, with the algorithms that were chosen
+The times in `strategies.json`, the default, are of 336 blocks of GELU and ReLU, with the algorithms that were chosen
 untuned at commit 81d33d4, and of 197 blocks of all activations and types at commit 0ecd227: forward as the tuner timed
 it, backward with the order of launches that followed that commit.
 """
@@ -36,6 +36,7 @@ _DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32, "fp32": DType.F
 _DEPTH: Final = 2
 _LEAST_GAIN: Final = 0.05  # A further limit must reduce the sum of all samples' losses by this.
 _LEAST_SAMPLES: Final = 4  # samples on either side of a limit
+_LEAST_PROBLEMS: Final = 20  # samples of a tree; fewer problems go by the tree of all activations
 _MOST_LOSS: Final = 0.3  # the most that a sample counts, because times further behind were often disturbed
 _DISTURBED: Final = 2.5  # A time was disturbed if it is this multiple of the same work's time in the other order.
 _EPILOGUES: Final = ("none", "relu", "gelu")
@@ -225,15 +226,19 @@ def fitting(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "strategies" in row and row.get("half", FIT) == FIT]
 
 
+def _enough(samples: Samples) -> Samples:
+    return {name: some for name, some in samples.items() if len(some) >= _LEAST_PROBLEMS}
+
+
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
     """The trees of forward and backward in the form of the table; and the number of samples and mean loss of each tree.
 
     Args:
         rows: as `fitting` gives them.
     """
-    of_backward = backward_samples(rows)
+    of_backward = _enough(backward_samples(rows))
     backward = {name: fit(samples) for name, samples in sorted(of_backward.items())}
-    of_forward = forward_samples(rows, backward)
+    of_forward = _enough(forward_samples(rows, backward))
     forward = {name: fit(samples) for name, samples in sorted(of_forward.items())}
     trees, quality = {}, {}
     for part, fitted, samples, names in (

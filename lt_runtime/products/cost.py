@@ -87,6 +87,10 @@ _COPY_US: Final = 1.4
 """Launch time in microseconds of a kernel that copies operands or a result."""
 _PASS_MOVED: Final = 3.7e6
 """Bytes that an elementwise or copying kernel reads and writes in a microsecond."""
+_FILLED: Final = 112
+"""Tiles of 64x128 elements that keep all multiprocessors busy."""
+_LEAST_BUSY: Final = 0.15
+"""The least share of multiprocessors that cuBLASLt's kernels for copies along K keep busy; fewer tiles share sums."""
 _FP32_AND_BACK: Final = 8
 """Bytes an element that a product in FP32 with a pass moves more than a 16-bit product: FP32 is written and read."""
 
@@ -155,4 +159,9 @@ def copies_us(problem: MatmulProblem, *, k_major: bool = False) -> float:
     if is_gradient and "a" in elements:
         elements["a"] //= 2
     moved = sum(elements.values()) * problem.dtype.itemsize
-    return library_us(padded) + len({name == "d" for name in copies}) * _COPY_US + moved / _PASS_MOVED
+    us = library_us(padded)
+    if k_major:  # The kernels for copies along K hardly split sums, so that few tiles keep few multiprocessors busy.
+        tiles = math.ceil(problem.m / 64) * math.ceil(problem.n / 128)
+        busy = min(max(tiles / _FILLED, _LEAST_BUSY), 1.0)
+        us += problem.m * problem.n * problem.k / _K_MAJOR_TF32.multiplied * (1 / busy - 1)
+    return us + len({name == "d" for name in copies}) * _COPY_US + moved / _PASS_MOVED

@@ -14,11 +14,11 @@ The heuristic's first algorithm is taken, with these exceptions, which it is kno
   64 tiles of 64x128 elements takes 33 µs, in 32 tiles of 128x128 with sums in four parts 20. Here too another algorithm
   must be estimated to be faster by a tenth. The estimate also holds for other TF32 products with a short K:
   65536x40x24 takes 15.4 µs by the first algorithm, 9.4 in smaller tiles.
-- TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first algorithm,
-  3.5 by this kernel. An input gradient takes it for at most 32 terms: 360x1120x15 takes 6.7 µs by the first algorithm,
-  3.1 by this kernel.
+- Small TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first
+  algorithm, 3.5 by this kernel; but 5384x3397x27 takes 55 by this kernel, 44 by the first algorithm. An input gradient
+  takes it for at most 32 terms: 360x1120x15 takes 6.7 µs by the first algorithm, 3.1 by this kernel.
 - TF32 sums are split into parts of at least 64 terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32. FP32 sums are
-  split into parts of at least 8: 25x128x192 takes 10.2 µs in 132 parts, 5.6 whole.
+  split into parts of at least 8, those of gradients of at least 32: 25x128x192 takes 10.2 µs in 132 parts, 5.6 whole.
 
 The constants are of an H200 (cuBLASLt 13.1). They were fitted to the same rows as those of `cost`, mostly to products
 with few columns.
@@ -49,8 +49,10 @@ _TALL: Final = 1 << 15
 _SHORT_TF32: Final = 55
 _SHORTEST_K: Final = 32
 """Terms of an input gradient's sum up to which `_SHORT_TF32` is taken."""
-_FEWEST_TERMS: Final = {Compute.TF32: 64, Compute.FLOAT32: 8}
-"""The fewest terms of a part of a split sum of four-byte elements."""
+_MOST_SHORT: Final = 1 << 21
+"""Elements of D up to which `_SHORT_TF32` is taken."""
+_FEWEST_TERMS: Final = {Compute.TF32: (64, 64), Compute.FLOAT32: (32, 8)}
+"""The fewest terms of a part of a split sum of four-byte elements, in a gradient and in a forward product."""
 _LARGE: Final = 1e9
 """Multiply-adds from which on a product is large."""
 MULTIPROCESSORS: Final = 132
@@ -129,14 +131,15 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     lies_along_k = problem.b.layout.order is Order.COLUMN  # as weights do in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)
     sums_over_rows = problem.a.layout.order is Order.COLUMN  # as a weight gradient does
-    if is_tf32 and is_ragged and not sums_over_rows and problem.k <= (SHORT_K if lies_along_k else _SHORTEST_K):
+    is_short = problem.k <= (SHORT_K if lies_along_k else _SHORTEST_K) and problem.m * problem.n <= _MOST_SHORT
+    if is_tf32 and is_ragged and is_short and not sums_over_rows:
         return next((i for i, each in enumerate(offers) if each.algo_id == _SHORT_TF32), 0)
     if is_split_for_nothing(problem, first):
         return next((i for i, each in enumerate(offers) if each.splitk <= 1), 0)
     # For epilogues that differentiate or sum there is no estimate: tiles do not determine their time.
     if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
         return 0
-    usual = _usual(problem, offers)
+    usual = _usual(problem, offers, is_gradient=not lies_along_k)
     estimate_us = _gradient_us if is_tf32 and (not lies_along_k or problem.k <= SHORT_K) else _estimated_us
     estimates = [estimate_us(problem, each) for each in offers]
     least = min(estimates)
@@ -144,12 +147,12 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     return estimates.index(least) if is_worth_it else usual
 
 
-def _usual(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
+def _usual(problem: MatmulProblem, offers: Sequence[Offered], *, is_gradient: bool) -> int:
     """The index of the algorithm to take if no other is estimated to be faster."""
     is_tf32 = problem.compute is Compute.TF32
     if is_tf32 and is_large(problem):
         return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
-    fewest = _FEWEST_TERMS[problem.compute] if problem.dtype is DType.FLOAT32 else 0
+    fewest = _FEWEST_TERMS[problem.compute][not is_gradient] if problem.dtype is DType.FLOAT32 else 0
     return next((i for i, each in enumerate(offers) if each.splitk * fewest <= problem.k), 0)
 
 

@@ -37,6 +37,12 @@ ENTRIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree needs one problem here."""
+    monkeypatch.setattr(derived, "_LEAST_PROBLEMS", 1)
+
+
 def samples(*times: tuple[int, float, float]) -> list[Sample]:
     return [Sample({"rows": size, "inner": 7}, {"a": a, "b": b}) for size, a, b in times]
 
