@@ -7,15 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from lt_runtime.cublaslt import Algorithm
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
+from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.memory import MAX_TICKETS, StreamMemory, workspace_size
 from lt_runtime.kernels import narrow, tile_matmul
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.narrow import NarrowPass
+from lt_runtime.kernels.tile_matmul import TileMatmulPass
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.cost import copies_us, library_us, narrow_us, tile_us
 from lt_runtime.products.matmul import MatmulPlan, rounds_before_epilogue
-from lt_runtime.products.own import NARROW_MATMUL, TILE_MATMUL, NarrowPlan, TilePlan
 from lt_runtime.products.padded import K_MAJOR_MARK, PADDED_MARK, PaddedPlan, padded_problem
 from lt_runtime.products.plan import AlgorithmPlan
+
+NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
+TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
+"""The bytes by which the plan cache names our two kernels. No version of cuBLASLt gives them to an algorithm."""
 
 _ALGORITHM: Final = 64  # size in bytes of a cuBLASLt algorithm
 _COPIES_MARGIN_US: Final = 1.6
@@ -32,6 +41,50 @@ _TILE_MARGIN_US: Final = 0.6
 They are fitted to 30 products of tuned passes: where our kernel is expected to be faster by less, passes are often
 faster without it.
 """
+
+
+class OwnPlan(AlgorithmPlan):
+    """A product by a kernel of ours on one device.
+
+    Raises:
+        PlanError: the kernel does not support the problem or the GPU, or its partial sums exceed the workspace.
+    """
+
+    adds_memsets, launches_at_most_two_kernels = False, True  # it is one kernel
+
+    def __init__(
+        self, problem: MatmulProblem, device: int, algorithm: Algorithm, kernel: NarrowPass | TileMatmulPass
+    ) -> None:
+        self.problem, self.device, self.algorithm = problem, device, algorithm
+        self._pass = kernel
+        if kernel.scratch_bytes > workspace_size(device) or kernel.tickets > MAX_TICKETS:
+            raise PlanError(f"our kernel has no room for the partial sums of {problem}")
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        self._pass.run(call, memory)
+
+
+class NarrowPlan(OwnPlan):
+    """A product with one tiny dimension."""
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        if not narrow.supports(problem):
+            raise PlanError(f"the kernel for narrow products does not take {problem}")
+        super().__init__(problem, device, NARROW_MATMUL, NarrowPass(problem, device))
+
+
+class TilePlan(OwnPlan):
+    """A product of 16-bit matrices with ragged rows."""
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        if not tile_matmul.supports(problem):
+            raise PlanError(f"the kernel for ragged rows does not take {problem}")
+        capability, least = device_info(device).capability, tile_matmul.CAPABILITY
+        if capability < least:
+            has = f"GPU {device} has compute capability {capability}"
+            raise PlanError(f"{has}; our kernel's products on tensor cores need {least} or more")
+        super().__init__(problem, device, TILE_MATMUL, TileMatmulPass(problem, device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import Compute, DType
-from lt_runtime.products.own import NarrowPlan, TilePlan
+from lt_runtime.products.methods import NarrowPlan, TilePlan
 from tests.support.gpu_products import Product
 from tests.support.strategies import TYPES
 

@@ -13,7 +13,7 @@ from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.own import NarrowPlan, TilePlan
+from lt_runtime.products.methods import NarrowPlan, TilePlan
 from lt_runtime.reference import activate, derivative, pack_mask
 from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.verification import ProductOperands, verify

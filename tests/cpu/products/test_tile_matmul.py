@@ -14,10 +14,9 @@ from lt_runtime.kernels import tiling
 from lt_runtime.kernels.tile_matmul import supports
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products import own
+from lt_runtime.products import methods
 from lt_runtime.products.choose import configuration, plan_from_blob, plan_from_config
-from lt_runtime.products.methods import METHODS
-from lt_runtime.products.own import TILE_MATMUL, TilePlan
+from lt_runtime.products.methods import METHODS, TILE_MATMUL, TilePlan
 from lt_runtime.tuner.report import algorithm_in_words
 
 H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)
@@ -91,9 +90,9 @@ def test_a_gradient_s_weights_lie_in_rows() -> None:
 @pytest.fixture
 def _on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "get_kernel", lambda *_: None)
-    for module in (tiling, own):
+    for module in (tiling, methods):
         monkeypatch.setattr(module, "device_info", lambda _: H200)
-    monkeypatch.setattr(own, "workspace_size", lambda _: 32 << 20)
+    monkeypatch.setattr(methods, "workspace_size", lambda _: 32 << 20)
 
 
 @pytest.mark.usefixtures("_on_an_h200")
@@ -113,9 +112,9 @@ def test_it_is_an_algorithm_among_the_library_s() -> None:
 def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="does not take"):
         TilePlan(forward(1000, 224, 48), 0)
-    monkeypatch.setattr(own, "workspace_size", lambda _: 1 << 20)
+    monkeypatch.setattr(methods, "workspace_size", lambda _: 1 << 20)
     with pytest.raises(PlanError, match="no room"):
         TilePlan(weight_gradient(48, 63, 12_800), 0)
-    monkeypatch.setattr(own, "device_info", lambda _: TURING)
+    monkeypatch.setattr(methods, "device_info", lambda _: TURING)
     with pytest.raises(PlanError, match="tensor cores"):
         TilePlan(PRODUCTS[0], 0)

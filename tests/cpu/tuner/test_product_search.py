@@ -15,7 +15,7 @@ from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import heuristic_algorithm, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.own import NARROW_MATMUL, NarrowPlan
+from lt_runtime.products.methods import NARROW_MATMUL, NarrowPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import operands, product_search
 from lt_runtime.tuner.operands import Memory
@@ -196,8 +196,8 @@ NARROW_PROBLEM = MatmulProblem(
 @pytest.fixture
 def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
     """The id under which the fake library sees our kernel."""
-    monkeypatch.setattr("lt_runtime.products.own.NarrowPass", FakeNarrowPass)
-    monkeypatch.setattr("lt_runtime.products.own.workspace_size", lambda _: WORKSPACE)
+    monkeypatch.setattr("lt_runtime.products.methods.NarrowPass", FakeNarrowPass)
+    monkeypatch.setattr("lt_runtime.products.methods.workspace_size", lambda _: WORKSPACE)
     return NARROW_MATMUL.get(AlgoConfigAttribute.ID)
 
 
