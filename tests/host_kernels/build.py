@@ -24,7 +24,7 @@ _ROOT: Final = HERE.parents[1]
 COMPILER: Final = os.environ.get("CXX", "g++")
 
 _FLAGS: Final = (
-    *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
+    *("-std=c++17", "-Og", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # g++ does not know `#pragma unroll`
 )
 _ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w:, ]*\) )?(\w+)\(')
