@@ -111,6 +111,8 @@ class Desc:
     aux_stride: int
 
 
+_LAYOUT_SIZE: Final = 14 * 8  # of cublasLtMatrixLayoutOpaque_t, which holds its attributes by value
+_DESC_SIZE: Final = 32 * 8  # of cublasLtMatmulDescOpaque_t, which does as well
 _LAYOUT: Final = [
     *(MatrixLayoutAttribute.TYPE, MatrixLayoutAttribute.ORDER, MatrixLayoutAttribute.ROWS, MatrixLayoutAttribute.COLS),
     *(MatrixLayoutAttribute.LD, MatrixLayoutAttribute.BATCH_COUNT, MatrixLayoutAttribute.STRIDED_BATCH_OFFSET),
@@ -175,6 +177,8 @@ class FakeCublasLt:
         self.refused: frozenset[int] = frozenset()
         self.fault: Callable[[Matmul], Matmul] = lambda call: call
         self._workspaces: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._layouts: dict[bytes, Layout] = {}
+        self._descs: dict[bytes, tuple[Desc, int, int]] = {}
 
     @property
     def functions(self) -> dict[str, Callable[..., int]]:
@@ -202,23 +206,30 @@ class FakeCublasLt:
         cell, written = (ctypes.c_uint8 * attribute.size)(), ctypes.c_size_t()
         kind = type(attribute).__name__.removesuffix("Attribute").replace("Preference", "MatmulPreference")
         arguments = ctypes.c_void_p(owner), ctypes.c_int(attribute), cell, ctypes.c_size_t(attribute.size)
-        status = self._real[f"cublasLt{kind}GetAttribute"](*arguments, ctypes.byref(written))
+        status = getattr(self._real, f"cublasLt{kind}GetAttribute")(*arguments, ctypes.byref(written))
         assert status == 0, f"{kind} has no attribute {attribute}"
         return int.from_bytes(bytes(cell), "little", signed=True)
 
     def layout(self, handle: int) -> Layout:
-        """Reads the layout with this handle."""
-        if self._get(handle, MatrixLayoutAttribute.BATCH_MODE) != BatchMode.STRIDED:
-            raise NotImplementedError("batches by pointers")
-        return Layout(*(self._get(handle, attribute) for attribute in _LAYOUT))
+        """Reads the layout with this handle, attribute by attribute only if no descriptor had the same bytes."""
+        content = ctypes.string_at(handle, _LAYOUT_SIZE)
+        if content not in self._layouts:
+            if self._get(handle, MatrixLayoutAttribute.BATCH_MODE) != BatchMode.STRIDED:
+                raise NotImplementedError("batches by pointers")
+            self._layouts[content] = Layout(*(self._get(handle, attribute) for attribute in _LAYOUT))
+        return self._layouts[content]
 
     def _describe(self, handle: int) -> tuple[Desc, int, int]:
         """Reads a descriptor: the product, the address of the bias and the address of the auxiliary tensor."""
-        aux_type = self._get(handle, _ID.EPILOGUE_AUX_DATA_TYPE)
-        assert aux_type in (-1, self._get(handle, _ID.BIAS_DATA_TYPE)), "no auxiliary tensor of another type"
-        assert self._get(handle, _ID.TRANSC) == Operation.N
-        desc = Desc(*(self._get(handle, attribute) for attribute in _DESC))
-        return desc, self._get(handle, _ID.BIAS_POINTER), self._get(handle, _ID.EPILOGUE_AUX_POINTER)
+        content = ctypes.string_at(handle, _DESC_SIZE)
+        if content not in self._descs:
+            aux_type = self._get(handle, _ID.EPILOGUE_AUX_DATA_TYPE)
+            assert aux_type in (-1, self._get(handle, _ID.BIAS_DATA_TYPE)), "no auxiliary tensor of another type"
+            assert self._get(handle, _ID.TRANSC) == Operation.N
+            desc = Desc(*(self._get(handle, attribute) for attribute in _DESC))
+            addresses = self._get(handle, _ID.BIAS_POINTER), self._get(handle, _ID.EPILOGUE_AUX_POINTER)
+            self._descs[content] = desc, *addresses
+        return self._descs[content]
 
     def supports(self, desc: Desc, layouts: Iterable[Layout]) -> bool:
         """Whether the library supports a product at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -85,15 +86,25 @@ class Capture:
             self.unjoined.add(stream)
 
 
-def in_late_order(nodes: list[Node]) -> Iterator[Node]:
-    """The nodes in an order that their edges allow, and that differs from the order of their capture.
+def in_late_order(nodes: list[Node]) -> Iterator[int]:
+    """Indices of the nodes in an order that their edges allow, and that differs from the order of their capture.
 
     Of several nodes that may run, the node captured last comes first: code that relies on more than edges fails.
     """
-    left = dict(enumerate(nodes))
-    while left:
-        index = max(index for index, node in left.items() if not node.after & left.keys())
-        yield left.pop(index)
+    waits = [len(node.after) for node in nodes]
+    followers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        for each in node.after:
+            followers[each].append(index)
+    ready = [-index for index, count in enumerate(waits) if not count]
+    heapq.heapify(ready)
+    while ready:
+        index = -heapq.heappop(ready)
+        yield index
+        for each in followers[index]:
+            waits[each] -= 1
+            if not waits[each]:
+                heapq.heappush(ready, -each)
 
 
 @dataclass
@@ -293,9 +304,9 @@ class Streams:
         def run() -> None:
             self._launched_on = {capture.origin: stream}
             try:
-                for node in in_late_order(capture.nodes):
-                    with self.observer.within_graph(token, executable, capture.nodes.index(node)):
-                        node.run()
+                for index in in_late_order(capture.nodes):
+                    with self.observer.within_graph(token, executable, index):
+                        capture.nodes[index].run()
             finally:
                 self._launched_on = {}
 
