@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,16 +98,33 @@ def test_a_backward_pass_copies_its_gradient_once(
     assert len(copied) == 5, "dy once; w and dx, x and dw"
 
 
-def test_a_bias_gradient_alone_is_made_beside_dx(
-    gpu: FakeGpu, copies: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "order"),
+    [(21, 133, 135, ["dx", "dw", "sums"]), (200, 133, 135, ["dw", "sums", "dx"]), (200, 136, 64, ["sums", "dw", "dx"])],
+)
+def test_a_bias_gradient_alone_and_the_product_of_fewer_blocks_begin_in_time(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rows: int, inputs: int, outputs: int, order: list[str]
 ) -> None:
-    lt, epilogue, made = gpu.lt, own("kernels.epilogue").BackwardPass, list[int]()
-    run = epilogue.run
-    monkeypatch.setattr(epilogue, "run", lambda self, *given: (made.append(given[-1]), run(self, *given))[1])
+    """The last layer's bias gradient has a stream of its own; longer sums and ragged products start first."""
+    lt, begun = gpu.lt, list[tuple[str, int]]()
+    products = {(rows, inputs, outputs): "dx", (outputs, inputs, rows): "dw"}
+
+    def noted(owner: Any, method: str, launch: Callable[..., tuple[str, int]]) -> None:
+        original = getattr(owner, method)
+        monkeypatch.setattr(owner, method, lambda *given: (begun.append(launch(*given)), original(*given))[1])
+
+    def product(plan: Any, call: Any, memory: Any) -> tuple[str, int]:
+        return products.get((plan.problem.m, plan.problem.n, plan.problem.k), ""), memory.stream
+
+    noted(own("products.padded").PaddedPlan, "put", product)
+    noted(own("products.matmul").MatmulPlan, "put", product)
+    noted(own("kernels.epilogue").BackwardPass, "run", lambda *given: ("sums", given[-1]))
     wanted = {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "dw_concurrent": True}
     monkeypatch.setattr(own("plans.priors"), "leaf_of", lambda *_: wanted)
-    model = lt.MLP((19, 133, 135), activation="none", dtype="float32", compute="tf32", device=0)
+    model = lt.MLP((19, inputs, outputs), activation="none", dtype="float32", compute="tf32", device=0)
     step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse", tune=False)
-    step(*(gpu.cp.asarray(np.ones((ROWS, n), np.float32)) for n in (19, 135)))
+    step(*(gpu.cp.asarray(np.ones((rows, n), np.float32)) for n in (19, outputs)))
     gpu.synchronize_all()
-    assert len({*made}) == 2, "the last layer's sum has a stream of its own"
+    main = next(stream for name, stream in reversed(begun) if name == "dx")
+    concurrent = [name for name, stream in begun if name in ("dx", "dw") or (name == "sums" and stream != main)]
+    assert concurrent[-3:] == order
