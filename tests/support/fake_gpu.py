@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +37,7 @@ from tests.support.library_calls import LibraryCalls
 
 _PACKAGE: Final = "lt_runtime"
 _OPEN: Final = ctypes.CDLL
+_GET_CODE: Final = SourceFileLoader.get_code
 _INTERNAL_ERROR: Final = 14  # of cuBLASLt
 
 
@@ -87,6 +90,7 @@ class FakeGpu:
             for name, function in self.kernels.nvrtc_functions.items():
                 monkeypatch.setattr(nvrtc, name, self._of_bindings(name, function, is_driver=False))
             monkeypatch.setattr(ctypes, "CDLL", self._open)
+            monkeypatch.setattr(SourceFileLoader, "get_code", lambda loader, name: _code(loader.path, name))
             with self._own_package(monkeypatch):
                 yield
 
@@ -204,6 +208,12 @@ class _Library:
         return function
 
     __getattr__ = __getitem__
+
+
+@functools.cache
+def _code(path: str, name: str) -> CodeType | None:
+    """A module's code, compiled once for all copies of the package, also if Python writes no bytecode."""
+    return _GET_CODE(SourceFileLoader(name, path), name)
 
 
 def _named(modules: Mapping[str, Any]) -> list[str]:
