@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+import numpy as np
+
+from lt_runtime.arrays.operand import CUPY, read
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import branch, stream_memory
+from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.kernels.cross_entropy import Labels
+from lt_runtime.kernels.tally import TallyPass, TallyState
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.problem import Compute
+from lt_runtime.problem import Compute, DType
 from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.losses import StepLoss
@@ -16,22 +27,6 @@ from lt_runtime.training.mlp import MLP, backward_layer
 
 if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
-
-
-import functools
-import operator
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
-
-import numpy as np
-
-from lt_runtime.arrays.operand import CUPY, read
-from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.kernels.cross_entropy import Labels
-from lt_runtime.kernels.tally import TallyPass, TallyState
-from lt_runtime.problem import DType
 
 _STATE: Final = np.dtype(TallyState)
 _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
