@@ -16,11 +16,11 @@ from functools import partial
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels import dropout, tile_matmul
-from lt_runtime.kernels.blocks import SCALAR
+from lt_runtime.kernels import tile_matmul
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
-from lt_runtime.kernels.elementwise_loss import LOSSES
-from lt_runtime.kernels.epilogue import _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
+from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
+from lt_runtime.kernels.kernel import SCALAR
+from lt_runtime.kernels.losses import LOSSES
 from lt_runtime.kernels.mlp import (
     MAX_LAYERS,
     TYPES,
@@ -200,7 +200,7 @@ VARIANTS: Final = (
     *(
         variant
         for bare in over("dropout.cu", SCALAR=SCALAR.values())
-        for variant in _swept(bare, lambda *_: dropout._BLOCKS)
+        for variant in _swept(bare, lambda *_: _DROPOUT_BLOCKS)
     ),
     *_epilogue_bwd(),
     *_epilogue_fwd(),

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels.blocks import SCALAR, fields
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, fields
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lt_runtime.arrays.operand import read_step
-from lt_runtime.kernels.blocks import ROUNDS, Dropout
+from lt_runtime.kernels.kernel import ROUNDS, Dropout
 from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 from lt_runtime.reference.philox import round_keys
 

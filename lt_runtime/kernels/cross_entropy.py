@@ -10,9 +10,8 @@ from typing import Final, NamedTuple
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
 from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType

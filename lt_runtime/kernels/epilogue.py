@@ -1,26 +1,27 @@
-"""epilogue_fwd.cu and epilogue_bwd.cu: a layer's activation, bias and dropout as one pass over a matrix."""
+"""epilogue_fwd.cu, epilogue_bwd.cu and dropout.cu: activation, bias and dropout as one pass over a matrix."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from ctypes import Structure, c_float, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix, fields
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, ColumnSum, Dropout, Entry, Launches, Matrix, fields
 from lt_runtime.kernels.tiling import (
     OCTET,
     Access,
     access_macros,
+    are_aligned,
     moves_vectors,
     reduction,
     sweep,
     wave_of,
 )
-from lt_runtime.layout import Order
+from lt_runtime.layout import Order, packed
 from lt_runtime.problem import ACTIVATIONS, Activation, Derivative, DType, ForwardProblem, Saved, Spec
 
 ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
@@ -30,6 +31,9 @@ _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Save
 # memory's latency shows; with more blocks the compiler moves the early loads to the end of the loop.
 _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
+_DROPOUT_ROW: Final = 2048  # elements of a block's row
+_DROPOUT_BLOCKS: Final = 6  # blocks that a multiprocessor shall hold
+_DROPOUT_WAVES: Final = 4
 
 
 class EpilogueFwdParams(Structure):
@@ -232,3 +236,48 @@ def _access(dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, *, 
     if dz is not None and transposes and not moves_vectors(dz, dtype):
         return Access.ANY
     return Access.ANY if access is Access.FLAT and (is_mask or transposes) else access
+
+
+class DropoutParams(Structure):
+    """`lt::DropoutParams`."""
+
+    _fields_ = fields(("in_ out", Matrix), ("rows", c_uint32), ("cols", c_int64), ("dropout", Dropout))
+
+
+DROPOUT: Final = Entry("dropout", "dropout.cu", DropoutParams)
+
+
+class DropoutPass:
+    """target = mask · scale · source, over one matrix; both may be the same memory."""
+
+    def __init__(self, dtype: DType, source: Spec, target: Spec, device: int) -> None:
+        specs = [source, target]
+        if all(spec.layout.order is Order.ROW and spec.layout.extent == spec.layout.size for spec in specs):
+            specs = [_folded(spec) for spec in specs]
+        layout = specs[0].layout
+        access = Access.ALIGNED if are_aligned(dtype, *specs) else Access.ANY
+        macros = ("SCALAR", SCALAR[dtype]), *access_macros(access, _DROPOUT_BLOCKS)
+        wave = None if dtype is DType.FLOAT32 else _DROPOUT_WAVES * wave_of(device, _DROPOUT_BLOCKS)
+        params = DropoutParams(*map(Matrix.of, specs), layout.rows, layout.cols)
+        self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
+
+    def run(self, source: int, target: int, state: DropoutState, stream: int) -> None:
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
+
+        Args:
+            source, target: addresses.
+        """
+        params, launch = self._launches[stream]
+        params.in_.data, params.out.data = source, target
+        params.dropout = state.block()
+        launch()
+
+
+def _folded(spec: Spec) -> Spec:
+    """Elements without gaps, in row-major order, as rows of a length that suits the kernel, or else as one row.
+
+    Each element keeps its row-major index, which decides its random number.
+    """
+    size = spec.layout.size
+    cols = math.gcd(size, _DROPOUT_ROW)
+    return Spec(packed(size // cols, cols) if cols >= OCTET else packed(1, size), spec.alignment)

@@ -1,9 +1,13 @@
-"""Our kernels: named by entry, compiled under definitions, loaded once a device, launched with one argument block."""
+"""Our kernels: named by entry, compiled under definitions, loaded once a device, launched with one argument block.
+
+The structs of `cuda_src`'s headers that several kernels take are here as well, as ctypes sees them. A kernel takes one
+struct by value, so that a launch passes one pointer. Each family's module has the structs of its own kernels.
+"""
 
 from __future__ import annotations
 
 import functools
-from ctypes import Structure, sizeof
+from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_void_p, sizeof
 from typing import Any, Final, NamedTuple, TypeVar
 
 from cuda.bindings import driver
@@ -13,12 +17,59 @@ from lt_runtime.gpu.compiler import Macros, compile_kernel
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import Launch, call
 from lt_runtime.kernels.tiling import Tiling
+from lt_runtime.layout import Layout
+from lt_runtime.problem import DType, Spec
 
 _OVERLAP_CAPABILITY: Final = 90
 _SHARED_WITHOUT_ASKING: Final = 32 << 10  # bytes; the limit is 48 KiB, less what the kernel declares
 _ATTRIBUTE: Final = driver.CUfunction_attribute
 
+SCALAR: Final = {DType.FLOAT32: "float", DType.FLOAT16: "__half", DType.BFLOAT16: "__nv_bfloat16"}
+"""The CUDA C++ name of each type."""
+ROUNDS: Final = 10
+"""Rounds of Philox4x32."""
+_BITS: Final = 8
 Params = TypeVar("Params", bound=Structure)
+
+
+def fields(*groups: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A structure's `_fields_`: each group has the names of consecutive fields, and their type."""
+    return tuple((name, kind) for names, kind in groups for name in names.split())
+
+
+class Matrix(Structure):
+    """`lt::Matrix`; strides are in elements."""
+
+    _fields_ = fields(("data", c_void_p), ("row_stride col_stride", c_int64))
+
+    @classmethod
+    def of(cls, matrix: Layout | Spec | None, *, is_mask: bool = False) -> Matrix:
+        """How a matrix lies, its address to be filled in; an absent matrix for None.
+
+        Args:
+            is_mask: whether it counts bits. The kernels take a mask as bytes, each of which is eight columns.
+        """
+        if matrix is None:
+            return cls()
+        layout = matrix.layout if isinstance(matrix, Spec) else matrix
+        return cls(0, layout.leading_dimension // _BITS, 1) if is_mask else cls(0, *layout.strides)
+
+
+class Dropout(Structure):
+    """`lt::Dropout`."""
+
+    _fields_ = fields(
+        ("keys", (c_uint32 * 2) * ROUNDS),
+        ("step_pointer", c_void_p),
+        ("step layer limit", c_uint32),
+        ("scale", c_float),
+    )
+
+
+class ColumnSum(Structure):
+    """`lt::ColumnSum<SCALAR>`."""
+
+    _fields_ = fields(("sum partial tickets", c_void_p), ("accumulate", c_int))
 
 
 class Entry(NamedTuple):

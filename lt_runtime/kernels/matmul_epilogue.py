@@ -6,10 +6,9 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
 from lt_runtime.kernels.tiling import Tiling, grid_for
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, MatmulProblem, Spec

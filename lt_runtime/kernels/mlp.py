@@ -9,11 +9,10 @@ from typing import Final, NamedTuple
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.elementwise_loss import LOSSES, ElementwiseLoss
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss
 from lt_runtime.kernels.tiling import WARP, Tiling
 from lt_runtime.problem import DType, MLPProblem, Saved
 

@@ -9,9 +9,8 @@ from typing import Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
 from lt_runtime.kernels.tiling import MAX_GRID_Y, OCTET, THREADS, WARP, Tiling, are_aligned, next_power_of_two, wave_of
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, MatmulProblem, Spec

@@ -10,8 +10,7 @@ from ctypes import Structure, c_int, c_int64, c_void_p, sizeof
 from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.gpu.driver import check, function
-from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, grid_for, turning
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType

@@ -9,10 +9,9 @@ from typing import Final, NamedTuple
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
 from lt_runtime.kernels.tiling import MAX_GRID_Y, THREADS, Tiling, are_whole, wave_of
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_int, c_int64, c_uint64, c_void_p
 from typing import Final
 
-from lt_runtime.kernels.blocks import fields
-from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.kernel import Entry, Launches, fields
 from lt_runtime.kernels.tiling import THREADS, Tiling
 from lt_runtime.problem import DType
 

@@ -13,7 +13,7 @@ from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, DTypeError
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
-from lt_runtime.kernels.elementwise_loss import ElementwiseLoss, ElementwiseLossPass
+from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.losses.operation import Loss, LossOperation, check_not_negative, perform_loss
 
 _LABELS: Final = ("int32", "int64")

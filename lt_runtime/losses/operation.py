@@ -16,7 +16,7 @@ from lt_runtime.gpu import driver
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass
-from lt_runtime.kernels.elementwise_loss import ElementwiseLossPass
+from lt_runtime.kernels.losses import ElementwiseLossPass
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.operation import New, Operation, PreparedCall, Request, result_spec
 from lt_runtime.problem import DType

@@ -11,7 +11,7 @@ import numpy as np
 from lt_runtime import reference
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
-from lt_runtime.kernels.dropout import DropoutPass
+from lt_runtime.kernels.epilogue import DropoutPass
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.operation import New, Operation, Request, result_spec
 from lt_runtime.problem import Philox, check_dropout

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import Matrix
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
+from lt_runtime.kernels.kernel import Matrix
+from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import MlpBackward, MlpForward, supports
 from lt_runtime.layout import Layout, packed
 from lt_runtime.problem import MLPProblem

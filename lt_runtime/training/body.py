@@ -17,7 +17,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.cross_entropy import Labels
-from lt_runtime.kernels.tally import TallyPass, TallyState
+from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import Compute, DType
 from lt_runtime.ranges import range_of

@@ -15,9 +15,8 @@ from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import CUPY, HOST, Operand
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.gpu.driver import call
-from lt_runtime.kernels.elementwise_loss import LOSSES as ELEMENTWISE
-from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
-from lt_runtime.kernels.scale import launch_scale
+from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
+from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.losses.functions import bce_with_logits, check_labels, cross_entropy, huber_loss, mse_loss
 from lt_runtime.losses.operation import Loss, check_not_negative
 from lt_runtime.training.mlp import MLP, check_model_type, read_inputs

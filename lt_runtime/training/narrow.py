@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
+from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import MAX_LAYERS, MAX_WIDTH, TYPES, supports
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_LOSS, MLP_OUTPUTS, filled
 from lt_runtime.ops.adamw import Parameter

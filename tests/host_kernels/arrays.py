@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.blocks import Matrix
+from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.layout import Layout, layout_of
 from lt_runtime.problem import DType
 from lt_runtime.reference import pack_mask

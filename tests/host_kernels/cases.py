@@ -10,8 +10,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.blocks import Dropout
 from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.kernel import Dropout
 from lt_runtime.kernels.tiling import OCTET, Access, Tiling
 from lt_runtime.problem import DType, Philox, keep_threshold
 from lt_runtime.reference import dropout_scale

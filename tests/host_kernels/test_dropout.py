@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.blocks import Dropout
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.dropout import DROPOUT, DropoutParams
+from lt_runtime.kernels.epilogue import DROPOUT, DropoutParams
+from lt_runtime.kernels.kernel import Dropout
 from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed
 from lt_runtime.problem import Philox, keep_scale, keep_threshold

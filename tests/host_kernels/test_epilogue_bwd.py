@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.kernels import epilogue
-from lt_runtime.kernels.blocks import ColumnSum
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import EPILOGUE_BWD, BackwardPass, EpilogueBwdParams, Sums
+from lt_runtime.kernels.kernel import ColumnSum
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Derivative, DType, Philox, Saved, Spec, keep_scale, keep_threshold

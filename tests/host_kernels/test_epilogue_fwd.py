@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.kernels import epilogue
-from lt_runtime.kernels.blocks import Matrix
 from lt_runtime.kernels.epilogue import EPILOGUE_FWD, EpilogueFwdParams, ForwardPass
+from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, Compute, ForwardProblem, Spec, keep_scale, keep_threshold

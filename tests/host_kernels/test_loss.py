@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels import cross_entropy as family
-from lt_runtime.kernels import elementwise_loss
 from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels import losses
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
-from lt_runtime.kernels.elementwise_loss import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.kernels.kernel import Entry
+from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.problem import DType
 from lt_runtime.reference import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding
@@ -256,7 +256,7 @@ def test_bce_with_logits(runner: Runner, dtype: DType, case: LossCase, by_row: b
 def test_weights_of_rows_that_are_too_many_to_join(
     runner: Runner, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elementwise_loss, "_MOST_JOINED", 10)
+    monkeypatch.setattr(losses, "_MOST_JOINED", 10)
     check_elementwise(runner, F32, LossCase(shape), Elementwise("bce_with_logits", by_row=True, by_column=True))
 
 

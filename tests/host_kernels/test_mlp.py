@@ -18,7 +18,7 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
+from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting_parts, supports
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.kernels.scale import launch_scale
+from lt_runtime.kernels.losses import launch_scale
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import numbers, vector
 from tests.host_kernels.harness import HostKernels

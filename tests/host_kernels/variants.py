@@ -11,8 +11,8 @@ from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
+from lt_runtime.kernels.kernel import SCALAR
 from lt_runtime.kernels.narrow import _SHARED_ROWS, narrow_macros
 from lt_runtime.kernels.tiling import Access, access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved

@@ -11,7 +11,7 @@ import pytest
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.blocks import SCALAR
+from lt_runtime.kernels.kernel import SCALAR
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan

@@ -9,7 +9,7 @@ import pytest
 
 from lt_runtime.errors import GpuError
 from lt_runtime.kernels import kernel
-from lt_runtime.kernels.elementwise_loss import ELEMENTWISE_LOSS
+from lt_runtime.kernels.losses import ELEMENTWISE_LOSS
 
 
 @pytest.mark.parametrize("more", [-8, 8])

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from lt_runtime.gpu import compiler
-from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.tally import TallyParams
+from lt_runtime.kernels.kernel import SCALAR
+from lt_runtime.kernels.losses import TallyParams
 from lt_runtime.kernels.tiling import OCTET, THREADS, tile
 from lt_runtime.paths import kernel_sources
 from tests import compile_matrix

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lt_runtime.kernels import cross_entropy
 from lt_runtime.kernels.cross_entropy import RowGroup, RowSharing
-from lt_runtime.kernels.elementwise_loss import flattened
+from lt_runtime.kernels.losses import flattened
 from lt_runtime.layout import Layout, Order, packed
 
 

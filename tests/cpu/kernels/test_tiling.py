@@ -14,7 +14,7 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel, tiling
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.dropout import DropoutParams, DropoutPass
+from lt_runtime.kernels.epilogue import DropoutParams, DropoutPass
 from lt_runtime.kernels.tiling import (
     MAX_GRID_Y,
     OCTET,

@@ -1,17 +1,22 @@
-"""elementwise_loss.cu: the mean of a loss of one matrix against another over all elements, and its gradient."""
+"""elementwise_loss.cu, scale.cu and tally.cu: losses of one matrix against another, and passes of every loss.
+
+The first computes the mean of a loss over all elements, and its gradient; the second rounds FP32 gradients, and the
+third sums losses over steps.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int, c_int64, c_uint64, c_void_p
 from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import OCTET, THREADS, Tiling
+from lt_runtime.kernels.cross_entropy import Labels
+from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.tiling import OCTET, THREADS, WARP, Tiling
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
 
@@ -20,6 +25,9 @@ LOSSES: Final = {"mse": "lt::SquaredError", "huber": "lt::Huber", "bce_with_logi
 _OCTETS: Final = 2  # octets that a thread waits for at once
 _MOST_JOINED: Final = 1 << 32  # elements of rows with weights: the kernel divides numbers of 32 bits
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up
+_SCALE_BLOCKS: Final = 1 << 16
+_TALLY_ROWS: Final = THREADS // WARP  # rows that a block handles at a time: one for each warp
+_TALLY_BLOCKS: Final = 1024
 
 
 class ElementwiseLossParams(Structure):
@@ -105,3 +113,85 @@ def flattened(layouts: Sequence[Layout], *, weighted: bool = False) -> Sequence[
     if all(layout.order is Order.ROW and layout.leading_dimension == layout.cols for layout in layouts):
         layouts = [packed(1, layout.size) for layout in layouts]
     return layouts
+
+
+class ScaleParams(Structure):
+    """`lt::ScaleParams`."""
+
+    _fields_ = fields(("source target scale", c_void_p), ("size", c_int64), ("share", c_float))
+
+
+SCALE: Final = Entry("scale", "scale.cu", ScaleParams)
+
+
+def launch_scale(
+    source: int, target: int, size: int, dtype: DType, scale: int, share: float, device: int, stream: int
+) -> None:
+    """Puts the computation of `target` = `source` · `share` on a stream; the device is current.
+
+    Args:
+        source: address of `size` FP32 numbers without gaps.
+        target: address of as many numbers of the type; it may be the source if the type is FP32.
+        scale: address of an FP32 number on the device that is another factor; 0 if there is none.
+    """
+    blocks = min(max(1, -(-size // THREADS)), _SCALE_BLOCKS)
+    params = ScaleParams(source, target, scale, size, share)
+    _, launch = Launches(SCALE, (("SCALAR", SCALAR[dtype]),), device, Tiling((blocks, 1), (THREADS, 1)), params)[stream]
+    launch()
+
+
+class TallyState(Structure):
+    """`lt::TallyState`: a tally's sums on the device."""
+
+    _fields_ = fields(("loss rest", c_float), ("steps rows correct", c_uint64))
+
+
+class TallyParams(Structure):
+    """`lt::TallyParams`."""
+
+    _fields_ = fields(
+        ("logits", Matrix),
+        ("labels loss mean state", c_void_p),
+        ("rows cols ignore_index", c_int64),
+        ("weight", c_float),
+        ("first wide_labels ignores", c_int),
+    )
+
+
+TALLY: Final = Entry("tally", "tally.cu", TallyParams)
+
+
+class TallyPass:
+    """Adds a part of a step to a tally.
+
+    Args:
+        dtype: type of the logits; any type without logits.
+        logits: None for a loss without classes.
+    """
+
+    def __init__(self, dtype: DType, logits: Layout | None, labels: Labels, device: int) -> None:
+        params, blocks = TallyParams(), 1
+        if logits is not None:
+            params = TallyParams(Matrix.of(logits), rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
+            params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
+            blocks = max(1, min(-(-logits.rows // _TALLY_ROWS), _TALLY_BLOCKS))
+        tiling = Tiling((blocks, 1), (THREADS, 1))
+        self._launches = Launches(TALLY, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
+        self._lock = threading.Lock()
+
+    def run(
+        self, logits: int, labels: int, loss: int, mean: int, state: int, *, weight: float, first: bool, stream: int
+    ) -> None:
+        """Puts the pass on `stream`.
+
+        Args:
+            logits, labels, loss, mean, state: addresses; `loss` and `mean` are FP32 numbers, `state` is a `TallyState`.
+            weight: the factor of the part's loss.
+            first: whether it is the step's first part.
+        """
+        with self._lock:
+            params, launch = self._launches[stream]
+            params.logits.data, params.labels = logits, labels
+            params.loss, params.mean, params.state = loss, mean, state
+            params.weight, params.first = weight, first
+            launch()
