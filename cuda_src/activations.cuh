@@ -2,7 +2,7 @@
 // lt_runtime/reference/activations.py holds the same functions in float64.
 #pragma once
 
-#include "approx.cuh"
+#include "instructions.cuh"
 
 namespace lt {
 

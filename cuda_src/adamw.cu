@@ -6,9 +6,8 @@
 //   AMSGRAD     0 or 1
 //   STOCHASTIC  1 where there are BF16 parameters without a master copy, 0 otherwise
 
+#include "instructions.cuh"
 #include "optimizer_state.cuh"
-#include "predecessor.cuh"
-#include "quads.cuh"
 #include "rounding.cuh"
 
 namespace lt {

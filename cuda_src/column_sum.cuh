@@ -1,8 +1,7 @@
 // Sums over a matrix's rows, always in the same order: over the rows of a block, then over the blocks.
 #pragma once
 
-#include "last_block.cuh"
-#include "vector.cuh"
+#include "reduce.cuh"
 
 namespace lt {
 

@@ -1,8 +1,7 @@
 // Copies of arrays' rows, of any types, into buffers without gaps between the rows: up to three arrays in one launch.
 // blockIdx.y is the number of the array.
 
-#include "predecessor.cuh"
-#include "vector.cuh"
+#include "instructions.cuh"
 
 namespace lt {
 

@@ -4,10 +4,7 @@
 // Compiled for one SCALAR type, ROW_THREADS, the threads of a block, ROW_BLOCKS, the blocks that a multiprocessor shall
 // hold, ROW_LANES, the threads that share a streamed row, and WEIGHTS, which cross_entropy.cuh explains.
 
-#include "cross_entropy.cuh"
 #include "few_classes.cuh"
-#include "predecessor.cuh"
-#include "softmax_rows.cuh"
 #include "stream_rows.cuh"
 
 namespace lt {

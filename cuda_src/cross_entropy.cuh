@@ -5,9 +5,8 @@
 
 #include <math_constants.h>
 
-#include "dynamic_shared.cuh"
+#include "instructions.cuh"
 #include "reduce.cuh"
-#include "vector.cuh"
 
 namespace lt {
 
@@ -112,17 +111,17 @@ struct Mean {
 
 // The i-th number of a word.
 template <class T>
-__device__ inline float unpack(uint32 word, int i);
+__device__ inline float number_of(uint32 word, int i);
 template <>
-__device__ inline float unpack<float>(uint32 word, int) {
+__device__ inline float number_of<float>(uint32 word, int) {
   return __uint_as_float(word);
 }
 template <>
-__device__ inline float unpack<__nv_bfloat16>(uint32 word, int i) {
+__device__ inline float number_of<__nv_bfloat16>(uint32 word, int i) {
   return __uint_as_float(i == 0 ? word << 16 : word & 0xFFFF0000);
 }
 template <>
-__device__ inline float unpack<__half>(uint32 word, int i) {
+__device__ inline float number_of<__half>(uint32 word, int i) {
   return __half2float(reinterpret_cast<const __half*>(&word)[i]);
 }
 
@@ -152,7 +151,7 @@ struct Raw {
 
   __device__ float operator[](int i) const {
     const int word = i / kPerWord;
-    return unpack<SCALAR>(word == 0 ? words.x : word == 1 ? words.y : word == 2 ? words.z : words.w, i % kPerWord);
+    return number_of<SCALAR>(word == 0 ? words.x : word == 1 ? words.y : word == 2 ? words.z : words.w, i % kPerWord);
   }
 
   // The larger of two packets' numbers, place by place; of NaN and a number, the number.
@@ -163,7 +162,7 @@ struct Raw {
   __device__ float max() const {
     const uint32 word = max_of_words<SCALAR>(max_of_words<SCALAR>(words.x, words.y),
                                              max_of_words<SCALAR>(words.z, words.w));
-    return fmaxf(unpack<SCALAR>(word, 0), unpack<SCALAR>(word, kPerWord - 1));
+    return fmaxf(number_of<SCALAR>(word, 0), number_of<SCALAR>(word, kPerWord - 1));
   }
 };
 
@@ -210,17 +209,6 @@ __device__ inline void store_past(SCALAR* p, const Values& values) {
   __stcs(reinterpret_cast<uint4*>(p), values.rounded());
 }
 
-// Starts an asynchronous copy of 16 bytes into shared memory. The calling thread may read them once it has waited for
-// their batch.
-__device__ inline void copy_async(uint4* to, const uint4* from) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-#else
-  *to = *from;
-#endif
-}
-
 // Brings a packet into L2.
 __device__ inline void prefetch_packet(const SCALAR* p) {
 #ifdef __CUDA_ARCH__
@@ -230,35 +218,16 @@ __device__ inline void prefetch_packet(const SCALAR* p) {
 #endif
 }
 
-__device__ inline void end_batch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-template <int kLeft>
-__device__ inline void wait_for_all_but() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-#endif
-}
-
-// Waits until at most the last `left` batches are under way; where `left` is large, it may wait for more of them.
-__device__ inline void wait_for_all_but(uint32 left) {
-  if (left >= 6) {
-    wait_for_all_but<6>();
-  } else if (left == 5) {
-    wait_for_all_but<5>();
-  } else if (left == 4) {
-    wait_for_all_but<4>();
-  } else if (left == 3) {
-    wait_for_all_but<3>();
-  } else if (left == 2) {
-    wait_for_all_but<2>();
-  } else if (left == 1) {
-    wait_for_all_but<1>();
+// Waits until at most the latest `left` batches are under way; where `left` is above kMostBehind, it waits for more of them.
+constexpr int kMostBehind = 6;
+template <int kLeft = kMostBehind>
+__device__ inline void wait_for_batches(uint32 left) {
+  if constexpr (kLeft == 0) {
+    wait_for_copies<0>();
+  } else if (left == kLeft || (kLeft == kMostBehind && left > kLeft)) {
+    wait_for_copies<kLeft>();
   } else {
-    wait_for_all_but<0>();
+    wait_for_batches<kLeft - 1>(left);
   }
 }
 
@@ -271,7 +240,7 @@ struct SharedRing {
   __device__ uint4* packet(uint32 slot) const { return own + slot * kRowThreads; }
   __device__ void put(uint32 slot, const Raw& raw) const { *packet(slot) = raw.words; }
   __device__ void fetch(uint32 slot, const SCALAR* from) const {
-    copy_async(packet(slot), reinterpret_cast<const uint4*>(from));
+    copy_async(packet(slot), from);
   }
   __device__ Raw get(uint32 slot) const { return {*packet(slot)}; }
 };

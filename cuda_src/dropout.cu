@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) dropout(const lt::Drop
   const uint32 step = dropout_step(p.dropout);
   in.start(sweep, p.rows);
   for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
-    Octet x = Access<SCALAR>::unpack(in.take(row, p.rows));
+    Octet x = unpack(in.take(row, p.rows));
     apply_dropout<ALIGNED>(x, p.dropout, step, index);
     index += index_step;
     out.store(x, row == p.rows - 1);

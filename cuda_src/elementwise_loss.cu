@@ -2,9 +2,7 @@
 // 1 where rows or columns may have weights.
 
 #include "losses.cuh"
-#include "predecessor.cuh"
 #include "reduce.cuh"
-#include "vector.cuh"
 
 namespace lt {
 
@@ -89,7 +87,6 @@ struct EachAsItLies {
   }
   static __device__ Raw load(const Matrix& m, const Place& at) { return lt::load<SCALAR>(m, at.row, at.col, at.count); }
   static __device__ RawWeights load_weights(const ElementwiseLossParams&, const Place&) { return {}; }
-  static __device__ Octet unpack(const Raw& raw) { return raw; }
   static __device__ Weights weights(const ElementwiseLossParams& p, const Place& at, const RawWeights&) {
     Position position(p, at);
     Weights out;
@@ -134,11 +131,10 @@ struct Whole {
     if (p.pos_weight) raw.of_columns = load_packed(p.pos_weight + (index - row * octets) * kOctet);
     return raw;
   }
-  static __device__ Octet unpack(const Raw& raw) { return lt::unpack<SCALAR>(raw); }
   static __device__ Weights weights(const ElementwiseLossParams& p, const Place&, const RawWeights& raw) {
     Weights out;
     out.of_all = raw.of_row;
-    out.of_columns = lt::unpack<float>(raw.of_columns);
+    out.of_columns = unpack(raw.of_columns);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
       out.of_rows.v[i] = 1.0f;
@@ -202,7 +198,7 @@ __device__ inline float sum_losses(const ElementwiseLossParams& p, float scale) 
     }
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      const Octet left = Octets::unpack(prediction[k]), right = Octets::unpack(target[k]);
+      const Octet left = unpack(prediction[k]), right = unpack(target[k]);
       LossTerm terms[kOctet];
 #if WEIGHTED
       const Weights octet = Octets::weights(p, at[k], weights[k]);

@@ -1,7 +1,7 @@
 // Averages of a model's parameters over its updates (Polyak averaging), all in one launch. A block averages one chunk of
 // one parameter, a thread eight elements. lt_runtime/training/ema.py does the same on the host.
 
-#include "predecessor.cuh"
+#include "instructions.cuh"
 #include "quads.cuh"
 
 namespace lt {

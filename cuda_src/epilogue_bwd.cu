@@ -18,7 +18,6 @@
 #include "activations.cuh"
 #include "flat_sum.cuh"
 #include "philox.cuh"
-#include "sweep.cuh"
 #include "transpose.cuh"
 
 namespace lt {
@@ -57,13 +56,9 @@ struct MaskCursor {
 
 using SavedReader = ReadAhead<MaskCursor>;
 
-__device__ inline Octet unpack_saved(uint32 bits) { return unpack_bits(bits); }
-
 __device__ inline float derivative(float positive, float) { return positive; }
 #else
 using SavedReader = Reader<SCALAR>;
-
-__device__ inline Octet unpack_saved(const Access<SCALAR>::Raw& raw) { return Access<SCALAR>::unpack(raw); }
 
 #if SAVED == 2
 __device__ inline float derivative(float saved, float) { return ACTIVATION::derivative_from_output(saved); }
@@ -96,9 +91,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_bwd(const lt:
   if (SAVED) saved_at.start(sweep, rows);
 #pragma unroll kRowsAhead  // unrolled: otherwise each row is moved between registers, and the move waits for the load
   for (uint32 row = sweep.row; row < end; row += sweep.step) {
-    Octet gradient = Access<SCALAR>::unpack(dy_at.take(row, rows));
+    Octet gradient = unpack(dy_at.take(row, rows));
 #if SAVED
-    const Octet saved = unpack_saved(saved_at.take(row, rows));
+    const Octet saved = unpack(saved_at.take(row, rows));
 #endif
     if (DROPOUT) apply_dropout<ALIGNED != 0>(gradient, p.dropout, step, index);
     index += index_step;

@@ -54,9 +54,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt:
   if (p.bias) bias = load_bias(p, sweep);
   in.start(sweep, p.rows);
   for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
-    Octet z = Access<PRODUCT>::unpack(in.take(row, p.rows));
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];
+    Octet z = unpack(in.take(row, p.rows));
+    z += bias;
 #if KEEP
     kept.store(z, row == p.rows - 1);
 #endif

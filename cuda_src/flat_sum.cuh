@@ -72,18 +72,13 @@ struct FlatBlocks {
   }
 };
 
-__device__ inline void add_octet(Octet& total, const Octet& octet) {
-#pragma unroll
-  for (int i = 0; i < kOctet; ++i) total.v[i] += octet.v[i];
-}
-
 // Adds up a block's columns over the grid, once all blocks have stored their partial sums.
 template <class T>
 __device__ inline void sum_flat_slots(const ColumnSum<T>& c, const FlatBlocks& flat, int block, int64 cols) {
   const int64 slot = flat.slot(), pitch = slot * flat.blocks;
   Octet total = sum_of_octets(c.partial + slot * block + threadIdx.x * kOctet, pitch);
   if (threadIdx.x == 0) {
-    const auto add = [&](int other, int from) { add_octet(total, sum_of_octets(c.partial + slot * other + from, pitch)); };
+    const auto add = [&](int other, int from) { total += sum_of_octets(c.partial + slot * other + from, pitch); };
     if (block > 0) {
       add(block - 1, flat.width);
     } else {

@@ -1,10 +1,10 @@
 // The norm of all gradients of a model, and whether any is NaN or infinite, in one read. A block adds up the squares of
 // one chunk; the last block to finish adds the blocks' sums, always in the same order.
 
-#include "last_block.cuh"
+#include "instructions.cuh"
 #include "optimizer_state.cuh"
-#include "predecessor.cuh"
 #include "quads.cuh"
+#include "reduce.cuh"
 
 namespace lt {
 

@@ -2,7 +2,7 @@
 // lt_runtime/reference/loss.py holds the same functions in float64. Compiled for WEIGHTED 0 or 1.
 #pragma once
 
-#include "approx.cuh"
+#include "instructions.cuh"
 
 namespace lt {
 

@@ -9,8 +9,6 @@
 
 #include "activations.cuh"
 #include "column_sum.cuh"
-#include "predecessor.cuh"
-#include "vector.cuh"
 
 namespace lt {
 
@@ -118,10 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::Ma
   for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; row < p.rows;
        row += static_cast<int64>(gridDim.y) * blockDim.y) {
     Octet z = load_product(product, p.addend, row, col, count);
-    if (p.bias.data) {
-      const Octet bias = load<SCALAR>(p.bias, row, col, count);
-      for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];
-    }
+    if (p.bias.data) z += load<SCALAR>(p.bias, row, col, count);
     if (aux.data) store<SCALAR>(aux, row, col, count, z);
     if (p.mask.data) {
       p.mask.data[blockIdx.z * p.mask.batch_stride + row * p.mask.line_stride + col / kOctet] = pack_passed(z);
@@ -164,8 +159,7 @@ extern "C" __global__ void __launch_bounds__(256) operand_sum(const lt::OperandS
   const Matrix operand = batch_of<OPERAND>(p.operand, p.batch_stride);
   Octet sums{};
   for (int64 row = threadIdx.y; count > 0 && row < p.rows; row += blockDim.y) {
-    const Octet values = load<OPERAND>(operand, row, col, count);
-    for (int i = 0; i < kOctet; ++i) sums.v[i] += values.v[i];
+    sums += load<OPERAND>(operand, row, col, count);
   }
   store_sums(p.sum, p.cols, sums);
 }

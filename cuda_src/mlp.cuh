@@ -10,10 +10,8 @@
 #pragma once
 
 #include "activations.cuh"
-#include "dynamic_shared.cuh"
 #include "mlp_sums.cuh"
 #include "mma.cuh"
-#include "predecessor.cuh"
 #include "reduce.cuh"
 
 namespace lt {

@@ -41,7 +41,6 @@
 
 #include "losses.cuh"
 #include "mlp.cuh"
-#include "named_barrier.cuh"
 
 namespace lt {
 

@@ -4,9 +4,8 @@
 //
 // threadIdx.x selects the sum; the threads in y share the blocks.
 
+#include "instructions.cuh"
 #include "mlp_sums.cuh"
-#include "predecessor.cuh"
-#include "vector.cuh"
 
 namespace lt {
 

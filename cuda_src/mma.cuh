@@ -95,30 +95,4 @@ __device__ inline void load_matrices(uint32 (&out)[4], const void* row) {
 #endif
 }
 
-// Begins to copy `bytes` bytes, at most 16, to shared memory, and zeros after them up to 16. Both addresses are multiples of
-// 16. The calling thread sees the copy once it has waited for it, other threads after a barrier besides.
-__device__ inline void copy_async(void* shared, const void* global, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
-#elif !defined(__CUDA_ARCH__)
-  shim::copy_async(shared, global, bytes);
-#endif
-}
-
-// Ends a group of copies. It has all copies that the calling thread has begun since it ended the previous group.
-__device__ inline void end_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits for all groups but the latest `LATEST`.
-template <int LATEST>
-__device__ inline void wait_for_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");
-#endif
-}
-
 }  // namespace lt

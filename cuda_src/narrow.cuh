@@ -4,12 +4,9 @@
 // Compiled for one SCALAR type, WIDTH, the narrow dimension rounded up to 1, 2, 4, 8 or 16, and ALIGNED (see sweep.cuh).
 #pragma once
 
-#include "predecessor.cuh"
 #include "sweep.cuh"
 
 namespace lt {
-
-constexpr int kWarp = 32;
 
 // All matrices are passed as row-major ones.
 struct NarrowParams {

@@ -30,7 +30,7 @@ struct Aux {
     return Load::load(element<SCALAR>(p.aux, row, col), 1, count);
   }
   static __device__ void apply(Octet& gradient, const Raw& raw) {
-    const Octet z = Load::unpack(raw);
+    const Octet z = unpack(raw);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) gradient.v[i] *= Gelu::derivative(z.v[i], 0.0f);
   }
@@ -41,7 +41,7 @@ struct Aux {
     return *element<unsigned char>(p.aux, row, col / kOctet);
   }
   static __device__ void apply(Octet& gradient, Raw bits) {
-    const Octet positive = unpack_bits(bits);
+    const Octet positive = unpack(bits);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) gradient.v[i] *= positive.v[i];
   }
@@ -72,7 +72,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
       if (start + k >= p.depth) continue;
-      const Octet b = Load::unpack(raw[k]);
+      const Octet b = unpack(raw[k]);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
 __device__ inline Octet result(const NarrowParams& p, int64 row, int64 col, int count, const Octet& sums,
                                const Aux::Raw& aux) {
   Octet out{};
-  if (p.c.data) out = Load::unpack(Load::load(element<SCALAR>(p.c, row, col), 1, count));
+  if (p.c.data) out = unpack(Load::load(element<SCALAR>(p.c, row, col), 1, count));
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) out.v[i] = p.alpha * sums.v[i] + (p.c.data ? p.beta * out.v[i] : 0.0f);
   Aux::apply(out, aux);
@@ -116,8 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_k(const lt::NarrowPa
       if (first + r >= p.rows) continue;
       const Octet out = result(p, first + r, col, count, sums[r], aux[r]);
       Load::store(element<SCALAR>(p.d, first + r, col), 1, count, out);
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) total.v[i] += out.v[i];
+      total += out;
     }
   }
   if constexpr (SUMS) sum_over_grid(ColumnSum<SCALAR>{p.vector, p.partial, p.tickets, 0}, total, p.cols);

@@ -5,14 +5,14 @@
 //
 // blockDim.x, the number of threads side by side, is a power of two, at most 16. Blocks are whole warps.
 
-#include "last_block.cuh"
 #include "narrow.cuh"
+#include "reduce.cuh"
 
 namespace lt {
 
 constexpr int kQuad = 4;
 constexpr int kTerms = kQuad * WIDTH;  // terms that a thread sums up: a quad of each of D's rows
-constexpr int kMaxSide = 16, kMaxWarps = 8;
+constexpr int kMaxSide = 16, kMostWarps = 8;  // threads of a block side by side, and its warps
 constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // number of rows whose loads are in flight together
 
 struct Quad {
@@ -20,17 +20,8 @@ struct Quad {
 };
 
 #if ALIGNED
-template <class T>
-struct QuadWord {
-  using Type = uint2;
-};
-template <>
-struct QuadWord<float> {
-  using Type = uint4;
-};
-
 __device__ inline Quad load_quad(const SCALAR* p, int) {
-  const auto word = *reinterpret_cast<const QuadWord<SCALAR>::Type*>(p);
+  const auto word = *reinterpret_cast<const WordOf<SCALAR>::Four*>(p);
   Pair<SCALAR>::Type pairs[kQuad / 2];
   memcpy(static_cast<void*>(pairs), &word, sizeof(word));
   const float2 low = Pair<SCALAR>::unpack(pairs[0]), high = Pair<SCALAR>::unpack(pairs[1]);
@@ -112,7 +103,7 @@ __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, 
 
 // The shared memory of the sum over a block; all of a kernel's sums use the same.
 __device__ inline float* shared_sums() {
-  __shared__ float sums[kMaxWarps * kMaxSide * kTerms];
+  __shared__ float sums[kMostWarps * kMaxSide * kTerms];
   return sums;
 }
 

@@ -23,7 +23,7 @@ __device__ inline void add_products(float (&sums)[ROWS][WIDTH], const Octet (&x)
 #pragma unroll
   for (int n = 0; n < kTogether; ++n) {
     if (first + n >= cols) continue;  // all threads take the same side of this branch
-    const Octet w = Load::unpack(raw[n]);
+    const Octet w = unpack(raw[n]);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_n(const lt::NarrowPa
       }
       if (n == 0) {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) x[r] = Load::unpack(raw[r]);
+        for (int r = 0; r < ROWS; ++r) x[r] = unpack(raw[r]);
       }
       add_products(sums, x, columns, n, p.cols);
     }

@@ -1,13 +1,29 @@
-// Sums over the threads of a block and over the blocks of a grid, always in the same order.
-// Blocks are whole warps in x.
+// Sums over the threads of a block and over the blocks of a grid, always in the same order; and which block is the last.
+// Blocks are whole warps in x where a block's numbers are summed up.
 #pragma once
 
-#include "last_block.cuh"
+#include "vector.cuh"
 
 namespace lt {
 
-constexpr int kWarp = 32;
-constexpr int kMaxWarps = 32;
+constexpr int kMaxWarps = 32;  // of a block
+
+// Counts the calling block in, and returns whether it is the last of `blocks`. Every thread of the block must call it, and
+// all get the same answer. The last block sees everything that the blocks wrote to global memory before; it has to read
+// that with __ldcg, which bypasses L1. The counter is zero before the first block and after the last, for the next launch.
+__device__ inline bool is_last_block(uint32* ticket, uint32 blocks) {
+  __shared__ uint32 arrived;
+  __syncthreads();
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    // One thread's fences suffice: they order everything that a barrier has ordered before or after them. If all
+    // threads executed fences, each would wait for its own stores.
+    __threadfence();
+    arrived = atomicInc(ticket, blocks - 1);
+    __threadfence();
+  }
+  __syncthreads();
+  return arrived == blocks - 1;
+}
 
 // The sum over a warp; every thread gets it.
 __device__ inline float sum_over_warp(float value) {

@@ -1,7 +1,6 @@
 // FP32 numbers times a factor, rounded to another type: a loss's gradient on its way to the layers below.
 
-#include "predecessor.cuh"
-#include "vector.cuh"
+#include "instructions.cuh"
 
 namespace lt {
 

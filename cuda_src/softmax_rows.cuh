@@ -3,7 +3,6 @@
 // fewer than a warp.
 #pragma once
 
-#include "approx.cuh"
 #include "cross_entropy.cuh"
 
 namespace lt {

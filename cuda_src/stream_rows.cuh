@@ -92,7 +92,7 @@ __device__ inline void fetch_row(const SharedRing& held, const Batches& batches,
 #pragma unroll 1
   for (uint32 batch = 0; batch < batches.slots; ++batch) {
     fetch_batch(held, batch, from + batch * kBatchStride, batches.count(batch));
-    end_batch();
+    end_copies();
   }
 }
 
@@ -116,7 +116,7 @@ struct Ahead {
   // Fetches a batch into the slot of a consumed batch.
   __device__ void refill(const SharedRing& held, const Batches& batches, uint32 slot) {
     if (exists) fetch_batch(held, slot, from, batches.count(batch));
-    end_batch();
+    end_copies();
     from += kBatchStride;
     ++batch;
     turn(batches);
@@ -145,7 +145,7 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
                                       bool with_total, int64 col) {
 #pragma unroll
   for (uint32 batch = 0; batch < kKept; ++batch) {
-    wait_for_all_but(batches.behind(batch));
+    wait_for_batches(batches.behind(batch));
     own[batch] = Batch(held, slot, kPacketsInFlight);
     accumulate_batch(softmax, p, own[batch], batch, kPacketsInFlight, with_total, col);
     ahead.refill(held, batches, slot);
@@ -154,11 +154,11 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
   const uint32 second = slot;
 #pragma unroll 1
   for (uint32 batch = kKept; batch < batches.whole_fetched(); ++batch, slot = batches.slot_after(slot)) {
-    wait_for_all_but(batches.behind(batch));
+    wait_for_batches(batches.behind(batch));
     accumulate_batch(softmax, p, Batch(held, slot, kPacketsInFlight), batch, kPacketsInFlight, with_total, col);
   }
   if (batches.whole < batches.fetched) {
-    wait_for_all_but(batches.behind(batches.whole));
+    wait_for_batches(batches.behind(batches.whole));
     if (batches.rest) {
       accumulate_batch(softmax, p, Batch(held, slot, batches.rest), batches.whole, batches.rest, with_total, col);
     }
@@ -250,7 +250,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
   if (p.ignores && turn.label == p.ignore_index) {
     succession.announce(group);
     if (kBlockRows) __syncthreads();
-    wait_for_all_but<0>();
+    wait_for_copies<0>();
     row.gradient = element<SCALAR>(p.gradient, turn.now, 0);
     clear(p, row, group);
     if (next_exists) fetch_row(held, batches, next);

@@ -8,8 +8,7 @@
 //      allow, a derivative with its sum over BF16 13830 × 221 took an H200 23 µs, where its bytes take five.
 #pragma once
 
-#include "predecessor.cuh"
-#include "vector.cuh"
+#include "instructions.cuh"
 
 namespace lt {
 

@@ -1,9 +1,8 @@
 // Sums of a loss over steps, and how many rows were classified right, which stay on the device until the host asks for
 // them. Compiled for one SCALAR type.
 
-#include "predecessor.cuh"
+#include "instructions.cuh"
 #include "reduce.cuh"
-#include "vector.cuh"
 
 namespace lt {
 

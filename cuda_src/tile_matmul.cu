@@ -18,15 +18,13 @@
 //   DERIVATIVE  1 where D is multiplied by the activation's derivative instead, whose argument `aux` holds
 
 #include "activations.cuh"
-#include "last_block.cuh"
 #include "mma.cuh"
-#include "predecessor.cuh"
+#include "reduce.cuh"
 
 namespace lt {
 
 constexpr int kSide = 64;          // rows and columns of every tile
 constexpr int kPitch = kSide + 8;  // elements from a line of a tile to the next: eight lines are in different banks
-constexpr int kWarp = 32;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kLines = kSide / kWarps;         // number of a tile's lines that a warp copies or finishes

@@ -11,6 +11,7 @@ using uint64 = unsigned long long;
 using uint32 = unsigned int;
 
 constexpr int kOctet = 8;
+constexpr int kWarp = 32;  // threads
 
 // A matrix argument as the host passes it; strides are in elements, data is null where the operand is absent.
 struct Matrix {
@@ -19,8 +20,15 @@ struct Matrix {
   int64 col_stride;
 };
 
+// Eight elements that one thread moves at once, in FP32.
 struct Octet {
   float v[kOctet];
+
+  __device__ Octet& operator+=(const Octet& other) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) v[i] += other.v[i];
+    return *this;
+  }
 };
 
 __device__ inline float to_float(float x) { return x; }
@@ -88,6 +96,9 @@ __device__ inline Octet unpack(const Packed<T>& packed) {
   }
   return out;
 }
+
+// Elements that were converted when they were loaded.
+__device__ inline Octet unpack(const Octet& octet) { return octet; }
 
 template <class T>
 __device__ inline Packed<T> pack(const Octet& octet) {
@@ -185,7 +196,6 @@ template <class T>
 struct Aligned {
   using Raw = Packed<T>;
   static __device__ Raw load(const T* p, int64, int) { return load_packed(p); }
-  static __device__ Octet unpack(const Raw& raw) { return lt::unpack<T>(raw); }
   static __device__ void store(T* p, int64, int, const Octet& octet) { store_packed(p, pack<T>(octet)); }
 };
 
@@ -199,7 +209,6 @@ struct Scattered {
     for (int i = 0; i < kOctet; ++i) out.v[i] = i < count ? to_float(p[i * stride]) : 0.0f;
     return out;
   }
-  static __device__ Octet unpack(const Raw& raw) { return raw; }
   static __device__ void store(T* p, int64 stride, int count, const Octet& octet) {
     if (stride == 1 && count == kOctet) return store_contiguous(p, octet);
 #pragma unroll
@@ -213,7 +222,7 @@ struct Scattered {
 template <class T>
 __device__ inline Octet load(const Matrix& m, int64 row, int64 col, int count) {
   const T* p = element<T>(m, row, col);
-  if (m.col_stride == 1 && count == kOctet && reinterpret_cast<uint64>(p) % 16 == 0) return unpack<T>(load_packed(p));
+  if (m.col_stride == 1 && count == kOctet && reinterpret_cast<uint64>(p) % 16 == 0) return unpack(load_packed(p));
   return Scattered<T>::load(p, m.col_stride, count);
 }
 
@@ -228,7 +237,7 @@ __device__ inline void store(const Matrix& m, int64 row, int64 col, int count, c
 }
 
 // An octet of a mask, as zeros and ones: its bits are one byte, the first column's in the lowest bit.
-__device__ inline Octet unpack_bits(uint32 bits) {
+__device__ inline Octet unpack(uint32 bits) {
   Octet out;
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) out.v[i] = bits >> i & 1 ? 1.0f : 0.0f;

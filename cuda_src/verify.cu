@@ -3,8 +3,7 @@
 //
 // Both kernels read operands of any type and strides through `load`, so that one compilation serves every problem.
 
-#include "predecessor.cuh"
-#include "vector.cuh"
+#include "instructions.cuh"
 
 #include <math_constants.h>
 

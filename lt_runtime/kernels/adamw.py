@@ -228,7 +228,17 @@ class Tensor(NamedTuple):
 
 def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
     """A row of type `AdamWChunk` for each chunk; at least one, since blocks of an empty chunk advance the step too."""
-    return _joined([_update_rows(i, tensor) for i, tensor in enumerate(tensors)], np.dtype(AdamWChunk))
+    return _joined([_update_rows(i, tensor) for i, tensor in enumerate(tensors)], AdamWChunk)
+
+
+def _update_rows(index: int, tensor: Tensor) -> NDArray[Any]:
+    rows = _rows(AdamWChunk, tensor.size, UPDATE_CHUNK, **tensor.arrays)
+    for name in {"value", "copy", "gradient"} & set(
+        tensor.arrays
+    ):  # moments have the type that the kernel is compiled for
+        rows[f"{name}_type"] = _TYPES[tensor.arrays[name][1]]
+    rows["octet"], rows["tensor"] = np.arange(rows.size) * (UPDATE_CHUNK // OCTET), index
+    return rows
 
 
 def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
@@ -236,7 +246,12 @@ def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
     chunk, total = _NORM_CHUNK, sum(tensor.size for tensor in tensors)
     while chunk * _NORM_CHUNKS < total:
         chunk *= 2
-    return _joined([_norm_rows(tensor, chunk) for tensor in tensors], np.dtype(GradientChunk))
+    parts = []
+    for tensor in tensors:
+        gradient = tensor.arrays["gradient"]
+        parts.append(_rows(GradientChunk, tensor.size, chunk, data=gradient))
+        parts[-1]["type"] = _TYPES[gradient[1]]
+    return _joined(parts, GradientChunk)
 
 
 def ema_table(tensors: Sequence[tuple[int, int, DType, int]]) -> NDArray[Any]:
@@ -245,43 +260,28 @@ def ema_table(tensors: Sequence[tuple[int, int, DType, int]]) -> NDArray[Any]:
     Args:
         tensors: of each, the addresses of the FP32 average and of the value, the value's type, and the size.
     """
-    return _joined([_ema_rows(*tensor) for tensor in tensors], np.dtype(EmaChunk))
+    parts = []
+    for average, value, dtype, size in tensors:
+        parts.append(_rows(EmaChunk, size, _EMA_CHUNK, average=(average, DType.FLOAT32), value=(value, dtype)))
+        parts[-1]["type"] = _TYPES[dtype]
+    return _joined(parts, EmaChunk)
 
 
-def _ema_rows(average: int, value: int, dtype: DType, size: int) -> NDArray[Any]:
-    starts = np.arange(0, size, _EMA_CHUNK, dtype=np.uint64)
-    rows = np.zeros(starts.size, np.dtype(EmaChunk))
-    rows["average"] = np.uint64(average) + starts * np.uint64(DType.FLOAT32.itemsize)
-    rows["value"] = np.uint64(value) + starts * np.uint64(dtype.itemsize)
-    rows["count"] = np.minimum(np.uint64(size) - starts, np.uint64(_EMA_CHUNK))
-    rows["type"], rows["aligned"] = _TYPES[dtype], average % VECTOR_BYTES == value % VECTOR_BYTES == 0
-    return rows
+def _rows(struct: type[Structure], size: int, chunk: int, **arrays: tuple[int, DType]) -> NDArray[Any]:
+    """Rows for the chunks of a tensor: where each array's part begins, its elements, and whether all are aligned.
 
-
-def _update_rows(index: int, tensor: Tensor) -> NDArray[Any]:
-    starts = np.arange(0, tensor.size, UPDATE_CHUNK, dtype=np.uint64)
-    rows = np.zeros(starts.size, np.dtype(AdamWChunk))
-    for name, (address, dtype) in tensor.arrays.items():
+    Args:
+        arrays: address and type of each array, by its name in the struct.
+    """
+    starts = np.arange(0, size, chunk, dtype=np.uint64)
+    rows = np.zeros(starts.size, np.dtype(struct))
+    for name, (address, dtype) in arrays.items():
         rows[name] = np.uint64(address) + starts * np.uint64(dtype.itemsize)
-        # Moments have the type that the kernel is compiled for.
-        if name in ("value", "copy", "gradient"):
-            rows[f"{name}_type"] = _TYPES[dtype]
-    rows["octet"], rows["tensor"] = starts // np.uint64(OCTET), index
-    rows["count"] = np.minimum(np.uint64(tensor.size) - starts, np.uint64(UPDATE_CHUNK))
-    rows["aligned"] = all(address % VECTOR_BYTES == 0 for address, _ in tensor.arrays.values())
+    rows["count"] = np.minimum(np.uint64(size) - starts, np.uint64(chunk))
+    rows["aligned"] = all(address % VECTOR_BYTES == 0 for address, _ in arrays.values())
     return rows
 
 
-def _norm_rows(tensor: Tensor, chunk: int) -> NDArray[Any]:
-    address, dtype = tensor.arrays["gradient"]
-    starts = np.arange(0, tensor.size, chunk, dtype=np.uint64)
-    rows = np.zeros(starts.size, np.dtype(GradientChunk))
-    rows["data"] = np.uint64(address) + starts * np.uint64(dtype.itemsize)
-    rows["count"] = np.minimum(np.uint64(tensor.size) - starts, np.uint64(chunk))
-    rows["type"], rows["aligned"] = _TYPES[dtype], address % VECTOR_BYTES == 0
-    return rows
-
-
-def _joined(parts: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _joined(parts: list[NDArray[Any]], struct: type[Structure]) -> NDArray[Any]:
     rows = np.concatenate(parts)
-    return rows if rows.size else np.zeros(1, dtype)
+    return rows if rows.size else np.zeros(1, np.dtype(struct))

@@ -73,11 +73,10 @@ def name_in_c(struct: type[ctypes.Structure]) -> str:
 
 
 def defining_file(struct: type[ctypes.Structure]) -> str:
-    """The first kernel file that defines the struct or includes the header that does."""
+    """The first kernel file that defines the struct, itself or in a header that it includes."""
     definition = rf"struct (alignas\(\d+\) )?{name_in_c(struct).removeprefix('lt::').removesuffix('<SCALAR>')} {{"
-    headers = [file.name for file in kernel_sources().glob("*.cuh") if re.search(definition, file.read_text())]
-    wanted = f'#include "{headers[0]}"' if headers else definition
-    return next(file.name for file in sorted(kernel_sources().glob("*.cu")) if re.search(wanted, file.read_text()))
+    files = sorted(file.name for file in kernel_sources().glob("*.cu"))
+    return next(file for file in files if any(re.search(definition, each.read_text()) for each in included(file)))
 
 
 def members_of(struct: type[ctypes.Structure]) -> dict[str, int]:

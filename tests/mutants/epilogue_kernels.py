@@ -105,14 +105,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "the last block does not wait for the others",
-        "cuda_src/last_block.cuh",
+        "cuda_src/reduce.cuh",
         "return arrived == blocks - 1;",
         "return arrived == 0;",
         f"{_BACKWARD}[float32-none-whole-aligned-nothing-sum]",
     ),
     fault(
         "the ticket counts on from launch to launch",
-        "cuda_src/last_block.cuh",
+        "cuda_src/reduce.cuh",
         "atomicInc(ticket, blocks - 1)",
         "atomicInc(ticket, 2 * blocks - 1)",
         "tests/host_kernels/test_gradient_norm.py::test_order_changes_no_bit",
@@ -252,7 +252,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "2^x by the special function unit is x",
-        "cuda_src/approx.cuh",
+        "cuda_src/instructions.cuh",
         'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));',
         "y = x;",
         "tests/gpu/test_strategies.py::test_every_strategy",

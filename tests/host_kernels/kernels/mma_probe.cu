@@ -1,5 +1,6 @@
 // Probes of mma.cuh: the result of each instruction in every lane of a warp. Compiled for one SCALAR type.
 
+#include "instructions.cuh"
 #include "mma.cuh"
 
 struct MmaProbeParams {

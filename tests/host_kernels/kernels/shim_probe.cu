@@ -1,7 +1,6 @@
 // Small kernels that test the shim; some of them are wrong on purpose.
 
-#include "named_barrier.cuh"
-#include "vector.cuh"
+#include "instructions.cuh"
 
 struct ShimProbeParams {
   float* out;  // one element for each thread of the grid
