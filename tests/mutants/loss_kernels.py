@@ -194,8 +194,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "shared memory is read before the copies have arrived",
-        "cuda_src/cross_entropy.cuh",
-        'asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");',
+        "cuda_src/instructions.cuh",
+        'asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");',
         "",
         "tests/gpu/test_loss.py::test_many_rows",
     ),
