@@ -20,14 +20,14 @@ from lt_runtime.products.plan import Plan
 
 
 class BackwardPlan(Plan):
-    """A backward problem on one device, split as a strategy says.
+    """The plan of a backward problem on one device, split as its strategy states.
 
     Args:
         strategy: one of `backward_strategies`.
-        choose: makes the plans of its products.
+        choose: makes the plan of each product, which decides the product's algorithm.
 
     Attributes:
-        products: the products that make "dx" and "dw", by these names, as far as they are wanted.
+        products: the products that compute "dx" and "dw", by these names; a gradient that is not requested is absent.
         shared: the copy of dz that both products read; None if they do not share a copy.
 
     Raises:
@@ -49,11 +49,11 @@ class BackwardPlan(Plan):
         self._partial_bytes = aligned(
             max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
         )
-        # If the first pass makes only a bias gradient, nothing waits for it, and it runs beside dx together with dw.
+        # If the first pass computes only a bias gradient, no kernel waits for it: it runs in dw's branch, beside dx.
         self._sums_beside = strategy.dw_concurrent and not self._needs_dz
-        # The blocks of a kernel that starts while another fills the GPU crowd on the few multiprocessors that are free
-        # first. An FP32 product of 132 blocks takes 34 µs alone, 172 beside a pass that began before it (H200). So of
-        # two products the one with the longer sums, which has the fewer blocks, starts first. Products of ragged rows
+        # If a kernel starts while another kernel fills the GPU, its blocks crowd on the few multiprocessors that become
+        # free first. An FP32 product of 132 blocks takes 34 µs alone, 172 beside a pass that began before it (H200). So
+        # the product with the longer sums, which has fewer blocks than the other, starts first. Products of ragged rows
         # have few blocks too, and start before the bias gradient's pass; other products end sooner after that pass.
         self._dx_first = problem.dy.layout.cols > problem.dy.layout.rows
         self._sums_last = not are_whole(problem.dtype, problem.dy, problem.x)
@@ -73,7 +73,11 @@ class BackwardPlan(Plan):
         return self._pass(own, problem.dy, dz, sums=sums)
 
     def _pass_below(self) -> BackwardPass | None:
-        """Our kernel that takes dx through the layer below, in place, or that only makes that layer's bias gradient."""
+        """Our kernel for the layer below; None if it has no work.
+
+        The kernel multiplies dx in place by the derivative of that layer's activation, sums that layer's bias gradient,
+        or does both.
+        """
         problem, strategy, below = self.problem, self.strategy, self.problem.input_derivative
         if below is None or problem.dx is None or not problem.dx.layout.size:
             return None
@@ -174,6 +178,6 @@ class BackwardPlan(Plan):
             self._zero(db, self.problem.x.layout.cols, memory.stream)
 
     def _zero(self, db: int, cols: int, stream: int) -> None:
-        """Writes a bias gradient of a batch without rows."""
+        """Writes the bias gradient of a batch without rows: zeros, unless it is accumulated."""
         if cols and not self.problem.accumulate:
             call("cuMemsetD8Async", db, 0, cols * self.problem.dtype.itemsize, stream)

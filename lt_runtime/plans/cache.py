@@ -1,4 +1,4 @@
-"""The plans and prepared calls in memory."""
+"""The cache of plans, prepared calls and launches of repeated calls in memory."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
     Args:
         stream: the stream that the plan will run on.
         on_miss: see `OnMiss`.
-        anew: whether `on_miss` also runs for a problem that has a plan already.
+        anew: whether `on_miss` also runs for a problem that already has a plan.
 
     Raises:
-        CaptureError: the plan has to be made while `stream` is being captured.
+        CaptureError: the problem has no plan yet, and none can be made while `stream` is being captured.
         PlanError: cuBLASLt has no algorithm for the problem.
     """
     plan = _plans.get((problem, device))
@@ -60,7 +60,7 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
 
 
 def forget(problems: Iterable[Remembered], device: int) -> None:
-    """Forgets the plans of problems, for which something better is known; their next use makes new plans.
+    """Forgets the plans of problems whose entries in the plan cache have changed; their next use makes new plans.
 
     Backward problems that differ only in the tensor that forward saves are forgotten together, because the strategy of
     the forward pass decides that tensor.

@@ -1,4 +1,4 @@
-"""Plans by the measured strategy of a problem, or by the first of the priors that cuBLASLt accepts."""
+"""Makes plans: by a problem's measured strategy, or by the first of its unmeasured strategies that cuBLASLt accepts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -
 
 
 def make_layer_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
-    """`make_plan` for a layer's problem: by the measured strategy, or by the priors."""
+    """The plan for a layer's problem, by its measured strategy if it has one, otherwise by the priors."""
     return _measured(problem, device, choose) or prior_plan(problem, device, choose)
 
 
@@ -76,9 +76,9 @@ def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
 
 
 def known_layer(problem: LayerProblem, store: PlanStore) -> LayerEntry | None:
-    """The measured entry of a layer; None if there is none.
+    """The entry of a layer's problem in the plan cache; None if the problem was not measured.
 
-    An entry whose strategy the problem does not allow is damaged: it is barred, with a warning.
+    An entry whose strategy the problem does not allow is damaged. A warning is given, and the entry is not used again.
     """
     key = problem_key(problem)
     entry = store.layer(key)
@@ -93,7 +93,7 @@ def known_layer(problem: LayerProblem, store: PlanStore) -> LayerEntry | None:
 
 
 def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
-    """The plan by the priors, without looking for a measured strategy. Raises as `make_plan`."""
+    """The plan by the first of the priors that cuBLASLt accepts; ignores measured strategies. Raises as `make_plan`."""
     refused: PlanError | None = None
     for strategy in priors_of(problem, device):
         try:
@@ -104,7 +104,7 @@ def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algori
 
 
 def _measured(problem: LayerProblem, device: int, choose: Choose) -> LayerPlan | None:
-    """The plan by the measured strategy; an entry whose plan cannot be made any more is barred."""
+    """The plan by the measured strategy; None without one. If cuBLASLt refuses the plan, the entry is barred."""
     store = plan_store(device)
     entry = known_layer(problem, store)
     if entry is not None:

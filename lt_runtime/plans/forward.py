@@ -15,11 +15,11 @@ from lt_runtime.products.plan import Plan
 
 
 class ForwardPlan(Plan):
-    """A forward problem on one device, split as a strategy says.
+    """The plan of a forward problem on one device, split as its strategy states.
 
     Args:
         strategy: one of `forward_strategies`.
-        choose: makes the plan of the product.
+        choose: makes the plan of the product, which decides the product's algorithm.
 
     Attributes:
         kept_spec: layout of the matrix that is written besides y for backward; None if there is none.
@@ -36,9 +36,9 @@ class ForwardPlan(Plan):
         self.kept_spec = kept_spec(problem, strategy.saved)
         self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
         has_pass, pass_adds = leaves_a_pass(problem, strategy), problem.bias is not None and not self._adds_bias
-        # The product is made in FP32, because our kernel would add the bias to a product rounded to 16 bits otherwise.
+        # The product is stored in FP32: otherwise our kernel would add the bias to a product rounded to 16 bits.
         self._scratch_bytes = 4 * problem.y.layout.size if pass_adds and problem.dtype is not DType.FLOAT32 else 0
-        # A product of the problem's type is written where the pre-activation is kept, which saves a copy.
+        # A product of the problem's type is written into the buffer of the pre-activation, which saves a copy.
         self._product_is_kept = has_pass and self.kept_spec is not None and not self._scratch_bytes
         product = self._matmul_problem()
         self._product = choose(product, device)

@@ -1,4 +1,4 @@
-"""Plans that run a pass of a narrow MLP in one kernel, and the choice between them and layer by layer."""
+"""Plans that run a pass of a narrow MLP in one kernel, and the choice between one kernel and layer by layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUSED_MLP: Final = "fused_mlp"
 
 
 def is_fused(problem: MLPProblem, device: int) -> bool:
-    """Whether each pass of an MLP runs in one kernel: as was measured, or, unmeasured, whenever it is possible."""
+    """Whether each pass of an MLP runs in one kernel: the measured choice, or, if unmeasured, whenever possible."""
     entry = known_mlp(problem, device)
     if not supports(problem, device):
         return False
@@ -29,13 +29,13 @@ def is_fused(problem: MLPProblem, device: int) -> bool:
 
 
 def known_mlp(problem: MLPProblem, device: int) -> LayerEntry | None:
-    """The measured entry of an MLP; None if there is none, or if its strategy is damaged."""
+    """The entry of an MLP in the plan cache; None if the MLP was not measured, or if the entry is damaged."""
     entry = plan_store(device).layer(problem_key(problem))
     return entry if entry is not None and entry.strategy in ({FUSED_MLP: True}, {FUSED_MLP: False}) else None
 
 
 def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpForwardPlan | MlpBackwardPlan, ...]:
-    """The plans of an MLP's passes for inputs and outputs without gaps."""
+    """The plans of an MLP's passes, for packed inputs and outputs."""
     x, y = packed(problem.rows, problem.dims[0]), packed(problem.rows, problem.dims[-1])
     forward = MlpForwardPlan(problem, x, y, device)
     return (forward, MlpBackwardPlan(problem, x, y, False, device)) if problem.backward else (forward,)

@@ -1,9 +1,10 @@
 """Strategies of unmeasured problems, in the order in which to try them.
 
-A table for each architecture, `priors_sm*.json`, says which comes first. `python -m benchmarks derive-priors` writes it
-from measurements, and the table says which those were. Where a table says nothing, a fixed rule holds: fused where
-nothing has to be kept, derivatives and bias gradients by our kernels, which on Hopper beat the library's epilogues up
-to four times. An architecture without a table goes by that of the nearest.
+A table for each architecture, `priors_sm*.json`, holds the strategy to try first. `python -m benchmarks derive-priors`
+writes the table from measurements, and the table names these measurements. For a problem that the table does not cover,
+a fixed rule holds: cuBLASLt fuses everything if no tensor has to be saved, and our kernels compute derivatives and bias
+gradients, because on Hopper they beat cuBLASLt's epilogues up to four times. An architecture without a table uses the
+table of the nearest architecture.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, 
 from lt_runtime.store.keys import to_json
 
 Tree: TypeAlias = Mapping[str, Any]
-"""A strategy as in the plan cache; or a feature, a limit, and a tree each for below it and for the rest."""
+"""A decision tree. A leaf is a strategy in the form of the plan cache. An inner node has a feature, a limit, a tree for
+values below the limit, and a tree for all others."""
 
 RAGGED: Final = "ragged"
-"""Prefix of the names of trees for products by our kernel for ragged rows."""
+"""Prefix of the names of trees for problems whose products our kernel for ragged rows computes."""
 _FILES: Final = "priors_sm*.json"
 OTHER: Final = "other"
 """Key of the backward tree for activations that cuBLASLt has no epilogue for: our kernel takes their derivatives."""
 _TALL: Final = 1 << 15
-"""Rows from which on products with whole rows are bound by the memory's bandwidth in FP32 and TF32."""
+"""Number of rows from which FP32 and TF32 products with whole rows are bound by the memory's bandwidth."""
 _FEW_COLUMNS: Final = OCTET
-"""Columns up to which our kernel for narrow products makes ragged ones faster than the one for ragged rows."""
+"""Number of columns up to which, for ragged products, our kernel for narrow products beats the one for ragged rows."""
 
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStrategy]:
-    """Forward strategies sorted: the table's choice first.
+    """Forward strategies, the table's choice first.
 
-    Then come strategies in which our kernel does the work for which cuBLASLt would need an auxiliary output.
+    Next come the strategies in which our kernel does the work for which cuBLASLt would need an auxiliary output.
     """
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     wanted: dict[str, Any] = {}
@@ -65,10 +67,10 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
     """Backward strategies sorted by distance from the table's choice; ties prefer our kernels."""
     features, is_ours = backward_features(problem), is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
     wanted = dict(leaf_of(_tree(device, "backward", _kind(problem), _below(problem), is_ours=is_ours), features))
-    # Our kernel reads a dy that changes in any case, and sums it at hardly any cost. The library's kernels that sum
-    # 16-bit rows which are no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
+    # If dz differs from dy, our kernel reads dy in any case, and sums it at hardly any cost. cuBLASLt's kernels that
+    # sum 16-bit rows of no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
     sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
-    # In FP32 65536x40x24 takes 44 µs with the derivative in the product, and 32 by our kernel.
+    # In FP32 65536x40x24 takes 44 µs with the derivative in the product's epilogue, and 32 with our kernel.
     if problem.dtype.itemsize == 4 and features["whole"] and features["rows"] >= _TALL:
         wanted |= {"derivative": MadeBy.KERNEL.value, "db_below": MadeBy.KERNEL.value} if wanted else {}
     if not problem.output_derivative.is_identity or sums_slowly:
@@ -78,11 +80,12 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
 
 
 def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tree:
-    """The table's tree for problems of this kind, or an empty one.
+    """The table's decision tree for problems of this kind; an empty tree if the table has none.
 
     Args:
-        is_ours: whether our kernel for ragged rows makes the products. To that kernel sums and derivatives beside a
-            product cost little, unless many blocks share them, so that the table may have other trees for it.
+        is_ours: whether our kernel for ragged rows computes the products. In that kernel an epilogue that sums or
+            takes a derivative costs little, unless many blocks share the work. The table may therefore have separate
+            trees for it.
     """
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
     kinds = [f"{RAGGED} {kind}"] * is_ours + [kind]
@@ -91,23 +94,20 @@ def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tre
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
-    """Features of a forward tree: sizes of the output and the number of terms of each sum.
-
-    See `features_of`.
-    """
+    """Features of a forward problem for the decision trees: those of its product; see `features_of`."""
     return features_of(problem.y.layout, problem.x.layout.cols, problem.dtype)
 
 
 def backward_features(problem: BackwardProblem) -> dict[str, int]:
-    """Features of a backward tree: those of the input gradient's product, whether or not it is wanted."""
+    """Features of a backward problem for the decision trees: those of dx's product, even if dx is not requested."""
     return features_of(problem.x.layout, problem.dy.layout.cols, problem.dtype)
 
 
 def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
     """The sizes of a product with `inner` terms in each sum, by their names in the fitted decision trees.
 
-    They are the output's bytes and rows, the terms, the number of weights, the least of the columns and the terms, and
-    whether (1) or not (0) both are whole octets, as the library's fast kernels ask for.
+    The sizes are the output's bytes and rows, the terms, the number of weights, and the smaller of the columns and the
+    terms. A flag is 1 if both are multiples of eight, which cuBLASLt's fast kernels require, otherwise 0.
     """
     sizes = {"output_bytes": output.size * dtype.itemsize, "inner": inner, "rows": output.rows}
     sizes |= {"weights": output.cols * inner, "least": min(output.cols, inner)}
@@ -122,7 +122,7 @@ def leaf_of(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
 
 
 def _kind(problem: ForwardProblem | BackwardProblem) -> str:
-    """The name of the types in the tables: both 16-bit types move the same bytes, at the same speed."""
+    """The name of the problem's type in the tables. Both 16-bit types share a name: they move equally many bytes."""
     if problem.dtype.itemsize == 2:
         return "bf16"
     return "tf32" if problem.compute is Compute.TF32 else "fp32"
@@ -141,14 +141,14 @@ def _by_library(strategy: BackwardStrategy) -> int:
 
 
 def _differences(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> int:
-    """The number of parts of the problem in which a strategy differs from the wanted one."""
+    """The distance between two backward strategies: the number of parts with different makers; absent parts agree."""
     parts = {name: value for name, value in to_json(strategy).items() if value != MadeBy.NOBODY.value}
     return sum(wanted.get(name, value) != value for name, value in parts.items())
 
 
 @functools.cache
 def _nearest(capability: int) -> Mapping[str, Any]:
-    """The table of the architecture, or of that with the nearest number."""
+    """The table of the architecture, or of the architecture with the nearest compute capability."""
     known = {int(path.stem.removeprefix("priors_sm")): path for path in Path(__file__).parent.glob(_FILES)}
     table: Mapping[str, Any] = json.loads(known[min(known, key=lambda each: abs(each - capability))].read_text())
     return table

@@ -16,14 +16,14 @@ from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
-_MASK_BITS: Final = 128  # cuBLASLt takes a mask whose leading dimension is a multiple of these bits
-_AUX_ELEMENTS: Final = 8  # and a pre-activation whose leading dimension is a multiple of these elements
+_MASK_BITS: Final = 128  # cuBLASLt requires that a mask's leading dimension is a multiple of this many bits,
+_AUX_ELEMENTS: Final = 8  # and that a pre-activation's leading dimension is a multiple of this many elements.
 _VECTOR_BYTES: Final = 16
-_FUSED_ELEMENTS: Final = 1 << 20  # the largest ragged FP32 output for which cuBLASLt's GELU is wanted
+_FUSED_ELEMENTS: Final = 1 << 20  # size of the largest ragged FP32 output for which cuBLASLt's GELU is preferred
 
 
 class MadeBy(enum.Enum):
-    """Maker of a part of backward: our kernel, or an epilogue of cuBLASLt; none if the part is not wanted."""
+    """Maker of a part of a backward pass: our kernel, an epilogue of cuBLASLt, or nobody if it is not requested."""
 
     NOBODY = "nobody"
     KERNEL = "kernel"
@@ -32,11 +32,11 @@ class MadeBy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ForwardStrategy:
-    """How forward is split. Our kernel adds what the epilogue lacks of bias, activation and dropout.
+    """How a forward pass is split. Our kernel applies bias, activation and dropout as far as the epilogue does not.
 
     Attributes:
         epilogue: the epilogue that cuBLASLt applies to the product.
-        saved: kind of the tensor that is kept for backward.
+        saved: kind of the tensor that is saved for backward.
     """
 
     epilogue: Epilogue
@@ -45,15 +45,16 @@ class ForwardStrategy:
 
 @dataclass(frozen=True, slots=True)
 class BackwardStrategy:
-    """How backward is split. Our kernel always takes dy to dz, because no product comes before.
+    """How a backward pass is split. Our kernel always computes dz from dy: no product precedes it whose epilogue could.
 
     Attributes:
-        db: maker of the bias gradient: our kernel, together with dz or alone, or the product that makes dw.
-        derivative: what takes dx through the layer below: our kernel, in place, or the epilogue of dx's product.
-        db_below: maker of the layer below's bias gradient: our kernel, or the epilogue of dx's product.
-        dw_concurrent: in a graph, dw is made in a branch beside dx; so is the bias gradient, if the first pass makes
-            nothing else. Outside of a graph there is no branch, because its events cost the host more than the GPU
-            gains.
+        db: maker of the bias gradient: our kernel, alone or with dz, or the epilogue of dw's product.
+        derivative: maker of the product of dx and the derivative of the activation of the layer below: our kernel, in
+            place, or the epilogue of dx's product.
+        db_below: maker of the bias gradient of the layer below: our kernel, or the epilogue of dx's product.
+        dw_concurrent: in a graph, dw is computed in a branch beside dx; so is the bias gradient, if the first pass
+            computes nothing else. Outside of a graph there is no branch, because its events cost the host more than the
+            GPU gains.
     """
 
     db: MadeBy = MadeBy.NOBODY
@@ -63,7 +64,10 @@ class BackwardStrategy:
 
 
 def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
-    """The allowed strategies, those that leave our kernel the least first; cuBLASLt may refuse all but the last."""
+    """The allowed strategies, sorted by the work left to our kernel, least first.
+
+    cuBLASLt may refuse any strategy but the last, which has a product without epilogue.
+    """
     name, saved = problem.activation.name, _saved_by_kernel(problem)
     suffix = "_bias" if problem.bias is not None else ""
     if _fits_library(problem):
@@ -78,10 +82,10 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
 
 
 def _fits_library(problem: ForwardProblem) -> bool:
-    """Whether cuBLASLt's epilogues are possible: outputs are row-major, because bias and mask run along rows.
+    """Whether cuBLASLt's epilogues are possible.
 
-    Without inputs (K = 0) there is no product. A bias that cuBLASLt is known to get wrong is refused later, by the plan
-    of the product.
+    Outputs must be row-major, because bias and mask run along rows. With K = 0 there is no product that could have an
+    epilogue. A bias that cuBLASLt is known to get wrong is refused later, by the plan of the product.
     """
     targets = (problem.y, problem.preactivation or problem.y)
     return problem.x.layout.cols > 0 and all(spec.layout.order is Order.ROW for spec in targets)
@@ -94,7 +98,7 @@ def _activation_fuses(problem: ForwardProblem) -> bool:
 
 
 def _saved_by_kernel(problem: ForwardProblem) -> Saved:
-    """The output, if the derivative can be computed from it; otherwise the pre-activation.
+    """Kind of the tensor that our kernel saves: the output if it determines the derivative, else the pre-activation.
 
     ReLU's derivative can be computed from the output even under dropout: a dropped element's gradient is zero in any
     case, and the scale of a kept element does not change its sign.
@@ -108,7 +112,7 @@ def _saved_by_kernel(problem: ForwardProblem) -> Saved:
 
 
 def _saved_by_library(problem: ForwardProblem) -> Saved | None:
-    """Kind of the tensor that an epilogue with an auxiliary output would save; None if that epilogue is of no use."""
+    """Kind of the tensor that an epilogue with an auxiliary output would save; None if the epilogue cannot be used."""
     kept = problem.preactivation
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     fits = _fits_aux(kept or Spec(_preactivation(problem)), _AUX_ELEMENTS, is_ours=is_ours)
@@ -122,16 +126,20 @@ def _saved_by_library(problem: ForwardProblem) -> Saved | None:
 
 
 def _fits_aux(spec: Spec, step: int, *, is_ours: bool) -> bool:
-    """Whether cuBLASLt can write or read an auxiliary matrix with that spec; our kernel can if it is row-major."""
+    """Whether the product can write or read an auxiliary matrix with a spec.
+
+    The matrix must be row-major. cuBLASLt also requires 16-byte alignment and a leading dimension that is a multiple of
+    `step`; our product kernel, which `is_ours` selects, does not.
+    """
     layout, is_whole = spec.layout, spec.alignment >= _VECTOR_BYTES
     return layout.order is Order.ROW and (is_ours or (is_whole and layout.leading_dimension % step == 0))
 
 
 def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
-    """Spec of the matrix that forward writes besides y; None if there is none.
+    """Spec of the matrix that forward writes besides y; None if it writes y alone.
 
-    If the caller gives no buffer, rows are padded to cuBLASLt's granularity, so that our kernels too move 16 bytes at
-    once, or are packed as those of y; see `_preactivation`.
+    A buffer of the caller keeps its layout. In a new array rows are padded to cuBLASLt's granularity, which also lets
+    our kernels move 16 bytes at once, or are packed like the rows of y; see `_preactivation`.
     """
     if problem.preactivation is not None:
         return problem.preactivation
@@ -143,11 +151,12 @@ def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
 
 
 def _preactivation(problem: ForwardProblem) -> Layout:
-    """Packed if y is packed and ragged, and cuBLASLt's GELU would be refused or slow; otherwise padded.
+    """Layout of a new pre-activation.
 
-    Our kernels move whole vectors of a packed matrix even if its rows are ragged. cuBLASLt's 16-bit epilogue is refused
-    then, see `MatmulPlan`. Its TF32 epilogue is slow: on an H200 (13.1) 541x619 takes 7.0 µs with it and 6.4 with our
-    kernel, 1078x2049 23.2 and 19.2, 13830x221 31 and 19.
+    Packed if y is packed and ragged, and cuBLASLt's GELU would be refused or slow; otherwise padded. Our kernels move
+    whole vectors of a packed matrix even if its rows are ragged. For ragged rows cuBLASLt's 16-bit epilogue is refused,
+    see `MatmulPlan`, and its TF32 epilogue is slow: on an H200 (13.1) 541x619 takes 7.0 µs with the epilogue and 6.4
+    with our kernel, 1078x2049 23.2 and 19.2, 13830x221 31 and 19.
     """
     y, padded = problem.y.layout, _padded(problem.y.layout, _AUX_ELEMENTS)
     is_whole = y.leading_dimension * problem.dtype.itemsize % _VECTOR_BYTES == 0
@@ -162,7 +171,7 @@ def _padded(layout: Layout, step: int) -> Layout:
 
 
 def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
-    """The allowed strategies; the first, with no epilogue, works whenever cuBLASLt makes the plain products."""
+    """The allowed strategies; the first has no epilogue, and works whenever cuBLASLt accepts the plain products."""
     two_products = problem.dx is not None and problem.dw is not None
     ways = itertools.product((False, True)[: 1 + two_products], _makers_below(problem), _makers_of_db(problem))
     for dw_concurrent, (derivative, db_below), db in ways:
@@ -174,8 +183,8 @@ def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
         yield MadeBy.NOBODY
         return
     yield MadeBy.KERNEL
-    # cuBLASLt overwrites the bias gradient, and needs a row-major dz. If there is nothing to multiply, cuBLASLt is not
-    # called, and would leave the bias gradient unwritten.
+    # cuBLASLt overwrites the bias gradient, and needs a row-major dz. If dw's product is empty, cuBLASLt is not called,
+    # and would leave the bias gradient unwritten.
     writes = problem.dw is not None and problem.dw.layout.order is Order.ROW and _multiplies(problem)
     if writes and not problem.accumulate and dz_spec(problem).layout.order is Order.ROW:
         yield MadeBy.EPILOGUE
@@ -195,7 +204,7 @@ def _makers_below(problem: BackwardProblem) -> Iterator[tuple[MadeBy, MadeBy]]:
 
 
 def _multiplies(problem: BackwardProblem) -> bool:
-    """Whether dy, x and w have any elements."""
+    """Whether the products are not empty: dy, x and w have elements."""
     return all(spec.layout.size for spec in (problem.dy, problem.x, problem.w))
 
 
@@ -209,9 +218,9 @@ def _derivative_fuses(problem: BackwardProblem, below: Derivative) -> bool:
 
 
 def dz_spec(problem: BackwardProblem) -> Spec:
-    """Spec of dz: the caller's buffer, that of dy if dz equals dy, or a matrix whose rows are padded to 16 bytes.
+    """Spec of dz: that of the caller's buffer, that of dy if dz equals dy, or a matrix with rows padded to 16 bytes.
 
-    With padded rows both products run on the tensor cores, whatever N is.
+    With padded rows both products run on the tensor cores for every N.
     """
     if problem.dz is not None:
         return problem.dz

@@ -1,1 +1,1 @@
-"""What measures: chains of layers, candidates, timing, verification, search, explanation."""
+"""The tuner: chains of layers, candidates, timing, verification of results, search, and explanations of plans."""

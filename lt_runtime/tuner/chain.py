@@ -33,14 +33,17 @@ _Item = TypeVar("_Item")
 
 
 class Layer(NamedTuple):
-    """A layer's problems; None where the chain does not run one of them."""
+    """A layer's forward and backward problem; None for a pass that the chain does not run."""
 
     forward: ForwardProblem | None = None
     backward: BackwardProblem | None = None
 
 
 class Part(NamedTuple):
-    """Problems that are decided together: indices of the layers with the forward and with the backward problem."""
+    """Problems that are decided together, by the indices of their layers; None for an absent problem.
+
+    A part has a forward problem, the backward problem that reads its saved tensor, or both.
+    """
 
     forward: int | None
     backward: int | None
@@ -51,8 +54,8 @@ class LayerChain:
     """Layers in the order in which their forward passes run.
 
     Layer i's y is layer i+1's x, and layer i+1's dx is layer i's dy. A backward problem with an `input_derivative`
-    takes dx through the activation of the layer below and makes that layer's bias gradient; otherwise the layer below
-    does both itself, by its `output_derivative`.
+    multiplies dx by the derivative of the activation of the layer below, and makes that layer's bias gradient.
+    Otherwise the layer below does both itself, by its `output_derivative`.
     """
 
     layers: tuple[Layer, ...]
@@ -79,10 +82,10 @@ class LayerChain:
             activation, dropout: of all layers but the last; or a list or tuple with one for each layer.
             output_activation: of the last layer where `activation` is a single one.
             bias: whether the layers have a bias; or a list or tuple with one for each layer.
-            input_gradient: whether the first layer's dx is wanted; that of the other layers always is.
+            input_gradient: whether the first layer's dx is computed; every other layer's dx always is.
 
         Raises:
-            ArgumentError: there are fewer than two dims, or one of them, or `rows`, is not a positive integer.
+            ArgumentError: there are fewer than two dims; or `rows` or one of the dims is not a positive integer.
         """
         _check_sizes(rows, dims)
         options: Any = [
@@ -127,7 +130,7 @@ class LayerChain:
 
     @property
     def narrow(self) -> MLPProblem | None:
-        """The MLP that the chain has the layers of, if one kernel might make each of its passes; None otherwise."""
+        """The chain as an `MLPProblem`, if one kernel might run each pass of the MLP; None otherwise."""
         forwards = [*self.forwards.values()]
         if len(forwards) < max(2, len(self.layers)):
             return None
@@ -154,13 +157,13 @@ class LayerChain:
 
     @property
     def problems(self) -> list[LayerProblem]:
-        """All problems in the order in which they run, none twice."""
+        """The distinct problems, in the order in which they first run."""
         return list(dict.fromkeys(problem for _, problem in self.runs))
 
     def reader(self, index: int) -> tuple[int, str] | None:
-        """The layer whose backward problem reads a layer's saved tensor, and the derivative that it takes.
+        """The layer whose backward problem reads a layer's saved tensor, and the field that describes the derivative.
 
-        The derivative is named by the field of the backward problem: "output_derivative" or "input_derivative".
+        The field is "output_derivative" or "input_derivative". None if no backward problem reads the tensor.
         """
         for at, field in ((index + 1, "input_derivative"), (index, "output_derivative")):
             derivative = getattr(self.backwards.get(at), field, None)
@@ -186,9 +189,10 @@ class LayerChain:
 
     @property
     def parts(self) -> list[Part]:
-        """The parts in the order of their decisions: a forward problem with the backward problem that reads its tensor.
+        """All parts of the chain, in the order in which they are decided.
 
-        A backward problem with two derivatives is in a part with the layer below, then in one with its own layer.
+        A backward problem with two derivatives belongs to two parts: first to that of the layer below, then to that of
+        its own layer.
         """
         readers = {index: reader[0] for index in self.forwards if (reader := self.reader(index))}
         alone = [Part(index, None) for index in self.forwards if index not in readers]
@@ -197,7 +201,7 @@ class LayerChain:
         return [*alone, *sorted([*rest, *read], key=lambda part: -(part.backward or 0))]
 
     def cut(self, part: Part) -> LayerChain:
-        """A part as a chain of its own."""
+        """A part of this chain as a separate chain."""
         forward = None if part.forward is None else self.layers[part.forward].forward
         backward = None if part.backward is None else self.layers[part.backward].backward
         if None in part or part.forward == part.backward:
@@ -206,31 +210,31 @@ class LayerChain:
 
     @property
     def accumulating(self) -> LayerChain:
-        """The chain with gradients of parameters that are added to what their buffers hold."""
+        """The chain with accumulation: the gradients of parameters are added to the values in their buffers."""
         backwards = (each.backward and replace(each.backward, accumulate=True) for each in self.layers)
         return LayerChain(tuple(map(Layer, (each.forward for each in self.layers), backwards)))
 
 
 def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:
-    """The tensor that a forward problem saves by its entry in the plan cache; None without an entry."""
+    """Kind of the tensor that a forward problem saves, read from its entry in the plan cache; None without an entry."""
     entry = known_layer(problem, store)
     return None if entry is None else Saved(entry.strategy["saved"])
 
 
 def as_decided(chain: LayerChain, store: PlanStore) -> LayerChain:
-    """A chain whose forward problems save the tensors that the plan cache says."""
+    """The chain with the saved tensors that the plan cache holds for its forward problems."""
     return chain.keeping({index: saved_as(each, store) for index, each in chain.forwards.items()})
 
 
 def saved_kinds(problem: ForwardProblem) -> tuple[Saved, ...]:
-    """The kinds of tensors that a forward pass may save, by its strategies."""
+    """The kinds of tensors that a forward pass may save: one for each of its strategies, without repetition."""
     return tuple(dict.fromkeys(strategy.saved for strategy in forward_strategies(problem)))
 
 
 def derivative_of(problem: ForwardProblem) -> Derivative:
     """The derivative of a layer's activation and dropout, with the layer's bias gradient.
 
-    Forward saves the tensor of its plainest strategy.
+    The derivative reads the tensor that the plainest strategy saves: a plain product followed by our kernel.
     """
     *_, plainest = forward_strategies(problem)
     db, spec = None if problem.bias is None else ALIGNMENT, _saved_spec(problem, plainest.saved)
@@ -238,7 +242,7 @@ def derivative_of(problem: ForwardProblem) -> Derivative:
 
 
 def plain_backward(problem: ForwardProblem) -> BackwardProblem:
-    """The backward pass that `lt.linear_bwd` makes of a layer when every gradient is wanted."""
+    """The backward problem of `lt.linear_bwd` for a layer when every gradient is requested."""
     dx, dw, dy = (_spec(*each.layout.shape) for each in (problem.x, problem.w, problem.y))
     return BackwardProblem(problem.dtype, problem.compute, problem.x, problem.w, dy, derivative_of(problem), dx, dw)
 
@@ -294,7 +298,7 @@ def _joined(items: Iterable[_Item], follows: Callable[[_Item, _Item], bool]) -> 
 
 
 def _is_below(above: BackwardProblem, below: BackwardProblem) -> bool:
-    """Whether a backward problem may belong to the layer below another's, and only one of them takes the derivative."""
+    """Whether `below` fits the layer below `above`, and at most one of the two takes that layer's derivative."""
     is_taken_once = above.input_derivative is None or below.output_derivative.is_identity
     return _types(above) == _types(below) and above.dx == below.dy and is_taken_once
 
@@ -304,9 +308,10 @@ def _is_above(below: ForwardProblem, above: ForwardProblem) -> bool:
 
 
 def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[ForwardProblem]) -> LayerChain:
-    """A chain of the backward problems, that of the top layer first, with the forward problems that go with them.
+    """A chain of backward problems, given from the top layer down, and of the forward problems that fit them.
 
-    Of several that fit, the forward passes come in the opposite order. Layers that are alike share one problem.
+    If several forward problems fit, the top layer takes the last of them, the layer below the one before, and so on.
+    Equal layers share one problem.
     """
     layers: list[Layer] = []
     above: BackwardProblem | None = None
@@ -337,7 +342,7 @@ def _is_layer_below(forward: ForwardProblem, above: BackwardProblem) -> bool:
 
 
 def _fits(forward: ForwardProblem, derivative: Derivative) -> bool:
-    """Whether a derivative is that of a forward problem's activation and dropout."""
+    """Whether a derivative belongs to the activation and dropout of a forward problem."""
     is_same = (forward.activation, forward.dropout) == (derivative.activation, derivative.dropout)
     has_bias = derivative.db is None or forward.bias is not None
     return is_same and has_bias and derivative.saved in saved_kinds(forward)

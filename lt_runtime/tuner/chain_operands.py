@@ -1,6 +1,7 @@
-"""Memory for the operands of a chain of layers; an operand that one problem writes and another reads is there once.
+"""Memory for the operands of a chain of layers; problems that share an operand share its buffer.
 
-The L2 cache then holds the same operands as in a training step, which may decide which strategy is faster.
+With shared buffers the L2 cache holds the same operands as in a training step, which may decide which strategy is
+faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 _DROPOUT: Final = DropoutState(keep_threshold(0.1), Philox(seed=1))
 _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 _ADDED_TO: Final = ("dw", "db", "db_below")
-"""Operands that a backward problem which accumulates reads as well."""
+"""Outputs of a backward problem that it also reads if it accumulates."""
 
 # Strategies differ by how often they round, and by the library's GELU. These are limits on the error of a whole output,
 # relative to its norm; the error of a single element may be `_PEAK` times larger.
@@ -38,7 +39,7 @@ class Tensor(NamedTuple):
 
     Attributes:
         role: "output", "weight", "bias", "kept mask", "gradient" (of an output), "weight gradient" and the like.
-        layer: index of the layer; -1 for the input of the chain, which is an "output" too.
+        layer: index of the layer; -1 for the input of the chain, whose role is "output" too.
         scale: factor for the data.
     """
 
@@ -54,10 +55,10 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) -> dict[str, Tensor]:
-    """The operands that a layer's problem has, by name.
+    """The operands of a layer's problem, by name.
 
-    This states all edges of a chain: a layer's y is the "output" that the layer above reads as x, its gradient is dx of
-    the layer above and dy of its own, and so on.
+    Equal tensors connect the problems of a chain. A layer's y is the "output" that the layer above reads as x. The
+    "gradient" of that output is dx of the layer above and dy of the layer itself.
 
     Args:
         saved: kind of the tensor that a forward problem saves.
@@ -76,7 +77,7 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
         if below is not None and problem.dx is not None:
             found["saved_below"] = _saved(layer - 1, below)
             found["db_below"] = _vector("bias gradient", layer - 1, problem.x, below.db)
-    # Weights are scaled so that products are about as large as what is multiplied; the bias is as large as they are.
+    # The weights' scale gives x · wᵀ about the magnitude of x; the bias has the same scale as the weights.
     scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(max(problem.w.layout.cols, 1)) / 2))
     return {name: Tensor(role, at, spec, scales.get(name, 1.0)) for name, (role, at, spec) in found.items() if spec}
 
@@ -92,7 +93,7 @@ def _saved(layer: int, derivative: Derivative) -> _Place:
 
 
 def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Place:
-    """A vector with an element for each column of a matrix; absent without an alignment."""
+    """The place of a vector with an element for each column of a matrix; no place if `alignment` is None."""
     return role, layer, None if alignment is None else Spec(packed(1, matrix.layout.cols), alignment)
 
 
@@ -124,10 +125,11 @@ class ChainOperands(Operands):
         self.outputs += [tensors[name] for name in (*_RESULTS, "kept") if name in tensors and name not in read]
 
     def prepare(self) -> None:
-        """Fills inputs with data that give all strategies pre-activations of equal signs, and outputs with NaN.
+        """Fills inputs with data for which all strategies compute pre-activations of equal sign, and outputs with NaN.
 
-        Forward's sums are exact. The bias keeps pre-activations from being 0, where ReLU has no derivative: our kernel
-        takes it to be 0 there, cuBLASLt's mask 1. No rounding of a product changes the sum's sign.
+        The sums of the forward pass are exact. The bias keeps pre-activations from being 0, where ReLU has no
+        derivative: our kernel uses 0 there, cuBLASLt's mask 1. Rounding a product does not change the sign of its sum
+        with the bias.
         """
         for number, (tensor, buffer) in enumerate(self.buffers.items()):
             buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
@@ -156,12 +158,12 @@ class ChainOperands(Operands):
         return tuple(found.get(place, 0) for place in places)
 
     def results(self) -> dict[str, Buffer]:
-        """Copies of what a chain computes, by the operand's name, and by its layer if one before has the name."""
+        """Copies of the chain's results by the operand's name; the layer's index is added to a name that is taken."""
         return {name: self.buffers[tensor].snapshot() for name, tensor in self._results.items()}
 
 
 class OperandSets:
-    """A chain's operands on a bench, in as many sets as keep them out of the L2 cache.
+    """A chain's operands on a bench, in enough sets that the L2 cache does not hold the next one.
 
     Attributes:
         measured: number of contenders that were timed on them.
@@ -192,7 +194,7 @@ class OperandSets:
         return launch
 
     def results(self, plans: Placed) -> dict[str, Buffer]:
-        """The results of plans on the data of `prepare`. They run in a graph, in which dw and dx are concurrent."""
+        """The results of plans on the data of `prepare`. The plans run in a graph, where dw and dx are concurrent."""
         launch = self._launch(plans)
         launch(0, self._clock.stream)  # A run that still loads a kernel, or allocates, cannot be captured.
         self._sets[0].prepare()
@@ -206,7 +208,9 @@ class OperandSets:
 def disagreement(
     actual: Mapping[str, Buffer], expected: Mapping[str, Buffer], dtype: DType, layers: int = _LAYERS
 ) -> tuple[str, str] | None:
-    """The first output that differs from another strategy's on the same data, and by how much; None if none does.
+    """The first output that differs from another strategy's on the same data, and a sentence that states by how much.
+
+    None if all outputs agree.
 
     Args:
         layers: number of layers that the values pass, each of which may round them differently.

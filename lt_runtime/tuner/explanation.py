@@ -29,10 +29,10 @@ class ProductExplanation:
     """One of a plan's matrix products.
 
     Attributes:
-        name: "product", or what it makes of a layer: "y", "dx" or "dw".
-        problem: in words.
-        algorithm: in words; "" where nothing is to be multiplied.
-        entry: what was measured; None if nothing was.
+        name: "product", or the result of a layer that the product computes: "y", "dx" or "dw".
+        problem: the product's sizes, types and epilogue, in words.
+        algorithm: in words; "" if the product is empty.
+        entry: the product's entry in the plan cache; None if the product was not measured.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ProductExplanation:
     entry: ProductEntry | None
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """The product as lines of text for people."""
         yield _line(self.name, self.problem)
         if self.algorithm:
             yield _line("", self.algorithm)
@@ -60,10 +60,10 @@ class Explanation:
 
     Attributes:
         problem: the problem.
-        strategy: how it is split, in words.
+        strategy: how the problem is split, in words.
         products: its matrix products.
-        us: measured time in µs; None if it was not measured.
-        least_us: time in µs at the GPU's peak rates; None if they are not known.
+        us: measured time in µs; None if the problem was not measured.
+        least_us: time in µs at the GPU's peak rates; None if the rates are not known.
         alternatives: strategies that were measured and are slower, in words, with their times in µs.
         rejected: strategies that must not be used, and why.
     """
@@ -78,7 +78,7 @@ class Explanation:
 
     @property
     def roofline_fraction(self) -> float | None:
-        """Least time over measured time, 1.0 at most; None if either is not known."""
+        """Least time divided by measured time, at most 1.0; None if either time is not known."""
         return self.least_us / self.us if self.us and self.least_us else None
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Explanations(tuple[Explanation, ...]):
 
 
 def explain_chain(chain: LayerChain, device: int) -> Explanations:
-    """A chain's problems in the order in which they run, backward from what forward keeps.
+    """Explains a chain's problems in the order in which they run; each backward problem reads the decided saved tensor.
 
     Raises:
         PlanError: cuBLASLt has no algorithm for one of the products.
@@ -132,10 +132,10 @@ def explain_chain(chain: LayerChain, device: int) -> Explanations:
 
 
 def explain_problem(problem: Remembered, device: int) -> Explanation:
-    """How a problem would run now.
+    """Explains how a problem would run now.
 
     Raises:
-        PlanError: cuBLASLt has no algorithm for it.
+        PlanError: cuBLASLt has no algorithm for one of the problem's products.
     """
     least = least_us(problem, hardware(device))
     if isinstance(problem, MLPProblem):

@@ -43,10 +43,10 @@ _MOST_FINALISTS: Final = 6
 _MOST_BY_HEURISTIC: Final = 2
 
 _Key: TypeAlias = tuple[LayerProblem, Strategy]
-"""Identifies a plan among those with untuned algorithms, and among those with tuned ones."""
+"""Key of a plan. A plan with untuned algorithms and its counterpart with tuned algorithms have the same key."""
 _Plans: TypeAlias = dict[_Key, LayerPlan]
 _Split: TypeAlias = tuple[LayerPlan, ...]
-"""Plans that run a part, forward first."""
+"""One plan for each problem of a part, forward first."""
 
 
 def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
@@ -56,7 +56,7 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
         part: see `LayerChain.cut`; none of its problems is empty.
 
     Raises:
-        PlanError: the library has no algorithm even for the plain products.
+        PlanError: cuBLASLt has no algorithm even for products without epilogue.
         MemoryError: the GPU has not enough memory.
     """
     search = _Search(bench, store, part)
@@ -69,14 +69,15 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
         decided = search.conclude()
         if len(search.wrong) == wrong:
             return decided
-        # The wrong plan may skip work. Right plans that were dropped for being slower than it are timed again.
+        # A plan with wrong results may be fast because it skips work. The search is repeated without it, because
+        # correct plans may have been dropped for being slower than the wrong plan.
 
 
 class _Search:
-    """The plans of a part, with their times and faults; the contenders of its race are splits, see `Contenders`.
+    """The plans of a part with their times and faults; its race compares splits, see `Contenders`.
 
     Attributes:
-        before: all plans that can be made, with untuned algorithms.
+        before: all plans that cuBLASLt accepts, with untuned algorithms.
         after: the promising plans that are not rejected, with tuned algorithms.
         wrong: name of the first wrong output of each split that was rejected for its results.
     """
@@ -96,9 +97,9 @@ class _Search:
         self.wrong: dict[_Split, str] = {}
 
     def _plans(self, choose: Choose, only: Collection[_Key] | None = None) -> _Plans:
-        """Plans by every strategy, or by some; the strategies that the library refuses are rejected.
+        """A plan for each strategy, or for the keys in `only`; strategies that cuBLASLt refuses are rejected.
 
-        A backward problem has plans for each tensor that forward may save.
+        The backward problem has plans for each kind of tensor that forward may save.
         """
         choose, made = functools.cache(choose), {}
         for problem, rejected in self._rejected.items():
@@ -120,7 +121,7 @@ class _Search:
     def _splits(
         self, plans: _Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of
     ) -> list[_Split]:
-        """All splits that can be made of these plans, in the order of their strategies."""
+        """All splits that these plans can be combined into, in the order of their strategies."""
         keys = [[(each, one) for each in variants for one in order(each)] for variants in self._variants]
         there = ([plans[key] for key in of_layer if key in plans] for of_layer in keys)
         return [split for split in itertools.product(*there) if self._goes_together(split)]
@@ -134,10 +135,10 @@ class _Search:
         return getattr(backward.problem, reader[1]).saved is forward.strategy.saved
 
     def _untuned_and_plainest(self, plans: _Plans) -> list[_Split]:
-        """The first split by the priors, and the split of plain products and our kernels.
+        """The split that the priors rank first, and the split of plain products and our kernels.
 
         Raises:
-            PlanError: no split is left.
+            PlanError: all splits have been rejected.
         """
         by_priors = functools.partial(priors_of, device=self._bench.device)
         found = [split for order in (by_priors, _plainest_first) for split in self._splits(plans, order)[:1]]
@@ -150,11 +151,11 @@ class _Search:
         return [*zip(self._layers, split, strict=True)]
 
     def _us(self, plan: LayerPlan) -> float:
-        """Microseconds of a plan by itself."""
+        """The time of a plan that runs alone, in microseconds."""
         return self._timings[_key(plan)].median_us
 
     def _times(self, plans: _Plans) -> dict[_Split, float]:
-        """The sum of the microseconds of a split's plans, for the splits whose plans were all timed."""
+        """For each split whose plans were all timed alone, the sum of their times in microseconds."""
         timed = (split for split in self._splits(plans) if self._timings.keys() >= {*map(_key, split)})
         return {split: sum(map(self._us, split)) for split in timed}
 
@@ -163,7 +164,7 @@ class _Search:
         return {key[1]: timing for key, timing in self._timings.items() if key[0] == problem}
 
     def time_alone(self, plans: _Plans, rounds: int, budget_s: float) -> None:
-        """Times the plans of each direction against each other, beginning with the priors' first."""
+        """Times the forward plans against each other, and the backward plans; the priors' choice comes first."""
         untuned, _ = self._untuned_and_plainest(plans)
         for first, layer, variants, floor in zip(untuned, self._layers, self._variants, self._floors_us, strict=True):
             contenders = [first, *(plan for plan in plans.values() if plan.problem in variants)]
@@ -171,9 +172,10 @@ class _Search:
             self._timings |= self._operands.take_times(placed, budget_s, rounds, least_us=floor)
 
     def promising(self) -> set[_Key]:
-        """The plans to tune: those of the untuned split, and those close to the fastest both alone and within a split.
+        """The plans to tune: the untuned split's plans, and plans close to the fastest both alone and within a split.
 
-        Untuned times say little of plans with a product for our kernel for narrow products: all of them are promising.
+        A plan with a product that our kernel for narrow products might run is always promising, because its time with
+        an untuned algorithm says little.
         """
         times = self._times(self.before)
         limit = _PROMISING * min(times.values())
@@ -187,7 +189,7 @@ class _Search:
         return {_key(plan) for plan in (*near, *ours, *untuned)}
 
     def tune_products(self, keys: Iterable[_Key]) -> None:
-        """Finds the algorithms of the products of some plans, unless the plan cache has them."""
+        """Finds the fastest algorithm of each product of the given plans, unless the plan cache has it."""
         products = dict.fromkeys(each.problem for key in keys for each in self.before[key].products.values())
         unknown = [each for each in products if not each.is_empty and self._products.entry(each) is None]
         watch = self._bench.clock.watch
@@ -197,15 +199,15 @@ class _Search:
             self._products.search(self._bench, problem, max(left, _LEAST_PRODUCT_S))
 
     def plan_tuned(self, keys: Iterable[_Key]) -> None:
-        """Makes and times some plans, and those of the plainest split, with tuned algorithms."""
+        """Makes and times the given plans and the plans of the plainest split with tuned algorithms."""
         self.after = self._plans(self._products.plan, {*keys, *map(_key, self._plainest)})
         self.time_alone(self.after, _PLANS_ROUNDS, _FINALS_S)
 
     def conclude(self) -> Decided:
-        """Lets the best splits race against the untuned one; returns the report and the entries for the plan cache.
+        """Times the best splits against the untuned split; returns the report and the entries for the plan cache.
 
         Raises:
-            PlanError: no split is left.
+            PlanError: all splits have been rejected.
         """
         self._expected = self._operands.results(self._placed(self._plainest))
         winner, timings = race(self)
@@ -225,10 +227,10 @@ class _Search:
         return tuned, {**products, **self._entries(winner, new)}
 
     def names(self) -> list[_Split]:
-        """The untuned split, if nothing speaks against it; the best with tuned algorithms, and with untuned ones.
+        """The finalists: the untuned split unless it is rejected, the best tuned splits, and the best untuned splits.
 
-        An algorithm that is the fastest by itself need not be the fastest between others, since clocks, caches and
-        what runs beside it differ.
+        An algorithm that is the fastest alone need not be the fastest within a pass, where clocks, the contents of
+        caches and concurrent kernels differ.
         """
         by_priors, plainest = self._untuned_and_plainest(self.after)
         times = self._times(self.after)
@@ -242,12 +244,12 @@ class _Search:
         return [*dict.fromkeys(finalists)]
 
     def take_times(self, names: Collection[_Split]) -> dict[_Split, Timing]:
-        """Times the untuned split as well, even if it is rejected, for the report; see `Contenders`."""
+        """Times the splits; the untuned split is timed for the report even if it is rejected. See `Contenders`."""
         placed = {split: self._placed(split) for split in (*names, self._untuned)}
         return self._operands.take_times(placed, _FINALS_S, _FINAL_ROUNDS, least_us=sum(self._floors_us))
 
     def faults(self, names: Collection[_Split]) -> dict[_Split, str]:
-        """Compares the results with those of the plainest split; see `Contenders`."""
+        """Compares the results of each split with the results of the plainest split; see `Contenders`."""
         found: dict[_Split, str] = {}
         for split in names:
             if [*map(_key, split)] != [*map(_key, self._plainest)]:
@@ -259,7 +261,7 @@ class _Search:
         return found
 
     def reject(self, name: _Split, reason: str) -> None:
-        """Rejects the strategy of the plan that made the wrong output; see `Contenders`."""
+        """Rejects the strategy of the plan that computed the wrong output; see `Contenders`."""
         key = _key(name[0 if self.wrong[name] == "y" else -1])
         if self.after.pop(key, None) is not None:
             self.before.pop(key)
@@ -269,7 +271,7 @@ class _Search:
         """Entries of the forward problem, and of the backward problem for each tensor that forward may save.
 
         Args:
-            timing: of the split, for a plan that was not timed by itself.
+            timing: the time of the split, which is stored for a plan that was not timed alone.
         """
         found = {}
         for problem, rejected in self._rejected.items():
@@ -302,7 +304,7 @@ def _plainest_first(problem: LayerProblem) -> Iterable[Strategy]:
 
 
 def plan_name(problem: LayerProblem, strategy: Strategy) -> str:
-    """A plan in words that differ for all plans of a part, such as "db by kernel, from nothing and mask"."""
+    """A name of a plan in words, unique among the plans of a part, such as "db by kernel, from nothing and mask"."""
     words = strategy_in_words(to_json(strategy))
     if not isinstance(problem, BackwardProblem):
         return words

@@ -1,6 +1,6 @@
-"""Memory for the operands of a measurement, laid out as the problem says and filled with data.
+"""Memory for the operands of a measurement, in the layouts of the problem's specs and filled with test data.
 
-Arrays are filled and compared by the driver and our own kernels, because CuPy would first compile a kernel for each.
+The CUDA driver and our own kernels fill and compare arrays, because CuPy would first compile a kernel for each task.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
 
 _MARGIN: Final = 4096  # elements behind each operand
 _PERIOD: Final = 65521  # A prime: no leading dimension puts the same values below each other.
-_STEP: Final = 7919  # Each set of operands has the same values, this many places further on than the set before.
+_STEP: Final = 7919  # Each set of operands has the previous set's values, shifted by this many elements.
 _BITS: Final = 8
 _EXACT_BYTES: Final = 4
 _CACHES: Final = 3
@@ -41,11 +41,11 @@ _MOST_SETS: Final = 16
 
 
 class Difference(NamedTuple):
-    """How two arrays differ.
+    """The difference of an array from its expected values.
 
     Attributes:
-        bad: how many elements are off by more than their limit, or NaN.
-        first: index of the first such element in row-major order; meaningless if `bad` is 0.
+        bad: number of elements that are NaN or differ by more than their limit.
+        first: index of the first bad element in row-major order; meaningless if `bad` is 0.
         error_squares: sum of the squares of all differences.
         wanted_squares: sum of the squares of the expected values.
     """
@@ -63,16 +63,16 @@ class Memory(NamedTuple):
     stream: int
 
     def allocate(self, size: int) -> Any:
-        """Uninitialised memory of `size` bytes; it begins at `data.ptr` of what is returned."""
+        """Allocates `size` bytes of uninitialised memory; returns CuPy's array, which begins at its `data.ptr`."""
         return CUPY.empty((size,), np.dtype(np.uint8), self.device, self.stream)
 
     def write(self, address: int, values: NDArray[Any]) -> None:
-        """Copies an array without gaps from the host, which may change it afterwards."""
+        """Copies a contiguous array from the host; the caller may change the array as soon as this returns."""
         call("cuMemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, self.stream)
         call("cuStreamSynchronize", self.stream)
 
     def read(self, address: int, count: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Copies `count` numbers to the host, once the stream has made them."""
+        """Copies `count` numbers to the host, after all earlier work on the stream."""
         values = np.empty(count, dtype)
         call("cuMemcpyDtoHAsync", values.ctypes.data, address, values.nbytes, self.stream)
         call("cuStreamSynchronize", self.stream)
@@ -93,13 +93,13 @@ class Memory(NamedTuple):
         limit: float = 0.0,
         relative: float = 0.0,
     ) -> Difference:
-        """Compares every element of some matrices with the same element of others, in FP64.
+        """Compares every element of a batch of matrices with the expected element, in FP64.
 
         Args:
             shape: (batch, rows, cols).
-            wanted: None if every element must be `constant`.
-            limits: address of how far off each element may be, FP64, row-major without gaps; 0 where that is `limit`
-                plus `relative` times the magnitude of what is wanted.
+            wanted: the expected elements; None if every element must be `constant`.
+            limits: address of each element's tolerance, FP64, row-major without gaps. If 0, the tolerance is `limit`
+                plus `relative` times the magnitude of the expected element.
         """
         parts = np.dtype(Comparison)
         blocks = compare_blocks(shape[0] * shape[1] * shape[2])
@@ -112,12 +112,12 @@ class Memory(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Values for operands.
+    """A kind of random test data for the operands of a measurement.
 
     Attributes:
-        name: for messages.
-        draw: draws that many values for a type; they are rounded to the type afterwards.
-        exact_to: the largest K up to which FP32 holds every product and every partial sum exactly; 0 if there is none.
+        name: of the data, for messages.
+        draw: draws a given number of values for an element type; the caller rounds them to the type.
+        exact_to: the largest K for which FP32 holds every product and every partial sum exactly; 0 if there is none.
     """
 
     name: str
@@ -126,8 +126,8 @@ class Data(NamedTuple):
 
 
 def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
-    # FP16's tiny value is subnormal. The other types' values are far from that, because a kernel may take subnormal
-    # numbers for 0.
+    # FP16's tiny value is subnormal. In the other types all values are normal, because a kernel may flush subnormal
+    # numbers to 0.
     tiny = 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
     large = 16.0 if dtype is DType.FLOAT16 else 64.0  # No product of two such values leaves the type's range.
     scales = generator.choice(np.array([0.0, tiny, 2.0**-10, 1.0, large]), size, p=[0.1, 0.05, 0.2, 0.6, 0.05])
@@ -140,15 +140,15 @@ LATTICE: Final = Data("multiples of 1/8", lambda generator, size, _: generator.i
 BETWEEN: Final = Data(
     "odd multiples of 1/128", lambda generator, size, _: (2 * generator.integers(-128, 128, size) + 1) / 128, 0
 )
-"""No sum of products of `LATTICE` is such a value. BF16 holds these values exactly, and such sums up to twice as large
-as well."""
+"""Values that no sum of products of `LATTICE` equals. BF16 holds these values exactly, and also every sum of products
+of `LATTICE` that is at most twice as large."""
 EDGES: Final = Data("zeros, tiny and large values", _edges, 0)
 ONES: Final = Data("ones", lambda _, size, __: np.ones(size), 2**24 - 2)
 
 
 @functools.lru_cache(maxsize=128)
 def _drawn(data: Data, dtype: DType | None, number: int, scale: float) -> NDArray[Any]:
-    """Values as unsigned integers of their size; for a mask, whose type is None, bytes."""
+    """Test values as bit patterns: unsigned integers of the type's size; bytes for a mask, whose `dtype` is None."""
     generator = np.random.default_rng(number)
     if dtype is None:
         return (np.full(_PERIOD, 0xFF) if data is ONES else generator.integers(0, 256, _PERIOD)).astype(np.uint8)
@@ -160,13 +160,14 @@ class Buffer:
     """Memory for one operand and a margin behind it.
 
     Args:
-        spec: how the operand lies; its address is a multiple of the alignment, and of no larger power of two.
-        dtype: of its elements; None for a mask, whose layout counts bits.
+        spec: layout and alignment of the operand. Its address is a multiple of the alignment, and of no larger power
+            of two.
+        dtype: type of the elements; None for a mask, whose layout counts bits.
         batch: number of matrices.
-        scale: factor that the data is multiplied by, a power of two.
+        scale: factor for the data, a power of two.
 
     Attributes:
-        dtype: as given.
+        dtype: see above.
         shape: (batch, rows, cols).
         itemsize: bytes of an element; 1 for a mask.
         size: bytes of the memory, margin included.
@@ -192,7 +193,7 @@ class Buffer:
 
     @property
     def elements(self) -> Elements:
-        """The operand as kernels read it."""
+        """The operand as the struct `Elements`, which the kernels that verify results read."""
         return elements_of(self.address, self._strides, self.dtype)
 
     def fill(self, data: Data, number: int, seed: int) -> None:
@@ -201,14 +202,14 @@ class Buffer:
         A mask's bits are all set where the data is ones, and random otherwise.
 
         Args:
-            number: of the operand; other numbers get other values.
-            seed: of the set of operands; see `_STEP`.
+            number: number of the operand; operands with different numbers get different values.
+            seed: number of the set of operands; see `_STEP`.
         """
         values = np.roll(_drawn(data, self.dtype, number, self._scale), _STEP * seed)
         values = values[: self.size // self.itemsize]
         self._memory.write(self.start, values)
         filled = values.nbytes
-        while filled < self.size:  # twice as many periods each time
+        while filled < self.size:  # each copy doubles the number of periods
             copied = min(filled, self.size - filled)
             call("cuMemcpyDtoDAsync", self.start + filled, self.start, copied, self._memory.stream)
             filled += copied
@@ -225,17 +226,17 @@ class Buffer:
         return made
 
     def equals(self, other: Buffer) -> bool:
-        """Whether all bits are those of another buffer of the same operand, margin and gaps included."""
+        """Whether all bits equal the bits of another buffer of the same operand, margin and gaps included."""
         size = min(self.itemsize, _EXACT_BYTES)  # FP64, in which numbers are compared, holds integers of up to 32 bits
         ours, theirs = (_flat(each.start, size) for each in (self, other))
         return self._memory.compare(ours, (1, 1, self.size // size), theirs).bad == 0
 
     def compare(self, wanted: Buffer, *, limit: float = 0.0, relative: float = 0.0) -> Difference:
-        """Compares the elements with those of another buffer of the same operand; see `Memory.compare`."""
+        """Compares the elements with the elements of another buffer of the same operand; see `Memory.compare`."""
         return self._memory.compare(self.elements, self.shape, wanted.elements, limit=limit, relative=relative)
 
     def count_written(self) -> int:
-        """How many elements, margin and gaps included, have another value than `poison` gives them."""
+        """The number of elements, margin and gaps included, that have been written since `poison`."""
         poison = 2.0 ** (_BITS * self.itemsize) - (1 if self.itemsize <= _EXACT_BYTES else 0)
         shape = 1, 1, self.size // self.itemsize
         return self._memory.compare(_flat(self.start, self.itemsize), shape, constant=poison).bad
@@ -253,11 +254,11 @@ def _flat(address: int, itemsize: int) -> Elements:
 
 
 class Operands:
-    """Buffers of all operands of what is measured.
+    """Buffers of all operands of a measured product or chain.
 
     Attributes:
-        buffers: by the operand's name, or by its place in a chain.
-        outputs: keys of the buffers that are written and not read before.
+        buffers: by the operand's name in a product, by its `Tensor` in a chain.
+        outputs: keys of the buffers that are written before they are read.
     """
 
     def __init__(self) -> None:
@@ -270,12 +271,12 @@ class Operands:
         return sum(buffer.size for buffer in self.buffers.values())
 
     def fill(self, data: Data, seed: int) -> None:
-        """Puts data into every operand, those that are to be written included."""
+        """Fills every operand with data, outputs included."""
         for number, buffer in enumerate(self.buffers.values()):
             buffer.fill(data, number, seed)
 
     def poison(self) -> None:
-        """Fills every output with NaN, so that an element that is not written is noticed."""
+        """Fills every output with NaN, which reveals each element that is not written."""
         for key in self.outputs:
             self.buffers[key].poison()
 
@@ -284,9 +285,9 @@ _Operands = TypeVar("_Operands", bound=Operands)
 
 
 def buffer_sets(size: int, device: int) -> int:
-    """Number of buffer sets of `size` bytes that must take turns so that the L2 cache holds none of them.
+    """The number of buffer sets of `size` bytes to use in turn, so that the L2 cache never holds the next set.
 
-    One set is returned if it is larger than the cache, or so small that it stays in the cache in real use too.
+    The number is 1 if a set is larger than the cache, or so small that it stays in the cache in real use too.
     """
     (cache,) = device_attributes(device, "L2_CACHE_SIZE")
     wanted = -(-_CACHES * cache // max(size, 1))
@@ -294,7 +295,7 @@ def buffer_sets(size: int, device: int) -> int:
 
 
 def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
-    """Filled sets of operands, so many that the L2 cache holds none of them at its next use; see `buffer_sets`."""
+    """Filled sets of operands; their number is `buffer_sets`, so that the L2 cache never holds the next set."""
     first = make()
     sets = [first, *(make() for _ in range(1, buffer_sets(first.size, device)))]
     for seed, operands in enumerate(sets):
@@ -303,7 +304,7 @@ def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
 
 
 def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
-    """How the operands lie that a product has, and their types, by name; a mask's type is None."""
+    """Spec and type of each operand of a product, by name; a mask's type is None."""
     epilogue, result = problem.epilogue, problem.d_dtype
     vector: Spec | None = None
     if epilogue.has_bias or epilogue.has_bias_gradient:

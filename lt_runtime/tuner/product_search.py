@@ -27,19 +27,19 @@ from lt_runtime.tuner.timing import Bench, Launch, Timing, race, take_times, wor
 from lt_runtime.tuner.verification import ProductOperands, verify
 
 BUDGET_S: Final = 2.0
-"""Seconds of timing a product by itself, after which no further candidate is timed; see `Stopwatch`."""
+"""Seconds of timing after which no further candidate of a product that is tuned alone is timed; see `Stopwatch`."""
 MOST: Final = 16
-"""Candidates of a product by cuBLASLt at most: up to eight of the first query, the rest from the other queries."""
+"""Limit of cuBLASLt's candidates for a product: up to eight of the first query, the rest from the other queries."""
 _LEAST_S: Final = 0.05
 _FIRST: Final = "first"
 _NOT_LEAN: Final = "cannot be launched as at most two kernels and nothing else"
 
 
 def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGET_S) -> ProductEntry:
-    """The entry for the plan cache with the fastest algorithm for a product whose results are right.
+    """Finds the fastest algorithm of a product whose results are right; returns the product's entry for the plan cache.
 
-    It rejects the algorithms that cannot be launched, are far behind, or would have won but give wrong results or not
-    the same results twice.
+    The entry lists as rejected each algorithm that could not be launched, was far slower than the fastest, or was fast
+    but computed wrong results or different results in two runs.
 
     Args:
         problem: not empty, with an epilogue that `library_may_fuse`.
@@ -66,11 +66,11 @@ def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGE
 def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
     """The plan's own algorithm, then others that the heuristic offers; `MOST` in all.
 
-    One query returns eight at the most. Queries with less workspace, or without a sum over the parts of a split K,
-    return algorithms for which the first query had no room.
+    One query returns at most eight algorithms. Queries with a smaller workspace, or that exclude the reductions of
+    split-K, return algorithms that were ranked below the first query's eight.
 
     Args:
-        plan: of the product, its algorithm chosen by the heuristic.
+        plan: the product's plan, with the algorithm that the heuristic ranks first.
         workspace: bytes that an algorithm may use.
     """
     schemes = dict.fromkeys((plan.reductions, ReductionScheme.NONE))
@@ -80,7 +80,7 @@ def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
     distinct: dict[bytes, Algorithm] = {}
     for algorithm in itertools.chain(own, plan.candidates, itertools.chain.from_iterable(queries)):
         distinct.setdefault(algorithm.blob, algorithm)
-        if len(distinct) == MOST:  # The queries that are left over are not made.
+        if len(distinct) == MOST:  # The remaining queries are skipped.
             break
     return list(distinct.values())
 
@@ -89,9 +89,10 @@ class Candidates:
     """The algorithms that compete for one product; see `Contenders`.
 
     Attributes:
-        plans: a plan for each candidate that is left, by name. "first" is the library's untuned choice, if it has any.
-        rejected: the candidates that are out.
-        refusals: why the library offers no algorithm for the product as it is.
+        plans: a plan for each candidate that is not rejected, by name. "first" is cuBLASLt's untuned choice, if it
+            offers any.
+        rejected: the rejected candidates, with reasons.
+        refusals: reasons why cuBLASLt offers no algorithm for the product without padded copies.
     """
 
     def __init__(self, problem: MatmulProblem, bench: Bench, budget_s: float = BUDGET_S) -> None:
@@ -120,7 +121,7 @@ class Candidates:
         self._launches = {name: launcher(plan, calls) for name, plan in self.plans.items()}
 
     def _offered(self, method: Method) -> list[bytes]:
-        """cuBLASLt's algorithms for the product, on the operands or on the copies of a method, the best first."""
+        """cuBLASLt's algorithms for the product, the best first: on the operands, or on a method's padded copies."""
         try:
             built = method.build(self.problem, self._bench.device)
             plan = built.inner if isinstance(built, PaddedPlan) else built
@@ -143,7 +144,7 @@ class Candidates:
     def faults(self, names: Collection[str]) -> dict[str, str]:
         """See `Contenders`."""
         found = verify({name: afresh(self._launches[name], self._bench) for name in names}, self._operands[0])
-        if found:  # more will be timed
+        if found:  # further candidates will be timed, on ordinary data
             self._operands[0].fill(NORMAL, 0)
         return found
 
@@ -154,7 +155,7 @@ class Candidates:
         self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))
 
     def reject_slow(self, timings: Mapping[str, Timing]) -> None:
-        """Rejects the candidates that were not timed in turns with the others."""
+        """Rejects candidates that were not timed because time was up, or were dropped after a single slow launch."""
         for name in self.names():
             if name not in timings:
                 self.reject(name, "not measured: time was up")
@@ -163,12 +164,12 @@ class Candidates:
 
 
 def launcher(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
-    """A candidate as a contender; the calls are on the clock's stream."""
+    """A candidate as a contender of a race: launches the plan on one of `calls`, which use the clock's stream."""
     return lambda number, _: plan.run(calls[number])
 
 
 def afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
-    """A launch on a workspace full of NaN, which spoils results that depend on an earlier launch's leftovers."""
+    """A launch on a workspace filled with NaN, which reveals an algorithm that reads an earlier launch's leftovers."""
     stream = bench.clock.stream
     memory = stream_memory(bench.device, stream)
 
@@ -180,15 +181,16 @@ def afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
 
 
 def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductEntry:
-    """Another machine's entry for a product, with the algorithm rebuilt from its configuration and verified.
+    """Rebuilds another machine's algorithm for a product from the configuration in its entry, and verifies it.
 
-    The entry is barred if no algorithm has the configuration, or if the algorithm's results are wrong.
+    Returns the entry with this machine's algorithm. If this machine's library has no algorithm with the configuration,
+    or if the algorithm computes wrong results, the returned entry is barred: no plan uses it.
 
     Args:
         problem: not empty.
 
     Raises:
-        CublasLtError: the library failed for a reason other than the algorithm.
+        CublasLtError: cuBLASLt failed for a reason other than the algorithm.
         MissingLibraryError: CuPy is not installed.
         CaptureError: a stream is being captured that this would disturb.
         MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
@@ -224,18 +226,18 @@ class Products:
         self._useless: dict[MatmulProblem, str] = {}
 
     def entry(self, problem: MatmulProblem) -> ProductEntry | None:
-        """The entry of a product; None if it was not measured."""
+        """The entry of a product; None if the product was not measured."""
         return self.found.get(problem) or self._store.product(problem_key(problem))
 
     def search(self, bench: Bench, problem: MatmulProblem, budget_s: float) -> None:
-        """Calls `find_algorithm`. If it finds none, `plan` raises its error."""
+        """Calls `find_algorithm` and keeps the entry. If no algorithm is found, `plan` raises the error."""
         try:
             self.found[problem] = find_algorithm(bench, problem, budget_s)
         except PlanError as error:
             self._useless[problem] = str(error)
 
     def plan(self, problem: MatmulProblem, device: int) -> AlgorithmPlan:
-        """The plan of a product by its entry, or untuned without one; see `Choose`."""
+        """The plan of a product with its entry's algorithm; untuned if there is no entry. See `Choose`."""
         if problem in self._useless:
             raise PlanError(self._useless[problem])
         entry = self.found.get(problem)
@@ -251,7 +253,7 @@ class Products:
         return any(each.blob in [one.algorithm for one in entry.rejected] for each, entry in self._known(plan))
 
     def as_planned(self, plan: Plan) -> dict[MatmulProblem, ProductEntry]:
-        """Entries with the algorithms of a layer's plan, for its products whose entries have other algorithms."""
+        """Entries with the algorithms of a layer's plan, for each product whose own entry has another algorithm."""
         return {
             each.problem: replace(
                 entry, algorithm=each.blob, config=configuration(each.blob), us=entry.first_us, when=now()

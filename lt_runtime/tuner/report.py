@@ -1,4 +1,4 @@
-"""Problems, strategies, algorithms and what came of tuning, in words and in a table for people."""
+"""Problems, strategies, algorithms and the results of tuning, in words and in a table for people."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Progress: TypeAlias = Callable[[int, int, str], None]
-"""Is told how many groups of problems are done, how many there are, and in words what comes next."""
+"""Callback that shows progress: takes the number of finished groups of problems, the number of all groups, and a text
+that names the next group."""
 
 _shown: ContextVar[rich.progress.Progress | None] = ContextVar("lt_runtime_progress", default=None)
-"""The progress display that is on the terminal, to which further bars are added; None without one."""
+"""The progress display that is on the terminal, to which further bars are added; None if there is no display."""
 
 _PARTS: Final[Mapping[str, tuple[str, type[int]]]] = {
     "ID": ("id", int),
@@ -62,7 +63,7 @@ def describe(problem: Remembered) -> str:
 
 
 def strategy_in_words(strategy: Mapping[str, object]) -> str:
-    """A strategy, as it stands in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
+    """The text of a strategy that is stored in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
     if strategy.keys() == {FUSED_MLP}:
         return "one kernel a pass" if strategy[FUSED_MLP] else "layer by layer"
     if strategy.keys() == {"epilogue", "saved"}:
@@ -90,12 +91,12 @@ def choice_in_words(choice: Entry | RejectedAlgorithm | RejectedStrategy | Alter
 
 
 def rejection_in_words(rejected: RejectedAlgorithm | RejectedStrategy) -> str:
-    """What is rejected and why, such as "none, keeps mask: wrong: y is off by 1"."""
+    """A rejected candidate and the reason, such as "none, keeps mask: wrong: y is off by 1"."""
     return f"{choice_in_words(rejected)}: {rejected.reason}"
 
 
 def time_in_words(entry: Entry) -> str:
-    """The time of an entry, and what a product's is compared with."""
+    """The measured time of an entry; for a product also the untuned algorithm's time."""
     if not isinstance(entry, ProductEntry):
         return f"{entry.us:.2f} µs"
     gain = f", {entry.first_us / entry.us:.2f} times as fast as untuned" if entry.us else ""
@@ -120,12 +121,13 @@ class Tuned:
     Attributes:
         problems: a forward problem and the backward problem that reads its saved tensor, or one of them alone; a narrow
             MLP; or a product.
-        before_us: microseconds as they run untuned, measured in the same rounds as the others; 0.0 where nothing runs.
-            after_us: as decided. Where they were decided before, both are what was measured then.
+        before_us: microseconds of the problems untuned, timed in the same rounds as the other candidates; 0.0 if they
+            cannot run untuned.
+        after_us: microseconds of the problems as decided. A result from the plan cache has the times measured then.
         strategy: in words.
         measured: how many plans and algorithms were timed.
-        rejected: in words: what is refused, wrong, not twice the same, or slow.
-        seconds: that it took.
+        rejected: rejected candidates in words, with reasons: refused, wrong, not reproducible, or slow.
+        seconds: duration of the tuning.
     """
 
     problems: tuple[Remembered, ...]
@@ -138,12 +140,13 @@ class Tuned:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as before; None where nothing was measured now."""
+        """Speedup: the time before over the time after; None for a result that was not measured by this call."""
         return self.before_us / self.after_us if self.measured and self.before_us and self.after_us else None
 
 
 Decided: TypeAlias = tuple[Tuned, Mapping[Any, Entry]]
-"""What is reported of problems that were decided together, and what the plan cache is to remember, by problem."""
+"""Result of a decision: the report on the problems that were decided together, and each problem's entry for the plan
+cache."""
 
 
 class TuningReport(tuple[Tuned, ...]):
@@ -153,13 +156,13 @@ class TuningReport(tuple[Tuned, ...]):
 
     @property
     def gain(self) -> float:
-        """How many times as fast as before: the geometric mean over what was measured now; 1.0 if nothing was."""
+        """Geometric mean of the gains of all groups that were measured by this call; 1.0 if none was measured."""
         gains = [each.gain for each in self if each.gain is not None]
         return math.exp(math.fsum(map(math.log, gains)) / len(gains)) if gains else 1.0
 
     @property
     def seconds(self) -> float:
-        """What it all took."""
+        """Total duration of the tuning, in seconds."""
         return math.fsum(each.seconds for each in self)
 
     def table(self) -> Table:
@@ -179,13 +182,13 @@ class TuningReport(tuple[Tuned, ...]):
 
     @property
     def summary(self) -> str:
-        """One line under the table."""
+        """The line under the table, which sums up the report."""
         rejected = sum(len(each.rejected) for each in self)
         count = f"{len(self)} group{'' if len(self) == 1 else 's'} of problems decided in {self.seconds:.1f} s"
         return f"{count}; {self.gain:.2f}× in the geometric mean; {rejected} candidates rejected"
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The same as plain data, the problems by name and by key."""
+        """The report as plain data for JSON; each problem has a name for people and a key of the plan cache."""
         return [
             asdict(each)
             | {"gain": each.gain}
@@ -211,7 +214,7 @@ def progress_bar(*, shown: bool = True) -> Iterator[Progress | None]:
     """Yields a function that updates a progress bar on the terminal, or None without a terminal.
 
     The bar shows the problems that are being measured, the time left, and the kernel that is being compiled, from the
-    first compilation on. Within another bar it is a line under that, and disappears at its end.
+    first compilation on. Within another progress bar it is a line under the other bar, and disappears at its end.
     """
     from rich import progress
     from rich.console import Console

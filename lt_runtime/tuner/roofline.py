@@ -1,9 +1,9 @@
 """The least time that a problem can take, from its operations and bytes and the GPU's peak rates.
 
 `_RATES` holds floating-point operations per clock and multiprocessor: dense, a multiply-add counted as two, accumulated
-in FP32. Those of the CUDA cores are from the table "Throughput of Native Arithmetic Instructions" in NVIDIA's CUDA C++
-Programming Guide. Those of the tensor cores follow from the peak rates in NVIDIA's architecture papers, divided by
-multiprocessors and boost clock. The peak rates in TFLOP/s are:
+in FP32. The CUDA cores' rates are from the table "Throughput of Native Arithmetic Instructions" in NVIDIA's CUDA C++
+Programming Guide. The tensor cores' rates are the peak rates in NVIDIA's architecture papers, divided by the number of
+multiprocessors and the boost clock. The peak rates in TFLOP/s are:
 
 - Turing (T4): 65 in FP16.
 - A100: 312 in FP16 and BF16, 156 in TF32, 19.5 in FP64.
@@ -44,7 +44,8 @@ _RATES: Final = {
     100: (8192, 4096, 256, 128),
     120: (1024, 512, 256, 4),
 }
-"""By compute capability, major·10 + minor: of 16-bit types, TF32, FP32 and FP64; 0 where the hardware has no unit."""
+"""Operations per clock and multiprocessor in 16-bit types, TF32, FP32 and FP64, by compute capability, which is
+major·10 + minor; 0 where the hardware has no unit."""
 
 
 class Hardware(NamedTuple):
@@ -52,7 +53,7 @@ class Hardware(NamedTuple):
 
     Attributes:
         capability: compute capability, major·10 + minor.
-        multiprocessors: their number.
+        multiprocessors: number of multiprocessors.
         clock_khz, memory_clock_khz: the highest clocks.
         bus_bits: width of the bus to memory.
     """
@@ -65,11 +66,11 @@ class Hardware(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        """Peak rate of reads and writes together; 0.0 if the driver does not tell the clock."""
+        """Peak rate of reads and writes together, in bytes/s; 0.0 if the driver does not report the memory's clock."""
         return _DATA_RATE * self.memory_clock_khz * 1e3 * self.bus_bits / _BITS
 
     def flops_per_s(self, dtype: DType, compute: Compute) -> float:
-        """Peak rate of products; 0.0 if it is not known, or if the hardware has no unit for the type."""
+        """Peak rate of products in FLOP/s; 0.0 if it is not known, or if the hardware has no unit for the type."""
         sixteen_bits, tf32, fp32, fp64 = _RATES.get(self.capability, (0, 0, 0, 0))
         rate = {DType.FLOAT64: fp64, DType.FLOAT32: fp32}.get(dtype, sixteen_bits)
         return float(tf32 if compute is Compute.TF32 else rate) * self.multiprocessors * self.clock_khz * 1e3
@@ -92,17 +93,17 @@ def hardware(device: int) -> Hardware:
 def floor_us(problems: Iterable[Remembered], device: int) -> float:
     """Lower bound of the microseconds that problems take one after the other: a shorter measurement is an error.
 
-    Each launches a kernel. Its operands may lie in the L2 cache, from which an H200 reads about twice as fast as from
-    memory; a quarter of the time at the peaks is a safe limit on other GPUs too.
+    Each problem launches at least one kernel. Operands may lie in the L2 cache, from which an H200 reads about twice as
+    fast as from memory. A quarter of the time at the peak rates is a safe limit on other GPUs too.
     """
     peaks = hardware(device)
     return sum(max(_LAUNCH_US, (least_us(each, peaks) or 0.0) / _CACHED) for each in problems)
 
 
 def least_us(problem: Remembered, hardware: Hardware) -> float | None:
-    """The time of a problem at the GPU's peaks, in microseconds: of computing or of moving data, whichever is longer.
+    """Microseconds of a problem at the GPU's peak rates: the longer of the times to compute and to move the data.
 
-    None if the peaks are not known.
+    None if the peak rates are not known.
     """
     peak = hardware.flops_per_s(problem.dtype, problem.compute)
     if not peak or not hardware.bytes_per_s:
@@ -126,7 +127,10 @@ def work_of(problem: Remembered) -> Work:
 
 
 def _work_of_mlp(problem: MLPProblem) -> Work:
-    """Inputs, outputs and parameters; in training also the gradients of outputs and parameters, not of inputs."""
+    """The work of a narrow MLP: its products, and the bytes of inputs, outputs and parameters.
+
+    In training the gradients of outputs and parameters are moved as well; there is no gradient of the inputs.
+    """
     products = [above * below for above, below in itertools.pairwise(problem.dims)]
     weights, biases = sum(products), sum(itertools.compress(problem.dims[1:], problem.biases))
     inputs, outputs = problem.dims[0], problem.dims[-1]
@@ -137,7 +141,7 @@ def _work_of_mlp(problem: MLPProblem) -> Work:
 
 
 def _moved(problem: LayerProblem) -> dict[str, tuple[Spec, DType | None]]:
-    """The operands that a layer reads or writes, as `operands_of` gives those of a product."""
+    """Spec and type of each operand that a layer's problem reads or writes, by name; see `operands_of`."""
     tensors = tensors_of(0, problem)
     moved = {name: (each.spec, None if each.is_mask else problem.dtype) for name, each in tensors.items()}
     if isinstance(problem, BackwardProblem):

@@ -50,9 +50,9 @@ def tune_chains(
     A layer's forward problem is decided together with the backward problem that reads the tensor it saves. A narrow
     MLP whose passes may be one kernel each is decided after its layers.
 
-    Problems in the plan cache are not measured again. Empty problems are left out. Problems for which the GPU has not
-    enough memory cost a warning and stay as they are. Plans made from now on follow the results. All memory that
-    measuring took is freed at the end, whatever ends it.
+    Problems in the plan cache are not measured again. Empty problems are left out. If the GPU has not enough memory
+    for a problem, a warning is given and the problem stays untuned. Plans that are made later use the results. The
+    memory of the measurements is freed at the end, also after an exception.
 
     Args:
         device: ordinal of the GPU.
@@ -83,7 +83,7 @@ def tune_chains(
 
 
 _Group: TypeAlias = tuple[Sequence[Remembered], Callable[[], Tuned | None]]
-"""Problems that are decided together, and the function that decides them; it returns None if none of them is new."""
+"""Problems that are decided together, and the function that decides them, which returns None if no problem is new."""
 
 
 class _Session:
@@ -93,7 +93,7 @@ class _Session:
         self._met: set[LayerProblem] = set()
 
     def groups(self, given: LayerChain | MatmulProblem) -> list[_Group]:
-        """The groups of a chain's problems, or of a product."""
+        """The groups of problems of a chain; a single product is one group."""
         if isinstance(given, MatmulProblem):
             return [([given], partial(self._tune_product, given))]
         found: list[_Group] = [
@@ -105,7 +105,7 @@ class _Session:
         return found
 
     def _tune_part(self, chain: LayerChain, part: Part) -> Tuned | None:
-        """Decides a part; returns None if it is empty, or equal to a part before."""
+        """Decides a part; returns None if the part is empty or equal to an earlier part."""
         kept = {index: saved_as(each, self._store) for index, each in chain.forwards.items() if each in self._met}
         chain = chain.keeping(kept)
         if part.forward is not None and kept.get(part.forward) is not None:
@@ -118,7 +118,7 @@ class _Session:
         return self._known(cut) or self._measure(cut.problems, lambda bench: decide_part(bench, self._store, cut))
 
     def _known(self, part: LayerChain) -> Tuned | None:
-        """The result for a part from the plan cache; None if one of its problems is not there."""
+        """The result for a part from the plan cache; None if the cache lacks one of the part's problems."""
         problems = as_decided(part, self._store).problems
         found = [entry for problem in problems if (entry := known_layer(problem, self._store)) is not None]
         if len(found) < len(part.problems):
@@ -146,7 +146,7 @@ class _Session:
         return self._measure([problem], lambda bench: decide_mlp(bench, chain, problem))
 
     def _tune_product(self, problem: MatmulProblem) -> Tuned | None:
-        """Decides a product, or the plain product if the library may not do the rest; returns None if it is empty."""
+        """Decides a product, without its epilogue if cuBLASLt may not run that; returns None for an empty product."""
         if problem.is_empty:
             return None
         refused: list[str] = []
@@ -166,21 +166,21 @@ class _Session:
 
 
 def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
-    """A product's entry as the report shows it."""
+    """A product's entry as a row of the report."""
     words, reasons = choice_in_words(entry), tuple(each.reason for each in entry.rejected)
     times = entry.first_us, entry.us
     return Tuned((problem,), *times, f"{problem.epilogue.value} by {words}", entry.candidates, reasons)
 
 
 def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
-    """The faster way to run a narrow MLP whose results are right, and the entry for the plan cache.
+    """The fastest correct way to run a narrow MLP, fused or layer by layer, and the entry for the plan cache.
 
     Args:
         chain: the MLP's layers, which have been decided.
-        problem: one that the kernels accept.
+        problem: an MLP that the fused kernels accept.
 
     Raises:
-        PlanError: there is no algorithm for one of the layers.
+        PlanError: cuBLASLt has no algorithm for one of the layers.
         MemoryError: the GPU has not enough memory for all operands of the chain.
     """
     search = _Passes(bench, chain, problem)
@@ -196,10 +196,10 @@ def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
 
 
 class _Passes:
-    """Two contenders: True is one kernel for each pass, which runs untuned, and False is layer by layer.
+    """Two contenders: True runs each pass in one kernel, the untuned choice; False runs the MLP layer by layer.
 
     Attributes:
-        rejected: the reason, by contender.
+        rejected: reasons by rejected contender.
     """
 
     def __init__(self, bench: Bench, chain: LayerChain, problem: MLPProblem) -> None:
@@ -236,5 +236,5 @@ class _Passes:
         self.rejected[name] = reason
 
     def _is_outcome(self, name: str) -> bool:
-        """Whether a result is one of the whole MLP, and not one that only its own layers read."""
+        """Whether a result belongs to the whole MLP, rather than being an intermediate that only its layers read."""
         return name.startswith(("dw", "db")) or name == f"y of layer {max(self._chain.forwards)}"

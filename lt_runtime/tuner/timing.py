@@ -1,13 +1,14 @@
 """Times contenders, which are several ways to do the same work, against each other, and picks one.
 
 A contender is a function that puts its work on a stream, using the buffer set of a given number. Each contender is
-launched alone at first, and dropped if it is far behind by more than the host's launch time can explain. The others are
-captured, several launches to a graph, and the graphs are replayed in turn, back and forth. The median of the rounds
-counts. After three rounds, a contender that is far from the best is replayed no more and keeps its times.
+launched alone first, and dropped if it is slower than the fastest by far more than the host's launch time can explain.
+The remaining contenders are captured, several launches to a graph, and the graphs are replayed in turn, back and forth.
+The time of a contender is the median of its rounds. After three rounds, a contender that is far slower than the best is
+no longer replayed and keeps its times.
 
-All that is tuned goes through one `race`: algorithms of a product, splits of a layer, and the passes of a narrow MLP.
-The fastest contender takes the place of the present one only if it is faster in a second measurement beside it too, and
-if its results are right.
+Each tuning decision is one `race`: between algorithms of a product, splits of a layer, or passes of a narrow MLP. The
+fastest contender replaces the present one only if it is also faster in a second measurement against the present one,
+and if its results are right.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _FEWEST_ROUNDS: Final = 3
 _FAR_BEHIND: Final = 3.0
 _OUT_OF_REACH: Final = 1.2
 _LOADING_US: Final = 2e6  # A first launch may load a kernel, from a disk that others use too.
-_HOST_US: Final = 500.0  # What the host may take to launch some kernels one by one, while the GPU waits for each.
+_HOST_US: Final = 500.0  # Upper bound of the host's time to launch a plan's kernels one by one while the GPU waits.
 _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
 _ATTEMPTS: Final = 5
-_LONG_US: Final = 2e3  # Filling an L2 cache, and writing back what was there, takes 1 % of this time.
+_LONG_US: Final = 2e3  # Filling an L2 cache, and writing back its old contents, takes 1 % of this time.
 
 _lock: Final = threading.RLock()
 
@@ -55,7 +56,8 @@ class Timing:
     Attributes:
         median_us: microseconds of a launch, the median of the rounds.
         spread_us: interquartile range of the rounds, in microseconds.
-        dropped: whether the contender was far behind when it was launched alone; `spread_us` is 0 then.
+        dropped: whether the contender was far slower than the fastest when it was launched alone; if so, `spread_us`
+            is 0.
     """
 
     median_us: float
@@ -73,7 +75,7 @@ class Bench(NamedTuple):
 
 @contextlib.contextmanager
 def workbench(device: int) -> Iterator[Bench]:
-    """Yields a bench to one thread at a time. CuPy's memory comes from a pool of its own, which is emptied at the end.
+    """Yields a bench to one thread at a time. Its memory comes from a separate CuPy pool, which is emptied at the end.
 
     Raises:
         MissingLibraryError: CuPy is not installed.
@@ -110,22 +112,22 @@ def take_times(
     """Times contenders against each other on the clock's stream.
 
     Args:
-        contenders: by name. The first is the present one, which no interruption of the host may put out of the race:
-            if it is far behind when it is launched alone, it is timed in a graph before it is dropped.
+        contenders: by name. The first is the present one. If it is far slower than the fastest when it is launched
+            alone, it is timed in a graph before it is dropped, since an interruption of the host may be the cause.
         sets: number of buffer sets, see `operands.buffer_sets`; contenders get numbers below it.
         budget_s: seconds of timing after which no further contender is tried and, after three rounds, no further round
             begins. A contender's first launch may load a kernel: the time that loading can explain does not count.
         rounds: replays of each contender that stays near the best.
-        in_a_loop: whether each replay is to find in the caches what the same contender left there, as the passes of a
-            training step do. It changes nothing where several buffer sets take turns.
-        least_us: a launch cannot take less. A measurement that says so is discarded and repeated. A contender whose
-            every measurement says so, since it leaves out work perhaps, counts as taking `least_us`.
+        in_a_loop: whether each replay starts with the caches as the same contender left them, as the passes of a
+            training step do. The option has no effect if several buffer sets are used in turn.
+        least_us: lower bound of a launch's time. A shorter measurement is discarded and repeated. A contender whose
+            every measurement is shorter, perhaps because it skips work, gets the time `least_us`.
 
     Returns:
         The times by name, in the order of `contenders`, without the contenders that were not tried.
 
     Raises:
-        Exception: a contender raised it.
+        Exception: any exception that a contender raises.
     """
     deadline = clock.watch.seconds + budget_s
     probes = _probe(contenders, clock, deadline, least_us)
@@ -148,9 +150,9 @@ def take_times(
 
 
 def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: int, least_us: float) -> list[float]:
-    """Microseconds of one launch in each of the graphs that `measure` replays, measured again if any is too short.
+    """Microseconds of one launch in each graph that `measure` replays; repeats the measurement if a time is too short.
 
-    A time that is still too short in the last attempt counts as `least_us`. The contender stays in the race, and its
+    In the last attempt a time below `least_us` is replaced by `least_us`. The contender stays in the race, and its
     verification decides whether its results are right.
     """
     for _ in range(_ATTEMPTS):
@@ -164,7 +166,7 @@ def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: in
 def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, least_us: float) -> dict[Name, float]:
     """Microseconds of a single launch of each contender, by name. The host waits for each launch to end.
 
-    The host's launch time is part of the result. `_without_host` removes it where it may decide.
+    The host's launch time is part of the result. `_without_host` times again the contenders that it may have made slow.
     """
     times: dict[Name, float] = {}
     for name, launch in contenders.items():
@@ -183,10 +185,10 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, lea
 def _without_host(
     alone: Mapping[Name, float], contenders: Mapping[Name, Launch], clock: Clock, least_us: float
 ) -> dict[Name, float]:
-    """Replaces the times of contenders that the host may have put far behind by times in a graph.
+    """Times contenders in a graph if the host's launch time may be the reason why they are far slower than the fastest.
 
     The graph holds several launches, since launching a graph may take longer than one launch runs. A new time may be
-    the best of all, and then put further contenders in doubt.
+    the shortest of all, and then further contenders may be slow only because of the host.
     """
     times, anew = {**alone}, list[Name]()
     while doubtful := [name for name in _in_doubt(times) if name not in anew]:
@@ -199,7 +201,10 @@ def _without_host(
 
 
 def _in_doubt(times: Mapping[Name, float]) -> list[Name]:
-    """Names of the contenders that are far behind the best by no more than the host may take; and the first one."""
+    """Names of the contenders that are far slower than the fastest by no more than the host's launch time.
+
+    The first contender is included whenever it is far slower.
+    """
     limit, (first, *_) = _FAR_BEHIND * min(times.values()), times
     return [name for name, us in times.items() if limit < us and (us < limit + _HOST_US or name == first)]
 
@@ -229,8 +234,8 @@ def _summary(values: list[float]) -> Timing:
 def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
     """The name of the fastest contender, or `first` where none is clearly faster.
 
-    Another contender must gain more than 1 %, and more than the noise, which is both spreads together. If `first` was
-    dropped or not timed, the fastest is returned; if all were dropped, the one with the fastest single launch.
+    Another contender must gain more than 1 %, and more than the sum of both spreads, which is the noise. If `first` was
+    dropped or not timed, the fastest is returned; if all were dropped, the contender with the fastest single launch.
 
     Args:
         timings: of one contender or more.
@@ -255,17 +260,17 @@ class Contenders(Protocol[Name]):
         """Names of the contenders that are not rejected; the first is the present one."""
 
     def take_times(self, names: Collection[Name]) -> Mapping[Name, Timing]:
-        """Times contenders against each other; a contender that is not tried is left out."""
+        """Times contenders against each other; the result lacks contenders that were not tried."""
 
     def faults(self, names: Collection[Name]) -> Mapping[Name, str]:
-        """Runs contenders and says what is wrong with the results of those that must not be used."""
+        """Runs contenders; returns a description of the fault for each contender whose results are wrong."""
 
     def reject(self, name: Name, reason: str) -> None:
         """Removes a contender, and all that share its fault, from `names`."""
 
 
 class Outcome(NamedTuple, Generic[Name]):
-    """The result of a race: the winner, and the latest times by name, also of contenders that were rejected."""
+    """The result of a race: the winner, and the latest times by name, including those of rejected contenders."""
 
     winner: Name
     timings: Mapping[Name, Timing]
@@ -275,11 +280,11 @@ def race(contenders: Contenders[Name]) -> Outcome[Name]:
     """The fastest contender whose results are right.
 
     The present contender is verified too, and stays unless another is clearly faster (see `fastest`) in two
-    measurements. Where the winner is wrong, all others are timed again: they may have been dropped for being far behind
-    a contender that skips work.
+    measurements. If the winner's results are wrong, all other contenders are timed again: they may have been dropped
+    for being far slower than a contender that skips work.
 
     Raises:
-        PlanError: no contender is left.
+        PlanError: all contenders have been rejected.
     """
     timings: dict[Name, Timing] = {}
     while names := [*contenders.names()]:

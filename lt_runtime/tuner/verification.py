@@ -1,6 +1,6 @@
-"""Whether an algorithm computes what it is asked for: every element of every output, against float64, and twice.
+"""Verifies an algorithm: compares every element of every output with an FP64 reference, and two runs bit for bit.
 
-The reference is a product in FP64. None of the algorithms that are judged computes that product.
+The reference is computed by a separate kernel, never by a candidate algorithm.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lt_runtime.problem import Compute, DType, MatmulProblem
 from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, Memory, Operands, operands_of
 
 KINDS: Final = (LATTICE, EDGES, ONES)
-"""Random data whose sums are exact in any order, which shows a term too few or too many; data of which no sum is exact,
-which shows an operand or a partial sum in too narrow a type; and ones, whose sums must be K."""
-# One unit in the last place, relative. Rounding to the nearest costs half of it, but the library does not promise that.
+"""Three kinds of test data. LATTICE: sums are exact in any order, which reveals missing or extra terms. EDGES: no sum
+is exact, which reveals operands or partial sums in too narrow a type. ONES: every sum must be K."""
+# One unit in the last place, relative. Rounding to nearest errs by half a unit, but cuBLASLt does not promise it.
 _UNIT: Final = {DType.FLOAT32: 2.0**-23, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7, DType.FLOAT64: 2.0**-52}
 _LEAST_NORMAL: Final = {DType.FLOAT16: 2.0**-14, DType.FLOAT64: 2.0**-1022}
 _LARGEST: Final = {DType.FLOAT16: 65504.0, DType.FLOAT64: math.inf}
@@ -30,7 +30,7 @@ _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3
 _DOUBLE: Final = 8  # bytes
 _SUM_ERROR: Final = 2.0**-20
-"""Relative error of a sum that truncates: errors of one sign, which add up."""
+"""Relative error of a sum whose additions truncate: the errors have one sign and add up."""
 
 
 class ProductOperands(Operands):
@@ -61,17 +61,17 @@ class ProductOperands(Operands):
         return [self.buffers[name].snapshot() for name in self.outputs]
 
     def same_as(self, snapshot: list[Buffer]) -> bool:
-        """Whether the outputs are what they were, bit for bit."""
+        """Whether the outputs equal a snapshot bit for bit."""
         now = (self.buffers[name] for name in self.outputs)
         return all(each.equals(before) for each, before in zip(now, snapshot, strict=True))
 
     def wrote_outside(self) -> bool:
-        """Whether the product, whose results are all numbers, has written between or behind the rows of D."""
+        """Whether the product has written between or behind the rows of D; the data must give results without NaN."""
         d = self.buffers["d"]
         return d.count_written() != math.prod(d.shape)
 
     def call(self, stream: int) -> Call:
-        """A run on these operands, α and β being 1."""
+        """The call of the product on these operands, with α = β = 1."""
         addresses = (self.buffers[name].address if name in self.buffers else 0 for name in self.problem.operands)
         one: Any = int(self._one.data.ptr) if self.problem.device_scalars else 1.0
         return Call(tuple(addresses), stream, (one, one if self.problem.c is not None else 0.0))
@@ -91,7 +91,7 @@ class Expected:
         self.results = Results(self._values.data.ptr, self._limits.data.ptr)
 
     def fault(self, name: str, output: Buffer) -> str | None:
-        """The first element of an output that is too far off, in words; None if there is none."""
+        """A sentence on the first element of an output whose error exceeds its tolerance; None if all are right."""
         _, rows, cols = self.shape
         wanted = Elements(self.results.values, rows * cols, cols, 1, TYPES["float64"])
         found = self._memory.compare(output.elements, self.shape, wanted, limits=self.results.limits)
@@ -111,11 +111,11 @@ class Expected:
 
 
 def verify(launches: Mapping[str, Callable[[], object]], operands: ProductOperands) -> dict[str, str]:
-    """Why algorithms are not to be used, by name; those that agree with the reference are left out.
+    """The faults of algorithms whose results are wrong, by name; algorithms that pass are left out.
 
     Args:
-        launches: by name; each runs the product once, on the stream of the operands' memory.
-        operands: of the product; they are overwritten.
+        launches: by name of the algorithm; each runs the product once, on the stream of the operands' memory.
+        operands: the product's operands, which are overwritten.
     """
     reasons: dict[str, str] = {}
     for seed, data in enumerate(KINDS):
@@ -141,7 +141,7 @@ def _judge(launch: Callable[[], object], operands: ProductOperands, expected: Ma
 
 
 def disagreement(operands: ProductOperands, expected: Mapping[str, Expected]) -> str | None:
-    """The first element that is too far off, in words; None if there is none."""
+    """A sentence on the first element of any output whose error exceeds its tolerance; None if all are right."""
     for name, each in expected.items():
         fault = each.fault(name, operands.buffers[name])
         if fault is not None:
@@ -152,8 +152,8 @@ def disagreement(operands: ProductOperands, expected: Mapping[str, Expected]) ->
 def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expected]:
     """The expected values of each output of a product.
 
-    D must be within the product's error, which accumulation, C and the bias make, and the activation's error. Close to
-    0, where the sign of a pre-activation may be off, either bit of ReLU's mask is right.
+    The tolerance of D is the sum of the errors of accumulation, of C, of the bias and of the activation. Where the
+    error may change the sign of a pre-activation, either bit of ReLU's mask is right.
     """
     problem, memory = operands.problem, operands.memory
     epilogue, rounding = problem.epilogue, _rounding(problem.d_dtype)
@@ -194,7 +194,10 @@ def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expecte
 
 
 def _operand_sums(operands: ProductOperands, rounding: Rounding) -> Expected:
-    """Sums over A's rows or B's columns: the product of a matrix of ones with B, or with the transpose of A."""
+    """The expected bias gradient: op(A) summed over K for BGRADA (length M), op(B) summed over K for BGRADB (length N).
+
+    The sums are computed as the product of a row of ones with B, or with the transpose of A.
+    """
     problem, memory = operands.problem, operands.memory
     transposed = problem.epilogue is Epilogue.BGRADA
     summed = operands.buffers["a" if transposed else "b"].elements
@@ -212,22 +215,22 @@ def _operand_sums(operands: ProductOperands, rounding: Rounding) -> Expected:
 
 
 def _rounding(dtype: DType) -> Rounding:
-    """How results are rounded to their type. Those beyond the type's range, or subnormal, are not judged."""
+    """How results are rounded to their type. Results beyond the type's range, and subnormal results, are not judged."""
     return Rounding(_UNIT[dtype], _LEAST_NORMAL.get(dtype, 2.0**-126), _LARGEST.get(dtype, 2.0**127))
 
 
 def _limits(values: NDArray[Any], errors: NDArray[Any], rounding: Rounding) -> NDArray[np.float64]:
-    """How far off results may be, which are rounded to their type; the same as `store` in verify.cu."""
+    """Tolerances of results: their errors plus the rounding to their type, by the formula of `store` in verify.cu."""
     limits: NDArray[np.float64] = errors + rounding.unit * abs(values) + rounding.least
     limits[abs(values) + limits > rounding.largest] = math.inf
     return limits
 
 
 def accumulation_error(problem: MatmulProblem, data: Data) -> float:
-    """How far off a sum of products may be, relative to the sum of their magnitudes.
+    """Tolerance of a sum of products, relative to the sum of their magnitudes.
 
     The result must be exact where every partial sum is exact. Otherwise the errors of K roundings mostly cancel and
-    grow as the root of K, in whatever order the sum is taken. Tensor cores truncate, and their error is a few times
+    grow as the root of K, in every order of summation. Tensor cores truncate, and their error is a few times
     larger. TF32 truncates each operand to 10 bits as well.
     """
     if problem.k <= data.exact_to:
