@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from lt_runtime.profiling import profile
     from lt_runtime.profiling.capture.check import CaptureReport, check_capture
     from lt_runtime.ranges import range as range  # noqa: A004  # outside of __all__, where it would hide Python's
-    from lt_runtime.saving.checkpoints import load_checkpoint, save_checkpoint
-    from lt_runtime.saving.saved_model import load_model, save_model
+    from lt_runtime.saving.checkpoints import load_checkpoint, load_model, save_checkpoint, save_model
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import EMA, MLP
     from lt_runtime.training.prefetch import Prefetcher, prefetch
@@ -56,10 +55,9 @@ _EXPORTS = {
     "profiling.capture.check": "CaptureReport check_capture",
     "schedules": "Schedule",
     "training": "EMA MLP",
-    "saving.checkpoints": "load_checkpoint save_checkpoint",
+    "saving.checkpoints": "load_checkpoint load_model save_checkpoint save_model",
     "training.prefetch": "Prefetcher prefetch",
     "training.step": "Metrics TrainStep evaluate",
-    "saving.saved_model": "load_model save_model",
 }
 """Public names by the module that holds them, with blanks between them."""
 _HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}

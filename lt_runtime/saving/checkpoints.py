@@ -1,36 +1,43 @@
-"""Checkpoints: safetensors files from which training continues bit by bit as if it had not been interrupted."""
+"""Models and checkpoints in safetensors files. Training continues from a checkpoint bit by bit."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import itertools
 import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arguments import check_instance, one_of, shown
+from lt_runtime.arguments import check_instance, integers, one_of, shown
+from lt_runtime.arrays.operand import CUPY, read
+from lt_runtime.arrays.transfer import replace_all
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
+from lt_runtime.gpu.devices import parse_device
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
-from lt_runtime.ops._adamw_parameters import check_rounding
-from lt_runtime.ops.adamw import AdamW, Parameter
+from lt_runtime.ops._adamw_parameters import check_rounding, write_values
+from lt_runtime.ops.adamw import AdamW
+from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
-from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of
+from lt_runtime.saving.checkpoint_file import Kind, Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.plan_choices import choices_of, take_choices
-from lt_runtime.saving.saved_model import (
-    FORMAT,
-    MASTER,
-    MOMENTS,
-    description_of,
-    options_of,
-    value_names,
-    write_saved,
-)
-from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.mlp import MLP
+
+_FORMAT: Final = 1
+_MASTER: Final = ".master"
+"""The end of the name of a master copy, after the parameter's name."""
+_MOMENTS: Final = ("m", "v", "v_max")
+
+_FLOATS: Final = ("float32", "float16", "bfloat16")
+_WORDS: Final = ("float32", "uint32", "int32")
+
+_Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The shapes of parameters, by name."""
 
 _OPTIMIZER: Final = ("amsgrad", "max_norm", "skip_nonfinite", "stochastic_rounding", "seed")
 _SCALER: Final = ("scale", "growth_tracker")
@@ -72,7 +79,8 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
         FileError: the file cannot be written, for example because the disk is full; it is an OSError too. An older file
             stays unchanged, unless it had been replaced and only the flush of the directory failed.
     """
-    _check_kinds(path, model, optimizer)
+    _check_kinds(path, model)
+    check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
     arrays = _arrays(model, optimizer)
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()}
@@ -116,18 +124,19 @@ def load_checkpoint(
         FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
             is a FileNotFoundError too.
     """
-    _check_kinds(path, model, optimizer, "None or an lt.AdamW", type(None))
+    _check_kinds(path, model)
+    check_instance("optimizer", optimizer, (AdamW, type(None)), "None or an lt.AdamW")
     may_differ = _parts_of(changed)
     if optimizer is None:
         _, values = checkpoint_file.read(path, lambda text, kinds: _model_names(path, text, kinds, model))
-        write_saved(path, model, values)
+        _write_saved(path, model, values)
         return
     arrays, ours = _arrays(model, optimizer), _description(model, optimizer)
     plans: object = None
 
     def wanted(text: str, kinds: Kinds) -> Kinds:
         nonlocal plans
-        theirs = description_of(path, text)
+        theirs = _description_of(path, text)
         plans = theirs.pop(_PLANS, None)
         if "optimizer" not in theirs:
             raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
@@ -138,31 +147,66 @@ def load_checkpoint(
     _, values = checkpoint_file.read(path, wanted)
     _check_values(f"{os.fspath(path)} cannot be used", values, model, optimizer)
     model.device.synchronize()
-    _replace(model.device, arrays, values)
+    device = model.device.ordinal
+    stream = 0 if device is None else CUPY.current_stream(device)
+    replace_all([(read(name, array, stream), values[name], stream) for name, array in arrays.items()])
     take_choices(path, plans, model)
 
 
-def _replace(device: ComputeDevice, arrays: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Writes values into arrays, and restores the old values if a write fails.
+def save_model(path: str | os.PathLike[str], model: MLP) -> None:
+    """Writes a model to a safetensors file: its parameters' values and its options, for `load_model`.
 
-    The old values are kept on the host, so that the GPU need not hold the arrays twice.
+    If there are FP32 master copies, their values are saved, so that training can continue from the file. Other tools
+    find them as "layer0.weight", "layer0.bias" and so on. An older file is replaced as by `save_checkpoint`. Waits for
+    the GPU.
+
+    Raises:
+        OperandError: a parameter's data are not the rounding of its master copy, see `Parameter.assign`.
+        FileError: the file cannot be written; it is an OSError too. An older file stays unchanged, unless it had been
+            replaced and only the flush of the directory failed.
     """
-    before = {name: device.to_host(array).copy() for name, array in arrays.items()}
+    _check_kinds(path, model)
+    model.device.synchronize()
+    values = {}
+    for each in model.parameters():
+        values[each.name] = data = model.device.to_host(each.data)
+        if each.master is not None:
+            values[each.name] = master = model.device.to_host(each.master)
+            check_rounding(each.name, data, master)
+    checkpoint_file.write(path, values, json.dumps({"format": _FORMAT, "model": _options_of(model)}))
+
+
+def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
+    """Makes the model of a file that `save_model` or `save_checkpoint` has written.
+
+    The file's digest is checked as by `load_checkpoint`. The model is made only after the file has been found to hold
+    all its values.
+
+    Args:
+        device: the device of the model: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a
+            `torch.device`.
+
+    Raises:
+        CheckpointError: the file is damaged, or it was not written by `save_model` or `save_checkpoint` of this version
+            or an earlier one.
+        ArgumentError: a device that does not exist.
+        FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
+            is a FileNotFoundError too.
+    """
+    check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
+    place = parse_device(device)
+    text, values = checkpoint_file.read(path, lambda text, kinds: _value_names(path, kinds, _shapes(path, text, kinds)))
     try:
-        for name, array in arrays.items():
-            device.write(array, values[name])
-        device.synchronize()
-    except BaseException:
-        for name, array in arrays.items():
-            device.write(array, before[name])
-        device.synchronize()
-        raise
+        model = MLP(**_description_of(path, text)["model"], device="cpu" if place is None else place)
+    except (ArgumentError, OperandError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
+    _write_saved(path, model, values)
+    return model
 
 
-def _check_kinds(path: object, model: object, optimizer: object, accepted: str = "an lt.AdamW", *more: type) -> None:
+def _check_kinds(path: object, model: object) -> None:
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     check_instance("model", model, MLP, "an lt.MLP")
-    check_instance("optimizer", optimizer, (AdamW, *more), accepted)
 
 
 def _parts_of(changed: Any) -> set[str]:
@@ -179,9 +223,9 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
         if id(parameter) not in known:
             raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
     arrays = {each.name: each.data for each in model.parameters()}
-    arrays |= {f"{each.name}{MASTER}": each.master for each in model.parameters()}
+    arrays |= {f"{each.name}{_MASTER}": each.master for each in model.parameters()}
     for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
-        arrays |= {f"{parameter.name}.{moment}": array for moment, array in zip(MOMENTS, moments, strict=False)}
+        arrays |= {f"{parameter.name}.{moment}": array for moment, array in zip(_MOMENTS, moments, strict=False)}
     arrays |= {f"optimizer.{name}": getattr(optimizer, name) for name in ("steps", "skipped_steps", "grad_norm")}
     arrays |= {f"scaler.{name}": getattr(optimizer.scaler, name, None) for name in _SCALER}
     return {name: array for name, array in arrays.items() if array is not None}
@@ -189,22 +233,22 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
 
 def _model_names(path: str | os.PathLike[str], text: str, kinds: Kinds, model: MLP) -> list[str]:
     """Checks a file's model against ours, and returns the names of the arrays with the parameters' values."""
-    theirs, ours = description_of(path, text)["model"], model.options
+    theirs, ours = _description_of(path, text)["model"], model.options
     _check_options(path, {"model": theirs}, {"model": ours}, _OF_TRAINING)
-    return value_names(path, kinds, {each.name: kind_of(each.data).shape for each in model.parameters()})
+    return _value_names(path, kinds, {each.name: kind_of(each.data).shape for each in model.parameters()})
 
 
 def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
     """The options that must be equal for a run to continue, as JSON returns them."""
     options, scaler = optimizer.options, optimizer.scaler
     described = {
-        "format": FORMAT,
-        "model": options_of(model),
+        "format": _FORMAT,
+        "model": _options_of(model),
         "optimizer": {
             **dataclasses.asdict(options.hyper),
             **{name: getattr(options, name) for name in _OPTIMIZER},
             "moments": options.moments.value,
-            "parameters": {each.name: _rates(each) for each in optimizer.parameters},
+            "parameters": {each.name: [each.lr_scale, each.weight_decay] for each in optimizer.parameters},
         },
         "scaler": None if scaler is None else scaler.options,
     }
@@ -212,56 +256,36 @@ def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
     return result
 
 
-def _rates(parameter: Parameter) -> list[float | None]:
-    """The settings of `_PER_PARAMETER`, converted from NumPy scalars."""
-    given = (getattr(parameter, name) for name in _PER_PARAMETER)
-    return [None if value is None else float(value) for value in given]
-
-
-class _Range(NamedTuple):
-    """The values that training can give an array, both ends included."""
-
-    name: str
-    lowest: float
-    highest: float
-    takes_nan: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.lowest} to {self.highest}" + (", or NaN" if self.takes_nan else "")
-
-    def holds(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Whether each value is within the range."""
-        with np.errstate(invalid="ignore"):  # raised by a comparison with a signalling NaN
-            inside = (values >= self.lowest) & (values <= self.highest)
-            return inside | np.isnan(values) if self.takes_nan else inside
-
-
-def _ranges(optimizer: AdamW) -> Iterator[_Range]:
-    """The ranges of the arrays that training cannot give every value of their type."""
-    for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
-        for moment in MOMENTS[1 : len(moments)]:
-            yield _Range(f"{parameter.name}.{moment}", 0.0, math.inf, takes_nan=True)
-    yield _Range("optimizer.steps", 0, _LAST_STEP)
-    yield _Range("optimizer.skipped_steps", 0, _LAST_STEP)
+def _ranges(optimizer: AdamW) -> dict[str, tuple[float, float]]:
+    """The lowest and highest value that training can give an array; NaN too where the highest is infinity."""
+    ranges: dict[str, tuple[float, float]] = {
+        f"{parameter.name}.{moment}": (0.0, math.inf)
+        for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True)
+        for moment in _MOMENTS[1 : len(moments)]
+    }
+    ranges |= {"optimizer.steps": (0, _LAST_STEP), "optimizer.skipped_steps": (0, _LAST_STEP)}
     if optimizer.grad_norm is not None:
-        yield _Range("optimizer.grad_norm", 0.0, math.inf, takes_nan=True)
+        ranges["optimizer.grad_norm"] = 0.0, math.inf
     if optimizer.scaler is not None:
-        yield _Range("scaler.scale", SMALLEST_SCALE, LARGEST_SCALE)
-        yield _Range("scaler.growth_tracker", 0, optimizer.scaler.growth_interval - 1)
+        ranges["scaler.scale"] = SMALLEST_SCALE, LARGEST_SCALE
+        ranges["scaler.growth_tracker"] = 0, optimizer.scaler.growth_interval - 1
+    return ranges
 
 
 def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP, optimizer: AdamW) -> None:
     for parameter in model.parameters():
         if parameter.master is not None:
             try:
-                check_rounding(parameter.name, arrays[parameter.name], arrays[f"{parameter.name}{MASTER}"])
+                check_rounding(parameter.name, arrays[parameter.name], arrays[f"{parameter.name}{_MASTER}"])
             except OperandError as error:
                 raise CheckpointError(f"{complaint}: {error}") from error
-    for accepted in _ranges(optimizer):
-        values = arrays[accepted.name].reshape(-1)
-        outside = np.flatnonzero(~accepted.holds(values))
-        if outside.size:
-            found = f"{accepted.name} has the value {values[outside[0]]!s}"
+    for name, (lowest, highest) in _ranges(optimizer).items():
+        values, takes_nan = arrays[name].reshape(-1), math.isinf(highest)
+        with np.errstate(invalid="ignore"):  # raised by a comparison with a signalling NaN
+            outside = ~((values >= lowest) & (values <= highest) | (takes_nan & np.isnan(values)))
+        if outside.any():
+            accepted = f"{lowest} to {highest}" + (", or NaN" if takes_nan else "")
+            found = f"{name} has the value {values[outside][0]!s}"
             raise CheckpointError(f"{complaint}: {found}; accepted are {accepted}")
 
 
@@ -302,3 +326,84 @@ def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, 
             yield f"the order of {name}", shown([*theirs]), shown([*ours])
     elif theirs != ours:
         yield name, shown(theirs), shown(ours)
+
+
+def _options_of(model: MLP) -> dict[str, Any]:
+    """The options of a model, with `master_weights` true if an optimizer has made master copies since."""
+    has_masters = model.dtype is not DType.BFLOAT16 or any(each.master is not None for each in model.parameters())
+    return {**model.options, "master_weights": has_masters}
+
+
+def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
+    """The description of the model, and in a checkpoint of the optimizer, in a file's text.
+
+    Raises:
+        CheckpointError: the text is no description, or has another format version.
+    """
+    try:
+        description = json.loads(text)
+        version = description["format"]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise of_others(path) from error
+    if type(version) is not int or version != _FORMAT:
+        found = f"{path} has format {shortened(repr(version))}"
+        raise CheckpointError(f"{found}; this version reads format {_FORMAT}")
+    if not isinstance(description.get("model"), dict):
+        raise of_others(path)
+    return {**description, "model": {**_DEFAULTS, **description["model"]}}
+
+
+def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: _Shapes) -> list[str]:
+    """Names of the arrays with the most accurate values of the given parameters: master copies where the file has them.
+
+    Raises:
+        CheckpointError: the file lacks a parameter, has one of another shape, or an array that no checkpoint has.
+    """
+    for name in shapes.keys() - kinds.keys():
+        raise CheckpointError(f"{path} has no {shortened(name)}")
+    for name, kind in kinds.items():
+        owner, _, part = name.rpartition(".")
+        shape = shapes.get(name, shapes.get(owner) if part in (_MASTER[1:], *_MOMENTS) else None)
+        is_number = kind.dtype in _WORDS and math.prod(kind.shape) == 1
+        if shape is None and not (owner in ("optimizer", "scaler") and is_number):
+            raise CheckpointError(f"{path} has {shortened(name)}, which there is not here")
+        if shape is not None and (kind.shape != shape or kind.dtype not in _FLOATS):
+            raise CheckpointError(f"{path}: {shortened(name)} is {shortened(str(kind))}; here its shape is {shape}")
+    return [name + _MASTER if name + _MASTER in kinds else name for name in shapes]
+
+
+def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
+    """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
+
+    Raises:
+        CheckpointError: the parameters have other names or shapes.
+    """
+    found = {name.removesuffix(_MASTER): array.astype(np.float32, copy=False) for name, array in values.items()}
+    like = {each.name: Kind("float32", kind_of(each.data).shape) for each in model.parameters()}
+    checkpoint_file.check_kinds(path, {name: kind_of(array) for name, array in found.items()}, like)
+    write_values([(each, found[each.name]) for each in model.parameters()])
+
+
+def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases.
+
+    They are compared with the file's arrays before a model is made, in case the file claims huge sizes.
+    """
+    try:
+        dims = integers("dims", _description_of(path, text)["model"]["dims"])
+    except (ArgumentError, KeyError) as error:
+        raise of_others(path) from error
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(dims)):
+        shapes[f"layer{i}.weight"] = outputs, inputs
+        if f"layer{i}.bias" in kinds:
+            shapes[f"layer{i}.bias"] = (outputs,)
+    return shapes
+
+
+_DEFAULTS: Final = {
+    name: parameter.default
+    for name, parameter in inspect.signature(MLP).parameters.items()
+    if name not in ("dims", "device")
+}
+"""Defaults of the options, for files of earlier versions, which lack the newer options."""

@@ -74,14 +74,6 @@ class ComputeDevice:
             f"{found}; within `with cupy.cuda.Device({self.ordinal}):` cupy.array({name}) copies it there"
         )
 
-    def write(self, array: Any, values: np.ndarray[Any, Any]) -> None:
-        """Writes NumPy values of the same shape and type into an array on this device."""
-        with self.current():
-            if self.ordinal is None:
-                array[...] = values
-            else:
-                array.set(np.ascontiguousarray(values).reshape(values.shape))
-
     def synchronize(self) -> None:
         """Waits for all work on the device. Tries again for 2 s while a thread captures a graph, when it cannot wait.
 

@@ -16,7 +16,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.adamw import EmaParams, ema_launches, ema_table
 from lt_runtime.kernels.kernel import Launches
-from lt_runtime.ops._adamw_parameters import HeldArrays
+from lt_runtime.ops._adamw_parameters import HeldArrays, write_values
 from lt_runtime.training.mlp import MLP, brief
 
 
@@ -90,14 +90,9 @@ class EMA(Fixed):
         check_instance("model", model, MLP, "an lt.MLP")
         if model.dims != self.model.dims:
             raise ShapeError(f"model has dims {list(model.dims)}; the averages are of {list(self.model.dims)}")
-        for device in (self.model.device, model.device):
-            device.synchronize()
-        for parameter, average in zip(model.parameters(), self.averages.values(), strict=True):
-            values = self.model.device.to_host(average)
-            if parameter.master is not None:
-                model.device.write(parameter.master, values)
-            model.device.write(parameter.data, values.astype(parameter.data.dtype))
-        model.device.synchronize()
+        self.model.device.synchronize()
+        averages = map(self.model.device.to_host, self.averages.values())
+        write_values([*zip(model.parameters(), averages, strict=True)])
 
     def check_arrays(self) -> None:
         """Raises `OperandError` if an array of a parameter has been replaced since this was made."""
