@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import shown
 from lt_runtime.arrays.libraries import cupy, is_from
-from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
 from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
@@ -78,6 +78,13 @@ def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
         with activated(operand.device):
             call("cuMemcpyHtoDAsync", operand.address, source.ctypes.data, source.nbytes, stream)
             call("cuStreamSynchronize", stream)
+
+
+def copied(operand: Operand, stream: int) -> Any:
+    """A CuPy array with the values of an operand without gaps on a GPU that is current; the stream orders the copy."""
+    made = CUPY.empty(operand.shape, np.dtype(operand.dtype), operand.device, stream)
+    call("cuMemcpyDtoDAsync", made.data.ptr, operand.address, made.nbytes, stream)
+    return made
 
 
 def replace_all(writes: Sequence[tuple[Operand, NDArray[Any], int]]) -> None:

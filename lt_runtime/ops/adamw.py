@@ -101,18 +101,29 @@ class AdamW(Fixed):
     ) -> None:
         self.parameters: Final = _parameters(parameters)
         self.scaler: Final = scaler
-        _check_scaler(scaler)
+        check_instance("scaler", scaler, (GradScaler, type(None)), "None or an lt.GradScaler")
+        if scaler is not None and scaler.is_bound:
+            raise ArgumentError("scaler already serves an optimizer; make one for each")
+        max_norm = None if max_norm is None else number("max_norm", max_norm)
+        if max_norm is not None and not max_norm > 0:
+            raise ArgumentError(f"max_norm is {max_norm}; it must be positive, or None")
         options = Options(
             _hyper(lr, betas, eps, weight_decay, schedule),
             flag("amsgrad", amsgrad),
-            None if max_norm is None else _max_norm(max_norm),
+            max_norm,
             flag("skip_nonfinite", skip_nonfinite) or scaler is not None,
             scaler,
             _moments_type(moments),
             flag("stochastic_rounding", stochastic_rounding),
             Philox(seed).seed,  # refuses anything but a 64-bit seed
         )
-        kind = HostState if on_host(_by_name(self.parameters)) else GpuState
+        arrays = {
+            f"{each.name}.{part} (parameter {i})": getattr(each, part)
+            for i, each in enumerate(self.parameters)
+            for part in ("data", "grad", "master")
+            if part != "master" or each.master is not None
+        }
+        kind = HostState if on_host(arrays) else GpuState
         self._state: HostState | GpuState = kind(self.parameters, options)
         self._held = HeldArrays(self.parameters, "the optimizer")
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
@@ -202,16 +213,6 @@ class AdamW(Fixed):
         changes.latest = object()
 
 
-def _by_name(parameters: Sequence[Parameter]) -> dict[str, Any]:
-    """The arrays of all parameters, by unique names."""
-    return {
-        f"{parameter.name}.{part} (parameter {i})": getattr(parameter, part)
-        for i, parameter in enumerate(parameters)
-        for part in ("data", "grad", "master")
-        if part != "master" or parameter.master is not None
-    }
-
-
 def _parameters(given: Any) -> tuple[Parameter, ...]:
     """Checks that there is at least one parameter, and returns all; their arrays are checked later."""
     accepted = "a sequence of lt.Parameter, such as model.parameters()"
@@ -243,21 +244,6 @@ def _schedule(schedule: Schedule | None) -> Schedule:
         return Schedule()
     check_instance("schedule", schedule, Schedule, "None or an lt.Schedule, such as lt.schedules.warmup_cosine makes")
     return schedule
-
-
-def _max_norm(value: float) -> float:
-    checked = number("max_norm", value)
-    if not checked > 0:
-        raise ArgumentError(f"max_norm is {checked}; it must be positive, or None")
-    return checked
-
-
-def _check_scaler(scaler: GradScaler | None) -> None:
-    if scaler is None:
-        return
-    check_instance("scaler", scaler, GradScaler, "None or an lt.GradScaler")
-    if scaler.is_bound:
-        raise ArgumentError("scaler already serves an optimizer; make one for each")
 
 
 def _moments_type(moments: object) -> DType:

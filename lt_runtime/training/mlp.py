@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import by_layer, flag, integer, integers, shown
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
-from lt_runtime.arrays.operand import CUPY, Operand, library_of, read_step
+from lt_runtime.arrays.operand import CUPY, Operand, library_of, read, read_step
+from lt_runtime.arrays.transfer import copied
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
 from lt_runtime.gpu.devices import activated, parse_device
-from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.ops.adamw import Parameter
+from lt_runtime.ops._adamw_parameters import LeftOut, Parameter, by_name, load_values
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import (
     Activation,
@@ -35,7 +35,6 @@ from lt_runtime.problem import (
 from lt_runtime.ranges import range_of
 from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.narrow import passes_of
-from lt_runtime.training.state_dict import LeftOut, by_name, copied, load
 
 _Value = TypeVar("_Value")
 _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
@@ -198,8 +197,12 @@ class MLP:
             ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
         """
         self.device.synchronize()
-        with self.device.current():
-            state = {name: copied(each.data) for name, each in by_name(self.parameters(), names).items()}
+        arrays = {name: each.data for name, each in by_name(self.parameters(), names).items()}
+        if self.device.ordinal is None:
+            return {name: array.copy() for name, array in arrays.items()}
+        with activated(self.device.ordinal):
+            stream = CUPY.current_stream(self.device.ordinal)
+            state = {name: copied(read(name, array, stream), stream) for name, array in arrays.items()}
         self.device.synchronize()
         return state
 
@@ -223,7 +226,7 @@ class MLP:
             ArgumentError: `names` is wrong, as in `state_dict`.
             CaptureError: the current stream is being captured.
         """
-        return load(by_name(self.parameters(), names), state, strict=flag("strict", strict))
+        return load_values(by_name(self.parameters(), names), state, strict=flag("strict", strict))
 
     def __call__(self, x: Any, *, stream: Any = None) -> Any:
         """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout; nothing is kept. Raises as `lt.linear`.
@@ -335,10 +338,7 @@ class MLP:
             return step
         with activated(device):
             handle = stream_handle(stream, device, library_of(x).current_stream)
-            source = read_step(Philox(step=step).step, device, handle)
-            copy = CUPY.empty((), np.dtype(np.uint32), device, handle)
-            call("cuMemcpyDtoDAsync", copy.data.ptr, source.address, copy.nbytes, handle)
-        return copy
+            return copied(read_step(Philox(step=step).step, device, handle), handle)
 
     def _parameters(self, biases: Sequence[bool], *, has_masters: bool) -> dict[str, Parameter]:
         """Weights and biases by their names. All values share one allocation, as do gradients and master copies."""
