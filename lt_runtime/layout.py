@@ -103,27 +103,6 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
     raise LayoutError(f"{operand} of shape {(rows, cols)} has strides {(row_stride, col_stride)}: {fault}; {mend}")
 
 
-def batch_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[Layout, int, int]:
-    """The layout of each matrix of a 2-D or 3-D array, the number of matrices, and the elements from one to the next.
-
-    The stride between matrices may be any number that is not negative; with 0 the batch repeats one matrix.
-
-    Raises:
-        ShapeError: the array has neither two axes nor three.
-        LayoutError: see `layout_of`; or the stride between matrices is negative.
-    """
-    if len(shape) == 2:
-        return layout_of(operand, shape, strides), 1, 0
-    if len(shape) != 3:
-        raise ShapeError(f"{operand} has shape {tuple(shape)}; accepted are a matrix (2 axes) or a batch of them (3)")
-    count, rows, cols = shape
-    layout = layout_of(operand, (rows, cols), strides[1:]) if count else packed(rows, cols)
-    stride = strides[0] if count > 1 else 0
-    if stride < 0:
-        raise LayoutError(f"{operand} has strides {tuple(strides)}; the first must not be negative")
-    return layout, count, stride
-
-
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements of an array may share memory: an axis steps by less than the inner axes extend."""
     reach = 1

@@ -15,6 +15,7 @@ import numpy as np
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import MissingLibraryError, OperandError
+from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import cupy_current
 
 _ALIGNED: Final = 256  # alignment in bytes; no plan depends on a better one
@@ -104,6 +105,13 @@ class CupyLibrary(Library):
             return module.ndarray(shape, dtype)
         with cupy_stream(device, stream):
             return module.ndarray(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
+        """An array as `empty` makes it, which a memset fills with zeros; a captured graph repeats the memset."""
+        array = self.empty(shape, dtype, device, stream)
+        if array.nbytes:
+            call("cuMemsetD8Async", array.data.ptr, 0, array.nbytes, stream)
+        return array
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
         """See `Library`."""

@@ -178,10 +178,7 @@ def read_call(
     ]
     assert found[0] is not None, "the first array is required"
     device, library, _ = found[0]
-    if device == HOST:
-        handle = 0 if stream is None else stream_handle(stream, HOST)
-    else:
-        handle = stream_handle(stream, device, library.current_stream)
+    handle = stream_handle(stream, device, library.current_stream)
     operands = [
         None if source is None else _read_from(source, name, array, handle)
         for source, name, array in zip(found, names, arrays, strict=True)

@@ -1,7 +1,12 @@
-"""Copies of values between the host and arrays of any library."""
+"""Copies of values between the host and arrays of any library, and many arrays in one allocation (an arena).
+
+Each array of an arena is aligned as if it were allocated alone, so that plans for it are the same.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,6 +19,7 @@ from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of
 from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
+from lt_runtime.problem import ALIGNMENT
 
 _LARGEST_INTEGER: Final = 1 << 24  # FP32 holds every integer up to this one
 _DLPACK_CPU: Final = 1  # kDLCPU
@@ -126,3 +132,31 @@ def _is_on_gpu(values: Any) -> bool:
 
 def _no_numbers(kind: type[OperandError], name: str, values: Any) -> OperandError:
     return kind(f"{name} is {shown(values)}; accepted are arrays of any library and nested sequences, of real numbers")
+
+
+_Shapes = Sequence[tuple[int, ...]]
+
+
+def arena_size(shapes: _Shapes, itemsize: int) -> int:
+    """Elements of an arena for arrays of these shapes, each of which begins at a multiple of `ALIGNMENT` bytes."""
+    return _starts(shapes, itemsize)[-1]
+
+
+def arena_views(flat: Any, shapes: _Shapes) -> list[Any]:
+    """Arrays within `flat`, which has `arena_size` elements and begins on `ALIGNMENT` bytes."""
+    starts = _starts(shapes, flat.itemsize)
+    return [flat[start : start + math.prod(shape)].reshape(shape) for start, shape in zip(starts, shapes, strict=False)]
+
+
+def host_zeros(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A flat NumPy array of zeros that begins on `ALIGNMENT` bytes."""
+    memory = np.zeros(size * dtype.itemsize + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
+
+def _starts(shapes: _Shapes, itemsize: int) -> list[int]:
+    """Offsets of the arrays in elements, followed by the end of the last array."""
+    step = ALIGNMENT // itemsize
+    sizes = (-(-math.prod(shape) // step) * step for shape in shapes)
+    return [*itertools.accumulate(sizes, initial=0)]

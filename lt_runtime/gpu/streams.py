@@ -29,8 +29,8 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
     """The handle of a stream.
 
     Args:
-        stream: None for the current stream on `device`, an int handle, or an object with `__cuda_stream__` (CuPy,
-            PyTorch, cuda.core).
+        stream: None for the current stream on `device`, which is 0 on the host; an int handle; or an object with
+            `__cuda_stream__` (CuPy, PyTorch, cuda.core).
         current: returns the current stream of the library that the operands come from.
 
     Raises:
@@ -39,7 +39,7 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
         DeviceError: a stream of another device.
     """
     if stream is None:
-        return current(device)
+        return current(device) if device >= 0 else 0
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         handle = int((protocol() if callable(protocol) else protocol)[1])

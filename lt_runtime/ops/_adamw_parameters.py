@@ -161,15 +161,12 @@ def read_parameters(parameters: Sequence[Parameter], options: Options, device: i
             rounding of their master copy. The parameters are unchanged.
     """
     read = [_read_parameter(parameter, options, device, stream) for parameter in parameters]
-    numbered: dict[str, list[Operand]] = {
-        part: [
-            replace(operand, name=f"{operand.name} (parameter {i})")
-            for i, each in enumerate(read)
-            if (operand := getattr(each, part)) is not None
-        ]
-        for part in ("data", "grad", "master")
-    }
-    check_disjoint(numbered["data"] + numbered["master"], numbered["grad"])
+    written, gradients = list[Operand](), list[Operand]()
+    for i, each in enumerate(read):
+        for operand, group in ((each.data, written), (each.grad, gradients), (each.master, written)):
+            if operand is not None:
+                group.append(replace(operand, name=f"{operand.name} (parameter {i})"))
+    check_disjoint(written, gradients)
     check_masters(parameters, stream)
     for each in read:
         if each.master is not None:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of
+from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
 from lt_runtime.errors import CaptureError, DriverError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
@@ -65,8 +65,7 @@ class HostState:
 
     def apply_settings(self, stream: Any) -> None:
         """Only checks the stream: updates on the host read the settings directly."""
-        if stream is not None:
-            stream_handle(stream, HOST)
+        stream_handle(stream, HOST)
 
     def step(self, stream: Any) -> None:
         """Updates all parameters; the host does not use `stream`, but checks it."""
@@ -227,9 +226,7 @@ class GpuState:
         return scale, tracker
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        array = CUPY.empty(shape, dtype, self._device, self._stream)
-        if array.nbytes:
-            call("cuMemsetD8Async", array.data.ptr, 0, array.nbytes, self._stream)
+        array = CUPY.zeros(shape, dtype, self._device, self._stream)
         self._kept.append(array)
         return array
 

@@ -15,7 +15,7 @@ from lt_runtime.arrays.operand import Operand
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, LayoutError, ShapeError
 from lt_runtime.kernels.call import Call
-from lt_runtime.layout import Layout, Order, batch_of, packed
+from lt_runtime.layout import Layout, Order, layout_of, packed
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
 from lt_runtime.problem import ALIGNMENT, Compute, ComputeName, DType, MatmulProblem, Spec
@@ -173,7 +173,18 @@ def _check_scalars(given: Mapping[str, Operand], dtype: DType) -> None:
 
 
 def _spec(operand: Operand) -> Spec:
-    layout, _, stride = batch_of(operand.name, operand.shape, operand.strides)
+    """The spec of a matrix, or of a batch. With a stride of 0 from matrix to matrix, the batch repeats one matrix.
+
+    Raises:
+        LayoutError: see `layout_of`; or the stride between matrices is negative.
+    """
+    if len(operand.shape) == 2:
+        return operand.spec
+    count, *shape = operand.shape
+    layout = layout_of(operand.name, shape, operand.strides[1:]) if count else packed(*shape)
+    stride = operand.strides[0] if count > 1 else 0
+    if stride < 0:
+        raise LayoutError(f"{operand.name} has strides {operand.strides}; the first must not be negative")
     return Spec(layout, operand.alignment, stride)
 
 

@@ -38,7 +38,14 @@ def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -
 
 def make_layer_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
     """The plan for a layer's problem, by its measured strategy if it has one, otherwise by the priors."""
-    return _measured(problem, device, choose) or prior_plan(problem, device, choose)
+    store = plan_store(device)
+    entry = known_layer(problem, store)
+    if entry is not None:
+        try:
+            return plan_for(problem, device, stored_strategy(problem, entry.strategy), choose)
+        except PlanError as error:
+            store.bar(problem_key(problem), entry, str(error))
+    return prior_plan(problem, device, choose)
 
 
 def plan_for(problem: LayerProblem, device: int, strategy: Strategy, choose: Choose = known_algorithm) -> LayerPlan:
@@ -101,15 +108,3 @@ def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algori
         except PlanError as error:
             refused = error
     raise refused or PlanError("there is no strategy for the problem")
-
-
-def _measured(problem: LayerProblem, device: int, choose: Choose) -> LayerPlan | None:
-    """The plan by the measured strategy; None without one. If cuBLASLt refuses the plan, the entry is barred."""
-    store = plan_store(device)
-    entry = known_layer(problem, store)
-    if entry is not None:
-        try:
-            return plan_for(problem, device, stored_strategy(problem, entry.strategy), choose)
-        except PlanError as error:
-            store.bar(problem_key(problem), entry, str(error))
-    return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lt_runtime.arrays.operand import CUPY, read
+from lt_runtime.arrays.operand import CUPY, HOST, read
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import branch, stream_memory
@@ -87,6 +87,7 @@ class HostTally:
 
     def read(self, stream: Any) -> Totals:
         """Returns the sums and starts new ones; waits for the stream."""
+        stream_handle(stream, HOST)  # refuses anything but a stream
         totals, self._totals = self._totals, _NOTHING
         return totals
 
@@ -104,10 +105,8 @@ class GpuTally:
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._unread = device, _NOTHING
         with activated(device):
-            self.mean = CUPY.empty((), np.dtype(np.float32), device, stream)
-            self._state = CUPY.empty((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
-            call("cuMemsetD32Async", self.mean.data.ptr, 0, 1, stream)
-            self._clear(stream)
+            self.mean = CUPY.zeros((), np.dtype(np.float32), device, stream)
+            self._state = CUPY.zeros((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
 
     def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
         """See `HostTally.add`; one launch."""
@@ -127,7 +126,7 @@ class GpuTally:
             handle, host = stream_handle(stream, self._device), np.zeros(1, _STATE)
             call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, handle)
             call("cuStreamSynchronize", handle)
-            self._clear(handle)
+            call("cuMemsetD8Async", self._state.data.ptr, 0, self._state.nbytes, handle)
             state = host[0]
             loss = float(state["loss"]) - float(state["rest"])
             read = Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
@@ -135,9 +134,6 @@ class GpuTally:
             call("cuStreamSynchronize", handle)  # the next step may use another stream
         totals, self._unread = self._unread, _NOTHING
         return totals
-
-    def _clear(self, stream: int) -> None:
-        call("cuMemsetD8Async", self._state.data.ptr, 0, self._state.nbytes, stream)
 
 
 Tally: TypeAlias = HostTally | GpuTally

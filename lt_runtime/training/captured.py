@@ -16,9 +16,9 @@ import numpy as np
 from cuda.bindings import driver
 
 from lt_runtime import ranges
-from lt_runtime.arrays.arena import arena_size, arena_views
-from lt_runtime.arrays.libraries import cupy, cupy_stream, current_streams, signature_of
+from lt_runtime.arrays.libraries import cupy, current_streams, signature_of
 from lt_runtime.arrays.operand import CUPY, Operand, library_of
+from lt_runtime.arrays.transfer import arena_size, arena_views
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
@@ -95,8 +95,7 @@ class StepBuffers:
         self.parts = [*zip(*self._buffers, strict=True)]
         self.graph: Graph | None = None
         device = batch[0].device
-        with cupy_stream(device, stream) as module:
-            self._table = module.zeros(TABLE_BYTES, np.uint8)
+        self._table = CUPY.zeros((TABLE_BYTES,), np.dtype(np.uint8), device, stream)
         self._copy = RowsCopy([_targets(*each) for each in zip(batch, self._buffers, strict=True)], parts, device)
         self._written: tuple[Any, ...] | None = None
         self._range = range_of("input")
@@ -135,8 +134,8 @@ def _targets(array: Operand, buffers: Sequence[Any]) -> RowBuffers:
 def _zeros(operand: Operand, parts: int, stream: int) -> list[Any]:
     rows, *rest = operand.shape
     shapes, dtype = [(rows // parts, *rest)] * parts, np.dtype(operand.dtype)
-    with cupy_stream(operand.device, stream) as module:
-        return arena_views(module.zeros(arena_size(shapes, dtype.itemsize), dtype), shapes)
+    flat = CUPY.zeros((arena_size(shapes, dtype.itemsize),), dtype, operand.device, stream)
+    return arena_views(flat, shapes)
 
 
 class Replay(NamedTuple):
@@ -163,6 +162,7 @@ class GpuStep:
 
     def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool, tune: bool | None) -> None:
         self._body, self._device, self._parts, self._captures, self._tune = body, device, parts, graph, tune
+        self._tuning_off = not_tuning if tune is False else contextlib.nullcontext
         self._buffers: OrderedDict[_Key, StepBuffers] = OrderedDict()
         self._latest: StepBuffers | None = None
         self._replays: dict[Hashable, Replay] = {}
@@ -274,7 +274,9 @@ class GpuStep:
         _, target, *weights = batch
         key = (*target.shape, target.dtype, len(weights))
         if key not in self._buffers:
-            self._measure(batch, stream)
+            if is_step_tuned(self._tune) and not is_captured(stream):
+                rows, accumulates = batch[0].shape[0] // self._parts, self._parts > 1
+                before_first_step(chains_of(self._body.model, rows, accumulates=accumulates), self._device, stream)
             while len(self._buffers) >= MAX_GRAPHS:
                 self._replays.clear()  # some of them may name the graph that is dropped
                 _close(self._device, self._buffers, 1)
@@ -282,16 +284,6 @@ class GpuStep:
         self._latest = self._buffers[key]
         self._buffers.move_to_end(key)
         return Replay(key, tuple(map(_pitch, batch)), self._latest)
-
-    def _measure(self, batch: Batch, stream: int) -> None:
-        """Tunes the layers for a batch size, if that is asked for and the plan cache does not know them."""
-        if is_step_tuned(self._tune) and not is_captured(stream):
-            rows, several = batch[0].shape[0] // self._parts, self._parts > 1
-            before_first_step(chains_of(self._body.model, rows, accumulates=several), self._device, stream)
-
-    def _tuning_off(self) -> AbstractContextManager[None]:
-        """With `tune=False`, keeps the step's operations from being tuned at their first use."""
-        return not_tuning() if self._tune is False else contextlib.nullcontext()
 
     def _make(self, batch: Batch, stream: int) -> StepBuffers:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError

@@ -45,19 +45,14 @@ class ComputeDevice:
         """The name with the GPU's model, such as "cpu" or "cuda:0 (NVIDIA H200)"."""
         return self.name if self.ordinal is None else f"{self.name} ({device_info(self.ordinal).name})"
 
-    @property
-    def namespace(self) -> Any:
-        """The module NumPy or CuPy."""
-        return np if self.ordinal is None else cupy()
-
     def current(self) -> AbstractContextManager[Any]:
         """Context manager that makes this CuPy's current device."""
-        return contextlib.nullcontext() if self.ordinal is None else self.namespace.cuda.Device(self.ordinal)
+        return contextlib.nullcontext() if self.ordinal is None else cupy().cuda.Device(self.ordinal)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
         """Copies a NumPy array to this device; the host gets the array itself."""
         with self.current():
-            return self.namespace.asarray(array)
+            return array if self.ordinal is None else cupy().asarray(array)
 
     def read(self, name: str, array: Any, stream: int) -> Operand:
         """An array that must live here, as an operand; raises `DeviceError`, with a remedy, if it does not."""
@@ -82,7 +77,7 @@ class ComputeDevice:
         """
         if self.ordinal is None:
             return
-        cuda, end = self.namespace.cuda, time.monotonic() + _PATIENCE_S
+        cuda, end = cupy().cuda, time.monotonic() + _PATIENCE_S
         while True:
             try:
                 cuda.Device(self.ordinal).synchronize()
@@ -96,5 +91,5 @@ class ComputeDevice:
 
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """Returns an array of this device as a NumPy array; waits until a GPU has computed it."""
-        host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)
+        host: np.ndarray[Any, Any] = array if self.ordinal is None else cupy().asnumpy(array)
         return host

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from lt_runtime.arguments import Fixed, check_instance, number
-from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.operand import CUPY, HOST, read
+from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.adamw import EmaParams, ema_launches, ema_table
-from lt_runtime.kernels.kernel import Launches
 from lt_runtime.ops._adamw_parameters import HeldArrays, write_values
 from lt_runtime.training.mlp import MLP, brief
 
@@ -54,8 +52,7 @@ class EMA(Fixed):
         averages = arena_views(model.device.asarray(host_zeros(arena_size(shapes, 4), np.dtype(np.float32))), shapes)
         self.averages: Final = dict(zip((each.name for each in parameters), averages, strict=True))
         if model.device.ordinal is not None:
-            with activated(model.device.ordinal):
-                self._table, self._launches = _launches_of(averages, self._values, model.device.ordinal)
+            self._prepare(model.device.ordinal)
         self._average(1.0, None)
         model.device.synchronize()  # later updates may use any stream
         self._is_made = True
@@ -98,6 +95,19 @@ class EMA(Fixed):
         """Raises `OperandError` if an array of a parameter has been replaced since this was made."""
         self._held.check()
 
+    def _prepare(self, device: int) -> None:
+        """Makes the kernel's table of addresses, and the launch that updates the averages."""
+        with activated(device):
+            stream, entries = stream_handle(None, device), []
+            for average, value in zip(self.averages.values(), self._values, strict=True):
+                operand = read("value", value, stream)
+                operand.check_packed()
+                entries.append((average.data.ptr, operand.address, operand.element_type(), average.size))
+            table = ema_table(entries)
+            self._table = CUPY.empty((table.nbytes,), np.dtype(np.uint8), device, stream)
+            call("cuMemcpyHtoDAsync", self._table.data.ptr, table.ctypes.data, table.nbytes, stream)
+            self._launches = ema_launches(EmaParams(self._table.data.ptr), len(table), device)
+
     def _average(self, weight: float, stream: Any) -> None:
         """Moves the averages towards the values; `weight` is 1 - decay."""
         device = self.model.device.ordinal
@@ -107,21 +117,6 @@ class EMA(Fixed):
                 params.weight = weight
                 launch()
             return
-        if stream is not None:
-            stream_handle(stream, HOST)
+        stream_handle(stream, HOST)
         for average, value in zip(self.averages.values(), self._values, strict=True):
             average += np.float32(weight) * (value.astype(np.float32) - average)
-
-
-def _launches_of(averages: Sequence[Any], values: Sequence[Any], device: int) -> tuple[Any, Launches[EmaParams]]:
-    """The kernel's table of addresses on the current GPU, and the launch that updates the averages."""
-    stream, entries = stream_handle(None, device), []
-    for average, value in zip(averages, values, strict=True):
-        of, to = read("average", average, stream), read("value", value, stream)
-        for operand in (of, to):
-            operand.check_packed()
-        entries.append((of.address, to.address, to.element_type(), average.size))
-    table = ema_table(entries)
-    on_device = CUPY.empty((table.nbytes,), np.dtype(np.uint8), device, stream)
-    call("cuMemcpyHtoDAsync", on_device.data.ptr, table.ctypes.data, table.nbytes, stream)
-    return on_device, ema_launches(EmaParams(on_device.data.ptr), len(table), device)

@@ -14,7 +14,6 @@ from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import CUPY, HOST, Operand
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
-from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.losses.functions import bce_with_logits, check_labels, cross_entropy, huber_loss, mse_loss
@@ -114,7 +113,8 @@ class OwnLoss(StepLoss):
         """
         device = self._model.device.ordinal
         with contextlib.nullcontext() if device is None else cupy_stream(device, stream or 0):
-            gradient = self._zeros(outputs.shape, stream)
+            shape, fp32 = outputs.shape, np.dtype(np.float32)
+            gradient: Any = np.zeros(shape, fp32) if device is None else CUPY.zeros(shape, fp32, device, stream or 0)
             loss = self._read(self._function(outputs, target, gradient, stream), stream)
             if scale is None and share == 1.0 and outputs.dtype == gradient.dtype:
                 return Loss(loss, gradient)
@@ -129,16 +129,6 @@ class OwnLoss(StepLoss):
                 places, at_scale = (gradient.data.ptr, rounded.data.ptr), 0 if scale is None else scale.data.ptr
                 launch_scale(*places, rounded.size, self._model.dtype, at_scale, share, device, stream or 0)
             return Loss(loss, rounded)
-
-    def _zeros(self, shape: tuple[int, ...], stream: int | None) -> Any:
-        """FP32 zeros on the model's device. On a GPU a memset writes them, which a captured graph repeats."""
-        device = self._model.device.ordinal
-        if device is None:
-            return np.zeros(shape, np.float32)
-        zeros = CUPY.empty(shape, np.dtype(np.float32), device, stream or 0)
-        if zeros.nbytes:
-            call("cuMemsetD8Async", zeros.data.ptr, 0, zeros.nbytes, stream or 0)
-        return zeros
 
     def _read(self, loss: Any, stream: int | None) -> Any:
         """Checks that the function has returned one FP32 number on the model's device, and returns it."""

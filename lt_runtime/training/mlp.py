@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.arguments import by_layer, flag, integer, integers, shown
-from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.operand import CUPY, Operand, library_of, read, read_step
-from lt_runtime.arrays.transfer import copied
+from lt_runtime.arrays.transfer import arena_size, arena_views, copied, host_zeros
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.streams import stream_handle

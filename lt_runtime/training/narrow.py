@@ -48,16 +48,12 @@ class NarrowPasses:
             self._chosen, self._generation = {}, cache.generation
         key = int(shape[0]), backward
         if key not in self._chosen or asked_for.get():
-            self._chosen[key] = self._choose(*key)
+            biases = tuple(each.bias is not None for each in self._layers)
+            problem = MLPProblem(self._dtype, key[0], self._dims, biases, self._activation, backward)
+            if supports(problem, self._device):
+                before_first_use(problem, self._device)
+            self._chosen[key] = is_fused(problem, self._device)
         return self._chosen[key]
-
-    def _choose(self, rows: int, backward: bool) -> bool:
-        biases = tuple(each.bias is not None for each in self._layers)
-        problem = MLPProblem(self._dtype, rows, self._dims, biases, self._activation, backward)
-        if not supports(problem, self._device):
-            return False
-        before_first_use(problem, self._device)
-        return is_fused(problem, self._device)
 
     def outputs(self, x: Any, stream: Any) -> Any:
         """The outputs for inputs x, without dropout."""

@@ -180,7 +180,7 @@ class TrainStep(Fixed):
         if self._gpu is None:
             self.model.device.read("x", x, 0)  # refuses anything but an array
             self._check(batch)
-            _check_host_stream(stream)
+            stream_handle(stream, HOST)  # refuses anything but a stream
             with range_of(STEP):
                 self._body.run(self._cut(batch), self._tally, None)
             return self._tally.mean.copy()
@@ -202,8 +202,6 @@ class TrainStep(Fixed):
             stream: the stream of the steps, which this waits for. If None, it is the current stream of the library
                 that the batches come from, as for the steps.
         """
-        if self._gpu is None:
-            _check_host_stream(stream)
         totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
@@ -249,12 +247,6 @@ def _check_ema(ema: EMA | None, model: MLP) -> None:
     if ema.model is not model:
         raise ArgumentError("ema averages another model; make it with lt.EMA(model)")
     ema.check_arrays()
-
-
-def _check_host_stream(stream: Any) -> None:
-    """Refuses an argument that is no stream, although the host uses none."""
-    if stream is not None:
-        stream_handle(stream, HOST)
 
 
 def evaluate(

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import LayoutError, ShapeError
-from lt_runtime.layout import Layout, Order, batch_of, layout_of, overlaps_itself, packed
+from lt_runtime.layout import Layout, Order, layout_of, overlaps_itself, packed
 from tests.support.numpy_cases import Array
 
 BUFFER = np.arange(4096)
@@ -84,15 +84,6 @@ def test_the_stride_of_an_axis_of_size_one_has_no_meaning(extent: int, step: int
 def test_matrices_only(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=r"x has shape .*; accepted are matrices, two axes"):
         layout_of("x", shape, tuple(1 for _ in shape))
-
-
-def test_batches() -> None:
-    assert batch_of("a", (3, 2, 4), (8, 4, 1)) == (packed(2, 4), 3, 8)
-    assert batch_of("a", (3, 2, 4), (0, 4, 1)) == (packed(2, 4), 3, 0)
-    assert batch_of("a", (1, 2, 4), (-8, 4, 1)) == (packed(2, 4), 1, 0), "of one matrix the stride has no meaning"
-    assert batch_of("a", (2, 4), (4, 1)) == (packed(2, 4), 1, 0)
-    with pytest.raises(LayoutError, match=r"a has strides \(-8, 4, 1\); the first must not be negative"):
-        batch_of("a", (3, 2, 4), (-8, 4, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.layout import Order, batch_of
+from lt_runtime.layout import Order, layout_of
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import assert_close
 from tests.support.fake_gpu import FakeGpu
@@ -113,7 +113,7 @@ class Product:
         """
         array = self.out.array
         strides = [stride // array.itemsize for stride in array.strides]
-        return batch_of("out", array.shape, strides)[0].order is Order.COLUMN
+        return layout_of("out", array.shape[-2:], strides[-2:]).order is Order.COLUMN
 
     def _place_aux(self) -> None:
         epilogue = self.case.epilogue

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.layout import Order, batch_of
+from lt_runtime.layout import Order, layout_of
 from lt_runtime.problem import Activation, DType
 from tests.support.strategies import LinearCase, MatmulCase, Placement, linear_cases, matmul_cases
 
@@ -316,7 +316,7 @@ class RoundedProduct:
         row-major.
         """
         strides = [stride // out.itemsize for stride in out.strides]
-        return batch_of("out", out.shape, strides)[0].order is Order.COLUMN
+        return layout_of("out", out.shape[-2:], strides[-2:]).order is Order.COLUMN
 
     def _placed_aux(self, in_columns: bool) -> Matrix | None:
         """A buffer for GELU's pre-activation, or the pre-activation at which GELU's derivative is evaluated; None for

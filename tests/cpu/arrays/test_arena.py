@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
+from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
 from tests.support.numpy_cases import DTYPES, Array
 
 SHAPES = [(3, 5), (7,), (), (0, 4), (64, 64), (1,)]

@@ -96,7 +96,7 @@ def test_operand_sums() -> None:
 )
 def test_batches(a: tuple[int, ...], b: tuple[int, ...], shape: int) -> None:
     x, y = _draw(*a), _draw(*b)
-    d = lt.matmul(x, y)
+    d = lt.matmul(x[::-1] if a[0] == 1 else x, y)  # the stride of an axis of size 1 has no meaning
     assert d.shape == (shape, M, N)
     np.testing.assert_allclose(d, np.matmul(x, y), rtol=1e-5, atol=1e-5)
 
@@ -146,6 +146,11 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"bias": _draw(2 * N)[::2], "epilogue": "bias"}, LayoutError, "bias has stride"),
     ({"bias": _draw(N).astype(np.float16), "epilogue": "bias"}, DTypeError, "bias is float16"),
     ({"bias_gradient": _draw(2 * N)[::2], "epilogue": "bgradb"}, LayoutError, "bias_gradient has strides"),
+    (
+        {"out": np.empty((2, M, N), np.float32)[::-1], "a": _draw(2, M, K)},
+        LayoutError,
+        "the first must not be negative",
+    ),
     ({"c": _draw(N, M).T, "epilogue": "bgradb", "bias_gradient": _draw(N)}, LayoutError, "c is column-major"),
 ]
 
