@@ -86,10 +86,14 @@ def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
             call("cuStreamSynchronize", stream)
 
 
-def copied(operand: Operand, stream: int) -> Any:
-    """A CuPy array with the values of an operand without gaps on a GPU that is current; the stream orders the copy."""
-    made = CUPY.empty(operand.shape, np.dtype(operand.dtype), operand.device, stream)
-    call("cuMemcpyDtoDAsync", made.data.ptr, operand.address, made.nbytes, stream)
+def copied(array: Any) -> Any:
+    """A copy of a NumPy array, or of a CuPy array without gaps on CuPy's current device and stream."""
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    device = array.device.id
+    stream = CUPY.current_stream(device)
+    made = CUPY.empty(array.shape, array.dtype, device, stream)
+    call("cuMemcpyDtoDAsync", made.data.ptr, array.data.ptr, array.nbytes, stream)
     return made
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from lt_runtime import schedules
+from lt_runtime.arrays.transfer import copied
 from lt_runtime.cli.output import print_lines, writable
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.files import replace_file
@@ -22,7 +23,6 @@ from lt_runtime.ops.adamw import AdamW
 from lt_runtime.profiling import Layer, Profile, profile
 from lt_runtime.training import MLP, TrainStep
 from lt_runtime.training.prefetch import prefetch
-from lt_runtime.training.state_dict import copied
 from lt_runtime.tuner.report import Progress, progress_bar
 
 _DIMS: Final = (64, 256, 128, 10)  # pixels, hidden layers, classes

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.arguments import by_layer, flag, integer, integers, shown
-from lt_runtime.arrays.operand import CUPY, Operand, library_of, read, read_step
+from lt_runtime.arrays.operand import CUPY, Operand, library_of, read_step
 from lt_runtime.arrays.transfer import arena_size, arena_views, copied, host_zeros
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
 from lt_runtime.gpu.devices import activated, parse_device
+from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._adamw_parameters import LeftOut, Parameter, by_name, load_values
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
@@ -196,12 +197,8 @@ class MLP:
             ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
         """
         self.device.synchronize()
-        arrays = {name: each.data for name, each in by_name(self.parameters(), names).items()}
-        if self.device.ordinal is None:
-            return {name: array.copy() for name, array in arrays.items()}
-        with activated(self.device.ordinal):
-            stream = CUPY.current_stream(self.device.ordinal)
-            state = {name: copied(read(name, array, stream), stream) for name, array in arrays.items()}
+        with self.device.current():
+            state = {name: copied(each.data) for name, each in by_name(self.parameters(), names).items()}
         self.device.synchronize()
         return state
 
@@ -337,7 +334,10 @@ class MLP:
             return step
         with activated(device):
             handle = stream_handle(stream, device, library_of(x).current_stream)
-            return copied(read_step(Philox(step=step).step, device, handle), handle)
+            source = read_step(Philox(step=step).step, device, handle)
+            copy = CUPY.empty((), np.dtype(np.uint32), device, handle)
+            call("cuMemcpyDtoDAsync", copy.data.ptr, source.address, copy.nbytes, handle)
+        return copy
 
     def _parameters(self, biases: Sequence[bool], *, has_masters: bool) -> dict[str, Parameter]:
         """Weights and biases by their names. All values share one allocation, as do gradients and master copies."""
