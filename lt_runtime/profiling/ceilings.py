@@ -1,6 +1,6 @@
 """The highest rates of a GPU, measured once: bytes/s of a copy, FLOP/s of a large matrix product of each type.
 
-The ceilings are kept beside the plans, in a file for each kind of machine.
+The measured rates, called ceilings, are stored beside the plan cache, in a file for each kind of machine.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COPY: Final = "copy"
 _COPIED: Final = 1 << 29  # bytes
 _EXTENT: Final = 8192
 _ROUNDS: Final = 5
-_LIMIT: Final = 1 << 16  # bytes of the file
+_LIMIT: Final = 1 << 16  # bytes that are read of the file
 
 
 def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
     """FLOP/s of each kind of matrix product, and bytes/s of a copy under the name `COPY`, counting reads and writes.
 
-    Ceilings that are not in the file are measured, which takes some tenths of a second.
+    A ceiling that the file lacks is measured, which takes some tenths of a second.
 
     Args:
         kinds: names of types, or "tf32".

@@ -1,4 +1,4 @@
-"""Collects all kernels, copies and calls of a block of code by CUPTI, each with the ranges that it belongs to."""
+"""Collects all kernels, copies and calls of a block of code by CUPTI, and the ranges around each of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from lt_runtime.ranges import listening
 Path: TypeAlias = tuple[str, ...]
 
 MOST_PATHS: Final = 65536
-"""Limit of different paths of ranges in one profile; work in further ranges counts to the ranges around them."""
+"""Limit of distinct paths of ranges in one profile; work in further ranges counts to the ranges around them."""
 MOST_BORDERS: Final = 4_000_000
-"""Limit of noted begins and ends of ranges, of 16 bytes each. Work of threads without ranges has no ranges after it."""
+"""Limit of recorded begins and ends of ranges, of 16 bytes each. After the limit, work of threads that open no ranges
+themselves is assigned to no range."""
 
 _NEVER_CAPTURED: Final = {0, 1, 2}
 """Handles of the default stream, and of CU_STREAM_LEGACY and CU_STREAM_PER_THREAD."""
@@ -48,14 +49,15 @@ class _Thread(threading.local):
 class Collector:
     """A context manager that collects all work on the GPUs in its block, and a listener of `lt_runtime.ranges`.
 
-    It waits for all GPUs at its begin and its end. A process can have one at a time.
+    It waits for all GPUs at its begin and its end. A process can have one collector at a time.
 
     Attributes:
-        activities: sorted by start, with their ranges, on the host's monotonic clock; empty before the end.
+        activities: the collected work with its ranges, sorted by start, on the host's monotonic clock; empty before the
+            block ends.
         dropped: how many records were lost, for lack of memory or because CUPTI could not time them.
 
     Raises:
-        CuptiError: when it is entered, CUPTI cannot be used: no permission, another profiler, an unknown version.
+        CuptiError: at the begin of the block CUPTI cannot be used: no permission, another profiler, an unknown version.
         MissingLibraryError: CUPTI is not installed.
     """
 
@@ -63,12 +65,12 @@ class Collector:
         self.activities: list[Activity] = []
         self.dropped = 0
         self._thread, self._own_thread = _Thread(), 0
-        self._threads = set[int]()  # that opened ranges
+        self._threads = set[int]()  # ids of the threads that opened ranges
         self._ids, self._paths = dict[Path, int](), dict[int, Path]({0: ()})
-        # The path of the ranges in the own thread, by the times from which it was open.
+        # Ids of the paths of open ranges in the thread that made the profile, and the times from which each was open.
         self._borders, self._opened = array("q"), array("q")
-        # Ranges in which a node was captured, by the ids of a graph and of the node in it. The graph is an executable
-        # one or its source: the graph that another graph, executable or not, was made from.
+        # The ranges in which each node was captured, by the ids of its graph and of the node in the graph. A cloned or
+        # executable graph is traced back to its source, which is the graph that it was made from.
         self._places, self._sources = dict[tuple[int, int], Path](), dict[int, int]()
         self._exits = contextlib.ExitStack()
 
@@ -84,7 +86,7 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
         try:
-            while self._thread.open:  # ranges that end after the profile
+            while self._thread.open:  # these ranges will end after the profile
                 self._thread.open.pop()
                 cupti.pop_id()
             with contextlib.suppress(GpuError):  # an error of the program's own work, which its own calls will raise
@@ -138,7 +140,7 @@ class Collector:
         self._note_border(self._thread.open[-1][2] if self._thread.open else 0)
 
     def _note_border(self, number: int) -> None:
-        """Notes the id of the path that is open from now on, if the calling thread is the own one."""
+        """Records the time and the id of the path that is now open, if the calling thread made the profile."""
         thread = threading.get_native_id()
         self._threads.add(thread)
         if thread == self._own_thread and len(self._borders) < MOST_BORDERS:
@@ -155,21 +157,21 @@ class Collector:
         return [*self._thread.captures.values()]
 
     def _note_nodes(self, nodes: CapturedNodes) -> None:
-        """Notes the ids of new nodes at once, because the graph may be destroyed soon after its capture."""
+        """Records the open ranges of newly captured nodes at once, because the graph may soon be destroyed."""
         while nodes.paths:
             node, path = nodes.paths.popitem()
             number = cupti.node_id(node)
             self._places.setdefault((number >> 32, number & _LOCAL), path)
 
     def _note_graphs(self) -> None:
-        """Notes the nodes of the package's own graphs, including those captured before the profile."""
+        """Records the ranges of all nodes of the package's own graphs, including those captured before the profile."""
         for graph in graphs_with_ranges():
             executable = cupti.executable_id(graph.executable)
             for node, path in graph.ranges.items():
                 self._places.setdefault((executable, cupti.node_id(node) & _LOCAL), path)
 
     def _convert_times(self, activities: list[Activity], ended: tuple[int, int]) -> None:
-        """Converts times to the host's clock, by two moments that were read on both clocks."""
+        """Converts the times of activities to the host's clock: the profile's begin and end were read on both clocks."""
         (cupti_begun, host_begun), (cupti_ended, host_ended) = self._begun, ended
         rate = (host_ended - host_begun) / max(cupti_ended - cupti_begun, 1)
         for each in activities:
@@ -177,10 +179,10 @@ class Collector:
             each.end_ns = host_begun + round((each.end_ns - cupti_begun) * rate)
 
     def _range_of_call(self, number: int | None, call: Activity | None) -> Path:
-        """The ranges that were open at a call, by the id that it is linked to.
+        """The ranges that were open at a call; `number` is the id of their path, which CUPTI linked to the call.
 
         A call of a thread that has opened no range, such as PyTorch's threads for backward passes, gets the ranges that
-        were open in the own thread at the time.
+        were open at the time in the thread that made the profile.
         """
         if number is None:
             if call is None or call.thread in self._threads:
@@ -199,9 +201,9 @@ class Collector:
 
 
 def _moment() -> tuple[int, int]:
-    """The present on two clocks, CUPTI's and the host's monotonic one, in nanoseconds.
+    """The present time on CUPTI's clock and on the host's monotonic clock, in nanoseconds.
 
-    Both are read several times; the reading that took the least time is the most accurate.
+    Both clocks are read several times; the reading that took the least time is the most accurate and is returned.
     """
     reads = [(time.monotonic_ns(), cupti.timestamp(), time.monotonic_ns()) for _ in range(5)]
     before, there, after = min(reads, key=lambda read: read[2] - read[0])

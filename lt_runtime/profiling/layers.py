@@ -18,12 +18,12 @@ from lt_runtime.ranges import PHASES, Place, place_of
 UNATTRIBUTED: Final = "(unattributed)"
 _LEAST_GAP_NS: Final = 1000
 Works: TypeAlias = dict[Place, list[Work]]
-"""The work of the operations at each place of a step."""
+"""The work of the operations at each place of a step; a place is a layer and a phase."""
 _WITH_LAYERS: Final = ("forward", "backward", "")
 
 
 def label_of(layer: str, phase: str) -> str:
-    """The name of a layer in tables; "(between)" for the time of a pass outside of its layers."""
+    """The name of a row in tables: the layer's, or "(between)" for the time of a pass outside of its layers."""
     return layer or ("(between)" if phase in _WITH_LAYERS else "")
 
 
@@ -33,13 +33,13 @@ class Layer:
 
     Attributes:
         name: of the layer; "" for the time of a phase outside of its layers.
-        phase: "input", "forward", "loss", "backward", "optimizer", or "" if no range names it.
-        calls: how often its range was entered, in the mean.
+        phase: "input", "forward", "loss", "backward", "optimizer", or "" if no range names the phase.
+        calls: how often the layer's range was entered, on average.
         us: median latency without nested layers: between events on a GPU, otherwise by the host's clock.
         spread_us: interquartile range of the latency.
         host_us: median time of the host.
         kernels: the number of kernels, copies and memsets, and `kernel_us` the sum of their times; 0 without CUPTI.
-        flops: of matrix products. bytes: read and written by all kernels of the plans.
+        flops: operations of matrix products. bytes: read and written by all kernels of the plans.
         tflops, gbytes: the rates, in TFLOP/s and GB/s.
         bound: "compute" or "memory", the ceiling that limits the layer; "" if the ceilings are not known.
         fraction: the share of that ceiling that was reached, 0 to 1; 0.0 if the ceilings are not known.
@@ -64,7 +64,7 @@ class Layer:
 
     @property
     def label(self) -> str:
-        """The name in tables."""
+        """The layer's name in tables."""
         return label_of(self.name, self.phase)
 
 
@@ -74,11 +74,11 @@ class Kernel:
 
     Attributes:
         name: demangled, from CUPTI; "memcpy DtoD" and the like.
-        layer, phase: see `Layer`; `UNATTRIBUTED` for work in no range.
-        share: of the time of all kernels, 0 to 1.
-        count: launches in a step, in the mean.
-        total_us: time in a step. mean_us, median_us, min_us, max_us, std_us: of a launch.
-        bytes: copied or set in a step.
+        layer, phase: see `Layer`; `UNATTRIBUTED` for work outside of all ranges.
+        share: the kernel's share of the time of all kernels, 0 to 1.
+        count: average number of launches in a step.
+        total_us: time in a step. mean_us, median_us, min_us, max_us, std_us: statistics of the time of a launch.
+        bytes: bytes that are copied or set in a step.
         is_planned_copy: whether the kernel copies operands to padded buffers because a plan chose to.
     """
 
@@ -99,15 +99,15 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over a step.
+    """Times and counts of a whole step.
 
     Attributes:
-        step_us: latency of a step. phase_us: latency of each phase; "" holds the rest.
+        step_us: latency of a step. phase_us: latency of each phase; "" holds the time outside of the phases.
         host_us: time of the host.
         kernel_us: the sum of all kernels' times. busy_us: the time in which at least one kernel ran; the difference is
             time in which kernels ran side by side.
-        gaps: pauses of the GPU of at least a microsecond in a traced step, and `gap_us` their sum. Tracing makes
-            launches slower, and so the gaps between graphs longer.
+        gaps: number of pauses of the GPU of at least a microsecond in a traced step. gap_us: sum of the pauses. Tracing
+            makes launches slower, and so the gaps between graphs longer.
         unattributed_us: the part of `kernel_us` that belongs to no range.
         synchronizations, allocations: how many calls of these kinds a step makes.
     """
@@ -140,7 +140,7 @@ def layers_of(
 
 
 def works_of(steps: Sequence[Step]) -> Works:
-    """The work of a step's operations by place, as the last step with the place had it."""
+    """The work of a step's operations at each place; of several steps, the last that contains the place counts."""
     return {place: [work_of(ran) for ran in cell.works] for step in steps for place, cell in step.items()}
 
 
@@ -149,7 +149,7 @@ def _layer(
 ) -> Layer:
     cells = [step[place] for step in steps if place in step]
     times = [cell.us for cell in cells]
-    # Ranges of a graph are timed in several launches, so that the difference of two times may fall below 0.
+    # The ranges of a graph are timed in different launches: a range minus its nested ranges may be less than 0.
     us = max(0.0, statistics.median(times))
     flops, moved = sum(work.flops for work in works), sum(work.bytes for work in works)
     kind = next((work.kind for work in works if work.kind), "")
@@ -174,7 +174,7 @@ def _layer(
 
 
 def spread(values: Sequence[float]) -> float:
-    """The interquartile range; 0.0 of a single value."""
+    """The interquartile range of values; 0.0 for a single value."""
     if len(values) < 2:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -185,8 +185,8 @@ def kernels_of(activities: Iterable[Activity], steps: int, works: Works) -> list
     """The table of kernels, copies and memsets, the longest total first.
 
     Args:
-        steps: how many were traced.
-        works: by place; they say where a plan chose to copy operands to padded buffers.
+        steps: number of traced steps.
+        works: work by place, which tells where a plan chose to copy operands to padded buffers.
     """
     found: dict[tuple[Place, str], list[Activity]] = defaultdict(list)
     for each in activities:
@@ -217,7 +217,7 @@ def kernels_of(activities: Iterable[Activity], steps: int, works: Works) -> list
 
 
 def totals_of(steps: Sequence[Step], activities: Sequence[Activity], traced: int) -> Totals:
-    """Sums over a step, in the median of the timed steps and in the mean of the `traced` ones."""
+    """Times and counts of a step: the median of the timed steps, and the mean of the `traced` steps."""
     traced = max(traced, 1)
     on_gpu = sorted((each for each in activities if each.is_on_gpu), key=lambda each: each.start_ns)
     busy, gaps = _union([(each.start_ns, each.end_ns) for each in on_gpu])

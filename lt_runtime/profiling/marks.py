@@ -1,7 +1,7 @@
 """Events at the begin and the end of ranges, on a stream and in graphs of training steps.
 
-A moment is a begin or an end of a range in a captured graph. An event costs the GPU a few µs in a graph. A graph is
-therefore copied eight times, each copy has the events of an eighth of the moments, and the copies are launched in turn.
+A moment is the begin or the end of a range in a captured graph. An event at a moment costs the GPU a few µs. Therefore
+a graph is copied eight times, each copy has events at an eighth of the moments, and the copies are launched in turn.
 The cost of an event is measured, and subtracted from every time.
 """
 
@@ -24,17 +24,19 @@ from lt_runtime.gpu.streams import stream_handle
 
 _COPIES: Final = 8
 _EMPTY: Final = 9
-"""Consecutive events, with no work between them, whose distance is the cost of an event."""
+"""Number of consecutive events with no work between them, whose median distance is the cost of an event."""
 _EXTERNAL: Final = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
 
 
 class EventMarks:
-    """Records events on the stream that `ranges.on` names, or else on the current one; the device is current.
+    """Records the events of a profile on the stream that `ranges.on` names, or else on the current stream.
+
+    The profile's device must be current.
 
     Attributes:
-        start: the first event.
-        own: the copy of a graph that the profile itself is capturing, which numbers the moments; None otherwise.
-        captured_by_others: whether a moment was met in a capture that is not the profile's own.
+        start: the event at the profile's begin.
+        own: the copy of a graph that the profile is capturing to time it; None while it captures no copy.
+        captured_by_others: whether a range has begun or ended in a capture that the profile does not make itself.
     """
 
     def __init__(self, device: int) -> None:
@@ -46,9 +48,9 @@ class EventMarks:
             self.start = self.take()
 
     def take(self) -> Any:
-        """Records an event; in a capture of the profile's own, returns the number of the moment.
+        """Records an event and returns it. While the profile captures a copy of a graph, returns a moment's number.
 
-        None in a capture by somebody else, and while another GPU is current.
+        Returns None in any other capture, and while another GPU is current.
         """
         if not is_current(self._device):
             return None
@@ -67,19 +69,19 @@ class EventMarks:
         return None
 
     def us(self, start: Any, end: Any) -> float:
-        """Microseconds between two events; waits for the second."""
+        """Microseconds between two events; waits for the second event."""
         if start is None or end is None:
             return 0.0
         call("cuEventSynchronize", end)
         return 1e3 * float(call("cuEventElapsedTime", start, end))
 
     def drop(self, mark: Any) -> None:
-        """Gives an event back, to be recorded again."""
+        """Takes back an event that has been read, for use at a later moment."""
         if mark is not None:
             self._free.append(mark)
 
     def close(self) -> None:
-        """Destroys the events, all of which have been dropped."""
+        """Destroys the events; the caller must have given all of them back by `drop`."""
         self.drop(self.start)
         _destroy(self._free)
 
@@ -87,18 +89,19 @@ class EventMarks:
 class MarkedCopy:
     """A copy of a graph with events in it, which every launch of the copy records anew.
 
-    Moments are numbered in the order of capture; two with no work between them get one number.
+    Moments are numbered in the order of capture; consecutive moments with no work between them share a number.
 
     Args:
-        first, last: the moments that get an event; all from the first on if `last` is None.
+        first, last: numbers of the first and the last moment that get an event; if `last` is None, all moments from
+            the first on get one.
         empty: the number of further events before the first moment, to measure the cost of an event.
 
     Attributes:
-        graph: None until it is captured.
+        graph: the captured copy; None until it is captured.
         first, empty: see above.
-        count: moments met so far.
-        events: in the order in which a launch records them.
-        is_unread: true from a launch until its times are read.
+        count: number of moments captured so far.
+        events: the copy's events, in the order in which a launch records them.
+        is_unread: true from a launch of the copy until the launch's times are read.
     """
 
     def __init__(self, first: int = 0, last: int | None = None, *, empty: int = 0) -> None:
@@ -108,7 +111,7 @@ class MarkedCopy:
         self._last, self._tail = last, list[int]()
 
     def take(self, stream: int) -> int:
-        """Returns the number of this moment, and captures its event if this copy has one there."""
+        """Returns the number of the present moment, and captures an event if this copy has one at the moment."""
         if not self.count or self._tail != _tail(stream):
             if self.count >= self.first and (self._last is None or self.count <= self._last):
                 for _ in range(1 if self.count else 1 + self.empty):
@@ -119,7 +122,7 @@ class MarkedCopy:
         return self.count - 1
 
     def close(self) -> None:
-        """Frees graph and events."""
+        """Frees the copy's graph and events."""
         if self.graph is not None:
             self.graph.close()
         _destroy(self.events)
@@ -143,18 +146,18 @@ def _tail(stream: int) -> list[int]:
 class MarkedGraph:
     """The copies of one graph that are launched in its place while it is timed.
 
-    The first copy has all events and is launched once, so that every time is known from then on. Each later launch
-    updates the times of its copy's eighth.
+    The first copy has events at all moments and is launched once: afterwards every time is known. Each later launch
+    updates the times of the eighth of the moments that its copy covers.
 
     Args:
-        capture: captures the graph with the events of a copy.
+        capture: captures the graph again, with the events of a given copy.
 
     Attributes:
         cost_us: the cost of an event.
-        times_us: from each moment to the next, without the cost of events.
+        times_us: microseconds from each moment to the next, without the cost of events.
 
     Raises:
-        GpuError: the graph could not be captured, or a second capture had other moments.
+        GpuError: the graph could not be captured, or a later capture met another number of moments.
     """
 
     def __init__(self, capture: Callable[[MarkedCopy], Graph]) -> None:
@@ -178,18 +181,18 @@ class MarkedGraph:
 
     @property
     def next(self) -> MarkedCopy | None:
-        """The copy to launch next; None if fewer than two events are to be recorded in the graph."""
+        """The copy to launch next; None if the graph has fewer than two moments."""
         return self._turns[0] if self._turns else None
 
     def launch(self, copy: MarkedCopy) -> None:
-        """Notes that the next copy is launched, and puts it behind the others; the first copy is not used again."""
+        """Moves the launched copy to the end of the queue and marks it unread; the copy with all events is dropped."""
         copy.is_unread = True
         self._turns.popleft()
         if not copy.empty:
             self._turns.append(copy)
 
     def read(self, copy: MarkedCopy, events: EventMarks) -> float:
-        """Reads the times of a launch; returns its first moment, in microseconds from the profile's begin."""
+        """Reads the times of a launch; returns its first moment's time, in microseconds since the profile's begin."""
         copy.is_unread = False
         first, empty = copy.first, copy.empty
         times = [events.us(start, end) for start, end in pairwise(copy.events)]
@@ -199,6 +202,6 @@ class MarkedGraph:
         return events.us(events.start, copy.events[empty]) - sum(self.times_us[:first])
 
     def close(self) -> None:
-        """Frees the copies."""
+        """Frees all copies of the graph."""
         while self._copies:
             self._copies.pop().close()

@@ -20,10 +20,10 @@ _MOST_BARS: Final = 40
 
 
 def check_format(file: Path) -> str:
-    """The format that a file's suffix names; PNG if it has none.
+    """The image format that a file's suffix names; PNG if there is no suffix.
 
     Raises:
-        ArgumentError: matplotlib cannot write it.
+        ArgumentError: matplotlib cannot write the format.
         MissingLibraryError: matplotlib is not installed.
     """
     try:
@@ -48,7 +48,7 @@ def plot(report: Report, file: Path) -> None:
     from matplotlib.figure import Figure
 
     longest = sorted(report.layers, key=lambda each: -each.us)[:_MOST_BARS]
-    layers = [each for each in report.layers if each in longest and each.us > 0][::-1]  # bars begin at the bottom
+    layers = [each for each in report.layers if each in longest and each.us > 0][::-1]  # matplotlib draws bars upwards
     figure = Figure(figsize=(15, max(5.0, 2.5 + 0.3 * len(layers))), layout="constrained")
     FigureCanvasAgg(figure)
     times, moved, roof = figure.subplots(1, 3, width_ratios=(3, 2, 4))

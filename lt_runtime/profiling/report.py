@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
-"""Entries outside of layers that take less are left out of the table."""
+"""The table leaves out rows for time outside of layers that is shorter than this."""
 _SHOWN_NAME: Final = 72
 
 
@@ -33,7 +33,7 @@ class Report:
         device: such as "cuda:0 (NVIDIA H200)" or "the host".
         timed_steps: the number of steps behind `layers`. traced_steps: the number of steps behind `kernels`.
         ceilings: highest rates of this GPU, measured: FLOP/s by type, and bytes/s as "copy".
-        notes: sentences on what is missing, and why.
+        notes: sentences that name the missing parts of the report, with reasons.
     """
 
     device: str = ""
@@ -46,7 +46,7 @@ class Report:
     notes: Sequence[str] = ()
 
     def save(self, file: Path) -> None:
-        """Writes JSON."""
+        """Writes the report as JSON."""
         content = {"schema": SCHEMA, **asdict(self)}
         replace_file(file, json.dumps(content, indent=1).encode() + b"\n")
 
@@ -122,11 +122,11 @@ class Report:
 
 
 def load(file: Path) -> Report:
-    """Reads a file of `Report.save`.
+    """Reads a file that `Report.save` wrote.
 
     Raises:
-        ArgumentError: the file has another content or schema.
-        OSError: it cannot be read.
+        ArgumentError: the file is not a report, or has an unsupported schema version.
+        OSError: the file cannot be read.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -148,6 +148,6 @@ def _rate(value: float) -> str:
 
 
 def short(name: str) -> str:
-    """A kernel's name; the middle is left out if it is too long for a table."""
+    """A kernel's name for a table: the middle of a long name is left out."""
     half = _SHOWN_NAME // 2
     return name if len(name) <= _SHOWN_NAME else f"{name[:half]} … {name[-half + 3 :]}"

@@ -40,9 +40,10 @@ class _Thread(threading.local):
 
 
 class Profile:
-    """The profile of a block of code; `lt.profile` makes it, as a context manager or already full.
+    """The profile of a block of code, made by `lt.profile`.
 
-    The report is there once the block is over; printing the profile prints it.
+    `lt.profile()` returns a context manager that measures its block, and `lt.profile(function)` a finished profile. The
+    report exists once the block is over. Printing the profile prints the report.
 
     Attributes:
         report: the whole result, as data.
@@ -54,7 +55,7 @@ class Profile:
         self.report = Report()
         self._skip, self._timed, self._traced, self._device = skip, timed, 0 if device is None else traced, device
         self._thread = _Thread()
-        self._current: Any = None  # the timer or the collector, while it is at work
+        self._current: Any = None  # the timer while steps are timed, the collector while steps are traced
         self._to_come = [(timed, self._time), (self._traced, self._trace)]
         self._seen = self._traced_steps = 0
         self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first step
@@ -94,13 +95,13 @@ class Profile:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps that were asked for have been timed and traced."""
+        """Whether all requested steps have been timed and traced."""
         return self._current is None and not self._to_come
 
     def enter(self, name: str) -> None:
         """A range begins; see `Listener`."""
         self._thread.open.append(name)
-        if isinstance(self._current, Timer):  # the collector listens by itself
+        if isinstance(self._current, Timer):  # the collector is itself a listener of ranges
             self._current.enter(name)
 
     def exit(self, name: str) -> None:
@@ -125,7 +126,7 @@ class Profile:
         return self.report.kernels
 
     def totals(self) -> Totals:
-        """Sums over a step."""
+        """Times and counts of a whole step."""
         return self.report.totals
 
     def to_csv(self, directory: str | Path) -> None:
@@ -146,7 +147,7 @@ class Profile:
         """Draws the roofline, and each layer's time beside its bytes. Needs the package's extra `plot`.
 
         Raises:
-            ArgumentError: the file's suffix is of no format that matplotlib writes.
+            ArgumentError: the file's suffix names no format that matplotlib writes.
             MissingLibraryError: matplotlib is not installed.
         """
         plot(self.report, Path(file))
@@ -168,7 +169,7 @@ class Profile:
             self._next()
 
     def _next(self) -> None:
-        """Goes on to timing, tracing or neither; the ranges that are open at this moment begin there anew."""
+        """Begins the next phase: timing, tracing, or none. Ranges that are open now begin again in that phase."""
         self._stop()
         while self._to_come and self._current is None:
             count, begin = self._to_come.pop(0)
@@ -179,7 +180,7 @@ class Profile:
             self._current.enter(name)
 
     def _tell_profilers(self) -> None:
-        """Starts or stops an external profiler, such as Nsight, that was told to record between these two calls."""
+        """Starts or stops an external profiler, such as Nsight, by cuProfilerStart or cuProfilerStop."""
         is_running = self._current is not None
         if self._device is not None and is_running != self._is_bracketed:
             self._is_bracketed = is_running
@@ -228,7 +229,7 @@ class Profile:
         )
 
     def _missing(self, *, is_empty: bool) -> Iterator[str]:
-        """Notes on what is missing from the report, and why."""
+        """Sentences that name the missing parts of the report, with reasons."""
         timer = self._timer
         if timer is not None:
             yield from timer.notes
@@ -252,7 +253,7 @@ class Profile:
 
 
 def profiled_device(device: object) -> int | None:
-    """The ordinal of a device that is named as in `profile`; None for the host. "auto" is the current GPU."""
+    """The ordinal of the device that an argument of `profile` names; None for the host. "auto" is the current GPU."""
     return current_device() if device == "auto" and device_count() else parse_device(device)
 
 
@@ -283,14 +284,14 @@ def profile(
 
     Args:
         function: called `steps` times to be timed and `steps` times to be traced, after two calls that are not
-            measured. The returned profile is full. Without a function it is a context manager.
-        steps: see `function`; `skip`, `timed` and `traced` are for blocks.
-        skip: steps before the first that is timed.
+            measured. The returned profile is finished. Without a function the returned profile is a context manager.
+        steps: see `function`; a block has `skip`, `timed` and `traced` instead.
+        skip: number of steps before the first timed step.
         timed, traced: how many steps to time and to trace; 0 for none.
         device: the GPU to profile, or "cpu"; see `lt.MLP`. "auto" is the current GPU, or the host if there is none.
 
     Raises:
-        ArgumentError: numbers below 0, or, when the block is entered, another profile that is running.
+        ArgumentError: a number is below 0; or, when the block is entered, another profile is running.
     """
     for name, value in (("steps", steps), ("skip", skip), ("timed", timed), ("traced", traced)):
         if integer(name, value) < 0:

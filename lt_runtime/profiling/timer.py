@@ -19,7 +19,7 @@ from lt_runtime.profiling.marks import EventMarks, MarkedCopy, MarkedGraph
 from lt_runtime.ranges import Place, place_of
 
 _MOST_PENDING: Final = 2048  # ranges that have ended and whose events have not been read
-_MOST_SPANS: Final = 20_000  # kept for the trace
+_MOST_SPANS: Final = 20_000  # limit of timed ranges that are kept for the trace
 _MOST_PLACES: Final = 4096
 RANGES: Final = 1_000_000
 """The number of the stream under which the trace shows ranges timed on the GPU."""
@@ -31,7 +31,7 @@ class Cell:
     """The time that one step spent at one place, without the time of places nested in it.
 
     Attributes:
-        works: the prepared calls and optimizers that ran there, as `ranges.tell` passes them.
+        works: the prepared calls and optimizers that ran at the place, as `ranges.tell` passes them.
     """
 
     calls: int = 0
@@ -46,8 +46,9 @@ Step = dict[Place, Cell]
 class _Frame:
     """A range that is open, or whose times have not been read.
 
-    `start` and `end` are the host's nanoseconds, events, or numbers of moments in a captured graph. `inside` sums the
-    microseconds of the ranges in it, and `cost` those that the events in graphs launched in it take.
+    `start` and `end` are the host's nanoseconds, events, or numbers of moments in a captured graph (see `marks`).
+    `inside` is the sum of the microseconds of the ranges within this range. `cost` is the sum of the microseconds that
+    are spent on events in graphs launched within this range.
     """
 
     def __init__(self, name: str, parent: _Frame | None) -> None:
@@ -69,8 +70,8 @@ class _Launch(NamedTuple):
     """A launch of one copy of a graph, whose times have not been read.
 
     Attributes:
-        frames: the ranges that the graph's capture opened.
-        parent: the range that the launch is in.
+        frames: the ranges that were opened while the graph was captured.
+        parent: the range around the launch.
     """
 
     graph: MarkedGraph
@@ -80,7 +81,7 @@ class _Launch(NamedTuple):
 
 
 class _Thread(threading.local):
-    """A thread's open ranges, and while it captures a copy of a graph, the ranges that have ended in the capture."""
+    """A thread's open ranges; while it captures a copy of a graph, also the ranges that ended in the capture."""
 
     def __init__(self) -> None:
         self.open: list[_Frame] = []
@@ -88,22 +89,22 @@ class _Thread(threading.local):
 
 
 class Timer:
-    """A listener of ranges that times them step by step, and a context manager: it reads all times at its end.
+    """Times ranges step by step; a listener of ranges, and a context manager whose exit reads all times.
 
-    A captured training step that runs meanwhile is launched from copies of its graph.
+    Within the context, a captured training step is launched from copies of its graph with events in them.
 
     Args:
         device: ordinal of the GPU; None to time the host alone.
 
     Attributes:
-        steps: the cells of each step, by place.
+        steps: for each step its cells, by place.
         spans: ranges that have ended, for the trace, at most `_MOST_SPANS`: of the kind "user_annotation" on the host,
             and "gpu_user_annotation" on the GPU. The times on the GPU are moved to the host's clock by taking the first
             event for simultaneous with the profile's begin.
         lost: how many ranges are left out of `spans`.
         left_open: how many ranges were never ended; each is taken to end with the range around it.
-        discarded: how many steps captured a graph, and are not in `steps` for that reason.
-        count: how many other steps are over; the times of the last of them may not be in `steps` yet.
+        discarded: how many steps are left out of `steps` because they captured a graph.
+        count: how many steps are over, without the discarded ones; the last one's times may not be in `steps` yet.
         notes: sentences for the reader of the report.
     """
 
@@ -116,8 +117,8 @@ class Timer:
         self._events = None if device is None else EventMarks(device)
         self._begun_ns = time.monotonic_ns()
         self._thread = _Thread()
-        # Ranges and launches whose times have not been read; True and False for the end of a step with and without a
-        # capture by others than the profile.
+        # Queue of ranges and launches whose times have not been read. A bool marks the end of a step: True if a stream
+        # was captured in the step, other than by the profile, which discards the step's times.
         self._pending: deque[_Frame | _Launch | bool] = deque()
         self._unread_steps = 0
         self._captured: dict[Graph, tuple[MarkedGraph, list[_Frame]] | None] = {}
@@ -131,7 +132,7 @@ class Timer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ranges after the last step are dropped, unless there was no step: then they are one."""
+        """Drops the ranges after the last step. If no step was ended, all ranges together are one step."""
         graphs.stand_in = None
         ranges.watchers.remove(self.ran)
         if not self.count and not self.discarded and self._pending:
@@ -153,7 +154,7 @@ class Timer:
         frames.append(frame)
 
     def exit(self, name: str) -> None:
-        """A range ends, and with it the ranges in it that were left open."""
+        """A range ends, and with it each range within it that was left open."""
         frames = self._thread.open
         if all(frame.name != name for frame in frames):
             return
@@ -171,12 +172,12 @@ class Timer:
             self._read_while(lambda: len(self._pending) > _MOST_PENDING // 2)
 
     def ran(self, work: Any) -> None:
-        """Notes what an operation runs in the innermost range; see `ranges.tell`."""
+        """Adds the work of an operation to the innermost range; see `ranges.tell`."""
         if self._thread.open:
             self._thread.open[-1].works.append(work)
 
     def end_step(self) -> None:
-        """Ends a step. Waits for the step before it, whose events are read then."""
+        """Ends a step, then waits for the step before it and reads that step's events."""
         was_captured = False
         if self._events is not None:
             was_captured, self._events.captured_by_others = self._events.captured_by_others, False
@@ -186,7 +187,7 @@ class Timer:
         self._read_while(lambda: self._unread_steps > 1)
 
     def stand_in(self, graph: Graph, capture: Callable[[], Graph]) -> Graph:
-        """Returns the copy to launch in the place of a graph; the graph itself if it cannot be copied.
+        """Returns the copy to launch instead of a graph; the graph itself if it cannot be copied.
 
         Args:
             capture: captures the graph anew.
@@ -208,7 +209,7 @@ class Timer:
         return copy.graph
 
     def _capture(self, capture: Callable[[], Graph]) -> tuple[MarkedGraph, list[_Frame]]:
-        """Captures the copies of a graph; returns them and the ranges that the first capture opened."""
+        """Captures a graph again for each of its copies; returns the copies and the first capture's ranges."""
         assert self._events is not None
         events, thread, met = self._events, self._thread, list[list[_Frame]]()
         outside = thread.open
@@ -224,7 +225,7 @@ class Timer:
         return MarkedGraph(marked), met[0]
 
     def _read_while(self, condition: Callable[[], bool]) -> None:
-        """Reads the times of pending ranges and launches, the oldest first."""
+        """Reads the times of pending ranges and launches, oldest first, as long as a condition holds."""
         with self._lock:
             while self._pending and condition():
                 item = self._pending.popleft()
@@ -260,15 +261,15 @@ class Timer:
         for frame in frames:
             path = frame.path if parent is None else (*parent.path, *frame.path)
             us = sum(times[frame.start : frame.end])
-            self._add(frame, path, frame.parent or parent, us, 0.0)  # a replay costs the host nothing in the range
+            self._add(frame, path, frame.parent or parent, us, 0.0)  # the host does not run the ranges of a replay
             self._keep(None, path, us, began_us + sum(times[: frame.start]))
             frame.inside = frame.host_inside = 0.0  # the next replay is read into the same frame
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:
-        """Adds the time of a range to its place, without the time of the ranges in it.
+        """Adds the time of a range, without the time of the ranges within it, to the cell of its place.
 
         Args:
-            path: of the range. above: the range around it.
+            path: names of the ranges around the range and its own name. above: the range around it.
         """
         place, around = place_of(path), place_of(path[:-1])
         phase = place.phase or frame.phase
@@ -286,7 +287,7 @@ class Timer:
             above.phase = above.phase or (phase if place.layer and place.layer == around.layer else "")
 
     def _keep(self, frame: _Frame | None, path: tuple[str, ...], us: float, began_us: float) -> None:
-        """Keeps a range for the trace: on the host if there is a frame, and on the GPU if one is timed."""
+        """Keeps a range's time on the host, if `frame` is given, and on the GPU, if a GPU is timed, for the trace."""
         if len(self.spans) >= _MOST_SPANS:
             self.lost += 1
             return

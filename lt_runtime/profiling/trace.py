@@ -1,4 +1,4 @@
-"""Traces in Kineto's form, which Perfetto and HTA open: events in Chrome's format, times in µs."""
+"""Writes traces in Kineto's form, which Perfetto and HTA open: events in Chrome's trace format, with times in µs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(file: Path, activities: Sequence[Activity], device: str) -> None:
 
 
 def trace_events(activities: Sequence[Activity]) -> Iterator[dict[str, Any]]:
-    """Complete events (X), flows from calls to the work that they started (s and f), and thread names (M)."""
+    """The trace's events: complete events (X), flows from calls to the work they started (s, f), thread names (M)."""
     base = min((each.start_ns for each in activities), default=0)
     started = {each.correlation for each in activities if each.device >= 0 and each.correlation}
     for device, stream in dict.fromkeys((each.device, each.stream) for each in activities if each.device >= 0):

@@ -29,10 +29,10 @@ class Work(NamedTuple):
     """The work of one run of an operation.
 
     Attributes:
-        flops: of its matrix products; a multiply-add counts two.
-        bytes: read and written by all its kernels, including copies of operands.
+        flops: operations of its matrix products; a multiply-add counts two.
+        bytes: bytes that all its kernels read and write, including copies of operands.
         kind: the type of its products, or "tf32"; "" without products.
-        strategy: the plan's strategy, in words; "" if there was none to choose.
+        strategy: the plan's strategy, in words; "" for an operation without strategies.
         copies: whether the plan copies operands to padded buffers.
     """
 
@@ -45,11 +45,11 @@ class Work(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def work_of(ran: PreparedCall | AdamW) -> Work:
-    """The work of a prepared call or of an optimizer's update, as `ranges.tell` passes them."""
+    """The work of a prepared call, or of an update by an optimizer; `ranges.tell` passes either."""
     if isinstance(ran, AdamW):
         return Work(bytes=_bytes_of_update(ran))
     problem = ran.request.problem
-    if isinstance(problem, MLPProblem):  # the backward pass includes a forward pass
+    if isinstance(problem, MLPProblem):  # the fused backward kernel repeats the forward pass, which `work_of` counts
         return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
     if not isinstance(problem, (ForwardProblem, BackwardProblem, MatmulProblem)):
         return Work(bytes=sum(ran.sizes))  # a loss or dropout reads or writes each array once
@@ -107,7 +107,7 @@ def _forward_pass(plan: ForwardPlan) -> Iterator[int]:
 
 
 def _backward_passes(plan: BackwardPlan) -> Iterator[int]:
-    """Bytes of the passes from dy to dz with the bias gradient, and from dx to the input layer's dz."""
+    """Bytes of our kernels in a backward pass: from dy to dz with the bias gradient, and from dx to the dz below."""
     problem, strategy = plan.problem, plan.strategy
     needs_dz = problem.dz is not None or (not problem.output_derivative.is_identity and bool(plan.products))
     passes = [(problem.output_derivative, problem.dy, needs_dz, strategy.db is MadeBy.KERNEL)]
@@ -131,7 +131,7 @@ def _vector(matrix: Spec, dtype: DType) -> int:
 
 
 def _bytes_of_update(optimizer: AdamW) -> int:
-    """Bytes of an update: reads gradients, values and moments, writes values and moments.
+    """Bytes of an optimizer's update, which reads gradients, values and moments, and writes values and moments.
 
     The gradients are read once more if their norm or finiteness is checked.
     """

@@ -32,7 +32,7 @@ _UNSAFE: Final = {
     "fills memory synchronously": r"cu(da)?Memset.*",
     "synchronises": r"cu(da)?(Stream|Device|Ctx|Event|Thread)Synchronize.*",
 }
-"""Patterns of calls that a capture forbids, by their effect. Names that end in Async are excepted."""
+"""Patterns of names of calls that a capture forbids, with their effects. Names that end in Async are allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Fault:
     """A call or node that a graph must not have, or a result that differs between the function and its graph.
 
     Attributes:
-        what: the call, the node or the result, and what is wrong with it.
-        range: the path of ranges that it is in, outermost first.
-        where: file and line of the Python code, with the text of that line; "" if they are not known.
+        what: a sentence that names the call, the node or the result, and its fault.
+        range: the path of ranges around the call or node, outermost first.
+        where: file, number and text of the line of Python; "" if the line is not known.
     """
 
     what: str
@@ -70,7 +70,7 @@ class CaptureReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no fault was found."""
+        """Whether the check found no fault."""
         return not self.faults
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class _Check:
         return watch, graph, results
 
     def _add_calls(self) -> None:
-        """Adds the unsafe calls that an uncaptured run makes, and names the call that ended the capture."""
+        """Adds a fault for each unsafe call in an uncaptured run, and names the call that ended the capture."""
         collector = Collector()
         with contextlib.ExitStack() as stack:
             try:
@@ -181,7 +181,7 @@ class _Check:
                 found.setdefault((each.range, does), each.name)
         first = self._faults[0]
         beside = [key for key in found if key[0] == first.range]
-        if len(beside) == 1:  # that is the call that failed
+        if len(beside) == 1:  # the only unsafe call at this place is the call that ended the capture
             name = found.pop(beside[0])
             self._faults[0] = replace(first, what=f"{name} {beside[0][1]}: {first.what}")
         self._faults += [Fault(f"{name} {does}", path) for (path, does), name in found.items()]
@@ -214,10 +214,11 @@ class _Check:
             call("cuGraphExecDestroy", executable)
 
     def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
-        """The places of the nodes whose host values differ in a second capture; an unknown place if none do.
+        """The places of the nodes whose host values differ in a second capture; an unknown place if no node differs.
 
-        If several differ, each node is given its other values in turn, and counts only if that `changes` the results of
-        a replay. CuPy leaves a part of its kernel arguments uninitialised, which differs but is never read.
+        If several nodes differ, each is given its other values in turn, and is returned only if the values change the
+        results of a replay, as `changes` tells. CuPy leaves a part of its kernel arguments uninitialised: that part
+        differs between captures, but kernels never read it.
         """
         before = {node: host_values(node) for node in watch.nodes}
         again, graph, _ = self._capture()
@@ -241,7 +242,10 @@ def _is_other(values: Sequence[bytes], others: Sequence[bytes]) -> bool:
 
 
 def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool]) -> bool:
-    """Runs a test while a node of an executable graph has another node's values; True if they cannot be set."""
+    """Runs a test while a node of an executable graph has another node's values.
+
+    Returns the test's result; True if the values cannot be set.
+    """
     try:
         exchange_values(executable, node, other)
     except DriverError:
@@ -253,7 +257,7 @@ def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool
 
 
 def _wrong_results(replays: Sequence[Mapping[str, bytes]], runs: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
-    """Compares the results of two replays and two uncaptured runs, all from the same contents, by name."""
+    """A sentence on each result that two replays and two uncaptured runs, from equal contents, do not agree on."""
     for name in replays[0]:
         (first, second), (one, other) = ([each.get(name) for each in results] for results in (replays, runs))
         if one != other and first == second:
@@ -283,7 +287,7 @@ def _node_faults(nodes: Mapping[int, Place]) -> Iterator[Fault]:
 
 
 def _unsafe(name: str) -> str | None:
-    """The effect of an unsafe call, such as "allocates memory"; None for a safe call."""
+    """The effect of a call that a capture forbids, such as "allocates memory"; None for a call that it allows."""
     bare = re.sub(r"_(v\d+|ptsz|ptds)", "", name)
     if bare.endswith("Async"):
         return None
@@ -292,7 +296,7 @@ def _unsafe(name: str) -> str | None:
 
 @functools.cache
 def _blocking_stream(device: int) -> int:
-    """A stream that synchronises with the default stream, so that work put there by mistake invalidates a capture."""
+    """A stream that synchronises with the default stream: work on the default stream invalidates its capture."""
     return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_DEFAULT))
 
 

@@ -40,7 +40,7 @@ def read_arrays(arrays: Arrays, stream: int) -> dict[str, bytes]:
 
 
 def write_arrays(arrays: Arrays, contents: Mapping[str, bytes], stream: int) -> None:
-    """Writes contents that `read_arrays` has returned, and waits for the stream."""
+    """Writes contents that `read_arrays` returned back into the arrays, and waits for the stream."""
     for name, each in arrays.items():
         content = np.frombuffer(contents[name], np.uint8)
         call("cuMemcpyHtoDAsync", each.address, content.ctypes.data, content.nbytes, stream)
@@ -48,7 +48,7 @@ def write_arrays(arrays: Arrays, contents: Mapping[str, bytes], stream: int) -> 
 
 
 def _size(operand: Operand) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Bytes from the start of an array's first element to the end of its last element."""
     if 0 in operand.shape:
         return 0
     last = sum((length - 1) * stride for length, stride in zip(operand.shape, operand.strides, strict=True))

@@ -31,11 +31,11 @@ _LIBRARIES: Final = tuple(
 
 
 class Place(NamedTuple):
-    """A place in the watched code.
+    """A place in the watched code: the open ranges and the line of Python.
 
     Attributes:
         range: the path of open ranges, outermost first.
-        where: file, number and text of the innermost line outside of libraries; "" if there is none.
+        where: file, number and text of the innermost line outside of libraries; "" if all lines are in libraries.
     """
 
     range: tuple[str, ...] = ()
@@ -46,9 +46,9 @@ class Watch:
     """A listener of ranges and a trace function of Python, which inspects the graph under capture at each line.
 
     Attributes:
-        nodes: the place that each node comes from, by handle, in the order of capture.
-        broken: the place where the capture was first found invalid; None while it is valid.
-        raised: the last exception seen, and the place where it was raised; None without one.
+        nodes: the place where each node was captured, by the node's handle, in the order of capture.
+        broken: the place where the capture was first found invalid; None while the capture is valid.
+        raised: the last exception seen, and the place where it was raised; None if there was no exception.
     """
 
     def __init__(self, stream: int) -> None:
@@ -73,7 +73,7 @@ class Watch:
             self._here = self._here._replace(range=self._here.range[:-1])
 
     def note(self) -> None:
-        """Assigns new nodes to the current place, or notes that the capture has become invalid there."""
+        """Assigns new nodes to the current place, or notes the current place if the capture has become invalid."""
         if self.broken is not None:
             return
         graph, _ = graph_under_capture(self._stream)

@@ -1,1 +1,1 @@
-"""CUPTI, by which a process sees what it runs on GPUs: the binding, and the records that the library writes."""
+"""CUPTI, the library by which a process traces its own work on GPUs: the binding, and the records that CUPTI writes."""

@@ -29,7 +29,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "GetTimestamp GetVersion Unsubscribe": (_P,),
     "Subscribe": (_P, _P, _P),
 }
-"""Argument types of functions; the names lack their prefix, cupti."""
+"""Argument types of CUPTI's functions, by name without the prefix cupti."""
 _ARGUMENTS: Final = {f"cupti{name}": types for names, types in _SIGNATURES.items() for name in names.split()}
 _MAX_LIMIT_REACHED: Final = 12
 _REMEDIES: Final = {
@@ -64,10 +64,10 @@ def _loaded() -> Any:
 
 @functools.cache
 def function(name: str) -> Callable[..., int]:
-    """CUPTI's function of that name, which returns a status.
+    """The function of CUPTI with a name; it returns a status.
 
     Raises:
-        MissingLibraryError: CUPTI is not installed, or too old to have the function.
+        MissingLibraryError: CUPTI is not installed, or is too old to have the function.
     """
     try:
         found = _loaded()[name]
@@ -81,7 +81,7 @@ def call(name: str, *arguments: Any) -> None:
     """Calls a function of CUPTI.
 
     Raises:
-        CuptiError: it returned another status than success.
+        CuptiError: the function returned another status than success.
         MissingLibraryError: see `function`.
     """
     status = function(name)(*arguments)
@@ -104,12 +104,12 @@ def _number(kind: Any, name: str, *arguments: Any) -> int:
 
 
 def timestamp() -> int:
-    """CUPTI's clock, in nanoseconds."""
+    """The present time on CUPTI's clock, in nanoseconds."""
     return _number(_U64, "cuptiGetTimestamp")
 
 
 def push_id(number: int) -> None:
-    """Links further calls of this thread to an id, until `pop_id`."""
+    """Makes CUPTI link all further driver and runtime calls of this thread to an id, until `pop_id`."""
     call("cuptiActivityPushExternalCorrelationId", OUR_IDS, number)
 
 
@@ -119,7 +119,7 @@ def pop_id() -> None:
 
 
 def node_id(node: int) -> int:
-    """The id of a graph's node: the graph's id in the upper half, its own within the graph in the lower."""
+    """The id of a graph's node: the upper half is the graph's id, the lower half identifies the node in the graph."""
     return _number(_U64, "cuptiGetGraphNodeId", node)
 
 
@@ -129,7 +129,7 @@ def graph_id(graph: int) -> int:
 
 
 def executable_id(executable: int) -> int:
-    """The id of an executable graph. Its nodes keep the lower halves of the ids that they had in the graph."""
+    """The id of an executable graph. Its nodes' ids have the same lower halves as in the graph it was made from."""
     return _number(_U32, "cuptiGetGraphExecId", executable)
 
 
@@ -171,7 +171,7 @@ def check_layouts() -> None:
         raise CuptiError(f"the installed CUPTI is of version {found}, whose records are not known; known are {known}")
     try:
         function("cuptiActivityGetStructSize")
-    except MissingLibraryError:  # CUPTI before 13.2 lacks it; the version was checked above.
+    except MissingLibraryError:  # CUPTI before 13.2 lacks this function; the version was checked above.
         return
     for kind, size in sizes.items():
         written = _number(_SIZE, "cuptiActivityGetStructSize", kind, 0)
@@ -182,7 +182,7 @@ def check_layouts() -> None:
 class Session:
     """CUPTI's recording from `start` to `stop`, for the whole process.
 
-    CUPTI requests memory for records and returns it filled, on any thread; at most `MOST_BUFFERS` buffers.
+    CUPTI requests buffers for records and returns them filled, on any thread. It gets at most `MOST_BUFFERS` buffers.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Session:
         self._lock = threading.Lock()
         self._lent: dict[int, NDArray[np.uint8]] = {}
         self._full: list[tuple[NDArray[np.uint8], int]] = []
-        # These live as long as the process, because CUPTI keeps calling them.
+        # The callbacks are kept alive as long as the process, because CUPTI may call them at any time.
         self._on_request, self._on_completion = _ON_REQUEST(self._lend), _ON_COMPLETION(self._take_back)
         self._on_event = _ON_EVENT(self._event)
 
@@ -203,8 +203,8 @@ class Session:
                 graph that it was made from.
 
         Raises:
-            CuptiError: CUPTI cannot be used here, or records already; nothing is changed.
-            MissingLibraryError: it is not installed.
+            CuptiError: CUPTI cannot be used here, or is recording already; nothing is changed.
+            MissingLibraryError: CUPTI is not installed.
         """
         check_layouts()
         subscriber = _P()
@@ -223,7 +223,7 @@ class Session:
             raise
 
     def stop(self) -> tuple[list[tuple[memoryview, list[int]]], int]:
-        """Ends the recording; the caller has waited for all work that the records are to contain.
+        """Ends the recording. The caller must have waited for all work that is to be recorded.
 
         Returns:
             The filled buffers with the offsets of their records, in order, and the number of lost records.
@@ -241,11 +241,11 @@ class Session:
             while not (status := step(base, valid, ctypes.addressof(record))):
                 offsets.append((record.value or 0) - base)
             filled.append((memory.data[:valid], offsets))
-            dropped += status != _MAX_LIMIT_REACHED  # a damaged record hides the ones after it
+            dropped += status != _MAX_LIMIT_REACHED  # the records after a damaged record cannot be read
         return filled, dropped
 
     def _end(self) -> None:
-        """Disables all that was enabled; failures are ignored, because there is no remedy."""
+        """Disables all enabled kinds of records and callbacks; ignores failures, because there is no remedy."""
         while self._enabled:
             function("cuptiActivityDisable")(self._enabled.pop())
         function("cuptiUnsubscribe")(self._subscriber)
@@ -253,14 +253,14 @@ class Session:
     def _event(self, _: int, domain: int, number: int, data: int) -> None:
         graphs = _P.from_address(data + _RESOURCE_DESCRIPTOR).value or 0
         graph = _P.from_address(graphs + _GRAPH).value or 0
-        with contextlib.suppress(CuptiError):  # a graph without an id has no records
+        with contextlib.suppress(CuptiError):  # CUPTI writes no records of a graph without an id
             if number == _GRAPH_CLONED:
                 self._on_graph(graph_id(graph), graph_id(_P.from_address(graphs + _ORIGINAL_GRAPH).value or 0))
             elif number == _GRAPH_EXEC_CREATED:
                 self._on_graph(executable_id(_P.from_address(graphs + _GRAPH_EXEC).value or 0), graph_id(graph))
 
     def _lend(self, buffer: int, size: int, most: int) -> None:
-        _SIZE.from_address(most).value = 0  # as many records as fit
+        _SIZE.from_address(most).value = 0  # 0 tells CUPTI to write as many records as fit
         with self._lock:
             has_room = len(self._lent) + len(self._full) < MOST_BUFFERS
             memory = np.empty(BUFFER_SIZE if has_room else 0, np.uint8)

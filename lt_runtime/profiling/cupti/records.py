@@ -33,9 +33,9 @@ _SIZES: Final = {
 RECORD_SIZES: Final[Mapping[int, Mapping[int, int]]] = {
     version: _SAME_SIZES | dict(zip((KERNEL, MEMCPY, MEMSET), sizes, strict=True)) for version, sizes in _SIZES.items()
 }
-"""Bytes of a record of each kind, by CUPTI's version without its update: 1305 is 13.5.
+"""Bytes of a record of each kind, by CUPTI's version without the update number: 1305 is 13.5.
 
-In all of these versions the fields that are read here have the same offsets; newer records are only longer.
+In all versions of the table the fields that this module reads have the same offsets; newer records are only longer.
 """
 
 _CALL: Final = "call", "4xIQQ4xII", "name start_ns end_ns thread correlation"
@@ -55,9 +55,9 @@ _LAYOUTS: Final = {
         MEMORY: ("allocation", "4xIII8xQQ12xI4xi", "name memory correlation size start_ns device stream"),
     }.items()
 }  # fmt: skip
-"""By the kind of a record: the kind of its `Activity`, the layout of its bytes, and the fields in it.
+"""For each kind of record: the kind of the `Activity` made from it, the layout of its bytes, and its fields.
 
-A stream is read as a signed number, so that CUPTI's number for no stream becomes -1.
+The stream is read as a signed number, so that CUPTI's number for "no stream" becomes -1.
 """
 _EXTERNAL: Final = Struct("<4xIQI")
 _KIND: Final = Struct("<I")
@@ -81,10 +81,10 @@ class Activity:
         name: a kernel's demangled name, the direction of a copy such as "HtoD", or the name of a call.
         start_ns, end_ns: nanoseconds on CUPTI's clock, or on the host's monotonic clock if a `Collector` returns it.
         device, stream: the GPU's ordinal, and CUPTI's number of the stream; -1 for a call.
-        correlation: the same number for a call and for the work that it started.
+        correlation: a number that a call shares with the work that it started.
         graph, node: ids of the launched graph and of the node in it; 0 for work outside of graphs.
         size: bytes copied, set, or allocated.
-        range: the path of ranges that it belongs to, outermost first; () if it belongs to none.
+        range: the path of ranges around the activity, outermost first; () outside of all ranges.
         thread: id of the thread that made a call; 0 for the other kinds.
     """
 
@@ -103,20 +103,20 @@ class Activity:
 
     @property
     def us(self) -> float:
-        """The length in microseconds."""
+        """The activity's duration in microseconds."""
         return (self.end_ns - self.start_ns) / 1e3
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether it is a kernel, a copy or a memset."""
+        """Whether the activity is a kernel, a copy or a memset."""
         return self.kind in ("kernel", "memcpy", "memset")
 
 
 class Link(NamedTuple):
-    """Links a call to the innermost id that its thread had pushed.
+    """Links a call to the innermost id that its thread had pushed by `push_id`.
 
     Attributes:
-        external: the id.
+        external: the pushed id.
         correlation: the call's correlation number.
     """
 
@@ -127,7 +127,7 @@ class Link(NamedTuple):
 def read_records(
     buffer: memoryview, offsets: Iterable[int], kernel_name: Callable[[int], str], call_name: Callable[[int, int], str]
 ) -> Iterator[Activity | Link]:
-    """The records that start at the offsets of a buffer; records of unknown kinds are left out.
+    """Reads the records that start at given offsets of a buffer; skips records of unknown kinds.
 
     Args:
         kernel_name: returns the demangled name at an address.
