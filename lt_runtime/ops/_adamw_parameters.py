@@ -21,10 +21,10 @@ from lt_runtime.problem import DType, type_name
 
 
 class _Changes:
-    """Shows whether any attribute of any parameter has been set.
+    """Version mark that shows whether an attribute of any parameter has been set.
 
     Attributes:
-        latest: a new object after each change, so that one comparison with an object seen before shows a change.
+        latest: an object that is replaced at each change. A holder compares it with the object that it saw last.
     """
 
     latest: object = None
@@ -35,11 +35,11 @@ changes: Final = _Changes()
 
 @dataclass(slots=True, eq=False)
 class Parameter:
-    """A tensor that is trained, and its gradient.
+    """A trained tensor and its gradient.
 
     An optimizer keeps the addresses of these arrays: do not replace the arrays, and change their values by `assign`.
-    If there is a master copy, the next update overwrites values that were written into `data` alone; `lt.AdamW` says
-    when it notices this.
+    If there is a master copy, the next update overwrites values that were written into `data` alone; `lt.AdamW` states
+    when it checks for such writes.
 
     `lr_scale` and `weight_decay` may be set at any time, and take effect at the optimizer's next step.
 
@@ -99,7 +99,7 @@ class Parameter:
 
 
 class HeldArrays:
-    """The arrays that parameters have when this is made, for a holder of their addresses.
+    """The arrays of parameters at the construction of this object, for a holder of the arrays' addresses.
 
     Args:
         holder: the name of the holder in errors, such as "the optimizer".
@@ -113,7 +113,7 @@ class HeldArrays:
         self._arrays = [(each, each.data, each.grad, each.master) for each in parameters]
 
     def check(self) -> None:
-        """Raises `OperandError` if a parameter has another array now."""
+        """Raises `OperandError` if an array of a parameter has been replaced since the construction."""
         latest = changes.latest
         if latest is self.seen:
             return
@@ -130,7 +130,7 @@ class ReadParameter(NamedTuple):
     """A parameter whose arrays have been checked: one shape, no gaps, on the first parameter's device.
 
     Attributes:
-        master: None if there is no master copy.
+        master: the FP32 master copy; None if there is no master copy.
     """
 
     parameter: Parameter
@@ -194,7 +194,10 @@ def _read_parameter(parameter: Parameter, options: Options, device: int, stream:
 
 
 def _in_fp32(operand: Operand, stream: int) -> Any:
-    """An FP32 copy of an array, of the same library; by way of the host, as CuPy would compile a kernel first."""
+    """An FP32 copy of an array, made by the array's library.
+
+    A CuPy array is converted on the host, because on the GPU CuPy would first compile a kernel.
+    """
     array = operand.array
     if hasattr(array, "float"):  # a PyTorch tensor
         return array.float()
@@ -304,7 +307,7 @@ def load_values(parameters: Mapping[str, Parameter], state: Any, *, strict: bool
 def check_masters(parameters: Sequence[Parameter], stream: int) -> None:
     """Raises `OperandError` if data are not the rounding of their master copy.
 
-    The host reads all of both arrays, which would be too slow in every step on a GPU.
+    The host reads both arrays completely, which would be too slow in every step on a GPU.
 
     Args:
         stream: the arrays' contents at this point of the stream are checked; the host waits for it.
@@ -332,7 +335,7 @@ def check_rounding(name: str, data: NDArray[Any], master: NDArray[Any]) -> None:
 
 
 def rounded(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """FP32 values rounded to nearest."""
+    """FP32 values rounded to the nearest value of a type."""
     with np.errstate(all="ignore"):
         return values.astype(dtype, copy=False)
 
@@ -341,7 +344,7 @@ def _operand(parameter: Parameter, part: str) -> tuple[Operand, int]:
     """Reads an array of a parameter; also returns the current stream of the array's library.
 
     Raises:
-        CaptureError: this stream is being captured.
+        CaptureError: the current stream is being captured.
     """
     name, array = f"{parameter.name}.{part}", getattr(parameter, part)
     device = device_of(name, array)

@@ -43,7 +43,7 @@ def _moments(parameters: Sequence[Parameter], options: Options, zeros: Callable[
     """Makes all moments, in one allocation.
 
     Args:
-        zeros: returns a flat array of zeros, of a size and a type.
+        zeros: function of a size and a type that returns a flat array of zeros.
     """
     each, dtype = 3 if options.amsgrad else 2, options.moments.numpy
     shapes = [tuple(parameter.data.shape) for parameter in parameters for _ in range(each)]
@@ -64,11 +64,11 @@ class HostState:
             options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
 
     def apply_settings(self, stream: Any) -> None:
-        """Only checks the stream: updates on the host read the settings directly."""
+        """Checks the stream and writes nothing: updates on the host read the settings directly."""
         stream_handle(stream, HOST)
 
     def step(self, stream: Any) -> None:
-        """Updates all parameters; the host does not use `stream`, but checks it."""
+        """Updates all parameters; `stream` is checked, but not used."""
         self.apply_settings(stream)
         scaler = self.options.scaler
         for read in self._parameters:
@@ -87,7 +87,7 @@ class HostState:
                 scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
 
     def _judge(self) -> tuple[float, bool]:
-        """The factor for the gradients from clipping and loss scale, and whether all gradients are finite."""
+        """The gradients' factor, from clipping and the loss scale; and whether all gradients are finite."""
         options = self.options
         if self.grad_norm is None:
             return 1.0, True
@@ -98,10 +98,10 @@ class HostState:
         return clipping / scale, finite
 
     def _update(self, index: int, read: ReadParameter, gradient_factor: float) -> None:
-        """Updates one parameter and its moments; `steps` counts this update already."""
+        """Updates one parameter and its moments; `steps` has already been increased for this update."""
         lr_scale, weight_decay = read.settings(self.options)
         own = dataclasses.replace(self.options.hyper, lr=self.options.hyper.lr * lr_scale, weight_decay=weight_decay)
-        # The arrays have no gaps, so that reshape returns views.
+        # reshape returns views, because the arrays have no gaps.
         arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]
         gradient = read.grad.array.reshape(-1)
         for first in range(0, gradient.size, _BLOCK):
@@ -123,7 +123,7 @@ class HostState:
 
 
 class GpuState:
-    """The state of parameters on one GPU, with the kernels' tables of tensors and the launches of an update."""
+    """The state of parameters on one GPU: moments, settings, the kernels' tables of addresses, and the launches."""
 
     def __init__(self, parameters: Sequence[Parameter], options: Options) -> None:
         first = parameters[0]
@@ -134,7 +134,7 @@ class GpuState:
         with activated(self._device):
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
             self._seen: object = None
-            # The kernels' tables hold addresses, so that the arrays must stay alive.
+            # These references keep the arrays alive, whose addresses the kernels' tables hold.
             self._kept: list[Any] = [(each.data, each.grad, each.master) for each in parameters]
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
             self.moments = _moments(parameters, options, lambda size, dtype: self._zeros((size,), dtype))
@@ -153,7 +153,7 @@ class GpuState:
         self.grad_norm = norm if options.judges_gradients else None
 
     def step(self, stream: Any) -> None:
-        """Updates all parameters by one launch, or two. Before the first update, master copies are checked."""
+        """Updates all parameters by one or two launches. Before the first update, master copies are checked."""
         with activated(self._device):
             handle = stream_handle(stream, self._device, self._current_stream)
             if self._unchecked and not is_captured(handle):

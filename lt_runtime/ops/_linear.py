@@ -31,8 +31,8 @@ from lt_runtime.problem import (
 )
 
 _BITS: Final = 8  # of a byte
-_Y, _KEPT = 3, 4  # places of forward's results among its arrays
-_FIRST_OUTPUT: Final = 5  # place of backward's first output among its arrays, after dy, x, w and two saved tensors
+_Y, _KEPT = 3, 4  # places, among the arrays of a forward call, of y and of the matrix that is saved besides y
+_FIRST_OUTPUT: Final = 5  # place of the first output of a backward call, after dy, x, w and two saved tensors
 _OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
 
 Sources = tuple[Philox | None, Philox | None]
@@ -41,13 +41,13 @@ Sources = tuple[Philox | None, Philox | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """The part of a context that is the same for all calls with one `PreparedCall`; compared by identity.
+    """The part of a `LinearContext` that all calls with one `PreparedCall` share; compared by identity.
 
     Attributes:
         shape: (M, N, K).
         saved_as: kind of the saved array; a mask is bytes (M, N/8 rounded up to a multiple of 16).
-        saved_layout: layout of a saved array that forward has made, a mask's in bits; None if the array's own strides
-            are to be read.
+        saved_layout: layout of a saved array that forward has allocated, in bits for a mask; None if the layout follows
+            from the array's own strides.
         activation, dropout, compute: the options of the forward call.
         has_bias: whether the layer has a bias.
     """
@@ -63,13 +63,13 @@ class Layer:
 
 @dataclass(slots=True, eq=False, repr=False)
 class LinearContext:
-    """The result of a `linear_fwd` call that `linear_bwd` takes; its attributes are to be read only.
+    """The record of a `linear_fwd` call that `linear_bwd` takes; do not change its attributes.
 
     Attributes:
         layer: the layer's sizes and options.
         x, w: the operands.
         saved: the array that the activation's derivative is computed from; None if there is none.
-        preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
+        preactivation: x · wᵀ + bias (M, N) if it was saved for backward or requested; None otherwise.
         rng: the source of the dropout mask; None without dropout.
         y: the layer's output, kept so that `linear_bwd` can tell whether it is another layer's x.
     """
@@ -110,8 +110,8 @@ class LinearContext:
 class LinearForward(Operation):
     """y = dropout(act(x · wᵀ + bias)), and a context for backward.
 
-    A call's options are those of `linear_fwd`, then whether anything is kept for backward; its scalars are `Sources`.
-    A request's detail is the `Layer`.
+    The options of a call are the options of `linear_fwd`, then a flag: whether tensors are saved for backward. Its
+    scalars are `Sources`. A request's detail is the `Layer`.
     """
 
     names = ("x", "w", "bias", "out", "out_z")
@@ -142,7 +142,7 @@ class LinearForward(Operation):
         problem, layer = request.problem, request.detail
         if plan is not None:
             saved, kept = plan.strategy.saved, plan.kept_spec
-        elif problem.backward:  # on the host the pre-activation is kept for every activation
+        elif problem.backward:  # on the host the pre-activation is saved for every activation
             saved = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
             kept = problem.preactivation or Spec(packed(*layer.shape[:2]))
         else:
@@ -176,7 +176,7 @@ class LinearForward(Operation):
 
 
 class LinearInference(LinearForward):
-    """The forward pass without a context; the caller gets y alone."""
+    """The forward pass for inference; its result is y without a context."""
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`."""
@@ -207,7 +207,7 @@ def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]
 
 
 def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, library: Library) -> New:
-    """The array that forward saves besides y, in the layout of the plan."""
+    """A new array for the tensor that forward saves besides y, in the plan's layout."""
     is_row = layout.order is Order.ROW
     lines, length = layout.shape if is_row else (layout.cols, layout.rows)
     if saved is Saved.MASK:
@@ -228,9 +228,10 @@ class LinearGradients(NamedTuple):
 
 
 class ChainedGradients(NamedTuple):
-    """dz_below (M, K), the gradient before the activation of the layer below; dw (N, K), db (N,); that layer's db (K,).
+    """dz_below (M, K), dw (N, K), db (N,) and db_below (K,); None for a gradient that was not requested.
 
-    A gradient that was not requested is None.
+    `dz_below` is the gradient with respect to the pre-activation of the layer below, and `db_below` the bias gradient
+    of the layer below.
     """
 
     dz_below: Any
@@ -243,10 +244,10 @@ class BackwardOptions(NamedTuple):
     """The options of `linear_bwd` that a plan depends on.
 
     Attributes:
-        layer: the layer that the gradient is taken through.
-        below: the layer below, if dx is taken through its activation as well; None otherwise.
-        before_activation: dy has been taken through the layer's activation already.
-        require_same: x must be the y of the layer below; `linear_bwd` has checked that.
+        layer: the layer whose gradients are computed.
+        below: the layer below, if dx is multiplied by the derivative of its activation as well; None otherwise.
+        before_activation: dy is the gradient with respect to the pre-activation rather than to y.
+        require_same: x must be the y of the layer below, which `linear_bwd` has checked.
     """
 
     layer: Layer
@@ -332,7 +333,7 @@ class LinearBackward(Operation):
 
 
 def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
-    """Which gradients are made. There is no option for dz, which is made if there is a buffer for it.
+    """Whether each gradient is computed, by its name; dz is computed as a result if the caller gives a buffer for it.
 
     Raises:
         ArgumentError, ShapeError: the options contradict each other.
@@ -356,7 +357,7 @@ def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> di
 
 def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
     spec = saved.spec if saved else None
-    if saved and layer.saved_layout:  # the strides of an array with one row have no meaning
+    if saved and layer.saved_layout:  # the strides of an array with one row do not tell its layout
         spec = Spec(layer.saved_layout, saved.alignment)
     return Derivative(layer.activation, layer.saved_as, spec, None if db is None else db.alignment, layer.dropout > 0)
 

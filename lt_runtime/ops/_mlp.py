@@ -1,6 +1,6 @@
 """The passes of a narrow MLP as operations: outputs, gradients, and a loss with gradients, each over all layers.
 
-They run on GPUs only: NumPy arrays go through an MLP layer by layer.
+These operations run on GPUs only: an MLP on the host runs layer by layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan
 
-_PLACES: Final = 2 * MAX_LAYERS  # a weight and a bias each
+_PLACES: Final = 2 * MAX_LAYERS  # each layer has a weight and a bias
 _FIRST: Final = 2  # place of the first weight among the arrays
 _OUT: Final = 1
 _LOSS: Final = _FIRST + 2 * _PLACES + 1  # index behind all parameters, their gradients, and the gradients' scale
@@ -32,7 +32,7 @@ def _named(suffix: str = "") -> tuple[str, ...]:
 
 
 def filled(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Pads the weights and biases, in turn, with None to the number of arrays for `MAX_LAYERS` layers."""
+    """Appends None to a list of alternating weights and biases, up to its length for `MAX_LAYERS` layers."""
     return (*arrays, *(None,) * (_PLACES - len(arrays)))
 
 
@@ -66,8 +66,8 @@ class MlpOutputs(Operation):
 class MlpGradients(Operation):
     """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs.
 
-    A call's options are the hidden layers' activation, whether the gradients are added to what their buffers hold, and
-    None in place of a loss.
+    A call's options are the hidden layers' activation, whether the gradients are accumulated in their buffers, and None
+    in the place of the loss.
     """
 
     names = ("x", "dy", *_named(), *_named(".grad"))
@@ -104,8 +104,9 @@ class MlpGradients(Operation):
 class MlpLoss(MlpGradients):
     """The loss of an MLP's outputs against targets, and the gradients of all its parameters.
 
-    A call's options are those of `MlpGradients` with an `ElementwiseLoss`; its scalar is a factor of the
-    gradients. The last arrays are an FP32 number that the gradients are multiplied by too, and the loss.
+    A call's options are the options of `MlpGradients`, with an `ElementwiseLoss` in the place of None. Its scalar is a
+    factor of the gradients. The array `grad_scale` holds one FP32 number, another factor of the gradients. The array
+    `out_loss` receives the loss.
     """
 
     names = ("x", "target", *_named(), *_named(".grad"), "grad_scale", "out_loss")

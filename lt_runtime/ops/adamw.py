@@ -46,12 +46,12 @@ class AdamW(Fixed):
     take an eighth more memory traffic: later writes into `data` alone are lost silently.
 
     Args:
-        parameters: at least one, each once; all NumPy arrays, or all on one GPU.
+        parameters: one or more, without repetition; all NumPy arrays, or all on one GPU.
         lr: learning rate.
         betas: decay rates of the moments, in [0, 1).
         eps: added to the denominator.
         weight_decay: λ.
-        schedule: factor of the learning rate by step; None for 1 at every step.
+        schedule: factor of the learning rate by step; None for a constant factor of 1.
         amsgrad: divide by the largest v̂ so far instead of the present one.
         max_norm: clip the gradients to this norm over all parameters together, as PyTorch's `clip_grad_norm_`. With
             infinity the norm is computed and nothing is clipped; with None it is not computed.
@@ -65,7 +65,7 @@ class AdamW(Fixed):
         seed: of the random numbers that stochastic rounding draws; 64 bits.
 
     Attributes:
-        lr, weight_decay, schedule: as they are now.
+        lr, weight_decay, schedule: the present settings.
         steps: array (1,) of uint32 on the parameters' device, the number of updates done; `steps.item()` is the int.
         skipped_steps: array (1,) of uint32 on the parameters' device, the number of updates skipped.
         grad_norm: FP32 array of shape (), the norm of the unscaled gradients in the last step, before clipping. None
@@ -156,7 +156,7 @@ class AdamW(Fixed):
 
     @property
     def schedule(self) -> Schedule:
-        """The factor on the learning rate by step; may be set, to None too, which is a constant one."""
+        """The factor of the learning rate by step; may be set; None is a constant factor of 1."""
         return self.options.hyper.schedule
 
     @schedule.setter
@@ -204,7 +204,7 @@ class AdamW(Fixed):
         self._state.apply_settings(stream)
 
     def check_arrays(self) -> None:
-        """Raises `OperandError` if an array of a parameter has been replaced since this was made."""
+        """Raises `OperandError` if an array of a parameter has been replaced since the optimizer was made."""
         self._held.check()
 
     def _change(self, **settings: Any) -> None:

@@ -1,8 +1,8 @@
 """The path that every call of an operation takes: its arrays are read and checked, its problem planned, its plan run.
 
-A call whose arrays differ from an earlier call's in nothing but their addresses, equally aligned, finds that call's
-`PreparedCall`, and its arrays are not checked again except for overlap. The third call with the same addresses is
-captured into a graph, and each later one is the launch of that graph.
+A call whose arrays differ from an earlier call's only in their equally aligned addresses reuses the `PreparedCall` of
+the earlier call: its arrays are checked for overlap alone. The third call with the same addresses is captured into a
+graph, and each later call with these addresses launches the graph.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _UNTIL_RETRY: Final = 1000  # calls
 _ONCE: Final = False
 """Value in `cache.repeats` of a call that was made once with its arrays, and has no launch yet."""
 _OWN_THREADS: Final = "lt_runtime "
-"""The names of the threads that the package starts begin with this."""
+"""Prefix of the names of all threads that the package starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Passed as the stream of a call that is to be bound to its buffers instead of made; see `lt.bind`."""
+    """Argument in the place of a stream: binds the call to its buffers instead of running it; see `lt.bind`."""
 
     stream: Any
 
@@ -65,8 +65,8 @@ def perform(
         arrays: in the order of `operation.names`; None where one is absent.
         options, scalars: see `Operation.read`.
         stream: as the caller gave it; with a `Binding` the result is a callable that makes the call.
-        is_in_range: whether the operation's range has been opened; a function of its own for that would make every
-            call longer.
+        is_in_range: whether the operation's range has already been opened. It is a parameter, because a separate
+            function for the range would make every call longer.
 
     Raises:
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.
@@ -96,9 +96,9 @@ def perform(
 
 
 def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> bool:
-    """Makes a prepared call again, with the same addresses or others.
+    """Runs a prepared call again, with the same or other addresses.
 
-    Returns False without making the call if operands overlap.
+    Returns False without running the call if operands overlap.
     """
     repeat = prepared, stream, addresses, scalars if prepared.operation.is_scaled else None
     launch = cache.repeats.get(repeat)
@@ -123,7 +123,7 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
 
 
 def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
-    """Captures a repeated call into a graph, if no other thread can be disturbed by that; returns the call's launch.
+    """Captures a repeated call into a graph, if the capture can disturb no other thread; returns the call's launch.
 
     If a call cannot be captured, for example because memory is short, a warning is given and the call is launched
     kernel by kernel.
@@ -132,7 +132,7 @@ def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
         return _uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
     try:
         launch: Callable[[], object] = prepared.plan.bind(call)
-    except (GpuError, CaptureError) as error:  # a capture may have begun in between
+    except (GpuError, CaptureError) as error:  # another capture may have begun since the check
         warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
         return functools.partial(prepared.put, call)
     return launch
@@ -152,8 +152,8 @@ def _is_alone() -> bool:
 def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bool]:
     """The launches, kernel by kernel, of a repeated call that was not captured because of another thread.
 
-    The function that is returned says whether a capture is to be tried again. It is a closure: an object with
-    `__call__` costs 60 ns more in each call.
+    The returned function launches the call, and returns True when a capture should be tried again. It is a closure,
+    because an object with `__call__` costs 60 ns more in each call.
     """
     left, lock, put = _UNTIL_RETRY, memory.lock, plan.put
 
@@ -168,7 +168,10 @@ def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bo
 
 
 def _make_room() -> None:
-    """Forgets the calls that were made once; forgets all repeated calls if most of them have a launch."""
+    """Makes room in the full cache of repeated calls: drops the calls that have no launch yet.
+
+    If most calls have a launch, so that this frees little, all calls are dropped.
+    """
     bound = {repeat: launch for repeat, launch in list(cache.repeats.items()) if launch}
     cache.repeats.clear()
     if 2 * len(bound) <= _MOST_REPEATS:
@@ -178,7 +181,7 @@ def _make_room() -> None:
 def _cold_call(
     operation: Operation, arrays: tuple[Any, ...], options: Any, scalars: Any, stream: Any, signature: Signature | None
 ) -> Any:
-    """Makes a call that has no `PreparedCall` yet, or binds it."""
+    """Runs or binds a call for which no `PreparedCall` was found: reads, checks and plans it first."""
     binds = isinstance(stream, Binding)
     given_stream = stream.stream if binds else stream
     operands, device, handle = read_call(operation.names, operation.required, arrays, given_stream)
@@ -223,7 +226,7 @@ def prepare(
     """Checks operands on the host, or on a GPU that is current, and plans the call.
 
     Raises:
-        LtError: something is not accepted, or no plan can be made.
+        LtError: an operand or option is not accepted, or no plan can be made.
     """
     present = [operand for operand in operands if operand is not None]
     check_device(*present)

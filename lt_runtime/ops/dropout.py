@@ -25,7 +25,7 @@ class DropoutPlan(Plan):
     """Dropout without a layer; a call's addresses are those of x and y, or 0 for y where y is written over x.
 
     Args:
-        dropout_pass: None where there are no elements.
+        dropout_pass: the kernel; None if the arrays are empty.
     """
 
     def __init__(self, dropout_pass: DropoutPass | None, device: int) -> None:
@@ -41,8 +41,8 @@ class DropoutPlan(Plan):
 class Dropout(Operation):
     """y = mask · scale · x.
 
-    A call's options are the probability, and whether y is written over x; its scalars are the source of the mask and
-    None.
+    A call's options are the probability, and whether y is written over x. Its scalars are a pair: the source of the
+    mask, and None.
     """
 
     names = ("x", "out")
@@ -82,7 +82,7 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
         x: any shape, float32, float16 or bfloat16; a matrix may lie in any layout, other arrays must be row-major
             without gaps. The mask of an array is that of its elements in row-major order.
         p: in [0, 1). It is rounded to a multiple of 2^-16.
-        rng: where the mask comes from; needed if `p` is not 0.
+        rng: source of the mask; needed if `p` is not 0.
         out: buffer like x; may be x itself.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.

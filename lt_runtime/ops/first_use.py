@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 asked_for: Final[ContextVar[bool]] = ContextVar("lt_runtime_tuning", default=False)
-"""Whether the calling thread is to measure problems that it has run before, too."""
+"""Whether the calling thread is within `tuning()`: it measures also problems that it has run before."""
 _is_switched_off: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_not_tuning", default=False)
 _is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
 _seen: Final[set[tuple[Remembered | LayerChain, int]]] = set()
-"""Problems and chains that have been measured, or cannot be, each with its device."""
+"""Problems and chains that need no further measurement on a device: they have been measured, or cannot be."""
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
 
@@ -71,14 +71,14 @@ def tuning() -> AbstractContextManager[None]:
 
 
 def not_tuning() -> AbstractContextManager[None]:
-    """Within a `with` block, the calling thread measures none of the problems that it runs, whatever else is set."""
+    """Within a `with` block, the calling thread measures no problem; this overrides `tuning` and `LT_RUNTIME_TUNE`."""
     return _within(_is_switched_off)
 
 
 def before_first_use(problem: Remembered, device: int) -> None:
-    """Verifies another machine's algorithms for a problem, and measures the problem if that is wanted and it is new.
+    """Verifies another machine's algorithms for a problem. If tuning is on and the problem is new, also measures it.
 
-    A failure costs a warning, and the problem runs untuned.
+    After a failure a warning is given, and the problem runs untuned.
     """
     if _is_busy.get():
         return
@@ -121,13 +121,13 @@ def is_step_tuned(tune: bool | None) -> bool:
     """Whether a training step measures its problems that are not in the plan cache.
 
     Args:
-        tune: the step's own option, which comes before `tuning()`, which comes before the environment variable.
+        tune: the step's own option. It overrides `tuning()`, which overrides the environment variable.
     """
     return asked_for.get() or setting(TUNE_VARIABLE) != "off" if tune is None else tune
 
 
 def is_measured(problem: Remembered, device: int) -> bool:
-    """Whether the plan cache has an entry for a problem that may be used."""
+    """Whether the plan cache has a usable entry for a problem."""
     if isinstance(problem, MLPProblem):
         return known_mlp(problem, device) is not None
     store = plan_store(device)
@@ -136,7 +136,7 @@ def is_measured(problem: Remembered, device: int) -> bool:
 
 
 def _is_known(chain: LayerChain, device: int) -> bool:
-    """Whether all problems of a chain are measured, and whether to fuse it, if that is possible."""
+    """Whether all problems of a chain are measured; if the chain can be fused, also the choice whether to fuse it."""
     from lt_runtime.tuner.chain import as_decided
 
     problems: list[Remembered] = [*as_decided(chain, plan_store(device)).problems]

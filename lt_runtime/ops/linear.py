@@ -111,7 +111,7 @@ def linear(
 
 
 class _BackwardKeywords(TypedDict, total=False):
-    """Keywords of `linear_bwd` besides `through`, which decides the type of the result."""
+    """All keywords of `linear_bwd` except `through`; `through` decides the type of the result."""
 
     need_dx: bool
     need_dw: bool
@@ -176,8 +176,8 @@ def linear_bwd(
         dy: (M, N), of x's type as all gradients are: the gradient with respect to y; with `before_activation`, with
             respect to the pre-activation.
         need_dx, need_dw, need_db: which gradients to make. There is no db for a layer without bias.
-        accumulate: add dw, db and db_below to what their buffers hold; dx is overwritten all the same.
-        before_activation: dy has been taken through this layer's activation and dropout already.
+        accumulate: add dw, db and db_below to the values in their buffers; dx is always overwritten.
+        before_activation: dy is already the gradient before this layer's activation and dropout.
         through: the context of the layer below, whose y is this layer's x: the same memory, type, shape and strides.
             Both contexts keep that array alive.
         require_same: whether `through` is checked to be that layer's context. Pass False only if x is a copy of its y.
@@ -223,7 +223,10 @@ def linear_bwd(
 
 
 def _check_below(ctx: LinearContext, through: LinearContext, require_same: bool) -> None:
-    """Raises `ArgumentError` if the layer's x is another matrix than the y below; shapes are compared later."""
+    """Raises `ArgumentError` if the layer's x is not the same matrix as the y of the layer below.
+
+    Shapes are compared later.
+    """
     has_shape = through.shape[:2] == ctx.shape[::2]
     if flag("require_same", require_same) and has_shape and not is_same_matrix(ctx.x, through.y):
         raise ArgumentError(

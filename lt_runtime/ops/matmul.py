@@ -22,8 +22,8 @@ from lt_runtime.problem import ALIGNMENT, Compute, ComputeName, DType, MatmulPro
 
 _PLAIN: Final = frozenset({int, float})
 _C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # places among the arrays
-_MASK_BITS: Final = 128  # a ReLU mask's leading dimension is a multiple of these bits in cuBLASLt
-_AUX_ELEMENTS: Final = 8  # and a GELU auxiliary matrix's a multiple of these elements
+_MASK_BITS: Final = 128  # cuBLASLt requires that a ReLU mask's leading dimension is a multiple of this many bits,
+_AUX_ELEMENTS: Final = 8  # and that a GELU auxiliary matrix's leading dimension is a multiple of this many elements.
 
 
 class _Shape(NamedTuple):
@@ -34,7 +34,7 @@ class _Shape(NamedTuple):
     batch: int | None
 
     def of(self, *axes: int) -> tuple[int, ...]:
-        """`axes`, with the batch in front if there is one."""
+        """A shape with the given axes; if the product is a batch, the batch comes first."""
         return axes if self.batch is None else (self.batch, *axes)
 
 
@@ -189,7 +189,7 @@ def _spec(operand: Operand) -> Spec:
 
 
 def _c_spec(given: Mapping[str, Operand], d: Spec, d_dtype: DType, epilogue: Epilogue, in_place: bool) -> Spec | None:
-    """The spec of C; None without a C."""
+    """The spec of C; None if there is no C."""
     if in_place or "c" not in given:
         return d if in_place else None
     c = _spec(given["c"])
@@ -203,7 +203,7 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> 
     """The spec of GELU's auxiliary matrix, or of ReLU's mask as a matrix of bits.
 
     Raises:
-        ShapeError, LayoutError: cuBLASLt does not take it.
+        ShapeError, LayoutError: cuBLASLt does not accept the auxiliary matrix.
     """
     if epilogue.activation == "gelu":
         check_shape("aux", aux.shape, shape.of(shape.m, shape.n), "as the product")
@@ -234,7 +234,7 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> 
 
 
 def _read_aux(aux: Any, problem: MatmulProblem) -> Any:
-    """The array that the reference takes a derivative from: the pre-activation, or a mask's bits as 0 and 1."""
+    """The array from which the reference computes a derivative: the pre-activation, or a mask's bits as 0 and 1."""
     if aux is None or not problem.epilogue.is_derivative or problem.epilogue.activation != "relu":
         return aux
     is_row = problem.d.layout.order is Order.ROW
@@ -331,7 +331,9 @@ def matmul(
 
 
 def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any]]:
-    """α and β as numbers, and as arrays; with arrays, whose values only the device knows, the numbers are 1.
+    """α and β as a pair of numbers and as a pair of arrays.
+
+    If α and β are arrays, the numbers are 1, because only the device knows the arrays' values.
 
     Raises:
         KindError: one of them is a number, and the other is none.

@@ -29,7 +29,7 @@ class New:
 
     Attributes:
         shape: of the memory, row-major.
-        view: takes the memory to the array; None if the array is all of the memory.
+        view: function that makes the array from the memory; None if the array is all of the memory.
     """
 
     shape: tuple[int, ...]
@@ -46,11 +46,11 @@ def result_spec(
     new: dict[int, New],
     dtype: DType | None = None,
 ) -> Spec:
-    """The spec of a result: that of its buffer, which is checked, or that of a new array without gaps.
+    """The spec of a result: the spec of its buffer, which is checked, or the spec of a new packed array.
 
     Args:
-        place: of the result among the arrays.
-        out: its buffer; if None, the new array is added to `new`.
+        place: index of the result among the arrays.
+        out: the result's buffer; if None, a new array is added to `new`.
         like: an operand with the result's device and, unless `dtype` is given, type.
     """
     kind = like.element_type() if dtype is None else dtype
@@ -66,17 +66,17 @@ def result_spec(
 
 
 class Request(NamedTuple):
-    """What a call asks for, once its operands are checked.
+    """The checked description of a call: its problem, its outputs, and the operation's own data.
 
     Attributes:
-        problem: what is to be planned; None if the call needs no plan.
-        written: places among the arrays of the operands that are written.
-        new: results for which the caller gives no buffer, by their places among the arrays.
-        detail: what only the operation itself reads, on the host or when it makes the caller's result.
+        problem: the problem to plan; None if the call needs no plan.
+        written: indices, among the arrays, of the operands that are written.
+        new: results for which the caller gives no buffer, by their indices among the arrays.
+        detail: data that only the operation itself reads, on the host or to build the caller's result.
         same: places of an operand and of a result that may be the same memory.
-        dropouts: probabilities of the dropout that the plan's `Call.dropouts` are made of; None without dropout. The
-            call's scalars are then the sources of the masks. A call with dropout is not captured when it is repeated,
-            because its masks change.
+        dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
+            dropout the call's scalars are the sources of the masks, and a repeated call is not captured, because its
+            masks change.
     """
 
     problem: Any
@@ -184,7 +184,7 @@ class Operation(ABC):
         """
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
-        """Writes the results into NumPy arrays; missing in operations that only GPUs run."""
+        """Writes the results into NumPy arrays; not implemented by operations that run only on GPUs."""
         raise NotImplementedError
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:

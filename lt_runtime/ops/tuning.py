@@ -44,7 +44,7 @@ def tune(
     device: Any = None,
     progress: bool = True,
 ) -> TuningReport:
-    """Measures how the layers of a training step run fastest, and remembers it in the plan cache.
+    """Measures how the layers of a training step run fastest, and stores the results in the plan cache.
 
     The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps. Other problems are given as such,
     or tuned at their first run within `lt.tuning()`. Problems in the plan cache are not measured again. It takes about
@@ -104,11 +104,12 @@ def explain(
 ) -> Explanations:
     """How the layers of a training step would run now, and why; nothing is measured.
 
-    For each problem: the strategy, cuBLASLt's algorithm for each product, the time that was measured and how near that
-    is to what the GPU can do at its peaks, what else was measured and by how much it lost, what was rejected and why.
+    The explanation of a problem names its strategy, cuBLASLt's algorithm for each product, the measured time and its
+    ratio to the time at the GPU's peak rates, the slower alternatives with their times, and the rejected alternatives
+    with reasons.
 
     Args:
-        dims: as in `tune`; so are all others.
+        dims: as in `tune`, like all other arguments.
 
     Returns:
         An explanation of each problem, in the order in which they run; as text, all of them for people to read.
@@ -140,7 +141,7 @@ def ordinal_of(device: object) -> int:
 
 
 def _given(dims: Any, rows: int | None, *options: Any) -> LayerChain | list[Problem]:
-    """The layers, or the problems, that were asked about."""
+    """The layers, or the problems, that the arguments of `tune` or `explain` name."""
     problems = [dims] if isinstance(dims, _PROBLEMS) else [*dims] if isinstance(dims, Sequence) else []
     if any(isinstance(each, _PROBLEMS) for each in problems):
         for i, each in enumerate(problems):
@@ -190,7 +191,7 @@ def mlp_chain(
 def _activations(
     activation: Chosen | Sequence[Chosen] | None, output_activation: Chosen | None, dims: Sequence[int]
 ) -> list[Activation]:
-    """Each layer's activation; a single one is that of the only layer too."""
+    """Each layer's activation. If there is only one layer, a single `activation` is its activation."""
     has_all, has_one = isinstance(activation, (list, tuple)), len(dims) == 2
     if output_activation is not None and (has_all or (has_one and activation is not None)):
         both = f"activation is {shown(activation)} and output_activation {shown(output_activation)}"

@@ -171,7 +171,7 @@ class Collector:
                 self._places.setdefault((executable, cupti.node_id(node) & _LOCAL), path)
 
     def _convert_times(self, activities: list[Activity], ended: tuple[int, int]) -> None:
-        """Converts the times of activities to the host's clock: the profile's begin and end were read on both clocks."""
+        """Converts the times of activities to the host's clock, by the profile's begin and end on both clocks."""
         (cupti_begun, host_begun), (cupti_ended, host_ended) = self._begun, ended
         rate = (host_ended - host_begun) / max(cupti_ended - cupti_begun, 1)
         for each in activities:
