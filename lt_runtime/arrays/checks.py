@@ -53,13 +53,12 @@ def is_same_matrix(x: Any, y: Any) -> bool:
     """
     if x is y:
         return True
-    first, second = read("x", x, 0), read("y", y, 0)
-    kinds = [(each.device, each.dtype, each.shape) for each in (first, second)]
-    axes = [
-        [stride for stride, extent in zip(each.strides, each.shape, strict=True) if extent > 1]
-        for each in (first, second)
-    ]
-    return kinds[0] == kinds[1] and (0 in first.shape or (first.address == second.address and axes[0] == axes[1]))
+    forms = []
+    for each in (read("x", x, 0), read("y", y, 0)):
+        steps = [stride for stride, extent in zip(each.strides, each.shape, strict=True) if extent > 1]
+        where = None if 0 in each.shape else (each.address, steps)
+        forms.append((each.device, each.dtype, each.shape, where))
+    return forms[0] == forms[1]
 
 
 def check_no_overlap(out: Operand, *others: Operand) -> None:

@@ -184,8 +184,7 @@ def _read_parameter(parameter: Parameter, options: Options, device: int, stream:
         given = parameter.master
         master = read(f"{name}.master", _in_fp32(data, stream) if given is None else given, stream)
         check_type(master, "float32")
-    others = [grad] if master is None else [grad, master]
-    for operand in (data, *others):
+    for operand in filter(None, (data, grad, master)):
         if operand.device != device:
             raise DeviceError(f"{operand.name} is {operand.place}, the first parameter on GPU {device}")
         check_shape(operand.name, operand.shape, data.shape, f"as {data.name}")

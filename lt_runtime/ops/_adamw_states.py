@@ -29,7 +29,7 @@ from lt_runtime.ops._adamw_parameters import (
     read_parameters,
 )
 from lt_runtime.problem import DType
-from lt_runtime.reference import AdamWTensor, RoundedTensor
+from lt_runtime.reference import RoundedTensor
 
 _WORDS: Final = [name for name, *_ in kernels.OptimizerState._fields_]  # names of the 32-bit words
 _BLOCK: Final = 32768  # elements that the host updates at a time, so that intermediate results stay in its cache
@@ -99,7 +99,7 @@ class HostState:
 
     def _update(self, index: int, read: ReadParameter, gradient_factor: float) -> None:
         """Updates one parameter and its moments; `steps` has already been increased for this update."""
-        lr_scale, weight_decay = read.settings(self.options)
+        (lr_scale, weight_decay), step = read.settings(self.options), int(self.steps[0])
         own = dataclasses.replace(self.options.hyper, lr=self.options.hyper.lr * lr_scale, weight_decay=weight_decay)
         # reshape returns views, because the arrays have no gaps.
         arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]
@@ -107,19 +107,17 @@ class HostState:
         for first in range(0, gradient.size, _BLOCK):
             block = slice(first, first + _BLOCK)
             old = reference.AdamWTensor(*(array[block] for array in arrays))
-            new = reference.adamw_update(old, gradient[block], own, int(self.steps[0]), gradient_factor)
-            self._store(index, first, old, new)
+            new = reference.adamw_update(old, gradient[block], own, step, gradient_factor)
+            for array, exact, part in zip(
+                old.arrays, new.arrays, _PARTS, strict=False
+            ):  # v_max exists only with AMSGrad
+                if array.dtype == np.float32:
+                    array[...] = exact
+                else:
+                    lanes = reference.rounding_lanes(exact.size, self.options.seed, index, step, part, first)
+                    array[...] = reference.round_stochastically(exact, lanes)
         if read.master is not None:
             read.data.array[...] = read.master.array.astype(read.data.array.dtype)
-
-    def _store(self, index: int, first: int, old: AdamWTensor, new: AdamWTensor) -> None:
-        """Rounds new values into the arrays of the old ones, for a tensor's elements from index `first` on."""
-        seed, step = self.options.seed, int(self.steps[0])
-        for array, exact, part in zip(old.arrays, new.arrays, _PARTS, strict=False):  # v_max exists only with AMSGrad
-            if array.dtype != np.float32:
-                lanes = reference.rounding_lanes(exact.size, seed, index, step, part, first)
-                exact = reference.round_stochastically(exact, lanes)
-            array[...] = exact
 
 
 class GpuState:
@@ -141,7 +139,11 @@ class GpuState:
             self._written = self._settings()
             self._device_settings = self._upload(self._written)
             tensors = [_tensor(*pair, options) for pair in zip(read, self.moments, strict=True)]
-            self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
+            self._scale: tuple[Any, Any] | None = None
+            if options.scaler is not None:
+                self._scale = self._zeros((), np.dtype(np.float32)), self._zeros((), np.dtype(np.int32))
+                bits = int(np.float32(options.scaler.init_scale).view(np.uint32))
+                call("cuMemsetD32Async", self._scale[0].data.ptr, bits, 1, self._stream)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
             self._launches: list[Launches[Any]] = [*norms, self._update(tensors, words)]
             call("cuStreamSynchronize", self._stream)  # waits, because later steps may use any stream
@@ -218,12 +220,6 @@ class GpuState:
             scale=0 if self._scale is None else self._scale[0].data.ptr,
         )
         return kernels.norm_launches(params, len(table), self._device)
-
-    def _scale_arrays(self, init_scale: float) -> tuple[Any, Any]:
-        scale, tracker = (self._zeros((), np.dtype(dtype)) for dtype in (np.float32, np.int32))
-        bits = int(np.float32(init_scale).view(np.uint32))
-        call("cuMemsetD32Async", scale.data.ptr, bits, 1, self._stream)
-        return scale, tracker
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         array = CUPY.zeros(shape, dtype, self._device, self._stream)

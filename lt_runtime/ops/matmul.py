@@ -159,9 +159,8 @@ def _check_operands(given: Mapping[str, Operand], epilogue: Epilogue, shape: _Sh
         check_type(operand, "uint8" if is_mask else dtype.value)
         if name in expected:
             check_shape(name, operand.shape, expected[name], "as the product")
-    for name in ("bias", "bias_gradient"):
-        if name in given:
-            given[name].check_packed()
+        if name in ("bias", "bias_gradient"):
+            operand.check_packed()
 
 
 def _check_scalars(given: Mapping[str, Operand], dtype: DType) -> None:

@@ -56,7 +56,9 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text
             f"{path} would need a header of {len(header)} bytes; at most {_HEADER_LIMIT} are accepted"
         )
     with _file_errors(path):
-        target = _target(path)
+        target = Path(os.path.realpath(path))  # at the end of symbolic links; it need not exist
+        if target.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         with replacing(target) as file:
             file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
             for _, array in ordered:
@@ -185,14 +187,6 @@ def _kind_in(file: Any, name: str) -> Kind:
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _target(path: str | os.PathLike[str]) -> Path:
-    """The file at the end of a path's symbolic links; it need not exist."""
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    return target
 
 
 @contextlib.contextmanager

@@ -215,7 +215,8 @@ class StepBody:
                     x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
                 )
         with range_of("loss"):
-            reuse = self._only_loss_reads(outputs, contexts)
+            # Whether only the loss reads the outputs: neither a tally of classes nor the last layer's derivative does.
+            reuse = not self.loss.classifies and not (contexts and contexts[-1].saved is outputs)
             loss, gradient = self.loss.compute(
                 outputs, target, row_weights, scale=scale, share=share, reuse=reuse, stream=stream
             )
@@ -237,7 +238,3 @@ class StepBody:
                     contexts.pop()
                     if contexts:
                         contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
-
-    def _only_loss_reads(self, outputs: Any, contexts: Sequence[Any]) -> bool:
-        """Whether only the loss reads the outputs: neither a tally of classes nor the last layer's derivative does."""
-        return not self.loss.classifies and not (contexts and contexts[-1].saved is outputs)

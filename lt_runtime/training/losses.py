@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
@@ -33,42 +32,24 @@ LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"
 OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
 
 
-class StepLoss(ABC):
-    """A loss of a model's outputs.
+class StepLoss:
+    """A loss of a model's outputs: one of `LOSSES`, or in `OwnLoss` a function of the caller's.
 
     Attributes:
         name: of the loss, or of the caller's function.
         classifies: whether the targets are labels.
         is_own: whether it is the caller's function, whose targets may be any array.
         elementwise: the loss as kernels of narrow MLPs compute it; None if it needs labels or weights.
+
+    Raises:
+        ArgumentError: the loss does not take an option, or a number among the options is out of its range.
+        OperandError: an array among the options does not fit the model.
     """
 
     name: str
     classifies = False
     is_own = False
     elementwise: ElementwiseLoss | None = None
-
-    @abstractmethod
-    def compute(
-        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
-    ) -> Loss:
-        """Computes the loss, and its gradient in the outputs' type.
-
-        Args:
-            scale: factor of the gradient: one FP32 number on the model's device, or None.
-            share: these rows' share of the step's batch, another factor of the gradient.
-            reuse: whether the gradient may be written over the outputs, because nothing reads them later.
-            stream: a handle on a GPU, None on the host.
-        """
-
-
-class NamedLoss(StepLoss):
-    """One of `LOSSES`.
-
-    Raises:
-        ArgumentError: the loss does not take an option, or a number among the options is out of its range.
-        OperandError: an array among the options does not fit the model.
-    """
 
     def __init__(self, name: str, options: Mapping[str, Any], model: MLP) -> None:
         self._function, known = LOSSES[name]
@@ -89,7 +70,14 @@ class NamedLoss(StepLoss):
     def compute(
         self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
     ) -> Loss:
-        """See `StepLoss`."""
+        """Computes the loss, and its gradient in the outputs' type.
+
+        Args:
+            scale: factor of the gradient: one FP32 number on the model's device, or None.
+            share: these rows' share of the step's batch, another factor of the gradient.
+            reuse: whether the gradient may be written over the outputs, because nothing reads them later.
+            stream: a handle on a GPU, None on the host.
+        """
         scaling = {"row_weights": row_weights, "grad_scale": scale, "share": share}
         out = outputs if reuse else None
         return self._function(outputs, target, **self._options, **scaling, out_gradient=out, stream=stream)
@@ -159,7 +147,7 @@ def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
         return OwnLoss(loss, model)
     name, given = one_of("loss", loss, LOSSES), {} if options is None else options
     check_instance("loss_options", given, Mapping, "a mapping from names to values")
-    return NamedLoss(name, given, model)
+    return StepLoss(name, given, model)
 
 
 def _on_device(name: str, array: Any, model: MLP) -> Any:

@@ -105,7 +105,11 @@ class Slot:
         map_arrays(batch, arrays.append)
         sizes = [aligned(array.nbytes) for array in arrays]
         call("cuEventSynchronize", self.ready)
-        self._grow(sum(sizes))
+        if sum(sizes) > self._staging.size:
+            with cupy_stream(self._device, self._copies) as module:
+                buffer = module.empty(sum(sizes), np.uint8)
+                self._staging = np.frombuffer(module.cuda.alloc_pinned_memory(sum(sizes)), np.uint8, sum(sizes))
+                self._buffer = buffer
         call("cuStreamWaitEvent", self._copies, self.released, 0)
         offsets, direct = itertools.accumulate(sizes, initial=0), list[NDArray[Any]]()
         copied = map_arrays(batch, lambda array: self._copy(array, next(offsets), direct))
@@ -132,13 +136,6 @@ class Slot:
             np.copyto(source, array)
         call("cuMemcpyHtoDAsync", self._buffer.data.ptr + offset, source.ctypes.data, array.nbytes, self._copies)
         return module.ndarray(array.shape, array.dtype, self._buffer.data + offset)
-
-    def _grow(self, size: int) -> None:
-        if size > self._staging.size:
-            with cupy_stream(self._device, self._copies) as module:
-                buffer = module.empty(size, np.uint8)
-                self._staging = np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)
-                self._buffer = buffer
 
 
 _MOST_AHEAD: Final = 1 << 16
