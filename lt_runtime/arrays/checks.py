@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
 
-_WORK: Final = 10_000  # steps of NumPy's search for a common element, after which one is assumed
+_WORK: Final = 10_000  # limit of steps of NumPy's search for a common element, after which overlap is assumed
 
 
 def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why: str) -> None:
-    """Raises `ShapeError` unless `shape` is `expected`; `why` says where the expectation comes from."""
+    """Raises `ShapeError` unless `shape` is `expected`; `why` is the reason for the expected shape."""
     if tuple(shape) != expected:
         raise ShapeError(f"{name} has shape {tuple(shape)}; it must be {expected}, {why}")
 
@@ -46,10 +46,10 @@ def check_device(first: Operand, *others: Operand) -> None:
 
 
 def is_same_matrix(x: Any, y: Any) -> bool:
-    """Whether two arrays are one matrix: of one type, at one address, with equal shapes and strides.
+    """Whether two arrays are the same matrix: with equal types, addresses, shapes and strides.
 
     Raises:
-        OperandError: one of them cannot be read, see `read`.
+        OperandError: one of the arrays cannot be read, see `read`.
     """
     if x is y:
         return True
@@ -79,9 +79,9 @@ def check_no_overlap(out: Operand, *others: Operand) -> None:
 
 
 def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
-    """Raises `OverlapError` if an operand that is written shares memory with another, written or read.
+    """Raises `OverlapError` if a written operand shares memory with another operand, written or read.
 
-    The operands, of which there may be thousands, have no negative strides.
+    There may be thousands of operands. None has a negative stride.
     """
     spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
     spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]

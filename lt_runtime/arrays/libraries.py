@@ -18,25 +18,26 @@ from lt_runtime.errors import MissingLibraryError, OperandError
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import cupy_current
 
-_ALIGNED: Final = 256  # alignment in bytes; no plan depends on a better one
+_ALIGNED: Final = 256  # alignment in bytes; no plan depends on a larger alignment
 
 Look: TypeAlias = tuple[Callable[[Any], int], Callable[[Any], tuple[Any, ...]]]
-"""A function that gives an array's address, and one that gives its device, shape, strides and type."""
+"""Two functions of an array: the first returns its address, the second its device, shape, strides and type."""
 Signature: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
-"""Two tuples with an entry for each array of a call: device, shape, strides and type (None for an absent array); and
-addresses (0 for an absent array). If an address is no multiple of 256, the first tuple ends with all alignments."""
+"""Two tuples with an entry for each array of a call. The first holds device, shape, strides and type (None for an
+absent array), the second addresses (0 for an absent array). If an address is not a multiple of 256, the first tuple
+ends with all alignments."""
 
 _looks: dict[type, Look] = {}
 
 current_streams: Final[dict[type, Callable[[int], int]]] = {}
-"""For each kind of array that has signatures, the function that gives its library's current stream on a device."""
+"""For each class of array that has signatures, the function that returns its library's current stream on a device."""
 
 
 class Library(ABC):
     """Makes arrays of one kind.
 
     Attributes:
-        address: gives the address of the first element of an array as `empty` makes it.
+        address: function that returns the address of the first element of an array made by `empty`.
     """
 
     address: Callable[[Any], int]
@@ -46,7 +47,7 @@ class Library(ABC):
         """An uninitialised row-major array whose memory is ordered with `stream`."""
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
-        """A function that makes such an array on the library's current stream; `device` is its current device."""
+        """A function that makes an array like `empty` on the library's current stream; `device` must be current."""
         return lambda: self.empty(shape, dtype, device, self.current_stream(device))
 
     def current_stream(self, device: int) -> int:
@@ -62,7 +63,7 @@ def cupy() -> Any:
     """The module CuPy.
 
     Raises:
-        MissingLibraryError: it is not installed.
+        MissingLibraryError: CuPy is not installed.
     """
     try:
         import cupy
@@ -144,7 +145,7 @@ class TorchLibrary(Library):
     def current_stream(self, device: int) -> int:
         """See `Library`."""
         torch = sys.modules["torch"]
-        # `torch.cuda.current_stream` makes an object for the handle, which takes as long as the rest of a short call.
+        # `torch.cuda.current_stream` wraps the handle in an object, which takes as long as the rest of a short call.
         handle: int = torch._C._cuda_getCurrentRawStream(device)
         return handle
 
@@ -160,7 +161,7 @@ class NumpyLibrary(Library):
 
 
 class ArrayApiLibrary(CupyLibrary):
-    """Any library with the array API's `from_dlpack`, such as JAX; CuPy makes its results, DLPack passes them on."""
+    """A library with the array API's `from_dlpack`, such as JAX: CuPy makes results, and DLPack converts them."""
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
@@ -172,13 +173,13 @@ class ArrayApiLibrary(CupyLibrary):
 
 
 def contiguous(array: Any) -> Any:
-    """A row-major copy without gaps; the array itself if it is one already.
+    """A row-major copy of an array without gaps; the array itself if it is row-major without gaps already.
 
     Args:
-        array: NumPy, CuPy or PyTorch.
+        array: of NumPy, CuPy or PyTorch.
 
     Raises:
-        OperandError: any other kind.
+        OperandError: the array is from another library.
     """
     if isinstance(array, np.ndarray):
         return np.ascontiguousarray(array)
@@ -191,16 +192,16 @@ def contiguous(array: Any) -> Any:
 
 
 def is_from(array: Any, library: str) -> bool:
-    """Whether an array is of the class of `library` ("cupy" or "torch"); the library is not imported for that."""
+    """Whether an array belongs to `library` ("cupy" or "torch"); the check does not import the library."""
     module = sys.modules.get(library)
     return module is not None and isinstance(array, module.Tensor if library == "torch" else module.ndarray)
 
 
 def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
-    """The signature of a call's arrays, any of which but the first may be None.
+    """The signature of a call's arrays; all but the first may be None.
 
     Returns:
-        None unless all arrays are CuPy's, or all are PyTorch's.
+        The signature; None unless all arrays are CuPy's, or all are PyTorch's.
     """
     kind = type(arrays[0])
     look = _looks.get(kind) or _look_of(kind)
@@ -221,9 +222,9 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 
 
 def _look_of(kind: type) -> Look | None:
-    """None unless the class is CuPy's ndarray, or PyTorch's Tensor or Parameter.
+    """The functions that read arrays of a class; None unless it is CuPy's ndarray, or PyTorch's Tensor or Parameter.
 
-    Subclasses may behave differently.
+    Subclasses of these may behave differently.
     """
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:

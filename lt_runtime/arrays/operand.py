@@ -49,13 +49,13 @@ class Operand:
 
     Attributes:
         name: for errors.
-        address: of its first element.
-        shape, strides: strides in elements.
-        dtype: name of its element type, as NumPy has it.
-        itemsize: bytes an element.
-        device: ordinal of the GPU it lives on; `HOST` for host memory.
-        library: makes results of the same kind.
-        array: what the caller passed, kept alive.
+        address: address of the first element.
+        shape, strides: as in NumPy, but strides are in elements.
+        dtype: NumPy's name of the element type.
+        itemsize: bytes of an element.
+        device: ordinal of the GPU that holds the array; `HOST` for host memory.
+        library: the library that makes results of the same kind.
+        array: the array that the caller passed, kept alive.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Operand:
         return f"{self.name}.to(torch.{dtype})" if self.library is TORCH else f"{self.name}.astype({dtype!r})"
 
     def element_type(self, *, fp64: bool = False) -> DType:
-        """The member of `DType` for its elements; raises `DTypeError`, with a remedy, as `DType.parse`."""
+        """The elements' type as a `DType`; raises `DTypeError`, with a remedy, as `DType.parse`."""
         try:
             return DType.parse(self.name, self.dtype, fp64=fp64)
         except DTypeError as error:
@@ -86,7 +86,7 @@ class Operand:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the matrix; `ShapeError` or `LayoutError` if the array is no matrix with a unit stride."""
+        """The array's layout; raises `ShapeError` or `LayoutError` unless it is a matrix with a unit stride."""
         return layout_of(self.name, self.shape, self.strides)
 
     @property
@@ -96,23 +96,23 @@ class Operand:
 
     @property
     def spec(self) -> Spec:
-        """Layout and alignment for a problem. Any other array than a matrix is read as one row."""
+        """Layout and alignment for a problem. An array that is not a matrix is read as one row."""
         return Spec(self.layout if len(self.shape) == 2 else self.flat_layout, self.alignment)
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last, both included; 0 for an empty array."""
+        """Number of elements of the memory from the first element to the last, gaps included; 0 for an empty array."""
         if 0 in self.shape:
             return 0
         return sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)) + 1
 
     def check_packed(self) -> None:
-        """Raises `LayoutError` unless its elements are row-major without gaps."""
+        """Raises `LayoutError` unless the elements are row-major without gaps."""
         _ = self.flat_layout
 
     @property
     def flat_layout(self) -> Layout:
-        """The layout of all elements as one row; `LayoutError` unless they are row-major without gaps."""
+        """The layout of all elements as one row; raises `LayoutError` unless they are row-major without gaps."""
         expected = _row_major_strides(self.shape)
         for extent, stride, packed_stride in zip(self.shape, self.strides, expected, strict=True):
             if extent > 1 and stride != packed_stride and 0 not in self.shape:
@@ -121,11 +121,11 @@ class Operand:
 
 
 def on_host(operands: Mapping[str, Any]) -> bool:
-    """Whether the operands, by name, are NumPy arrays.
+    """Whether all operands, given by name, are NumPy arrays. False if none is.
 
     Raises:
-        OperandError: besides NumPy arrays there is an operand that is no array.
-        DeviceError: besides NumPy arrays there is an array on another device.
+        OperandError: some operands are NumPy arrays, and another is no array.
+        DeviceError: some operands are NumPy arrays, and another is an array on another device.
     """
     host = [name for name, array in operands.items() if isinstance(array, np.ndarray)]
     others = [name for name in operands if name not in host]
@@ -187,12 +187,12 @@ def read_call(
 
 
 def read(name: str, array: Any, stream: int) -> Operand:
-    """The operand that an array is, its contents ordered before what `stream` is given from now on.
+    """Reads an array as an operand, and orders earlier work on the array before all later work on `stream`.
 
     Raises:
-        DeviceError: it lives on another kind of device than a GPU, or is another library's in host memory.
-        OperandError: it is no array.
-        AlignmentError: its address is no multiple of its element size.
+        DeviceError: the array is on another kind of device than a GPU, or is in host memory and not NumPy's.
+        OperandError: the argument is no array.
+        AlignmentError: the array's address is not a multiple of its element size.
     """
     return _read_from(_source(name, array), name, array, stream)
 
@@ -241,7 +241,7 @@ def device_of_address(name: str, address: int) -> int:
     """Ordinal of the GPU that an address belongs to; the current one for 0, which an empty array may have.
 
     Raises:
-        DeviceError: it is no address of GPU memory.
+        DeviceError: the address is not in GPU memory.
     """
     if address == 0:
         return current_device()

@@ -21,18 +21,18 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.problem import ALIGNMENT
 
-_LARGEST_INTEGER: Final = 1 << 24  # FP32 holds every integer up to this one
+_LARGEST_INTEGER: Final = 1 << 24  # FP32 represents all integers up to this limit exactly
 _DLPACK_CPU: Final = 1  # kDLCPU
 _NOT_CONVERTED: Final = (AttributeError, BufferError, OverflowError, RuntimeError, TypeError, ValueError)
-"""The exceptions of libraries for a value that is no array, or that NumPy cannot hold."""
+"""The exceptions that libraries raise for a value that is no array, or that NumPy cannot represent."""
 
 
 def host_values(name: str, values: Any) -> NDArray[Any]:
     """Numbers of any library, or a nested sequence of them, as a NumPy array. Waits until a GPU has computed them.
 
     Raises:
-        OperandError: they are no array.
-        DTypeError: they are neither floating-point numbers nor integers.
+        OperandError: the values are no array.
+        DTypeError: the values are neither floating-point numbers nor integers.
     """
     try:
         host = _to_numpy(name, values)

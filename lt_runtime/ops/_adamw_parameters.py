@@ -237,7 +237,7 @@ def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> N
 
 
 class LeftOut(NamedTuple):
-    """Names that `load_state_dict(..., strict=False)` left out, as the state spells them.
+    """Names that `load_state_dict(..., strict=False)` left out, as they are spelled in the state.
 
     Attributes:
         missing: names of parameters that the state lacks; they kept their values.
@@ -252,7 +252,7 @@ def by_name(parameters: Sequence[Parameter], names: Mapping[str, str] | None) ->
     """The parameters, by their names in a state.
 
     Args:
-        names: the state's name for each parameter that has another name there.
+        names: the state's name for each parameter whose name differs in the state.
 
     Raises:
         ArgumentError: `names` has a name of no parameter, or gives two parameters one name.

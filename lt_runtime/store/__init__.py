@@ -1,1 +1,1 @@
-"""What is remembered on disk: measured plans for each machine, and the problems that a script has met."""
+"""Files on disk: measured plans for each kind of machine, and recordings of the problems that scripts run."""

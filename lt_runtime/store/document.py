@@ -1,7 +1,7 @@
 """The content of one plan file: entries by key, their merging, and their text.
 
-A file is used as a whole or not at all: one entry whose digest does not fit makes the file damaged. An entry is made
-from its JSON when it is first asked for, because that takes four times as long as comparing its digest.
+A file is used as a whole or not at all: if the digest of one entry does not fit, the file counts as damaged. An entry
+is made from its JSON at its first use, because making it takes four times as long as comparing its digest.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA, Json, from_json, to_json
 
 LARGEST: Final = 8 << 20
-"""Bytes of a file, which take about a second to read whatever they are. An entry has about 1,000."""
+"""Limit of a file's bytes: reading as many takes about a second, whatever they hold. An entry has about 1,000 bytes."""
 _NEWEST_SCHEMA: Final = 1_000_000
 _HALF_A_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _PARTS: Final = {"schema", "fingerprint", "entries"}
 _LINE_DEPTH: Final = 3
-"""At this depth of the file, objects take one line: a configuration, or an algorithm that was rejected."""
+"""Depth of the JSON at which each object is written on one line: a configuration, or a rejected algorithm."""
 
 
 class UnusableError(ArgumentError):
@@ -61,7 +61,7 @@ class Document:
         """Reads a document from a file.
 
         Args:
-            is_own: whether the file is one of this cache's, which nobody else may have written.
+            is_own: whether the file belongs to this cache; if so, it is refused if another user could have written it.
 
         Raises:
             UnusableError: "damaged" or "schema-K".
@@ -110,7 +110,7 @@ class Document:
             raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
 
     def get(self, key: str) -> Entry | None:
-        """The entry under a key; None if there is none, or its values are not accepted although its digest fits."""
+        """The entry under a key; None if the key has no entry, or an entry whose values are not accepted."""
         if key in self.raw and key not in self._made:
             with contextlib.suppress(ValueError):
                 self._made[key] = entry_of(self.raw[key])
@@ -123,11 +123,11 @@ class Document:
         return {"products": products, "layers": len(self.raw) - products}
 
     def add(self, key: str, entry: Entry) -> None:
-        """Adds an entry, unless the one under its key is better."""
+        """Adds an entry, unless the document has a better entry under its key."""
         self.absorb(Document(self.fingerprint, {key: signed(key, entry)}))
 
     def absorb(self, other: Document) -> int:
-        """Adds another document's entries; returns the number that were new or better than ours."""
+        """Adds another document's entries; returns the number of entries that were new or better than ours."""
         changed = 0
         for key, raw in other.raw.items():
             if key not in self.raw:
@@ -143,7 +143,7 @@ class Document:
         return changed
 
     def without_algorithms(self) -> Document:
-        """The same entries without their algorithms, which are to be rebuilt from their configurations."""
+        """The same entries without their algorithms, which a reader rebuilds from their configurations."""
         entries = {}
         for key in self.raw:
             entry = self.get(key)
@@ -156,7 +156,7 @@ class Document:
         """The bytes of the file: JSON on many lines, sorted, so that people can read it and compare two files.
 
         Raises:
-            OSError: they would be too many for any reader.
+            OSError: the file would be larger than readers accept.
         """
         parts = {"schema": SCHEMA, "fingerprint": to_json(self.fingerprint), "entries": self.raw}
         lines = [f'"{name}": {_render(part, 1)}' for name, part in parts.items()]
@@ -170,7 +170,7 @@ _dump = json.JSONEncoder(sort_keys=True).encode
 
 
 def _render(value: Any, depth: int) -> str:
-    """A value at a depth, with a line for each of its parts. The indenting of `json` takes twice as long."""
+    """A value at a depth as JSON text, with a line for each of its parts. `json` with indents takes twice as long."""
     if not value or not isinstance(value, list if depth == _LINE_DEPTH else (dict, list)) or depth > _LINE_DEPTH:
         return _dump(value)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Entries of the plan cache, one for each measured problem, and the rule that decides which of two entries is kept.
 
-An entry checks its values when it is made. In a file it carries a digest of its key and itself, because cuBLASLt need
-not notice a changed bit in an algorithm.
+An entry checks its values when it is made. In a file each entry carries a digest of its key and values, because
+cuBLASLt may not notice a changed bit in an algorithm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lt_runtime.errors import ArgumentError
 from lt_runtime.store.keys import Json, field_types, from_json, to_json
 
 Strategy: TypeAlias = Mapping[str, str | bool | int | None]
-"""How a layer is split, by name. The plans write it and read it; the store does not know the names."""
+"""How a layer is split: values of a strategy's fields, by name. The plans define the names; the store accepts any."""
 
 _DATE: Final = "%Y-%m-%dT%H:%M:%SZ"
 _DIGEST_DIGITS: Final = 16
@@ -50,7 +50,7 @@ def _is_by_name(value: Any, kinds: set[type]) -> bool:
 
 _TIME: Final = (_is_time, "0 µs or more")
 _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
-    # cuBLASLt's algorithm has 64 bytes. A plan on padded copies puts its mark before them (see products/choose.py).
+    # cuBLASLt's algorithm has 64 bytes. A plan on padded copies adds a mark in front of them (see products/choose.py).
     "algorithm": (lambda value: isinstance(value, bytes) and len(value) in (0, 64, 128), "0, 64 or 128 bytes"),
     "config": (lambda value: _is_by_name(value, {int}), "integers by name"),
     "strategy": (lambda value: _is_by_name(value, {str, bool, int, NoneType}), "texts, integers, True, False and None"),
@@ -62,7 +62,8 @@ _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "barred": (lambda value: value is None or isinstance(value, str), "texts and None"),
     "when": (_is_date, "dates in UTC such as 2026-01-31T23:59:59Z"),
 }
-"""Accepted values of each field, by the field's name. Fields of one name mean the same in all classes below."""
+"""Accepted values of each field, by the field's name. Fields with equal names have equal meanings in all classes below.
+"""
 
 
 class _Checked:
@@ -146,7 +147,7 @@ class ProductEntry(_Checked):
 
     @property
     def is_unproven(self) -> bool:
-        """Whether its algorithm is still to be rebuilt and verified."""
+        """Whether the entry's algorithm must still be rebuilt and verified."""
         return self.barred is None and self.algorithm == b""
 
 
@@ -183,10 +184,10 @@ Kind = TypeVar("Kind", ProductEntry, LayerEntry)
 
 
 def better(ours: Kind, theirs: Kind) -> Kind:
-    """Which of two entries for one problem is kept. The order of several merges does not change the result.
+    """The better of two entries for one problem, which is kept. The order of several merges does not change the result.
 
-    The later one is kept, then the faster one; of equal ones the one with an algorithm. A barred entry loses to any
-    other, which then lists the barred choice among those it rejects.
+    The later entry is better; of entries with equal dates, the faster one; of equally fast entries, the one with an
+    algorithm. A barred entry loses to any other entry, which then lists the barred choice among its rejected ones.
     """
     if replace(ours, barred=None) == replace(theirs, barred=None):
         return theirs if ours.barred is None else ours
@@ -209,21 +210,21 @@ def _rank(entry: Entry) -> tuple[str, float, int, bool, str]:
 
 
 def signed(key: str, entry: Entry) -> Json:
-    """An entry as it stands in a file under its key."""
+    """An entry's JSON in a file: its values and the digest of its key and values."""
     plain = to_json(entry)
     return plain | {"digest": _digest(key, plain)}
 
 
 def has_its_digest(key: str, value: object) -> bool:
-    """Whether a value in a file is an entry, undamaged, of the key under which it stands."""
+    """Whether a value in a file is an undamaged entry of its key, as its digest shows."""
     return isinstance(value, dict) and value.get("digest") == _digest(key, value)
 
 
 def entry_of(value: Json) -> Entry:
-    """The entry for which `to_json` or `signed` gave `value`.
+    """Reads an entry from the JSON that `to_json` or `signed` made of it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the JSON is not an entry.
     """
     kind: type[Entry] = ProductEntry if "algorithm" in value else LayerEntry
     return from_json(kind, _without_digest(value))

@@ -18,14 +18,14 @@ from lt_runtime.store.keys import SCHEMA
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that a measurement depends on besides the problem. Equal machines have equal fingerprints.
+    """The properties of a machine on which measurements depend. Equal machines have equal fingerprints.
 
     Attributes:
         gpu: name of the GPU, as the driver gives it.
         capability: compute capability, major·10 + minor.
         multiprocessors: number of multiprocessors; a partition of a GPU (MIG) has fewer than the whole.
         cublaslt: version, major·10000 + minor·100 + patch.
-        driver: version, such as "580.95.05", or "CUDA 13.0" where the driver does not tell its own.
+        driver: version, such as "580.95.05", or "CUDA 13.0" if the driver does not report its own version.
         kernels: digest of the sources of our kernels, because the choice depends on their speed.
     """
 
@@ -44,7 +44,7 @@ class Fingerprint:
         return f"{gpu}-sm{self.capability}-{self.multiprocessors}-cublaslt{self.cublaslt}-{digest[:8]}.json"
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """How `other` differs, such as "driver 570.86 instead of 580.95.05"; empty if it does not."""
+        """The differences of `other` in words, such as "driver 570.86 instead of 580.95.05"; empty for equal ones."""
         ours, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]]
 
@@ -73,7 +73,7 @@ def machine() -> tuple[Fingerprint, ...]:
 
 @functools.cache
 def driver_version() -> str:
-    """The driver's version, or the highest CUDA version that it runs where the driver does not tell its own."""
+    """The driver's version; if the driver does not report it, the highest CUDA version that the driver supports."""
     known = kernel_driver_version()
     if known is not None:
         return known

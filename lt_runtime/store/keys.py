@@ -5,8 +5,8 @@ name in the order of their declaration::
 
     {"MatmulProblem": {"dtype": "bfloat16", ..., "a": {"layout": {"rows": 8192, "cols": 768, ...}, ...}, ...}}
 
-Equal problems have equal keys, different problems different ones. Adding, removing, renaming or moving a field changes
-every key of the class. `SCHEMA` must be raised then, which a test checks.
+Equal problems have equal keys, different problems have different keys. Adding, removing, renaming or moving a field
+changes every key of the class. `SCHEMA` must be raised with each such change, which a test checks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCALARS: Final = (bool, int, float, str)
 _LONGEST: Final = 10_000
 _CLASSES: Final = {kind.__name__: kind for kind in typing.get_args(Remembered)}
 _FAILURES: Final = (ArithmeticError, AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError)
-"""Errors of reading a text that is not a key."""
+"""Exceptions that reading a key may raise if the text is not a key."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -48,14 +48,14 @@ def parse_key(key: str) -> Remembered:
     """The problem that has a key.
 
     Raises:
-        ValueError: no problem has it.
+        ValueError: the text is not the key of any problem.
     """
     try:
         if len(key) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST} characters")
         ((name, fields),) = json.loads(key).items()
         problem: Remembered = from_json(_CLASSES[name], fields)
-        if problem_key(problem) != key:  # this also finds values that are not of their field's type
+        if problem_key(problem) != key:  # this also detects values of another type than their field's
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
         shown = key if len(key) <= 80 else f"{key[:77]}..."
@@ -71,10 +71,10 @@ def field_types(kind: Any) -> dict[str, Any]:
 
 
 def to_json(record: Any) -> Json:
-    """The fields of a dataclass by name.
+    """The fields of a dataclass by name, as JSON values.
 
     Bytes become hexadecimal text, members of enumerations their values, tuples lists, inner dataclasses objects.
-    Numbers become those of their field's type: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    Numbers are converted to their field's type, because 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     """
     kind = typing.cast(Any, type(record))
     return {name: _plain(getattr(record, name), _without_none(hint)) for name, hint in field_types(kind).items()}
@@ -105,10 +105,10 @@ def _without_none(hint: Any) -> Any:
 
 
 def from_json(kind: type[_Record], value: object) -> _Record:
-    """The instance of `kind` for which `to_json` gave `value`. Floats and mappings are left to the class to check.
+    """Makes the instance of `kind` from which `to_json` made `value`. The class itself checks floats and mappings.
 
     Raises:
-        ValueError: there is no such instance: a field is missing or unknown, or has a value of another type.
+        ValueError: a field is missing or unknown, or has a value of another type.
     """
     hints = field_types(typing.cast(Any, kind))
     if not isinstance(value, dict) or value.keys() != hints.keys():

@@ -1,8 +1,8 @@
 """The store of measured plans, in memory and in one file for each fingerprint, shared by any number of processes.
 
-A file is never changed, only replaced as a whole, under a lock, by what it held and what is added. Hence readers need
-no lock, and writers lose nothing of each other's. If something is wrong with the file or its directory, that costs one
-warning, and plans are then kept in memory alone.
+A file is never changed in place. A writer holds a lock and replaces the whole file by its old entries and the new ones.
+Hence readers need no lock, and no writer loses another's entries. If the file or its directory cannot be used, one
+warning is given, and plans are then kept in memory alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
 from lt_runtime.store.fingerprint import Fingerprint, fingerprint
 from lt_runtime.store.keys import SCHEMA
 
-_LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a dead process's lock is free at once
+_LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a dead process holds no lock
 _POLL_SECONDS: Final = 0.005
 
 
 def plans_directory() -> Path:
-    """Where the plan files lie, in the cache directory."""
+    """The directory of the plan files, within the cache directory."""
     return cache_directory() / "plans"
 
 
@@ -58,35 +58,35 @@ class PlanStore:
     """Entries by key (see `keys`), read from a file when first asked for. Any number of threads may share it.
 
     Args:
-        path: the file. Neither it nor its directory need exist.
-        fingerprint: what the entries must be good for.
+        path: the file. Neither the file nor its directory need exist.
+        fingerprint: the machine for which the file's entries must be valid.
     """
 
     def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
         self.path, self.fingerprint = path, fingerprint
         self._document = Document(fingerprint)
-        self._seen: Signature = None  # signature of the file when it was read last
+        self._seen: Signature = None  # signature of the file at its last reading
         self._patience = _LOCK_SECONDS
         self._warned = False
         self._lock = threading.RLock()
 
     def product(self, key: str) -> ProductEntry | None:
-        """The entry of a matrix product; None if there is none that may be used."""
+        """The usable entry of a matrix product; None if there is none."""
         return self._find(key, ProductEntry)
 
     def layer(self, key: str) -> LayerEntry | None:
-        """The entry of a layer; None if there is none that may be used."""
+        """The usable entry of a layer; None if there is none."""
         return self._find(key, LayerEntry)
 
     def choice(self, key: str) -> Entry | None:
-        """The entry under a key, its algorithm verified or not; None if there is none, or it is barred."""
+        """The entry under a key, with a verified or unverified algorithm; None if the key has none or a barred one."""
         with self._lock:
             entry = self._document.get(key)
         return None if entry is None or entry.barred is not None else entry
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of all entries, whether they may be used or not."""
+        """The keys of all entries, usable or not."""
         with self._lock:
             self._reload()
             return frozenset(self._document.raw)
@@ -94,8 +94,8 @@ class PlanStore:
     def put(self, *parts: Mapping[str, Entry]) -> bool:
         """Adds entries by key, in memory and in the file; returns whether they are in the file.
 
-        An entry that is better than the new one stays (see `entries.better`). If the file cannot be written, that
-        costs one warning, and the next `put` tries again to write all that is known.
+        An entry that is better than the new one stays (see `entries.better`). If the file cannot be written, one
+        warning is given, and the next `put` tries again to write all entries.
         """
         with self._lock:
             for part in parts:
@@ -111,10 +111,10 @@ class PlanStore:
         """Adds another machine's entries, without their algorithms; see `unproven`.
 
         Returns:
-            The number that were new or better, and whether the file has them.
+            The number of entries that were new or better, and whether the file contains them.
 
         Raises:
-            UnusableError: they are valid for another machine.
+            UnusableError: the entries are valid for another machine.
         """
         other.require(self.fingerprint)
         with self._lock:
@@ -122,13 +122,13 @@ class PlanStore:
             return self._document.absorb(other.without_algorithms()), self._save()
 
     def unproven(self, key: str) -> ProductEntry | None:
-        """The entry of a matrix product whose algorithm is still to be rebuilt and verified; None if there is none."""
+        """The entry of a product if its algorithm must still be rebuilt and verified; None otherwise."""
         entry = self.choice(key)
         return entry if isinstance(entry, ProductEntry) and entry.is_unproven else None
 
     @property
     def has_unproven(self) -> bool:
-        """Whether algorithms of some products are still to be rebuilt and verified."""
+        """Whether the algorithm of any product must still be rebuilt and verified."""
         with self._lock:
             self._reload()
             return any(each.get("algorithm") == "" for each in self._document.raw.values())
@@ -155,7 +155,7 @@ class PlanStore:
             self._warn(f"{self.path} cannot be read ({error})")
 
     def _absorb_file(self) -> None:
-        """Adds what the file holds, if there is one."""
+        """Adds the entries of the file, if the file exists."""
         if signature(self.path) is None:
             return
         document = Document.read(self.path, is_own=True)
@@ -163,7 +163,7 @@ class PlanStore:
         self._document.absorb(document)
 
     def _absorb_or_set_aside(self) -> None:
-        """Adds what the file holds; a file that cannot be used is kept under another name. Needs the lock."""
+        """Adds the entries of the file; renames a file that cannot be used. The caller must hold the lock."""
         try:
             self._absorb_file()
         except UnusableError as error:
@@ -172,19 +172,19 @@ class PlanStore:
             warnings.warn(f"{self.path} {error}; it is kept as {aside.name} and not used", stacklevel=2)
 
     def _save(self) -> bool:
-        """Writes all that is known, here and in the file; returns whether that succeeded."""
+        """Writes all entries, from memory and from the file, into the file; returns whether that succeeded."""
         return self._locked(self._rewrite, f"{self.path} cannot be written; plans are kept in memory alone")
 
     def _rewrite(self) -> None:
-        """Writes all that is known; needs the lock."""
+        """Replaces the file by all known entries. The caller must hold the lock."""
         self._absorb_or_set_aside()
         replace_private(self.path, self._document.render())
         self._seen = signature(self.path)
 
     def _locked(self, work: Callable[[], None], complaint: str) -> bool:
-        """Works on the file while no other process writes it; returns whether that succeeded, and complains if not.
+        """Calls `work` under the lock that excludes other writers; returns whether that succeeded, and warns if not.
 
-        If the lock could not be had in time, later calls do not wait for it until it has been free once.
+        After a timeout, later calls do not wait for the lock until it has been free once.
         """
         import filelock  # A process that only reads plans does not need it.
 

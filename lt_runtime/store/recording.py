@@ -1,8 +1,8 @@
-"""The problems that a script meets, written to a file for the warm-up command, one line of JSON each.
+"""Recordings: the problems that a script runs, written to a file for the command `warmup`, one line of JSON each.
 
-`LT_RUNTIME_RECORD` names the file. Any number of processes may append to it, because each line is one write, under a
-lock. A line that the system took only a part of is taken back. What a writer left that was killed within a line is
-skipped when the file is read.
+`LT_RUNTIME_RECORD` names the file. Any number of processes may append to it, because each line is one write under a
+lock. If the system writes only a part of a line, that part is removed again. A line that is incomplete because its
+writer was killed is skipped when the file is read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_
 _START, _END = '{"problem": "', '}"}'
 
 _LARGEST: Final = 16 << 20  # bytes of a file
-_LONGEST: Final = 10_000  # characters of a line; those of a problem have less than two thousand
+_LONGEST: Final = 10_000  # characters of a line; the line of a problem has less than two thousand
 _LOCK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.001
 
 _recorded: set[tuple[str, str]] = set()
-"""Files and the keys that this process has written to them, or tried to."""
+"""Pairs of a file and a key that this process has written to the file, or tried to write."""
 _complained: set[str] = set()
 """Files that could not be written, about which this process has warned."""
 _lock = threading.Lock()
@@ -47,7 +47,7 @@ _lock = threading.Lock()
 def record(problem: Problem) -> None:
     """Appends a problem to the file that the environment names, if it names one. A process writes each problem once.
 
-    A file that cannot be written costs one warning.
+    If a file cannot be written, one warning is given.
     """
     path = setting(RECORD_VARIABLE)
     if not path:
@@ -67,7 +67,7 @@ def record(problem: Problem) -> None:
 
 def _append(path: str, line: str) -> None:
     """Appends all of a line, or nothing."""
-    # This never waits for the other end of a FIFO.
+    # Opening does not block, even if the path is a FIFO without a reader.
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -87,10 +87,10 @@ def _append(path: str, line: str) -> None:
 
 @contextlib.contextmanager
 def _locked(handle: int) -> Iterator[None]:
-    """Keeps other writers out, except where the file system has no locks.
+    """Locks the file against other writers; does nothing if the file system has no locks.
 
     Raises:
-        BlockingIOError: another process has the lock for longer than any write takes.
+        BlockingIOError: another process holds the lock for longer than a write can take.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     while try_lock(handle) is False:

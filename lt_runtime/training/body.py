@@ -33,7 +33,7 @@ _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
 
 
 class Totals(NamedTuple):
-    """The loss summed over `steps`, the number of rows whose label counts, and of rows classified right."""
+    """Sums over `steps` steps: the losses, the number of rows whose label counts, and of correctly classified rows."""
 
     steps: int
     loss: float
@@ -74,7 +74,8 @@ class HostTally:
 
         Args:
             loss: FP32 of shape ().
-            scores: None for a loss without classes. A row is right if its label's logit is the first of the largest.
+            scores: None for a loss without classes. A row is classified correctly if its label is the first class with
+                the largest logit.
             weight: factor of the micro-batch's loss in the step's loss.
             first: whether it is the step's first micro-batch.
             stream: None, or a GPU's stream as in `linear_fwd`.
@@ -100,7 +101,7 @@ def _count(scores: Scores) -> tuple[int, int]:
 
 
 class GpuTally:
-    """Sums over steps on one GPU, as `HostTally`; all memory is allocated when this is made."""
+    """Sums over steps on one GPU, as `HostTally`; all memory is allocated by the constructor."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._unread = device, _NOTHING
@@ -121,7 +122,7 @@ class GpuTally:
             _pass(dtype, layout, kind, self._device).run(*addresses, weight=weight, first=first, stream=handle)
 
     def read(self, stream: Any) -> Totals:
-        """See `HostTally.read`. If a call of the driver fails, the next `read` returns these sums too."""
+        """See `HostTally.read`. If a call of the driver fails, the next `read` includes the sums that were not read."""
         with activated(self._device):
             handle, host = stream_handle(stream, self._device), np.zeros(1, _STATE)
             call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, handle)
@@ -146,8 +147,8 @@ def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
     """The problems of a model's layers in a training step, for the tuner.
 
     Args:
-        rows: of a micro-batch.
-        accumulates: whether a step has several micro-batches, of which all but the first add to the gradients.
+        rows: number of rows of a micro-batch.
+        accumulates: whether a step has several micro-batches: all but the first add to the gradients.
     """
     from lt_runtime.tuner.chain import LayerChain  # imported here, because only tuning needs it
 
@@ -164,10 +165,10 @@ def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
 
 
 class StepBody:
-    """The operations of one step, in their order.
+    """The operations of one step, in the order in which they run.
 
     Args:
-        ema: the averages to update after the optimizer; None for none.
+        ema: the averages to update after the optimizer; None if there are no averages.
     """
 
     def __init__(self, model: MLP, optimizer: AdamW, loss: StepLoss, ema: EMA | None = None) -> None:
@@ -177,8 +178,8 @@ class StepBody:
         """Runs a step.
 
         Args:
-            parts: inputs, targets and, if there are any, row weights of each micro-batch. All micro-batches have the
-                same size; the gradients are those of the mean over all of them.
+            parts: inputs, targets and, if given, row weights of each micro-batch. All micro-batches have the same size;
+                the gradients are the gradients of the mean of their losses.
             tally: receives the losses.
             stream: a handle on a GPU, None on the host.
             updates: whether the optimizer and the averages are updated.

@@ -37,14 +37,14 @@ MAX_GRAPHS: Final = 8
 weights. The least recently used graph is dropped first."""
 
 _Key: TypeAlias = tuple[Hashable, ...]
-"""The shape and type of a batch's targets, and the number of its arrays of row weights."""
+"""Key of a graph: the shape and type of the batch's targets, and the number of its arrays of row weights, 0 or 1."""
 
 
 class GraphOrder:
-    """Lets the graphs of a device run one after another, on whichever streams they are launched.
+    """Makes all graphs of a device run one after another, even if they are launched on different streams.
 
-    All graphs are captured on one stream and therefore share its scratch memory and workspace. Whoever launches one
-    holds `lock`, calls `give`, puts the graph on the stream, and calls `end`.
+    All graphs are captured on one stream and therefore share its scratch memory and workspace. A thread that launches a
+    graph holds `lock`, calls `give`, puts the graph on the stream, and calls `end`.
 
     Attributes:
         lock: held by the thread that launches a graph.
@@ -66,7 +66,7 @@ class GraphOrder:
     def end(self) -> None:
         """Records the event that the next launch on another stream waits for."""
         if self._record(self._event, self.stream):
-            # Nothing could wait for this launch by the event, so the host waits for it now.
+            # The event could not be recorded, so no other stream can wait for this launch: the host waits instead.
             call("cuStreamSynchronize", self.stream)
 
     def wait(self) -> None:
@@ -86,8 +86,8 @@ class StepBuffers:
     table on the device, which the host rewrites before a launch if the arrays lie elsewhere than in the last launch.
 
     Attributes:
-        parts: inputs, targets and, if there are any, row weights of each micro-batch; zeros at first.
-        graph: None before the capture, without graphs, and once it has been freed.
+        parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
+        graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
     """
 
     def __init__(self, batch: Batch, parts: int, stream: int) -> None:
@@ -106,12 +106,12 @@ class StepBuffers:
             self._copy.run(places, stream)
 
     def fill_by_table(self, stream: int) -> None:
-        """Copies the arrays whose addresses the table holds when the copy runs."""
+        """Copies a batch's arrays into the buffers; the kernel reads their addresses from the table when it runs."""
         with self._range:
             self._copy.run_by_table(self._table.data.ptr, stream)
 
     def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
-        """Writes the addresses of a batch's arrays into the table, in the order of the stream, if they are others."""
+        """Writes the addresses of a batch's arrays into the table, in the order of the stream, if they have changed."""
         wanted = addresses, pitches
         if wanted != self._written:
             self._written = None  # if the write fails, the contents of the table are unknown
@@ -121,7 +121,7 @@ class StepBuffers:
 
 
 def _pitch(array: Operand) -> int:
-    """Bytes from one row to the next; the row's own bytes if there is only one row."""
+    """Bytes from the start of one row to the next; the length of the row if there is only one row."""
     return array.itemsize * (array.strides[0] if array.shape[0] > 1 else math.prod(array.shape[1:]))
 
 
@@ -142,8 +142,8 @@ class Replay(NamedTuple):
     """The result of the checks of a batch, for later batches that differ only in addresses and values.
 
     Attributes:
-        key: of the buffers.
-        pitches: bytes from row to row of each array of the batch.
+        key: key of the batch's buffers.
+        pitches: for each array of the batch, the bytes from the start of one row to the next.
     """
 
     key: _Key
@@ -185,10 +185,10 @@ class GpuStep:
         return self.tally.read(stream_handle(stream, self._device, self._current_stream))
 
     def repeat(self, batch: tuple[Any, ...], stream: Any) -> bool:
-        """Runs a step if a batch that looks the same was run before; returns whether it did.
+        """Runs a step if an equivalent batch was run before; returns whether the step was run.
 
-        Batches look the same if they differ only in addresses and values, so that no check is needed. This is the
-        shortest way from a call to the launch of the graph.
+        Batches are equivalent if they differ only in addresses and values; their checks need not be repeated. This
+        method is the shortest way from a call to the launch of the graph.
         """
         signature = signature_of(batch)
         if signature is None:
@@ -206,11 +206,11 @@ class GpuStep:
         return self._launch(replay, addresses, handle)
 
     def run(self, batch: tuple[Any, ...], stream: Any) -> None:
-        """Runs a step on a batch that looks different from all earlier ones; the shape of x has been checked.
+        """Runs a step on a batch that is equivalent to no earlier one (see `repeat`); x's shape has been checked.
 
         Raises:
             OperandError: the batch cannot be copied as it is.
-            CaptureError: the stream is being captured: a graph cannot be captured in another.
+            CaptureError: the stream is being captured: a graph cannot be captured within another capture.
             GpuError: no memory for another batch size, or another failure; nothing has been updated.
         """
         with activated(self._device):
@@ -240,7 +240,7 @@ class GpuStep:
                     self._replays[signature[0]] = replay
 
     def _launch(self, replay: Replay, addresses: tuple[int, ...], stream: int) -> bool:
-        """Launches a step's graph; returns False if another thread's batch has just had the graph freed."""
+        """Launches a step's graph; returns False if another thread's batch has caused the graph to be freed."""
         order, buffers = self._order, replay.buffers
         with order.lock:
             try:
@@ -270,7 +270,7 @@ class GpuStep:
         self._seen = latest
 
     def _prepared(self, batch: Batch, stream: int) -> Replay:
-        """The buffers for a batch, which are made and captured at the first batch of their key."""
+        """The buffers for a batch, allocated and with their graph captured at the first batch with their key."""
         _, target, *weights = batch
         key = (*target.shape, target.dtype, len(weights))
         if key not in self._buffers:
@@ -278,7 +278,7 @@ class GpuStep:
                 rows, accumulates = batch[0].shape[0] // self._parts, self._parts > 1
                 before_first_step(chains_of(self._body.model, rows, accumulates=accumulates), self._device, stream)
             while len(self._buffers) >= MAX_GRAPHS:
-                self._replays.clear()  # some of them may name the graph that is dropped
+                self._replays.clear()  # some replays may refer to the graph that is dropped
                 _close(self._device, self._buffers, 1)
             self._buffers[key] = self._make(batch, stream)
         self._latest = self._buffers[key]
@@ -302,7 +302,7 @@ class GpuStep:
     def _capture(self, buffers: StepBuffers, stream: int) -> Graph:
         """Captures a step, after two rehearsals without the update.
 
-        The first rehearsal makes the plans, and its memory is given back. The second allocates the memory that the
+        The first rehearsal makes the plans, and its memory is freed. The second rehearsal allocates the memory that the
         graph keeps. Before the first graph, master copies are checked.
         """
         if not self._buffers:
@@ -310,7 +310,7 @@ class GpuStep:
         captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:
-            self._rehearse(buffers, cupy().cuda.MemoryPool(), captured)  # a pool that is freed before the second
+            self._rehearse(buffers, cupy().cuda.MemoryPool(), captured)  # this pool is freed before the next line
             self._rehearse(buffers, self._pool, captured)
         finally:
             order_after(stream, captured)
@@ -344,7 +344,7 @@ def _heard_step(stream: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_from(pool: Any) -> Iterator[None]:
-    """Makes CuPy allocate from a pool, also during a capture. Graphs keep addresses, so their pool is theirs alone."""
+    """Makes CuPy allocate from a pool, also during a capture. Graphs keep addresses, so only they use their pool."""
 
     def allocate(size: int) -> Any:
         with relaxed_captures():
@@ -364,7 +364,7 @@ def _device_memory(size: int) -> Any:
 
 
 def _close(device: int, buffers: OrderedDict[_Key, StepBuffers], count: int | None = None) -> None:
-    """Frees the `count` least recently used graphs, or all of them, once they have run."""
+    """Waits until graphs have run, then frees the `count` least recently used ones, or all if `count` is None."""
     if not buffers:
         return
     with activated(device):

@@ -46,16 +46,16 @@ class ComputeDevice:
         return self.name if self.ordinal is None else f"{self.name} ({device_info(self.ordinal).name})"
 
     def current(self) -> AbstractContextManager[Any]:
-        """Context manager that makes this CuPy's current device."""
+        """Context manager that makes this device CuPy's current one; does nothing on the host."""
         return contextlib.nullcontext() if self.ordinal is None else cupy().cuda.Device(self.ordinal)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
-        """Copies a NumPy array to this device; the host gets the array itself."""
+        """Copies a NumPy array to this device; on the host returns the array itself."""
         with self.current():
             return array if self.ordinal is None else cupy().asarray(array)
 
     def read(self, name: str, array: Any, stream: int) -> Operand:
-        """An array that must live here, as an operand; raises `DeviceError`, with a remedy, if it does not."""
+        """Reads an array as an operand; raises `DeviceError`, with a remedy, if it is not on this device."""
         if self.ordinal is None:
             on_host({"the model": np.empty(0), name: array})  # refuses arrays on a GPU without asking for a driver
         operand = read(name, array, stream)
@@ -70,10 +70,12 @@ class ComputeDevice:
         )
 
     def synchronize(self) -> None:
-        """Waits for all work on the device. Tries again for 2 s while a thread captures a graph, when it cannot wait.
+        """Waits for all work on the device.
+
+        CUDA cannot wait for a device while a thread captures a graph: the wait is tried again for up to 2 s.
 
         Raises:
-            CaptureError: a capture lasts longer. Each try has invalidated the captures that it met.
+            CaptureError: a capture lasts longer than 2 s. Each attempt has invalidated the captures in progress.
         """
         if self.ordinal is None:
             return

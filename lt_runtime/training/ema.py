@@ -23,7 +23,7 @@ class EMA(Fixed):
 
     θ is a parameter's master copy if it has one, otherwise its value. The averages are FP32; their first values are θ.
     `lt.TrainStep(..., ema=ema)` updates them after the optimizer, in the step's graph; your own loop calls `update`.
-    An update is one launch. It is also made in steps whose update the optimizer skips, with the unchanged θ.
+    An update is one launch. In a step that the optimizer skips, the averages are updated with the unchanged θ.
 
     To save the averages, save the arrays of `averages`; to load them, write into these arrays: `average[...] = saved`.
 
@@ -33,7 +33,7 @@ class EMA(Fixed):
 
     Attributes:
         model, decay: as given.
-        averages: FP32 arrays on the model's device, by the names of the parameters and shaped as they are.
+        averages: FP32 arrays on the model's device, by the names of the parameters, with the parameters' shapes.
 
     Raises:
         ArgumentError: `decay` is out of its range.
@@ -67,7 +67,7 @@ class EMA(Fixed):
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
 
         Raises:
-            OperandError: an array of a parameter has been replaced since this was made.
+            OperandError: an array of a parameter has been replaced since the averages were made.
             GpuError: the driver failed.
         """
         self.check_arrays()
@@ -79,7 +79,7 @@ class EMA(Fixed):
         Waits for the GPU.
 
         Args:
-            model: with the same layers, of any type and on any device; the averaged model itself too.
+            model: a model with the same layers, of any type and on any device; may be the averaged model itself.
 
         Raises:
             ShapeError: the model has other layers.
@@ -92,7 +92,7 @@ class EMA(Fixed):
         write_values([*zip(model.parameters(), averages, strict=True)])
 
     def check_arrays(self) -> None:
-        """Raises `OperandError` if an array of a parameter has been replaced since this was made."""
+        """Raises `OperandError` if an array of a parameter has been replaced since the averages were made."""
         self._held.check()
 
     def _prepare(self, device: int) -> None:
@@ -109,7 +109,7 @@ class EMA(Fixed):
             self._launches = ema_launches(EmaParams(self._table.data.ptr), len(table), device)
 
     def _average(self, weight: float, stream: Any) -> None:
-        """Moves the averages towards the values; `weight` is 1 - decay."""
+        """Moves the averages towards the parameters' present values; `weight` is 1 - decay."""
         device = self.model.device.ordinal
         if device is not None:
             with activated(device):

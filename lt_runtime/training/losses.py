@@ -1,4 +1,4 @@
-"""The losses of training steps, with a name or of the caller's own, and the checks of a step's batch."""
+"""The losses of training steps, named losses and functions of the caller, and the checks of a step's batch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StepLoss:
     Attributes:
         name: of the loss, or of the caller's function.
         classifies: whether the targets are labels.
-        is_own: whether it is the caller's function, whose targets may be any array.
-        elementwise: the loss as kernels of narrow MLPs compute it; None if it needs labels or weights.
+        is_own: whether the loss is the caller's function, whose targets may be any array.
+        elementwise: the form of the loss for the kernels of narrow MLPs; None if the loss needs labels or weights.
 
     Raises:
         ArgumentError: the loss does not take an option, or a number among the options is out of its range.
@@ -84,7 +84,7 @@ class StepLoss:
 
 
 class OwnLoss(StepLoss):
-    """A function of the caller's; see `TrainStep`."""
+    """A loss that is a function of the caller; see `TrainStep`."""
 
     is_own = True
 
@@ -95,9 +95,9 @@ class OwnLoss(StepLoss):
     def compute(
         self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
     ) -> Loss:
-        """See `StepLoss`. The function writes an FP32 gradient, so that scaling comes before rounding.
+        """See `StepLoss`. The function writes an FP32 gradient, which is scaled before it is rounded.
 
-        The gradient is never written over the outputs, because the function may have kept them.
+        The gradient is never written over the outputs, because the function may have kept a reference to them.
         """
         device = self._model.device.ordinal
         with contextlib.nullcontext() if device is None else cupy_stream(device, stream or 0):
@@ -134,7 +134,7 @@ def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
 
     Args:
         loss: a name of `LOSSES`, or a function.
-        options: of a loss with a name, or None.
+        options: the options of a named loss, or None.
 
     Raises:
         ArgumentError, OperandError: the loss or one of the options is not accepted.
@@ -151,7 +151,7 @@ def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
 
 
 def _on_device(name: str, array: Any, model: MLP) -> Any:
-    """Checks weights of the model's outputs, which may be None, and copies NumPy arrays to the model's device."""
+    """Checks an array of weights of the model's outputs, or None; copies a NumPy array to the model's device."""
     if array is None:
         return None
     placed = array
@@ -168,7 +168,7 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
 
 
 Batch: TypeAlias = tuple[Operand, ...]
-"""Inputs, targets and, if there are any, row weights."""
+"""The arrays of a batch: inputs, targets and, if given, row weights."""
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
@@ -177,11 +177,11 @@ def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) ->
     """Reads and checks the arrays of a batch.
 
     Args:
-        batch: x (M, inputs); the target: labels (M,) for a loss that classifies, (M, outputs) for another loss with a
-            name, any array of M rows for the caller's own loss; and (M,) FP32 row weights, if there are any.
+        batch: x (M, inputs); the target; and (M,) FP32 row weights, if given. The target is labels (M,) for a loss that
+            classifies, (M, outputs) for any other named loss, and any array of M rows for the caller's own loss.
 
     Raises:
-        DeviceError, ShapeError, DTypeError, LayoutError: one of them cannot be copied into a step's buffers as it is.
+        DeviceError, ShapeError, DTypeError, LayoutError: an array cannot be copied into a step's buffers.
     """
     (x, target, *row_weights), name = batch, "labels" if loss.classifies else "target"
     inputs, wanted = read_inputs(model, x, stream), model.device.read(name, target, stream)

@@ -38,7 +38,7 @@ from lt_runtime.training.narrow import passes_of
 
 _Value = TypeVar("_Value")
 _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
-"""The arguments of `MLP` besides the device, in the order of saved descriptions."""
+"""The arguments of `MLP` except the device, in the order in which saved files list them."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -49,8 +49,8 @@ class Linear:
         name: the name of the layer's ranges in profiles.
         weight: (outputs, inputs).
         bias: (outputs,); None for a layer without a bias.
-        activation: follows the product and the bias.
-        dropout: probability; dropout follows the activation.
+        activation: the function that is applied to x · weightᵀ + bias.
+        dropout: probability of dropout, which is applied after the activation.
     """
 
     name: str
@@ -87,7 +87,7 @@ class MLP:
             one for each layer. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf" is the exact form.
         dtype: FP32, FP16 or BF16, as a name or as a type of NumPy, `ml_dtypes` or PyTorch. Below FP32 each parameter
             has an FP32 master copy.
-        master_weights: False leaves out these copies in BF16, for `lt.AdamW(..., stochastic_rounding=True)`, which
+        master_weights: False makes no master copies in BF16, for `lt.AdamW(..., stochastic_rounding=True)`, which
             updates the parameters themselves. Any other optimizer makes its own copies.
         dropout: probability after each hidden layer, rounded to a multiple of 2^-16; or a sequence with one for each
             layer.
@@ -107,7 +107,7 @@ class MLP:
     Raises:
         ArgumentError: an option that is not accepted.
         DTypeError: a type that is not accepted.
-        MissingLibraryError: a GPU was asked for and what it needs is not installed.
+        MissingLibraryError: the device is a GPU, and a library that it needs is not installed.
     """
 
     def __init__(
@@ -152,12 +152,12 @@ class MLP:
 
     @property
     def activation(self) -> Activation | tuple[Activation, ...]:
-        """The activation of the hidden layers if they share it and the last has none; otherwise that of each layer."""
+        """The hidden layers' activation if they share it and the last layer has none; otherwise one for each layer."""
         return _condensed([each.activation for each in self.layers], self._hidden, Activation())
 
     @property
     def dropout(self) -> float | tuple[float, ...]:
-        """The dropout of the hidden layers if they share it and the last has none; otherwise that of each layer."""
+        """The hidden layers' dropout if they share it and the last layer has none; otherwise one for each layer."""
         return _condensed([each.dropout for each in self.layers], self._hidden_dropout, 0.0)
 
     @property
@@ -168,7 +168,7 @@ class MLP:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of `MLP` for such a model, without the device, as values that JSON can hold."""
+        """The arguments, without the device, from which `MLP` makes a model like this, as values that JSON can hold."""
         return {name: _as_json(getattr(self, name)) for name in _OPTIONS}
 
     def __repr__(self) -> str:
@@ -205,13 +205,13 @@ class MLP:
     def load_state_dict(
         self, state: Mapping[str, Any], *, strict: bool = True, names: Mapping[str, str] | None = None
     ) -> LeftOut:
-        """Assigns values to the parameters, as `Parameter.assign`; optimizers and graphs continue with them.
+        """Assigns values to the parameters, as `Parameter.assign`; optimizers and graphs use the new values.
 
         Args:
             state: arrays by name, each as `Parameter.assign` takes it: `state_dict()` of this class, or PyTorch's.
-            strict: refuse a state that lacks a parameter or has another entry. Without it, the entries that belong to
-                a parameter are loaded, of which there must be one.
-            names: the state's name for each parameter that has another name there, as for `state_dict`.
+            strict: refuse a state that lacks a parameter or has an entry of no parameter. If False, all entries that
+                belong to a parameter are loaded; there must be at least one.
+            names: the state's name for each parameter whose name differs in the state, as for `state_dict`.
 
         Returns:
             `missing` and `unexpected`: lists of the names that were left out; both are empty if `strict`.
@@ -225,7 +225,7 @@ class MLP:
         return load_values(by_name(self.parameters(), names), state, strict=flag("strict", strict))
 
     def __call__(self, x: Any, *, stream: Any = None) -> Any:
-        """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout; nothing is kept. Raises as `lt.linear`.
+        """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout or tensors for backward; see `lt.linear`.
 
         Args:
             x: of the model's type, on its device.
@@ -320,7 +320,7 @@ class MLP:
         return dy
 
     def _refuse_inputs(self, x: Any, stream: Any) -> None:
-        """Raises an error that names x if x does not fit the model; the layers' errors would name their weights."""
+        """Raises an error that names x if x does not fit the model; a layer's error would name the layer's weight."""
         device = self.device.ordinal
         with contextlib.nullcontext() if device is None else activated(device):
             read_inputs(self, x, 0 if device is None else stream_handle(stream, device, library_of(x).current_stream))
@@ -354,7 +354,7 @@ class MLP:
         return {parameter.name: parameter for parameter in made}
 
     def _arena(self, values: Sequence[NDArray[np.float32]], dtype: np.dtype[Any]) -> list[Any]:
-        """Arrays of these values, rounded to a type, on the model's device; one allocation holds them all."""
+        """Arrays on the model's device that hold the given values rounded to a type, all in one allocation."""
         shapes = [array.shape for array in values]
         flat = host_zeros(arena_size(shapes, dtype.itemsize), dtype)
         for view, array in zip(arena_views(flat, shapes), values, strict=True):
@@ -371,8 +371,8 @@ def read_inputs(model: MLP, x: Any, stream: int) -> Operand:
     """Reads and checks a model's inputs.
 
     Raises:
-        OperandError: x is no matrix of the model's inputs and type on the model's device. The message names x, its
-            shape or type, and what the model takes.
+        OperandError: x is not a matrix (M, inputs) of the model's type on the model's device. The message names x, its
+            shape or type, and the accepted shape or type.
     """
     operand = model.device.read("x", x, stream)
     if len(operand.shape) != 2 or operand.shape[1] != model.dims[0]:
@@ -393,12 +393,12 @@ def backward_layer(
 ) -> Any:
     """Propagates the gradient back through one layer and the activation of the layer below it.
 
-    Later calls, for the layers below, read neither dy nor the last context again.
+    Later calls, for the layers below, do not read dy or the last context again.
 
     Args:
         layers: all layers of the model.
-        dy: the gradient with respect to the outputs; below the last layer, the result of the call for the layer above.
-        contexts: of the layers from the first to this one.
+        dy: for the last layer, the gradient with respect to the outputs; otherwise the result for the layer above.
+        contexts: the contexts of the layers from the first to this one.
         accumulate, stream: as in `MLP.backward`.
         need_dx: whether to compute the gradient with respect to the first layer's inputs.
     """
@@ -429,7 +429,7 @@ def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) ->
     """The hidden layers' value if they share it and the last layer's is `last`; otherwise the values of all layers.
 
     Args:
-        single: the hidden layers' value if there are no hidden layers; None if it is unknown.
+        single: if there are no hidden layers, the value that was given for hidden layers; None if it is unknown.
     """
     hidden: set[_Value | None] = {*values[:-1]} or {single}
     (first, *others) = hidden

@@ -36,10 +36,12 @@ class NarrowPasses:
         self._generation: object = None
 
     def take(self, x: Any, *, backward: bool) -> bool:
-        """Whether to use these passes for inputs x. False for inputs that do not fit, so that the layers refuse them.
+        """Whether to use the one-kernel passes for inputs x.
+
+        False for inputs that do not fit the model: the layers then raise the error.
 
         Args:
-            backward: whether the gradients are wanted too, which rules out dropout.
+            backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.
         """
         shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
         if len(shape) != 2 or shape[1] != self._dims[0] or (backward and any(each.dropout for each in self._layers)):
@@ -89,7 +91,7 @@ class NarrowPasses:
 
 
 def passes_of(layers: Sequence[Layer], dims: tuple[int, ...], dtype: DType, device: int | None) -> NarrowPasses | None:
-    """The one-kernel passes of a model on a GPU; None if the kernels support it for no number of rows.
+    """The one-kernel passes of a model on a GPU; None if the kernels do not support the model for any number of rows.
 
     Args:
         device: the GPU's ordinal; None for the host.

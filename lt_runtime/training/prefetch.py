@@ -1,4 +1,4 @@
-"""Reads batches ahead on a thread, and copies them to a GPU through page-locked memory into buffers used again."""
+"""Reads batches ahead on a thread, and copies them to a GPU through page-locked memory into reused buffers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _HOST_MEMORY: Final = int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
 def map_arrays(batch: Batch, function: Callable[[NDArray[Any]], Any], where: str = "the batch") -> Batch:
-    """A batch of the same structure with `function(array)` in place of each array.
+    """A batch with the same structure, in which each array is replaced by `function(array)`.
 
     Args:
         where: the name of the batch in errors.
 
     Raises:
-        OperandError: something in the batch is no NumPy array, or a masked one or a matrix.
+        OperandError: an item of the batch is not a NumPy array, or is a masked array or a `numpy.matrix`.
     """
     if isinstance(batch, np.ndarray):
         check_plain(where, batch)
@@ -59,7 +59,7 @@ def map_arrays(batch: Batch, function: Callable[[NDArray[Any]], Any], where: str
 
 
 def is_pinned(array: NDArray[Any]) -> bool:
-    """Whether an array lies in page-locked memory, from which a GPU can copy while the host goes on."""
+    """Whether an array lies in page-locked memory, from which a GPU can copy while the host continues."""
     try:
         return int(call("cuPointerGetAttribute", _MEMORY_TYPE, array.ctypes.data)) == _HOST_MEMORY
     except DriverError:  # pageable memory, which the driver does not know
@@ -68,7 +68,7 @@ def is_pinned(array: NDArray[Any]) -> bool:
 
 @contextlib.contextmanager
 def _event() -> Iterator[int]:
-    """An event, destroyed at the end."""
+    """Yields a CUDA event, which is destroyed at the end of the block."""
     event = call("cuEventCreate", _NO_TIMING)
     try:
         yield event
@@ -77,10 +77,10 @@ def _event() -> Iterator[int]:
 
 
 class Slot:
-    """Memory for one batch on the host and on the device. It is used again, and grows with the largest batch.
+    """Memory for one batch on the host and on the device. It is reused, and grows with the largest batch.
 
     Args:
-        copies: the stream of the copies.
+        copies: the stream on which batches are copied.
 
     Attributes:
         ready: an event, recorded after the copies of the batch.
@@ -96,10 +96,10 @@ class Slot:
         self._buffer: Any = None
 
     def fill(self, batch: Batch) -> Batch:
-        """Puts the copies of a batch on the stream, and returns the CuPy arrays that they write.
+        """Puts the copies of a batch on the stream, and returns the CuPy arrays that the copies write.
 
-        When this returns, the caller may change the batch's arrays. It waits until the slot's previous batch has been
-        copied from the slot's memory on the host.
+        The caller may change the batch's arrays as soon as this method returns. The method first waits until the slot's
+        previous batch has been copied from the slot's memory on the host.
         """
         arrays: list[NDArray[Any]] = []
         map_arrays(batch, arrays.append)
@@ -144,11 +144,11 @@ _MOST_AHEAD: Final = 1 << 16
 def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", stream: Any = None) -> Prefetcher:
     """Reads the batches of an iterable ahead in a thread, and copies them to a GPU while earlier batches are used.
 
-    For a GPU, a batch is copied through page-locked memory, on a stream of its own, into buffers that are used again.
-    A batch stays unchanged for all work that is put on `stream` before `depth` more batches have been taken; copy the
-    arrays that you keep for longer. Only the thread waits for the GPU. Arrays that are page-locked already are copied
-    directly, before the next batch is taken from the iterable. On the CPU each batch is copied into new arrays. So the
-    iterable may fill the same arrays again and again.
+    For a GPU, a batch is copied through page-locked memory, on a separate stream, into buffers that are reused. A batch
+    stays unchanged for all work that is put on `stream` before `depth` more batches have been taken; copy the arrays
+    that you keep for longer. Only the reading thread waits for the GPU. Arrays that are page-locked already are copied
+    directly, before the next batch is taken from the iterable. On the CPU each batch is copied into new arrays. In all
+    cases the iterable may fill the same arrays again and again.
 
     Args:
         iterable: of batches: NumPy arrays, or tuples, lists or dicts of them.
@@ -212,7 +212,7 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
 
 
 class _HostLane:
-    """The way of the batches from the reading thread to the user, on the host: each batch is copied once."""
+    """A lane: transfers batches from the reading thread to the user. This one, on the host, copies each batch once."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around the reading thread's work."""
@@ -226,7 +226,7 @@ class _HostLane:
         """Prepares for one more `send`; called by the user before the reading thread may send."""
 
     def receive(self, batch: Any) -> Any:
-        """Makes a batch that was sent ready for use; called by the user."""
+        """Makes a sent batch ready for use; called by the user."""
         return batch
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class _HostLane:
 
 
 class _GpuLane(_HostLane):
-    """A ring of slots: each batch overwrites the oldest one.
+    """The lane to a GPU, a ring of slots: each batch overwrites the oldest one.
 
     Args:
         slots: the number of slots, at least `held` more than the batches that are read ahead.
@@ -246,7 +246,7 @@ class _GpuLane(_HostLane):
         self._given: collections.deque[Slot] = collections.deque()
         with activated(device), contextlib.ExitStack() as stack:
             self._copies = private_stream(device, "prefetch")
-            # CuPy's pool may give the copies memory that was in use on that stream until now.
+            # CuPy's pool may give the copies memory that work on the user's stream has used until now.
             order_after(self._copies, stream_handle(stream, device))
             made = [stack.enter_context(contextlib.closing(Slot(device, self._copies))) for _ in range(slots)]
             self._slots = stack.pop_all()
@@ -280,14 +280,14 @@ class _Work:
     """The reading thread and its queue. They do not refer to the `Prefetcher`, whose finalizer ends the thread.
 
     Of the threads that take batches, one waits for the queue and the others for `_turn`. A thread that gets no batch
-    calls `finish`, which wakes the next one.
+    calls `finish`, which wakes the next waiting thread.
     """
 
     def __init__(self, source: Iterator[Any], lane: _HostLane, depth: int) -> None:
         self._lane = lane
         self._permits, self._stopped = threading.Semaphore(depth), threading.Event()
         self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._turn = threading.RLock()  # reentrant, because a signal's handler may close what its thread waits for
+        self._turn = threading.RLock()  # reentrant: a signal handler may close the iterator that its thread waits for
         self._is_left_alone = False
         self._thread = threading.Thread(target=self._run, args=(source,), name="lt_runtime prefetch", daemon=True)
         self._thread.start()
@@ -305,7 +305,7 @@ class _Work:
             return self._lane.receive(batch)
 
     def finish(self) -> None:
-        """Ends the thread and frees the lane's buffers."""
+        """Ends the reading thread and frees the lane's buffers."""
         self._stopped.set()
         self._permits.release()
         if threading.current_thread() is self._thread:  # a garbage collection in this thread ends the `Prefetcher`

@@ -1,4 +1,4 @@
-"""`TrainStep` and `evaluate`: their options, the checks of their batches, and their results."""
+"""`TrainStep` and `evaluate`: options, checks of batches, and results."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class TrainStep(Fixed):
     size waits for the GPU and allocates memory.
 
     With `graph=False` the same operations are launched one by one, each in a range of its own, and give the same
-    results bit by bit. Models on the host always run so.
+    results bit by bit. Models on the host always run this way.
 
     Args:
         model: an `MLP`.
         optimizer: over the model's parameters, or over some of them, which freezes the others. Its settings may change
             between steps, see `lt.AdamW`. The optimizer's step number decides dropout's masks, so that each step has
-            masks of its own. If the optimizer has a scaler, its scale multiplies the loss's gradient.
+            different masks. If the optimizer has a scaler, its scale multiplies the loss's gradient.
         loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out), "mse", "huber" or
             "bce_with_logits" (targets of the outputs' shape and type), or a function, see below.
-        loss_options: of a loss with a name: `label_smoothing` and `class_weights` of "cross_entropy", `delta` of
-            "huber", `pos_weight` of "bce_with_logits". NumPy arrays are copied to the model's device once; arrays that
-            are on it already are read anew at each step.
-        batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, and the eight
-            most recently used graphs are kept.
+        loss_options: options of a named loss: `label_smoothing` and `class_weights` of "cross_entropy", `delta` of
+            "huber", `pos_weight` of "bce_with_logits". NumPy arrays are copied to the model's device once; arrays on
+            the device are read again at each step.
+        batch_size: number of rows of every batch. None accepts batches of any size; each size has a separate graph, and
+            the eight most recently used graphs are kept.
         graph: whether to capture the step as a graph.
         accumulate: the number of micro-batches that a batch is split into. The activations of only one micro-batch are
             in memory at a time. The gradients are summed, and the loss is the mean of the micro-batches' losses. This
@@ -77,9 +77,9 @@ class TrainStep(Fixed):
     events; their work on the same GPU makes the measurements less accurate.
 
     A loss of your own is a function of (outputs, target, gradient, stream). It writes the gradient of its loss with
-    respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape
-    that holds zeros, and returns the loss: one FP32 number of shape () or (1,) on the model's device. The step
-    multiplies the gradient by the loss scale and the micro-batch's share, and rounds it once to the model's type. The
+    respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape that
+    holds zeros, and returns the loss: one FP32 number of shape () or (1,) on the model's device. The step multiplies
+    the gradient by the loss scale and the micro-batch's share of the batch, and rounds it once to the model's type. The
     target is any array of M rows whose elements are integers, floating-point numbers or bool. With CuPy (or NumPy, for
     a model on the host)::
 
@@ -229,7 +229,7 @@ class TrainStep(Fixed):
 
 
 def _check_optimizer(optimizer: AdamW, model: MLP) -> None:
-    """Refuses an optimizer with a parameter that is not the model's: its updates would not train the model."""
+    """Refuses an optimizer with a parameter of another model: its updates would not train this model."""
     known = {(id(each.data), id(each.grad)) for each in model.parameters()}
     for parameter in optimizer.parameters:
         if (id(parameter.data), id(parameter.grad)) not in known:
@@ -313,12 +313,12 @@ def _means(totals: list[Totals], sizes: list[int], classifies: bool) -> Metrics:
     """Means over the rows that count, which are all rows for a loss without classes.
 
     Args:
-        totals: of each batch; its loss is the mean over the batch's rows that count.
+        totals: the totals of each batch; the loss is the mean over the batch's rows that count.
         sizes: the number of rows of each batch.
     """
     counts = [each.rows for each in totals] if classifies else sizes
     rows = sum(counts)
-    # A batch without a row that counts has the loss NaN; it is left out of the sum.
+    # A batch in which no row counts has the loss NaN, and is left out of the sum.
     whole = sum(count * each.loss for count, each in zip(counts, totals, strict=True) if count)
     accuracy = sum(each.correct for each in totals) / rows if rows else math.nan
     return Metrics(len(totals), whole / rows if rows else math.nan, accuracy if classifies else None)
