@@ -55,8 +55,8 @@ def _run(name: str, arguments: list[str]) -> int:
 def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
     """Parses the arguments and imports the module of their command, and of no other command.
 
-    An interrupt ends the process at once meanwhile. As an exception it would pass through compiled modules that are
-    being imported, which print a traceback and raise ImportError instead.
+    During the imports an interrupt ends the process at once. As an exception it would pass through compiled modules
+    that are being imported, which print a traceback and raise ImportError instead.
     """
     import importlib
     import os
@@ -80,7 +80,7 @@ def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
 
 
 def _flush() -> None:
-    """Flushes stdout now, because Python would print a traceback of an error at the end of the process."""
+    """Flushes stdout before the process ends, because Python prints a traceback if its own last flush fails."""
     if sys.stdout is None:  # stdout was closed when the process began
         return
     try:

@@ -12,13 +12,13 @@ from lt_runtime import __version__
 
 _LARGEST: Final = 2**63 - 1
 _SHOWN: Final = 60
-"""Characters of a refused value that the error shows."""
+"""Limit of the characters of a refused value that an error shows."""
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of the command line.
 
-    Only the given command gets its arguments, because those of others may need packages that are not installed.
+    Only the given command gets its arguments: other commands' arguments may need packages that are not installed.
     """
     top = argparse.ArgumentParser(prog="lt_runtime", description="Linear layers, run and trained fast.")
     top.add_argument("--version", action="version", version=f"lt_runtime {__version__}")

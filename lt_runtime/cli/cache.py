@@ -1,6 +1,6 @@
 """The command `cache`: shows, checks, exports, merges and prunes the files of measured plans.
 
-Only `merge` and `prune --yes` change the cache; a damaged file is not renamed by the others.
+Only `merge` and `prune --yes` change the cache; all other actions leave even a damaged file in place.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _matching_names(pattern: str) -> list[Path]:
 
 
 def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str] | None:
-    """The differences between a fingerprint and the most similar known one; None if none is known."""
+    """The differences between a fingerprint and the most similar known one; None if no fingerprint is known."""
     return min((each.differences(theirs) for each in known), key=len, default=None)
 
 
@@ -163,7 +163,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def _verify(_: argparse.Namespace) -> _Result:
-    """Everything that is wrong with the files. One of another version is not damaged, and its entries are not read."""
+    """All faults of the files. A file of another version is not damaged, and its entries are not read."""
     files, lines = list[Json](), list[Line]()
     for file in _files():
         faults = [] if file.fault is None else [file.fault]
@@ -181,7 +181,7 @@ def _verify(_: argparse.Namespace) -> _Result:
 
 
 def _merge(arguments: argparse.Namespace) -> _Result:
-    """Every file is read and compared before any is merged."""
+    """Merges files into the cache. All files are read and compared before the first is merged."""
     documents = [(path, _read(path)) for path in arguments.files]
     merged, lines = list[Json](), list[Line]()
     for (path, document), store in zip(documents, [_store_for(*each) for each in documents], strict=True):
@@ -193,7 +193,7 @@ def _merge(arguments: argparse.Namespace) -> _Result:
 
 
 def _store_for(path: Path, document: Document) -> PlanStore:
-    """The store of this machine, or of an equal one that the cache knows already, to which a file's entries belong."""
+    """The store to which a file's entries belong: this machine's, or an equal machine's that the cache has already."""
     theirs = document.fingerprint
     differences = _differences([*machine(), *(file.document.fingerprint for file in _files() if file.document)], theirs)
     if differences is None:
@@ -218,10 +218,10 @@ def _export(arguments: argparse.Namespace) -> _Result:
 
 
 def _source(name: str | None) -> Path:
-    """The cache's file of that name, or this machine's file if no name is given.
+    """The cache's file with a name, or this machine's file if no name is given.
 
     Raises:
-        ArgumentError: there is no such file, or this machine has GPUs of several kinds, or none.
+        ArgumentError: the file does not exist; or no name is given, and this machine has no GPU or several kinds.
     """
     if name is not None:
         path = plans_directory() / name

@@ -18,7 +18,7 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "copies": ("memcpy", "copy", "resize"),
     "pow": ("pow",),
 }
-"""Kernels that a training step should not have, by words in their names."""
+"""Families of kernels that a training step should not have, with words that occur in the kernels' names."""
 _PLANNED: Final = "copies that a plan chose"
 _NOISES: Final = 3.0
 """A change must exceed this many standard errors of the difference, and the share `_LEAST` of the time before."""
@@ -26,15 +26,18 @@ _LEAST: Final = 0.02
 _MEDIAN_ERROR: Final = 0.93
 """The standard error of a median of n normal values is their interquartile range times this, divided by √n."""
 _Key: TypeAlias = tuple[str, str, str]
-"""A kernel's name, a layer and a phase."""
+"""Key of a row: a kernel's name ("" for a layer's own row), a layer and a phase."""
 
 
 class Change(NamedTuple):
-    """One kernel of one layer, or one layer, before and after; figures are None in a profile that lacks it.
+    """The change of a kernel of a layer, or of a layer, from the profile before to the profile after.
+
+    The figures of a profile that lacks the kernel or layer are None.
 
     Attributes:
-        name: of the kernel; "" for a layer.
-        us: time in a step. share: of the time of all kernels, or of the step. noise_us: standard error of the change.
+        name: name of the kernel; "" for a layer.
+        us: time in a step. share: share of the time of all kernels, or of the step. noise_us: standard error of the
+            change.
         verdict: "appeared", "vanished", "slower", "faster" or "same".
     """
 
@@ -100,7 +103,7 @@ def _layers(report: Report) -> dict[_Key, _Figures]:
 
 
 def family_of(kernel: Kernel) -> str:
-    """The family that a kernel belongs to by its name; "" for none."""
+    """The family of a kernel according to its name; "" if it belongs to no family."""
     if kernel.is_planned_copy:
         return _PLANNED
     name = kernel.name.lower()

@@ -33,14 +33,14 @@ _SPLIT_SEED: Final = 1797  # the held-out fifth is the same whatever the trainin
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The content of the file of `--json`.
+    """The results of a training run, as written to the file of `--json`.
 
     Attributes:
         device: such as "cpu" or "cuda:0 (NVIDIA H200)".
         accuracy: on the held-out fifth, 0 to 1.
         preparation_seconds: time to the end of the first step: compiles kernels, measures layers, captures the graph.
-        samples_per_second: of the steps after the first, without those that were profiled.
-        loss: of every step.
+        samples_per_second: rate of the steps after the first, without profiled steps.
+        loss: the loss of every step.
         layers: the time of each layer in a step; empty without `--profile`.
     """
 
@@ -54,7 +54,7 @@ class Result:
 
 
 class Digits(NamedTuple):
-    """Images (n, 64) in [0, 1] and labels (n,), to train on and held out."""
+    """Images (n, 64) with values in [0, 1], and their labels (n,): a training set and a held-out set."""
 
     images: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any]
@@ -80,12 +80,12 @@ def load_digits() -> Digits:
 
 
 def train(options: argparse.Namespace, progress: Progress | None, profiled: Profile | None) -> Result:
-    """Trains and evaluates.
+    """Trains the classifier and evaluates it on the held-out set.
 
     Args:
         options: the command's device, dtype, epochs, dropout and seed.
         progress: called with the number of each epoch, their count, and a word for the progress bar.
-        profiled: profiles the last epoch.
+        profiled: a profile in which the last epoch runs; None for no profile.
     """
     digits = load_digits()
     batches = len(digits.labels) // _BATCH  # of an epoch; the samples left out differ from epoch to epoch

@@ -34,7 +34,8 @@ CUDA_REQUIREMENTS: Final = {
     "CuPy": "cupy-cuda13x>=14",
     "CUPTI": "nvidia-cuda-cupti>=13,<14",
 }
-"""The requirements of the extra `cuda13`, by the library that each contains; a test compares them with it."""
+"""The requirements of the extra `cuda13`, by the library that each contains; a test compares them with pyproject.toml.
+"""
 
 PACKAGES: Final = (
     "cuda-bindings",
@@ -54,7 +55,7 @@ _CUBLASLT_VARIABLE: Final = "LT_RUNTIME_CUBLASLT"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something missing or wrong, what it prevents, how to mend it, and whether this machine needs it."""
+    """A missing or faulty component: the problem, its effect, its remedy, and whether this machine needs it."""
 
     what: str
     prevents: str
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints what was found, as lines of text or as one JSON object.
 
     Returns:
-        The exit status: 0 if nothing is missing that this machine needs, else 1.
+        The exit status: 0 if this machine has everything that it needs, else 1.
     """
     cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy, probes.cupti
     looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(machine: Machine) -> Iterator[Finding]:
-    """Findings from the results of the probes. Libraries for GPUs are missing only where there is a GPU."""
+    """Findings from the results of the probes. GPU libraries are reported as missing only on a machine with a GPU."""
     problems = {library.name: library.problem for library in machine.libraries if library.problem}
     yield from _missing(problems, {name: name for name in PACKAGES}, "all or parts of lt_runtime")
     yield from _hardware(machine.driver, machine.gpus)

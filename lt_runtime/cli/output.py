@@ -46,10 +46,10 @@ def print_anything() -> None:
 
 
 def writable(option: str, path: Path) -> Path:
-    """Checks that the file of an option can be written, for results that come later; resolves symbolic links.
+    """Checks that the file of an option can be written, before the results exist; resolves symbolic links.
 
     Raises:
-        ArgumentError: it cannot be written. An existing file is unchanged in any case.
+        ArgumentError: the file cannot be written. An existing file is never changed.
     """
     if not path.parent.is_dir():
         raise ArgumentError(f"{option} is {path}, but {path.parent} is no directory")

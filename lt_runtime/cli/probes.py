@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 Look: TypeAlias = Callable[[], tuple[str, str]]
-"""Returns version and path of a library, or raises."""
+"""Probe: returns a library's version and path, or raises an exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library or a set of headers: its version and path, or what is wrong with it."""
+    """A library or a set of headers: its version and path, or its fault."""
 
     name: str
     version: str | None = None
@@ -122,7 +122,8 @@ def cuda_headers() -> tuple[str, str]:
 def cupy() -> tuple[str, str]:
     """Probes CuPy by importing it, because finding it does not tell whether it works.
 
-    The import is made in another process. CuPy's cache directory is set to one that exists, so that none is made.
+    Another process imports CuPy. There CuPy's cache directory is set to an existing directory, so that CuPy creates
+    none.
     """
     if importlib.util.find_spec("cupy") is None:
         raise ModuleNotFoundError("cupy")
@@ -154,7 +155,7 @@ def driver(pci_devices: Path = PCI_DEVICES) -> Driver | None:
         return None
     try:
         (status,) = api.cuInit(0)
-    except RuntimeError:  # the bindings found no libcuda
+    except RuntimeError:  # cuda-bindings raises this if it finds no libcuda
         return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci(pci_devices) else None
     _, version = api.cuDriverGetVersion()
     # A driver without a device is no fault: the machine may have no GPU, or all may be hidden.
@@ -172,7 +173,7 @@ def nvidia_gpu_on_pci(devices: Path) -> bool:
 
 
 def gpus() -> tuple[DeviceInfo, ...]:
-    """The GPUs that CUDA lists; none if the driver fails, which `driver` reports."""
+    """The GPUs that CUDA lists; empty if the driver fails, which `driver` reports."""
     try:
         from lt_runtime.gpu import devices
 

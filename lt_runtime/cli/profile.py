@@ -1,7 +1,7 @@
 """The commands `profile` and `check`, which run a script as `python SCRIPT` does.
 
-`profile` runs it in another process, by `python -m lt_runtime.cli.profile`, so that a script that ends its process ends
-no command.
+`profile` runs the script in another process, by `python -m lt_runtime.cli.profile`: a script that ends its process then
+does not end the command.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     if arguments.print_nsys or arguments.print_ncu:
         _print_commands(arguments)
         return 0
-    for name in ("json", "trace", "plot"):  # what cannot be written is refused before the script runs
+    for name in ("json", "trace", "plot"):  # a file that cannot be written is refused before the script runs
         if (path := getattr(arguments, name)) is not None:
             setattr(arguments, name, writable(f"--{name}", path))
     if arguments.plot is not None:

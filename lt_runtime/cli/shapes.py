@@ -20,12 +20,12 @@ PRESETS: Final = Path(__file__).parents[1] / "presets.json"
 _FIELDS: Final = ("M", "N", "K")
 _COMMENT: Final = "#"
 _LARGEST: Final = 1 << 17
-"""Limit of a file's bytes, a hundred times those of the presets; any such file is read in less than a second."""
+"""Limit of a file's bytes, a hundred times the size of the presets; a file of this size is read within a second."""
 _MOST: Final = 2**63 - 1
 """The largest size that a layer can have."""
 _SIZES: Final = "integers of at least 1, below 2**63"
 _SHOWN: Final = 60
-"""Characters of a size that an error shows."""
+"""Limit of the characters of a size that an error shows."""
 
 
 class Layers(NamedTuple):
@@ -59,7 +59,7 @@ def preset(name: str) -> list[Layers]:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Reads the layers of a file.
+    """Reads the layers and MLPs of a file of shapes.
 
     Raises:
         ArgumentError: the file cannot be read, or a line or field is wrong; the message says which.
@@ -102,7 +102,7 @@ class _Field(NamedTuple):
         return [self._replace(name=f"{self.name}[{i}]", node=each) for i, each in enumerate(self.node.elts)]
 
     def items(self, *accepted: str, prefix: str = "") -> Iterator[tuple[str, _Field]]:
-        """Names and values of an object. Errors show a name after `prefix`; without `accepted` any name will do."""
+        """Names and values of a JSON object; errors show a name after `prefix`. By default all names are accepted."""
         if not isinstance(self.node, ast.Dict):
             raise self._refusal("objects")
         for key, node in zip(self.node.keys, self.node.values, strict=True):

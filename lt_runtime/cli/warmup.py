@@ -54,7 +54,7 @@ def _chains(arguments: argparse.Namespace) -> list[LayerChain | MatmulProblem]:
     """All chains of layers and all products that the arguments name.
 
     Raises:
-        ArgumentError: they name none, or a value is not accepted.
+        ArgumentError: the arguments name no problem, or a value is not accepted.
     """
     found: list[LayerChain | MatmulProblem] = []
     given, types = list(_layers(arguments)), dict.fromkeys(arguments.dtype or ["float32"])

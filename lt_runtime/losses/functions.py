@@ -115,8 +115,8 @@ def mse_loss(
 
     Args:
         prediction: (M, N), float32, float16 or bfloat16. target: (M, N), same type.
-        row_weights: (M,) FP32, not negative: factors of the rows' losses. The mean divides by M·N all the same, as
-            Keras does with `sample_weight`, and PyTorch in `binary_cross_entropy(weight=...)`, so that the losses of
+        row_weights: (M,) FP32, not negative: factors of the rows' losses. The mean divides by M·N with weights too, as
+            in Keras with `sample_weight`, and in PyTorch's `binary_cross_entropy(weight=...)`, so that the losses of
             parts of a batch add up to the batch's. For a weighted average, such as scikit-learn's with `sample_weight`,
             pass weights whose mean is 1. Only NumPy arrays are checked: on a GPU a check would have to wait.
         grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
@@ -205,8 +205,8 @@ def bce_with_logits(
 
     Args:
         logits: (M, N), float32, float16 or bfloat16.
-        targets: (M, N), same type: 1 for what is there and 0 for what is not, or anything between. Negative numbers and
-            NaN are refused in NumPy arrays. The formula is applied to all others, as in PyTorch.
+        targets: (M, N), same type: the probability of the column's class, 1 if it is present and 0 if it is absent.
+            Negative numbers and NaN are refused in NumPy arrays. The formula is applied to all others, as in PyTorch.
         pos_weight: (N,) FP32, p for each column, not negative: above 1 where positive targets are rare.
         row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by M·N all the same, see
             `mse_loss`.
@@ -246,8 +246,8 @@ def cross_entropy(
 ) -> Loss:
     """Mean over rows of -Σ target · log softmax(logits), and its gradient (softmax - target) / rows.
 
-    The target is 1 - ε at the label plus ε / C everywhere, with ε the label smoothing. Everything means what it
-    means in PyTorch's function of this name, whose `weight` is `class_weights`.
+    The target is 1 - ε at the label plus ε / C everywhere, with ε the label smoothing. All options have the meaning of
+    PyTorch's `cross_entropy`, where `class_weights` is called `weight`.
 
     Args:
         logits: (M, C), float32, float16 or bfloat16.
@@ -292,7 +292,7 @@ def cross_entropy(
 
 
 def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
-    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless labels are a packed vector, one a row."""
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless labels are a packed vector with an element per row."""
     if labels.dtype not in _LABELS:
         raise DTypeError(f"labels has type {labels.dtype}; accepted are int32 and int64")
     check_shape("labels", labels.shape, logits_shape[:1], "one a row of logits")

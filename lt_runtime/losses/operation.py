@@ -41,10 +41,10 @@ class Loss(NamedTuple):
 class LossPlan(Plan):
     """The plan of a loss and its gradient. The loss of no elements is NaN.
 
-    A call's addresses are, in this order, those of the scores, target, gradient, loss, row weights and column weights.
+    A call's addresses belong, in this order, to the scores, target, gradient, loss, row weights and column weights.
 
     Args:
-        loss_pass: the kernels for the arrays' types and layouts; None if there are no elements.
+        loss_pass: the kernels for the arrays' types and layouts; None if the arrays are empty.
     """
 
     def __init__(self, loss_pass: ElementwiseLossPass | CrossEntropyPass | None, device: int) -> None:
@@ -66,12 +66,12 @@ class LossPlan(Plan):
 class LossOperation(Operation):
     """A loss of the rows of a matrix; a call's scalar is the number that the gradient is multiplied by.
 
-    Its arrays are the scores, the target, the gradient's scale, the gradient, the loss, the weights of rows, and those
-    of columns, which not every loss has. What is asked is whether the gradient is written over the first array, and
-    then the loss's own options.
+    A call's arrays are the scores, the target, the gradient's scale, the gradient, the loss, the row weights and, for
+    some losses, the column weights. Its options are whether the gradient is written over the scores, and then the
+    loss's own options.
 
     Attributes:
-        make_pass: makes the kernels for a request's problem and a device at the first use of each.
+        make_pass: makes the kernels for a request's problem and a device, at the first use of the problem.
         exact: computes the loss of NumPy arrays and its gradient in float64. Its keywords are the names of the weights
             and of the loss's own options.
         own_options: names of the loss's own options.
@@ -107,7 +107,7 @@ class LossOperation(Operation):
         """Checks the target, and returns the arguments of `make_pass` that follow the layouts of the scores.
 
         Args:
-            weighted: whether there are row weights and, for losses that take them, column weights.
+            weighted: whether row weights and, for losses that take them, column weights are given.
         """
 
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:

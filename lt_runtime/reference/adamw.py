@@ -32,8 +32,8 @@ class AdamWHyper:
 def learning_rate_factor(schedule: Schedule, step: int) -> float:
     """The factor of the learning rate in update number `step`, counted from 1.
 
-    It rises linearly to 1 over `warmup_steps` updates. Then it stays there, or falls to `final_factor` at `total_steps`
-    along a line or half a cosine, and stays there.
+    The factor rises linearly to 1 over `warmup_steps` updates. Then it stays 1, or falls to `final_factor` at
+    `total_steps` along a line or half a cosine, and keeps that value.
     """
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
@@ -50,7 +50,7 @@ class AdamWTensor:
     """One tensor of an optimizer with its moments, all of one shape.
 
     Attributes:
-        value: FP32, which is the master copy of a 16-bit parameter; or BF16 where there is no master copy.
+        value: the FP32 value, which for a 16-bit parameter is its master copy; or BF16 if there is no master copy.
         m, v: the first and second moments, FP32 or BF16.
         v_max: the largest v so far; None without AMSGrad.
     """
@@ -75,7 +75,7 @@ def adamw_update(
     AMSGrad (Reddi, Kale, Kumar, 2018) is PyTorch's form, which takes the largest v before the bias correction.
 
     Args:
-        gradient_factor: multiplies the gradient first.
+        gradient_factor: factor of the gradient, applied before the update.
 
     Returns:
         The new tensor, each array rounded once to FP32.

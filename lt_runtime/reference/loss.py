@@ -18,8 +18,7 @@ def mse_loss(prediction: NDArray[Any], target: NDArray[Any], *, row_weights: Wei
     The mean over no elements is NaN.
 
     Args:
-        row_weights: (M,), which multiply the losses of the rows; the mean divides by the number of elements all the
-            same.
+        row_weights: (M,), which multiply the losses of the rows; the mean still divides by the number of elements.
     """
     difference = prediction.astype(np.float64) - target.astype(np.float64)
     return _mean(difference**2, 2.0 * difference, row_weights)
@@ -28,7 +27,9 @@ def mse_loss(prediction: NDArray[Any], target: NDArray[Any], *, row_weights: Wei
 def huber_loss(
     prediction: NDArray[Any], target: NDArray[Any], *, delta: float = 1.0, row_weights: Weights = None
 ) -> tuple[float, Array]:
-    """The mean over all elements of d² / 2 where |d| <= δ, and of δ (|d| - δ / 2) elsewhere; d is the difference.
+    """The Huber loss and its gradient, for d = prediction - target.
+
+    The loss is the mean over all elements of d² / 2 where |d| <= δ, and of δ (|d| - δ / 2) elsewhere.
 
     Args:
         row_weights: as in `mse_loss`.
@@ -45,7 +46,7 @@ def bce_with_logits(
     """The mean over all elements of -p t log σ(z) - (1 - t) log (1 - σ(z)), and its gradient.
 
     Args:
-        pos_weight: p, (N,), 1 where there is none.
+        pos_weight: p, (N,); None for p = 1.
         row_weights: as in `mse_loss`.
     """
     z, target = logits.astype(np.float64), targets.astype(np.float64)
@@ -65,17 +66,17 @@ def cross_entropy(
 ) -> tuple[float, Array]:
     """The mean over rows of -Σ w · target · log softmax(logits), and its gradient.
 
-    The target of a row is ε / C for every class, and 1 - ε more for the label; ε is the label smoothing. With class
-    weights w, which are 1 where there are none, the mean divides by the sum of the labels' weights, as PyTorch's does.
+    The target of a row is ε / C for every class, plus 1 - ε for the label; ε is the label smoothing. The class weights
+    w are 1 by default. With class weights the mean divides by the sum of the labels' weights, as in PyTorch.
 
     Args:
         logits: (M, C).
-        labels: (M,) integers in [0, C). A label outside makes the loss and its row of the gradient NaN; its weight adds
-            nothing to what the mean divides by.
+        labels: (M,) integers in [0, C). A label outside makes the loss and its row of the gradient NaN; it has no
+            weight in the divisor of the mean.
         label_smoothing: ε, in [0, 1].
         ignore_index: rows with this label do not count in the mean, and have gradient 0. The mean of no rows is NaN.
         class_weights: (C,).
-        row_weights: (M,), which multiply the rows' losses; the mean divides by the same all the same.
+        row_weights: (M,), which multiply the rows' losses; they do not change the divisor of the mean.
     """
     counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
     gradient = np.zeros(logits.shape)
@@ -95,7 +96,7 @@ def cross_entropy(
 
 
 def _mean(losses: Array, slopes: Array, row_weights: Weights) -> tuple[float, Array]:
-    """The mean of losses, NaN if there are none, and its gradient; `slopes` are the derivatives of the losses."""
+    """The mean of losses and its gradient; `slopes` are the losses' derivatives. The mean of no losses is NaN."""
     if losses.size == 0:
         return float("nan"), slopes
     if row_weights is not None:

@@ -22,7 +22,7 @@ LANES: Final = 8  # the 16-bit lanes in the 128 bits of one call
 
 
 def round_keys(key: tuple[int, int], rounds: int = 10) -> list[tuple[int, int]]:
-    """The keys of the rounds of Philox4x32, two 32-bit words each, derived from the first."""
+    """The keys of the rounds of Philox4x32, two 32-bit words each; all are derived from the first round's key."""
     return [((key[0] + i * _WEYL[0]) & 0xFFFFFFFF, (key[1] + i * _WEYL[1]) & 0xFFFFFFFF) for i in range(rounds)]
 
 
@@ -48,7 +48,7 @@ def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) ->
 
 
 def _mix(state: NDArray[np.uint64], key: tuple[int, int]) -> None:
-    """One round, in place: the products' halves cross over, the high ones mixed with the other words and the key."""
+    """Applies one round in place: swaps the halves of the products, and XORs the high halves with words and key."""
     first, second = state[0] * _MULTIPLIERS[0], state[2] * _MULTIPLIERS[1]
     for word, product, other, mixed in ((0, second, 1, key[0]), (2, first, 3, key[1])):
         np.right_shift(product, _HALF, out=state[word])
@@ -84,16 +84,16 @@ def dropout_mask(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np
 
 
 def dropout_scale(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np.float64]:
-    """The factors by which dropout multiplies elements: 0 for those dropped, `keep_scale` for those kept."""
+    """The factors by which dropout multiplies elements: 0 for a dropped element, `keep_scale` for a kept element."""
     return np.where(dropout_mask(shape, p, philox), keep_scale(keep_threshold(p)), 0.0)
 
 
 def dropout_factors(shape: tuple[int, ...], p: float, rng: Philox | None) -> NDArray[np.float64] | None:
-    """`dropout_scale` as a caller asks for it; None without dropout.
+    """`dropout_scale` for a caller's arguments, which are checked; None without dropout.
 
     Raises:
         ArgumentError: see `check_dropout`.
-        DeviceError: the step does not live in host memory.
+        DeviceError: the step is an array outside of host memory.
         DTypeError: the step is an array, but not of one uint32.
     """
     philox = check_dropout(p, rng)

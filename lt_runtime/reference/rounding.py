@@ -25,7 +25,8 @@ class RoundedTensor(enum.IntEnum):
 
 
 _ORDER: Final = ((0, 1, 2, 3, 4, 5, 6, 7), (1, 0, 3, 2, 5, 4, 7, 6), (2, 3, 4, 5, 6, 7, 0, 1))
-"""The lane that each of a call's eight elements takes for each tensor, so that one call serves all three tensors."""
+"""For each `RoundedTensor`, the lanes of the eight elements that share a call of Philox (see `rounding_lanes`). Each
+tensor takes different lanes for an element, so that one call serves all three tensors."""
 
 
 def rounding_lanes(

@@ -34,7 +34,7 @@ _NAMES: Final = {code: name for name, code in _CODES.items()}
 
 _LENGTH_BYTES: Final = 8
 _HEADER_LIMIT: Final = 4 << 20
-"""Bytes: enough for thousands of layers, and few enough to parse in a second. The library's limit is 100 MB."""
+"""Limit of a header's bytes: enough for thousands of layers, and parsed within a second. safetensors allows 100 MB."""
 
 _MESSAGE_LIMIT: Final = 200
 
@@ -46,7 +46,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text
         CheckpointError: there are too many arrays.
         FileError: the file cannot be written.
     """
-    # Larger elements come first, so that every array is aligned to its type.
+    # Arrays with larger elements come first, so that every array is aligned to its type.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
     by_name = dict(sorted(arrays.items()))
     digest = _digest(text, {name: kind_of(array) for name, array in by_name.items()}, by_name.values())
@@ -91,11 +91,11 @@ def read(
     """Reads the text and the wanted arrays of a file, and checks the file's digest.
 
     Only the header is read before `wanted` has accepted its contents; then all arrays are read, one at a time. A file
-    of an earlier version has no digest, which costs a warning in the caller's caller.
+    of an earlier version has no digest: a warning is given at the line that called the public function.
 
     Args:
-        wanted: returns the names of the arrays to return, from the file's text and the kinds of its arrays; raises if
-            they do not fit.
+        wanted: function of the file's text and the kinds of its arrays that returns the names of the arrays to return;
+            raises if the file does not fit.
 
     Raises:
         CheckpointError: the file is damaged, or is no file of this package.
@@ -105,12 +105,13 @@ def read(
 
     with _file_errors(path), _opened(path) as handle:
         try:
-            # The handle's path opens the file that was checked, even if the path has another file by now. "pread",
-            # because a mapped file, the library's default, kills the process if another process shortens the file.
+            # The handle's path opens the file that was checked, even if the path has been replaced since. The backend
+            # "pread" is used, because the library's default maps the file: if another process shortens a mapped file,
+            # reading it kills this process.
             with safe_open(f"/proc/self/fd/{handle}", framework="np", backend="pread") as file:
                 metadata = file.metadata()
                 if metadata is None or metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
-                    raise of_others(path)  # other keys may be damaged names of these two
+                    raise of_others(path)  # another key may be a damaged form of one of the two names
                 kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
                 names, kept = set(wanted(metadata[_TEXT], kinds)), {}
                 _check_memory(path, kinds, names)
@@ -161,8 +162,8 @@ def _digest(text: str, kinds: Kinds, arrays: Iterable[NDArray[Any]]) -> str:
     """SHA-256 of the text and of all arrays' names, types, shapes and bytes, independent of their places in the file.
 
     Args:
-        kinds: of all arrays, in the order of their names.
-        arrays: in the same order.
+        kinds: types and shapes of all arrays, sorted by name.
+        arrays: the arrays in the same order.
     """
     described = [text, *((name, *kind) for name, kind in kinds.items())]
     digest = hashlib.sha256(json.dumps(described).encode())
@@ -191,7 +192,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Opens a regular file with a header of accepted length. It never waits, as opening a FIFO might."""
+    """Opens a regular file with a header of accepted length, and refuses all others; a FIFO does not make it wait."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

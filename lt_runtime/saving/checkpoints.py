@@ -30,7 +30,7 @@ from lt_runtime.training.mlp import MLP
 
 _FORMAT: Final = 1
 _MASTER: Final = ".master"
-"""The end of the name of a master copy, after the parameter's name."""
+"""Suffix of the name of a master copy, after the parameter's name."""
 _MOMENTS: Final = ("m", "v", "v_max")
 
 _FLOATS: Final = ("float32", "float16", "bfloat16")
@@ -50,16 +50,16 @@ _CHANGEABLE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Options that may have other values when a run continues, and their names in descriptions."""
 _PLANS: Final = "plans"
-_SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # the names of the arrays show whether there are master copies
+_SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # not compared: array names show whether there are master copies
 _OF_TRAINING: Final = frozenset({"compute", "dropout", "seed"})
-"""Options that matter only for training: a model's values can be loaded without regard to them."""
+"""Options that matter only for training; they are not compared when only a model's values are loaded."""
 
 _ROWS: Final = 20
 _NAME: Final = 60
 _CELL: Final = 40
 
 _LAST_STEP: Final = 2**32 - 2
-"""An update adds 1 to the number of steps, and uses the sum, in 32 bits."""
+"""The largest number of steps from which training can continue: an update uses the number plus 1 in 32 bits."""
 
 
 def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
@@ -71,7 +71,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     of killed saves to the same path are removed. Waits for the GPU.
 
     Args:
-        optimizer: over parameters of `model`. No other thread may train the model during the call.
+        optimizer: an optimizer of parameters of `model`. No other thread may train the model during the call.
 
     Raises:
         ArgumentError: the optimizer has other parameters.
@@ -210,7 +210,7 @@ def _check_kinds(path: object, model: object) -> None:
 
 
 def _parts_of(changed: Any) -> set[str]:
-    """The names in descriptions of the options that a caller lists as changed."""
+    """The options that a caller lists as changed, by their names in descriptions."""
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     names = [one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)]
     return {part for name in names for part in _CHANGEABLE[name]}
@@ -232,14 +232,14 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
 
 
 def _model_names(path: str | os.PathLike[str], text: str, kinds: Kinds, model: MLP) -> list[str]:
-    """Checks a file's model against ours, and returns the names of the arrays with the parameters' values."""
+    """Checks that a file has the given model; returns the names of the arrays with the parameters' values."""
     theirs, ours = _description_of(path, text)["model"], model.options
     _check_options(path, {"model": theirs}, {"model": ours}, _OF_TRAINING)
     return _value_names(path, kinds, {each.name: kind_of(each.data).shape for each in model.parameters()})
 
 
 def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
-    """The options that must be equal for a run to continue, as JSON returns them."""
+    """The options that must be equal for a run to continue, in the form in which JSON returns them."""
     options, scaler = optimizer.options, optimizer.scaler
     described = {
         "format": _FORMAT,
@@ -316,7 +316,7 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, str]]:
-    """The differences of two descriptions: the option, its value in the file, and ours, as errors show them."""
+    """The differences of two descriptions: the option, the file's value, and the present value, as errors show them."""
     if name.startswith("optimizer.parameters.") and isinstance(theirs, list) and isinstance(ours, list):
         theirs, ours = (dict(zip(_PER_PARAMETER, rates, strict=False)) for rates in (theirs, ours))
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
@@ -329,13 +329,13 @@ def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, 
 
 
 def _options_of(model: MLP) -> dict[str, Any]:
-    """The options of a model, with `master_weights` true if an optimizer has made master copies since."""
+    """The options of a model; `master_weights` is also true if an optimizer has made the master copies."""
     has_masters = model.dtype is not DType.BFLOAT16 or any(each.master is not None for each in model.parameters())
     return {**model.options, "master_weights": has_masters}
 
 
 def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
-    """The description of the model, and in a checkpoint of the optimizer, in a file's text.
+    """Reads from a file's text the description of the model and, in a checkpoint, of the optimizer.
 
     Raises:
         CheckpointError: the text is no description, or has another format version.
@@ -354,7 +354,7 @@ def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
 
 
 def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: _Shapes) -> list[str]:
-    """Names of the arrays with the most accurate values of the given parameters: master copies where the file has them.
+    """Names of the arrays with the most accurate values of parameters: master copies if the file has them.
 
     Raises:
         CheckpointError: the file lacks a parameter, has one of another shape, or an array that no checkpoint has.
@@ -387,7 +387,7 @@ def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, 
 def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases.
 
-    They are compared with the file's arrays before a model is made, in case the file claims huge sizes.
+    These shapes are compared with the file's arrays before a model is made, in case the file claims huge sizes.
     """
     try:
         dims = integers("dims", _description_of(path, text)["model"]["dims"])

@@ -1,4 +1,4 @@
-"""The plan cache's entries for a model's training steps, which a checkpoint carries to other plan caches."""
+"""Plan choices: the plan cache's entries for a model's training steps, which a checkpoint carries to other caches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from lt_runtime.training.mlp import MLP
 from lt_runtime.tuner.chain import as_decided
 
 _LARGEST: Final = 1 << 20
-"""Characters; a layer takes some thousands for each size of batch."""
+"""Limit of the characters of plan choices; a layer takes some thousands for each batch size."""
 _MOST_SIZES: Final = 8
-"""Batch sizes in a checkpoint; a step keeps as many graphs."""
+"""Limit of batch sizes whose choices a checkpoint holds; a training step keeps as many graphs."""
 _ANY_ROWS: Final = (1 << 48) - 1
 _NUMBER: Final = "([1-9][0-9]{0,13})"
 _logger: Final = logging.getLogger("lt_runtime")
@@ -60,13 +60,13 @@ def choices_of(model: MLP) -> str | None:
 
 
 def take_choices(path: object, text: object, model: MLP) -> None:
-    """Adds a checkpoint's plan choices to the plan cache for problems that it does not know, as `cache merge` does.
+    """Adds a checkpoint's plan choices to the plan cache for problems without an entry, as `cache merge` does.
 
-    Choices from another kind of machine, or damaged ones, are not used; the logger says so.
+    Damaged choices, and choices from another kind of machine, are not used; a line is logged instead.
 
     Args:
-        path: of the checkpoint.
-        text: the choices as the checkpoint holds them, unchecked.
+        path: path of the checkpoint.
+        text: the checkpoint's plan choices, unchecked.
     """
     device = model.device.ordinal
     if device is None or not isinstance(text, str):

@@ -73,8 +73,8 @@ class StepLoss:
         """Computes the loss, and its gradient in the outputs' type.
 
         Args:
-            scale: factor of the gradient: one FP32 number on the model's device, or None.
-            share: these rows' share of the step's batch, another factor of the gradient.
+            scale: factor of the gradient: one FP32 number on the model's device; None for 1.
+            share: the share of these rows in the step's batch, another factor of the gradient.
             reuse: whether the gradient may be written over the outputs, because nothing reads them later.
             stream: a handle on a GPU, None on the host.
         """
