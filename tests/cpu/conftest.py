@@ -1,4 +1,4 @@
-"""The fixture `gpu`: a pretended GPU."""
+"""The fixtures `gpu` and `hurried`: a pretended GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_gpu import FakeGpu
 from tests.support.host_memory import host_memory as host_memory  # a fixture
+from tests.support.hurry import hurry
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,13 @@ def gpu(session_gpu: FakeGpu) -> Iterator[FakeGpu]:
             # The traceback of an error may keep training steps alive, which must be freed while the GPU is active.
             gc.collect()
         session_gpu.settle()
+
+
+@pytest.fixture
+def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """The pretended GPU with a tuner that times few launches."""
+    hurry(gpu, monkeypatch)
+    return gpu
 
 
 def _steps_wait() -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lt_runtime.problem import ACTIVATIONS, DType
@@ -11,13 +9,6 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.placed import COLUMNS, ODD
 from tests.support.strategies import LinearCase
-
-
-@pytest.fixture
-def stream(gpu: FakeGpu) -> Any:
-    """A stream other than the default one: work that the package put on any other stream would not be waited for."""
-    return gpu.stream
-
 
 # Rows are aligned for every second activation: tests/host_kernels builds the same kernels.
 _ACTIVATIONS = [layer_case(activation=name, n=32 if index % 2 == 0 else 33) for index, name in enumerate(ACTIVATIONS)]
@@ -55,5 +46,5 @@ _CASES = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _CASES.items()])
-def test_forward_and_backward(gpu: FakeGpu, stream: Any, case: LinearCase) -> None:
-    Layer(gpu, case, stream).check()
+def test_forward_and_backward(gpu: FakeGpu, case: LinearCase) -> None:
+    Layer(gpu, case, gpu.stream).check()  # work on any other stream would not be waited for

@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.fake_gpu import FakeGpu
-from tests.support.hurry import hurry
 from tests.support.placed import host_of
 
 FORWARD, BACKWARD, GRADIENTS = "mlp_fwd", "mlp_bwd", "mlp_gradients"
@@ -212,13 +211,6 @@ def test_what_is_none_of_its_strategies_is_not_followed(gpu: FakeGpu) -> None:
     _remember(gpu, model, rows, backward=False, no_split_k="no")
     model(_inputs(gpu, rows))
     assert _names(gpu) == {FORWARD}
-
-
-@pytest.fixture
-def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """The pretended GPU with a tuner that times few launches."""
-    hurry(gpu, monkeypatch)
-    return gpu
 
 
 @pytest.mark.parametrize(("slow", "rows"), [("matmul", 17), ("kernel", 18)])

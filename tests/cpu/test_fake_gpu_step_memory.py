@@ -54,11 +54,7 @@ _CASES = {
     "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160], "cross_entropy"),
     # The derivative of the last layer's activation is computed from the outputs, so that they stay.
     "output activation": _Case(
-        [32, 160, 32, 160, 32],
-        [160, 32, 160],
-        [160, 32, 160, 32],
-        [32, 160],
-        output_activation="sigmoid",
+        [32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160, 32], [32, 160], output_activation="sigmoid"
     ),
     "micro-batches": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160], parts=2),
 }

@@ -18,14 +18,7 @@ import pytest
 from lt_runtime.cublaslt import Status
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.store.document import Document
-from lt_runtime.store.entries import (
-    Alternative,
-    Entry,
-    LayerEntry,
-    ProductEntry,
-    RejectedAlgorithm,
-    RejectedStrategy,
-)
+from lt_runtime.store.entries import Alternative, Entry, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import field_types
 from tests.host_kernels.harness import HostKernels
@@ -45,6 +38,7 @@ for kind in (Alternative, Fingerprint, LayerEntry, ProductEntry, RejectedAlgorit
     field_types(kind)  # this module looks names up in a module that the pretended GPU replaces, and remembers them
 
 Change = Callable[[str, Any], Entry]
+Merge = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +92,19 @@ def plant(gpu: FakeGpu, document: Document) -> None:
     (directory / document.fingerprint.file_name).write_bytes(document.render())
 
 
-def merge(gpu: FakeGpu, document: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "theirs.json"
-    path.write_bytes(document.render())
-    capsys.readouterr()
-    assert own("cli").main(["cache", "merge", str(path), "--json"]) == 0
-    (merged,) = json.loads(capsys.readouterr().out)["merged"]
-    assert merged["changed"] == len(document.raw)
+@pytest.fixture
+def merge(measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Merge:
+    """Merges another machine's entries, changed by an attacker, into this machine's own by the command line."""
+
+    def merge(change: Change, theirs: Document = measured) -> None:
+        path, document = tmp_path / "theirs.json", changed(theirs, change)
+        path.write_bytes(document.render())
+        capsys.readouterr()
+        assert own("cli").main(["cache", "merge", str(path), "--json"]) == 0
+        (merged,) = json.loads(capsys.readouterr().out)["merged"]
+        assert merged["changed"] == len(document.raw)
+
+    return merge
 
 
 def products_of(gpu: FakeGpu) -> dict[str, ProductEntry]:
@@ -195,10 +195,8 @@ def test_tuning_takes_no_strategy_of_another_problem(gpu: FakeGpu, measured: Doc
         check_both(gpu)
 
 
-def test_merged_algorithms_are_rebuilt_and_verified_before_they_run(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+def test_merged_algorithms_are_rebuilt_and_verified_before_they_run(gpu: FakeGpu, merge: Merge) -> None:
+    merge(with_config(ID=OTHER))
     theirs = products_of(gpu)
     assert {entry.algorithm for entry in theirs.values()} == {b""}
     check_both(gpu)
@@ -211,14 +209,12 @@ def test_merged_algorithms_are_rebuilt_and_verified_before_they_run(
     assert ids(gpu.library.calls) == {OTHER}
 
 
-def test_merged_algorithms_that_are_wrong_never_make_a_result(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merged_algorithms_that_are_wrong_never_make_a_result(gpu: FakeGpu, merge: Merge) -> None:
     def fault(call: Matmul) -> Matmul:
         return call._replace(alpha=1.001 * call.alpha) if call.algorithm_id == OTHER else call
 
     gpu.library.fault = fault
-    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    merge(with_config(ID=OTHER))
     check_both(gpu)
     reasons = {entry.barred for entry in products_of(gpu).values()}
     assert {str(reason).partition(":")[0] for reason in reasons - {None}} == {"wrong"}
@@ -241,48 +237,36 @@ CONFIGS: dict[str, Mapping[str, int]] = {
 
 
 @pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
-def test_a_configuration_that_nothing_has_is_barred(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: Mapping[str, int]
-) -> None:
-    merge(gpu, changed(measured, with_config(**values)), tmp_path, capsys)
+def test_a_configuration_that_nothing_has_is_barred(gpu: FakeGpu, values: Mapping[str, int], merge: Merge) -> None:
+    merge(with_config(**values))
     check_both(gpu)
     entries = products_of(gpu).values()
     assert any(entry.barred for entry in entries)
     assert not any(entry.is_usable for entry in entries)
 
 
-def test_a_configuration_without_an_algorithm_is_barred(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_without_an_algorithm_is_barred(gpu: FakeGpu, merge: Merge) -> None:
     def change(key: str, entry: Any) -> Entry:
         return entry if isinstance(entry, LayerEntry) else replace(entry, config={"TILE_ID": 20})
 
-    merge(gpu, changed(measured, change), tmp_path, capsys)
+    merge(change)
     check_both(gpu)
     assert not any(entry.is_usable for entry in products_of(gpu).values())
 
 
-def test_our_own_kernel_is_verified_as_well(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_our_own_kernel_is_verified_as_well(gpu: FakeGpu, merge: Merge) -> None:
     def change(_: str, entry: Any) -> Entry:  # the kernel takes none of these products
         return entry if isinstance(entry, LayerEntry) else replace(entry, config={"NARROW_MATMUL": 1})
 
-    merge(gpu, changed(measured, change), tmp_path, capsys)
+    merge(change)
     check_both(gpu)
     reasons = {str(entry.barred) for entry in products_of(gpu).values() if entry.barred}
     assert all(reason.startswith("the kernel for narrow products does not take") for reason in reasons)
     assert reasons
 
 
-def test_a_merged_algorithm_must_be_lean(
-    gpu: FakeGpu,
-    measured: Document,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+def test_a_merged_algorithm_must_be_lean(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, merge: Merge) -> None:
+    merge(with_config(ID=OTHER))
     plans = own("products.matmul").MatmulPlan
     monkeypatch.setattr(plans, "nodes", lambda *_: ["KERNEL"] * 3)
     check_both(gpu)
@@ -327,10 +311,8 @@ def test_only_a_refusal_bars_a_measured_algorithm(gpu: FakeGpu, measured: Docume
 
 @pytest.mark.parametrize("name", ["cublasLtMatmulAlgoInit", "cublasLtMatmulAlgoCheck"])
 @pytest.mark.parametrize("status", [*REFUSALS, *FAILURES])
-def test_only_a_refusal_bars_a_merged_algorithm(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, status: Status
-) -> None:
-    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+def test_only_a_refusal_bars_a_merged_algorithm(gpu: FakeGpu, name: str, status: Status, merge: Merge) -> None:
+    merge(with_config(ID=OTHER))
     with contextlib.ExitStack() as stack:
         stack.enter_context(refusing(name, status))
         if status in FAILURES:
@@ -342,9 +324,9 @@ def test_only_a_refusal_bars_a_merged_algorithm(
 
 
 def test_while_a_stream_is_captured_nothing_is_verified_and_nothing_unverified_is_used(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: FakeGpu, merge: Merge
 ) -> None:
-    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    merge(with_config(ID=OTHER))
     proof = own("tuner.product_search")
     capture_error = own("errors").CaptureError
 
@@ -359,10 +341,8 @@ def test_while_a_stream_is_captured_nothing_is_verified_and_nothing_unverified_i
     assert {entry.barred for entry in products_of(gpu).values()} == {None}
 
 
-def test_what_is_verified_is_not_verified_again(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+def test_what_is_verified_is_not_verified_again(gpu: FakeGpu, merge: Merge) -> None:
+    merge(with_config(ID=OTHER))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_both(gpu)
@@ -375,9 +355,9 @@ def test_what_is_verified_is_not_verified_again(
 
 
 def test_the_command_line_says_what_is_still_to_be_verified(
-    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: FakeGpu, capsys: pytest.CaptureFixture[str], merge: Merge
 ) -> None:
-    merge(gpu, measured, tmp_path, capsys)
+    merge(lambda _, entry: entry)
     main, words = own("cli").main, "to be verified before its first use"
     assert main(["cache", "show", ""]) == 0
     assert words in capsys.readouterr().out
@@ -389,14 +369,14 @@ def test_the_command_line_says_what_is_still_to_be_verified(
 
 @pytest.mark.parametrize("epilogue", [Epilogue.GELU_AUX_BIAS, Epilogue.DRELU_BGRAD])
 def test_products_with_an_epilogue(
-    gpu: FakeGpu, host: HostKernels, tmp_path: Path, capsys: pytest.CaptureFixture[str], epilogue: Epilogue
+    gpu: FakeGpu, host: HostKernels, tmp_path: Path, epilogue: Epilogue, merge: Merge
 ) -> None:
     case, theirs = matmul_case(m=20, epilogue=epilogue), FakeGpu(host, tmp_path / "tuned")
     with gpu.others_package(), theirs.active():
         with hurriedly_tuned(theirs):
             Product(theirs, case, theirs.stream).check()
         theirs.settle()
-    merge(gpu, changed(Document.read(plan_file(theirs)), with_config(ID=OTHER)), tmp_path, capsys)
+    merge(with_config(ID=OTHER), Document.read(plan_file(theirs)))
     Product(gpu, case, gpu.stream).check()
     gpu.library.calls.clear()
     Product(gpu, case, gpu.stream).check()

@@ -25,6 +25,7 @@ from lt_runtime.errors import (
 )
 from lt_runtime.ops import call as call_module
 from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_torch import CpuTensor
 
 WORLDS = pytest.mark.parametrize("on_gpu", [False, True])
 
@@ -153,21 +154,6 @@ def test_another_byte_order_on_a_gpu(gpu: FakeGpu) -> None:
     x = gpu.cp.ndarray((4, 4), ">f4")
     with pytest.raises(gpu.lt.errors.DTypeError, match="x has byte order '>'"):
         gpu.lt.linear(x, gpu.cp.asarray(ones(4, 4)))
-
-
-class CpuTensor:
-    """A PyTorch tensor on the CPU."""
-
-    is_cuda, device, shape, dtype = False, "cpu", (4, 4), "torch.float32"
-
-    def data_ptr(self) -> int:
-        return 1 << 40  # an address that belongs to no allocation
-
-    def get_device(self) -> int:
-        return -1
-
-    def stride(self) -> tuple[int, int]:
-        return 4, 1
 
 
 def test_tensors_on_the_cpu_need_no_driver_to_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,13 +35,7 @@ def torch_device(kind: str, index: int | None = None) -> Any:
 SPELLINGS = {
     "float32": ("float32", np.float32, np.dtype(np.float32), TorchDtype("float32"), DType.FLOAT32),
     "float16": ("float16", np.float16, np.dtype(np.float16), TorchDtype("float16"), DType.FLOAT16),
-    "bfloat16": (
-        "bfloat16",
-        ml_dtypes.bfloat16,
-        np.dtype(ml_dtypes.bfloat16),
-        TorchDtype("bfloat16"),
-        DType.BFLOAT16,
-    ),
+    "bfloat16": ("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), TorchDtype("bfloat16"), DType.BFLOAT16),
 }
 EVERY_TYPE = [(name, spelling) for name, spellings in SPELLINGS.items() for spelling in spellings]
 ON_THE_HOST = ["cpu", torch_device("cpu"), torch_device("cpu", 0), ComputeDevice(None)]
@@ -114,10 +108,7 @@ def test_the_host(device: Any) -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        (
-            "tpu",
-            "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a torch",
-        ),
+        ("tpu", "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a torch"),
         ("cuda:", "device is 'cuda:'; accepted"),
         (torch_device("mps", 0), r"device is namespace\(type='mps', index=0\); accepted"),
         (True, "device is True; accepted"),

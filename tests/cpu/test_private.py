@@ -25,8 +25,7 @@ def as_me(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("as_me")
 @pytest.mark.parametrize("uid", [ME, 0])
 @pytest.mark.parametrize(
-    "mode",
-    [stat.S_IFREG | 0o644, *(stat.S_IFDIR | mode for mode in (0o755, 0o1777, 0o2755)), stat.S_IFLNK | 0o777],
+    "mode", [stat.S_IFREG | 0o644, *(stat.S_IFDIR | mode for mode in (0o755, 0o1777, 0o2755)), stat.S_IFLNK | 0o777]
 )
 def test_trusted_files(uid: int, mode: int) -> None:
     _require_private(Path("it"), status(uid, mode))

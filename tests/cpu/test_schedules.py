@@ -35,10 +35,7 @@ def test_factors(schedule: Schedule, factors: dict[int, float]) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    decay=st.sampled_from(schedules.DECAYS),
-    warmup=st.integers(0, 20),
-    span=st.integers(1, 40),
-    final=st.floats(0, 1),
+    decay=st.sampled_from(schedules.DECAYS), warmup=st.integers(0, 20), span=st.integers(1, 40), final=st.floats(0, 1)
 )
 def test_rises_to_one_and_falls_to_the_final_factor(decay: str, warmup: int, span: int, final: float) -> None:
     schedule = Schedule(decay, warmup, warmup + span, final)

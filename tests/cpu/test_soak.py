@@ -8,13 +8,6 @@ import pytest
 from tests import soak
 from tests.support import soak_operations
 from tests.support.fake_gpu import FakeGpu
-from tests.support.hurry import hurry
-
-
-@pytest.fixture
-def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    hurry(gpu, monkeypatch)
-    return gpu
 
 
 @pytest.mark.parametrize("name", soak_operations.OPERATIONS)

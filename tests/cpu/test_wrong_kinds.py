@@ -21,21 +21,16 @@ import pytest
 
 import lt_runtime
 from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_torch import CpuTensor
 from tests.support.placed import host_of
 
 M, N, K = 8, 8, 16
 
 
-class Tensor:
-    """A PyTorch tensor on the CPU."""
+class Tensor(CpuTensor):
+    """A vector of two numbers."""
 
-    is_cuda, device, shape, dtype = False, "cpu", (2,), "torch.float32"
-
-    def data_ptr(self) -> int:
-        return 1 << 40  # an address that belongs to no allocation
-
-    def get_device(self) -> int:
-        return -1
+    shape = (2,)
 
     def stride(self) -> tuple[int, ...]:
         return (1,)
@@ -286,10 +281,7 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "EMA.update": lambda w: (averages(w).update, {}),
     "EMA.copy_to": lambda w: (averages(w).copy_to, {}),
     "EMA.check_arrays": lambda w: (averages(w).check_arrays, {}),
-    "evaluate": lambda w: (
-        w.lt.evaluate,
-        {"model": w.model(), "batches": [(w.ones(M, K), w.ones(M, dtype=np.int32))]},
-    ),
+    "evaluate": lambda w: (w.lt.evaluate, {"model": w.model(), "batches": [(w.ones(M, K), w.ones(M, dtype=np.int32))]}),
     "save_checkpoint": with_trained("save_checkpoint", path="/nowhere/at/all"),
     "load_checkpoint": with_trained("load_checkpoint", path="/nowhere/at/all"),
     "save_model": lambda w: (w.lt.save_model, {"path": "/nowhere/at/all", "model": w.model()}),

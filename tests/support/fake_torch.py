@@ -35,6 +35,21 @@ class Tensor:
         return 0
 
 
+class CpuTensor:
+    """A square tensor on the CPU, whose address belongs to no allocation."""
+
+    is_cuda, device, shape, dtype = False, "cpu", (4, 4), "torch.float32"
+
+    def data_ptr(self) -> int:
+        return 1 << 40
+
+    def get_device(self) -> int:
+        return -1
+
+    def stride(self) -> tuple[int, ...]:
+        return 4, 1
+
+
 class ExternalStream:
     """`torch.cuda.ExternalStream`."""
 

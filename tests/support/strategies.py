@@ -61,10 +61,7 @@ COMPUTES = (
 computes = st.sampled_from(COMPUTES)
 
 generators = st.builds(
-    Philox,
-    seed=st.integers(0, 2**64 - 1),
-    layer=st.integers(0, 2**32 - 1),
-    step=st.integers(0, 2**32 - 1),
+    Philox, seed=st.integers(0, 2**64 - 1), layer=st.integers(0, 2**32 - 1), step=st.integers(0, 2**32 - 1)
 )
 
 
@@ -169,16 +166,7 @@ class MatmulCase:
 
 
 _batches = st.sampled_from(
-    (
-        (None, None, None),
-        (None, None, None),
-        (3, 3, 3),
-        (2, None, 2),
-        (None, 2, 2),
-        (1, 3, 3),
-        (3, 1, 3),
-        (1, 1, 1),
-    )
+    ((None, None, None), (None, None, None), (3, 3, 3), (2, None, 2), (None, 2, 2), (1, 3, 3), (3, 1, 3), (1, 1, 1))
 )
 
 
