@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +22,7 @@ from lt_runtime.store.keys import field_types
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul
 from tests.support.fake_gpu import FakeGpu
-from tests.support.hurry import make_work_long
+from tests.support.hurry import hurry
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
 from tests.support.over_fake_gpu import own
@@ -55,10 +53,8 @@ def measured(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> Doc
 @contextlib.contextmanager
 def hurriedly_tuned(gpu: FakeGpu) -> Iterator[None]:
     """Tunes problems at their first use, with a clock that advances at each reading."""
-    ticks = itertools.count()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(time, "monotonic", lambda: 0.01 * next(ticks))
-        make_work_long(gpu, monkeypatch)
+        hurry(gpu, monkeypatch)
         with gpu.lt.tuning():
             yield
 

@@ -15,12 +15,9 @@ _LONG_US: Final = 1000.0
 
 
 def hurry(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the GPU's clock by one that advances at each reading, and makes all work long."""
+    """Replaces the GPU's clock by one that advances at each reading, and makes all work so long that one launch
+    is timed.
+    """
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
-    make_work_long(gpu, monkeypatch)
-
-
-def make_work_long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all work so long that the tuner needs one launch to time it."""
     monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": _LONG_US, "matmul": _LONG_US})
