@@ -109,13 +109,13 @@ def products_of(gpu: FakeGpu) -> dict[str, ProductEntry]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, ProductEntry)}
 
 
-def with_config(**values: int) -> Change:
-    """Entries of products with another algorithm, which claim an unbeatable time."""
+def with_config(**values: int | None) -> Change:
+    """Entries of products with another algorithm, which claim an unbeatable time; None removes an attribute."""
 
     def change(_: str, entry: Any) -> Entry:
         if isinstance(entry, LayerEntry):
             return entry
-        config = {**entry.config, **values}
+        config = {name: value for name, value in {**entry.config, **values}.items() if value is not None}
         return replace(entry, config=config, algorithm=bytes([7]) * 64, us=0.0, when=LATER, rejected=())
 
     return change
@@ -220,7 +220,8 @@ def test_merged_algorithms_that_are_wrong_never_make_a_result(gpu: FakeGpu, merg
     assert ids(gpu.library.calls) == {FIRST}
 
 
-CONFIGS: dict[str, Mapping[str, int]] = {
+CONFIGS: dict[str, Mapping[str, int | None]] = {
+    "no algorithm": {"ID": None},
     "no such algorithm": {"ID": 99},
     "a negative algorithm": {"ID": -1},
     "a large algorithm": {"ID": (1 << 64) - 1},
@@ -233,21 +234,14 @@ CONFIGS: dict[str, Mapping[str, int]] = {
 
 
 @pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
-def test_a_configuration_that_nothing_has_is_barred(gpu: FakeGpu, values: Mapping[str, int], merge: Merge) -> None:
+def test_a_configuration_that_nothing_has_is_barred(
+    gpu: FakeGpu, values: Mapping[str, int | None], merge: Merge
+) -> None:
     merge(with_config(**values))
     check_both(gpu)
     entries = products_of(gpu).values()
     assert any(entry.barred for entry in entries)
     assert not any(entry.is_usable for entry in entries)
-
-
-def test_a_configuration_without_an_algorithm_is_barred(gpu: FakeGpu, merge: Merge) -> None:
-    def change(key: str, entry: Any) -> Entry:
-        return entry if isinstance(entry, LayerEntry) else replace(entry, config={"TILE_ID": 20})
-
-    merge(change)
-    check_both(gpu)
-    assert not any(entry.is_usable for entry in products_of(gpu).values())
 
 
 def test_our_own_kernel_is_verified_as_well(gpu: FakeGpu, merge: Merge) -> None:
