@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from lt_runtime.cublaslt import library
-from lt_runtime.cublaslt.abi import ALGO_BYTES
 from lt_runtime.cublaslt.attributes import ARRAYS, AlgoCapAttribute, AlgoConfigAttribute
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, MatrixLayout
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
-from lt_runtime.cublaslt.library import Handle, pointer
+from lt_runtime.cublaslt.library import ALGO_BYTES, Handle, pointer
 from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.cublaslt.validation import validate
 from lt_runtime.errors import ArgumentError, CublasLtError

@@ -11,8 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from lt_runtime.cublaslt.abi import LoggerCallback
-from lt_runtime.cublaslt.library import call
+from lt_runtime.cublaslt.library import LoggerCallback, call
 from lt_runtime.errors import ArgumentError
 
 Callback = Callable[[int, str, str], None]

@@ -23,7 +23,7 @@ import pytest
 from cuda.bindings import driver, nvrtc
 from numpy.typing import NDArray
 
-from lt_runtime.cublaslt import abi
+from lt_runtime.cublaslt.library import ARGUMENTS, RESULTS
 from tests.host_kernels.harness import HostKernels
 from tests.support.device_memory import DeviceMemory, matrix_at
 from tests.support.fake_cublaslt import FakeCublasLt
@@ -191,7 +191,7 @@ class _Library:
         self._real, self._replaced, self._calls = real, replaced, calls
 
     def __getitem__(self, name: str) -> Any:
-        if name in abi.RESULTS or name not in abi.ARGUMENTS:
+        if name in RESULTS or name not in ARGUMENTS:
             return getattr(self._real, name)
         replaced = self._replaced.get(name)
         if replaced is not None:

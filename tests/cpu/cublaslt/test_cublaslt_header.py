@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt import abi, library
+from lt_runtime.cublaslt import library
 from lt_runtime.cublaslt.enums import Status
 from lt_runtime.errors import MissingLibraryError
 from tests.support import cuda_headers
@@ -88,10 +88,10 @@ def test_the_library_knows_the_statuses_by_the_same_names() -> None:
 
 
 def test_every_bound_function_has_a_prototype() -> None:
-    assert set(BOUND) == set(abi.ARGUMENTS)
-    assert set(abi.RESULTS) | set(abi.SINCE) <= set(BOUND)
+    assert set(BOUND) == set(library.ARGUMENTS)
+    assert set(library.RESULTS) | set(library.SINCE) <= set(BOUND)
     headers = cuda_headers.functions()
-    counts = {name: len(abi.ARGUMENTS[name]) for name in BOUND if name in headers}
+    counts = {name: len(library.ARGUMENTS[name]) for name in BOUND if name in headers}
     assert counts == {name: headers[name] for name in counts}
 
 
@@ -103,15 +103,15 @@ def test_a_bound_function_is_public_and_in_the_library(name: str) -> None:
             found = getattr(found, part)
         assert callable(found)
         assert path.split(".")[0] in cublaslt.__all__
-    if cublaslt.get_version() < abi.SINCE.get(name, 0):
+    if cublaslt.get_version() < library.SINCE.get(name, 0):
         with pytest.raises(MissingLibraryError, match=f"^{name} is not in .*libcublasLt"):
             library.function(name)
     else:
-        assert library.function(name).restype is abi.RESULTS.get(name, ctypes.c_int)  # type: ignore[attr-defined]
+        assert library.function(name).restype is library.RESULTS.get(name, ctypes.c_int)  # type: ignore[attr-defined]
 
 
 def test_a_function_that_no_library_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(abi.ARGUMENTS, "cublasLtNoSuchThing", ())  # type: ignore[arg-type]
+    monkeypatch.setitem(library.ARGUMENTS, "cublasLtNoSuchThing", ())  # type: ignore[arg-type]
     with pytest.raises(MissingLibraryError, match="this library does not export it"):
         library.function("cublasLtNoSuchThing")
 

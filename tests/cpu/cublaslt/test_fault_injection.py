@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt import abi
+from lt_runtime.cublaslt.library import ARGUMENTS, RESULTS
 from lt_runtime.errors import CublasLtError, MissingLibraryError
 from tests.support.cublaslt_product import HANDLE, Product
 from tests.support.cublaslt_recorder import FAILURE, Recorder, creates, offers, succeeds
@@ -157,7 +157,7 @@ EVERY_CALL: dict[str, Callable[[], Any]] = {
 
 
 def test_the_table_is_complete() -> None:
-    assert set(EVERY_CALL) == set(abi.ARGUMENTS) - set(abi.RESULTS)
+    assert set(EVERY_CALL) == set(ARGUMENTS) - set(RESULTS)
 
 
 @pytest.mark.parametrize("name", EVERY_CALL)
