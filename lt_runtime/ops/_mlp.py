@@ -49,9 +49,8 @@ class MlpOutputs(Operation):
         """See `Operation`."""
         x, out, *parameters = operands
         problem = _problem(x, parameters, options, backward=False)
-        shape = (problem.rows, problem.dims[-1])
         new: dict[int, New] = {}
-        y = result_spec(_OUT, out, shape, x, new).layout
+        y = result_spec(_OUT, out, (problem.rows, problem.dims[-1]), x, new).layout
         return Request(problem, (_OUT,), new, (x.layout, y))
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:

@@ -43,12 +43,11 @@ _OPTIMIZER: Final = ("amsgrad", "max_norm", "skip_nonfinite", "stochastic_roundi
 _SCALER: Final = ("scale", "growth_tracker")
 _PER_PARAMETER: Final = ("lr_scale", "weight_decay")
 
-_CHANGEABLE: Final[Mapping[str, tuple[str, ...]]] = {
-    **{name: (name,) for name in ("compute", "dropout", "eps", "lr", "lr_scale", "max_norm")},
-    **{name: (name,) for name in ("scaler", "schedule", "seed", "weight_decay")},
-    "betas": ("beta1", "beta2"),
-}
-"""Options that may have other values when a run continues, and their names in descriptions."""
+_CHANGEABLE: Final = (
+    *("compute", "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed", "weight_decay"),
+    "betas",
+)
+"""Options that may have other values when a run continues."""
 _PLANS: Final = "plans"
 _SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # not compared: array names show whether there are master copies
 _OF_TRAINING: Final = frozenset({"compute", "dropout", "seed"})
@@ -126,7 +125,8 @@ def load_checkpoint(
     """
     _check_kinds(path, model)
     check_instance("optimizer", optimizer, (AdamW, type(None)), "None or an lt.AdamW")
-    may_differ = _parts_of(changed)
+    check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
+    may_differ = {one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)}
     if optimizer is None:
         _, values = checkpoint_file.read(path, lambda text, kinds: _model_names(path, text, kinds, model))
         _write_saved(path, model, values)
@@ -209,13 +209,6 @@ def _check_kinds(path: object, model: object) -> None:
     check_instance("model", model, MLP, "an lt.MLP")
 
 
-def _parts_of(changed: Any) -> set[str]:
-    """The options that a caller lists as changed, by their names in descriptions."""
-    check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
-    names = [one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)]
-    return {part for name in names for part in _CHANGEABLE[name]}
-
-
 def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
     """Everything that training changes, by name."""
     known = {id(parameter) for parameter in model.parameters()}
@@ -290,20 +283,22 @@ def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP
 
 
 def _check_options(
-    path: str | os.PathLike[str],
-    theirs: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    may_differ: Set[str],
+    path: str | os.PathLike[str], theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Set[str]
 ) -> None:
     """Raises `CheckpointError`, with a table of the differing options, if options differ that must be equal."""
     rows = [
-        row for row in _differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(row[0].split("."))
+        row for row in _differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(_names_in(row[0]))
     ]
     if rows:
-        parts = {part for name, *_ in rows for part in name.split(".")}
-        names = tuple(name for name, aliases in _CHANGEABLE.items() if not parts.isdisjoint(aliases))
+        differing = {name for row in rows for name in _names_in(row[0])}
+        names = tuple(name for name in _CHANGEABLE if name in differing)
         advice = f"\nWith changed={names} yours are used for these." if names else ""
         raise CheckpointError(f"{path} was saved with other options:\n{_table(rows)}{advice}")
+
+
+def _names_in(path: str) -> list[str]:
+    """The names of options in a path within a description: ["optimizer", "betas"] for "optimizer.beta1"."""
+    return ["betas" if name in ("beta1", "beta2") else name for name in path.split(".")]
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:
