@@ -17,6 +17,7 @@ from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProble
 from lt_runtime.products.methods import METHODS
 from lt_runtime.store.entries import Alternative, Entry, ProductEntry, RejectedAlgorithm, RejectedStrategy
 from lt_runtime.store.keys import Remembered, problem_key
+from lt_runtime.tables import table
 
 if TYPE_CHECKING:
     import rich.progress
@@ -167,18 +168,14 @@ class TuningReport(tuple[Tuned, ...]):
 
     def table(self) -> Table:
         """The groups with their times before and after, the gain, and the strategy."""
-        from rich.box import SIMPLE
-        from rich.markup import escape
-        from rich.table import Column, Table
-
-        numbers = [Column(name, justify="right", no_wrap=True) for name in ("Before µs", "After µs", "Gain", "Tried")]
-        table = Table(Column("Problem", ratio=1), *numbers, Column("Strategy", ratio=1), box=SIMPLE)
+        lines = []
         for each in self:
             names = "\n".join(dict.fromkeys(map(describe, each.problems)))
             times = [f"{us:.2f}" if us else "" for us in (each.before_us, each.after_us)]
             gain = f"{each.gain:.2f}×" if each.gain is not None else "known" if each.after_us else ""
-            table.add_row(escape(names), *times, gain, str(each.measured or ""), escape(each.strategy))
-        return table
+            lines.append((names, *times, gain, str(each.measured or ""), each.strategy))
+        headings = ("Problem", "Before µs", "After µs", "Gain", "Tried", "Strategy")
+        return table(None, headings, lines, {"Problem", "Strategy"})
 
     @property
     def summary(self) -> str:
