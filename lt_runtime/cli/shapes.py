@@ -106,7 +106,7 @@ class _Field(NamedTuple):
         if not isinstance(self.node, ast.Dict):
             raise self._refusal("objects")
         for key, node in zip(self.node.keys, self.node.values, strict=True):
-            assert isinstance(key, ast.Constant)  # JSON has no other kinds of values
+            assert isinstance(key, ast.Constant)  # keys of JSON objects are always constants
             name = str(key.value)
             field = self._replace(name=f"{prefix}{name}", node=node)
             if accepted and name not in accepted:

@@ -21,9 +21,9 @@ from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
 from lt_runtime.problem import ALIGNMENT, Compute, ComputeName, DType, MatmulProblem, Spec
 
 _PLAIN: Final = frozenset({int, float})
-_C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # places among the arrays
-_MASK_BITS: Final = 128  # cuBLASLt requires that a ReLU mask's leading dimension is a multiple of this many bits,
-_AUX_ELEMENTS: Final = 8  # and that a GELU auxiliary matrix's leading dimension is a multiple of this many elements.
+_C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # Indices of these operands among the arrays of a call.
+_MASK_BITS: Final = 128  # In cuBLASLt a ReLU mask's leading dimension is a multiple of this many bits.
+_AUX_ELEMENTS: Final = 8  # In cuBLASLt the leading dimension of GELU's auxiliary matrix is a multiple of this.
 
 
 class _Shape(NamedTuple):

@@ -16,8 +16,8 @@ from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
-_MASK_BITS: Final = 128  # cuBLASLt requires that a mask's leading dimension is a multiple of this many bits,
-_AUX_ELEMENTS: Final = 8  # and that a pre-activation's leading dimension is a multiple of this many elements.
+_MASK_BITS: Final = 128  # In cuBLASLt a mask's leading dimension is a multiple of this many bits.
+_AUX_ELEMENTS: Final = 8  # In cuBLASLt a pre-activation's leading dimension is a multiple of this many elements.
 _VECTOR_BYTES: Final = 16
 _FUSED_ELEMENTS: Final = 1 << 20  # size of the largest ragged FP32 output for which cuBLASLt's GELU is preferred
 

@@ -403,7 +403,8 @@ def backward_layer(
         need_dx: whether to compute the gradient with respect to the first layer's inputs.
     """
     i, last = len(contexts) - 1, len(layers) - 1
-    # Each call also computes the bias gradient of the layer below; only the last layer needs its own here.
+    # Each call also computes the bias gradient of the layer below. Only the last layer, which has no layer above it,
+    # computes its own bias gradient.
     options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last, "need_dx": i > 0 or need_dx}
     if i:
         options |= {"through": contexts[i - 1], "out_db_below": _bias_gradient(layers[i - 1])}

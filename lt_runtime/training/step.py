@@ -90,7 +90,7 @@ class TrainStep(Fixed):
 
         step = lt.TrainStep(model, optimizer, loss=cauchy)
 
-    and with a loss of this package, which takes FP32 outputs where it writes an FP32 gradient::
+    The function may call a loss of this package, which needs FP32 outputs to write an FP32 gradient::
 
         def huber(outputs, target, gradient, stream):
             outputs = outputs.astype("float32")

@@ -44,7 +44,7 @@ _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
 _ATTEMPTS: Final = 5
-_LONG_US: Final = 2e3  # Filling an L2 cache, and writing back its old contents, takes 1 % of this time.
+_LONG_US: Final = 2e3  # Filling an L2 cache, and writing back its old contents, takes 1 % of 2 ms.
 
 _lock: Final = threading.RLock()
 
