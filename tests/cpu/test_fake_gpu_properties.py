@@ -6,20 +6,15 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from lt_runtime.problem import Activation, DType
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer
 from tests.support.matmul_checks import Product
-from tests.support.strategies import LinearCase, MatmulCase, linear_cases, matmul_cases
+from tests.support.strategies import COMPILING, LinearCase, MatmulCase, linear_cases, matmul_cases
 
-_EXAMPLES = settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,  # an example compiles the kernel variants that it needs
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+_EXAMPLES = settings(COMPILING, max_examples=150)
 _FEW = ("none", "relu", "gelu")
 
 

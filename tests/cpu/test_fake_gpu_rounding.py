@@ -6,20 +6,15 @@ import dataclasses
 from collections import Counter
 from typing import Final
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from lt_runtime.problem import Activation, DType
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import FakeMachine
 from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
-from tests.support.strategies import LinearCase, MatmulCase
+from tests.support.strategies import COMPILING, LinearCase, MatmulCase
 
-_EXAMPLES = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,  # an example compiles the kernel variants that it needs
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+_EXAMPLES = settings(COMPILING, max_examples=60)
 _TYPES: Final = {"none": DType.BFLOAT16, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -24,6 +25,13 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
+
+COMPILING = settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+"""Settings of property tests on the pretended GPU, where an example compiles the kernel variants that it needs."""
 
 TYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 """Types of layers and losses; plain matrix products have FP64 too."""
@@ -94,24 +102,15 @@ class LinearCase:
 def linear_cases(draw: st.DrawFn) -> LinearCase:
     dtype, compute = draw(computes)
     return LinearCase(
-        m=draw(sizes),
-        n=draw(sizes),
-        k=draw(sizes),
+        **{name: draw(sizes) for name in "mnk"},
+        **{name: draw(placements) for name in ("x", "w", "y", "dy", "dx", "dw")},
+        **{name: draw(st.booleans()) for name in ("bias", "accumulate", "keep_z")},
         dtype=dtype,
         compute=compute,
         activation=draw(activations),
-        bias=draw(st.booleans()),
         dropout=draw(st.sampled_from((0.0, 0.0, 0.1, 0.5))),
         rng=draw(generators),
-        accumulate=draw(st.booleans()),
         need=draw(st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        keep_z=draw(st.booleans()),
-        x=draw(placements),
-        w=draw(placements),
-        y=draw(placements),
-        dy=draw(placements),
-        dx=draw(placements),
-        dw=draw(placements),
         data_seed=draw(st.integers(0, 2**32 - 1)),
     )
 
@@ -178,9 +177,8 @@ def matmul_cases(draw: st.DrawFn) -> MatmulCase:
     epilogue = Epilogue.NONE if dtype is DType.FLOAT64 else draw(st.sampled_from(Epilogue))
     alike = dtype is DType.FLOAT64 or epilogue.sums_operand
     return MatmulCase(
-        m=draw(sizes),
-        n=draw(sizes),
-        k=draw(sizes),
+        **{name: draw(sizes) for name in "mnk"},
+        **{name: draw(placements) for name in "ab"},
         batches=draw(_batches),
         dtype=dtype,
         compute=compute,
@@ -191,8 +189,6 @@ def matmul_cases(draw: st.DrawFn) -> MatmulCase:
         with_c=with_c,
         in_place=draw(st.booleans()),
         device_scalars=draw(st.sampled_from((False, False, True))),
-        a=draw(placements),
-        b=draw(placements),
         c=d if alike else c,
         d=d,
         bias_offset=draw(st.sampled_from((0, 0, 1, 3))),
