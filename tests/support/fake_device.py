@@ -24,6 +24,9 @@ class HostLibrary:
         filled: DeviceArray = np.full(shape, np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0], dtype).view(DeviceArray)
         return filled
 
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> DeviceArray:
+        return np.zeros(shape, dtype).view(DeviceArray)
+
 
 def call(name: str, *arguments: Any) -> None:
     """Stands in for the driver."""
