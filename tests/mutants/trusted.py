@@ -9,7 +9,7 @@ from tests.mutants.fault import Fault, fault
 _KNOWN_BAD: Final = "lt_runtime/cublaslt/known_bad.py"
 _DOCUMENT: Final = "lt_runtime/store/document.py"
 _PRIVATE: Final = "lt_runtime/private.py"
-_KERNELS: Final = "lt_runtime/gpu/kernel_cache.py"
+_KERNELS: Final = "lt_runtime/gpu/compiler.py"
 _CHOICES: Final = "lt_runtime/saving/plan_choices.py"
 _TUNED_STEPS: Final = "tests/cpu/test_fake_gpu_step_tuning.py"
 _TAKEN_ALONG: Final = f"{_TUNED_STEPS}::test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from lt_runtime.files import TEMPORARY
-from lt_runtime.gpu.kernel_cache import KernelCache
+from lt_runtime.gpu.compiler import KernelCache
 from lt_runtime.store.document import Document
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.plan_store import PlanStore

@@ -16,7 +16,7 @@ from cuda import pathfinder
 
 from lt_runtime.errors import CompileError, MissingLibraryError
 from lt_runtime.gpu import compiler
-from lt_runtime.gpu.kernel_cache import KernelCache
+from lt_runtime.gpu.compiler import KernelCache
 from lt_runtime.paths import CACHE_VARIABLE, cache_directory, kernel_sources
 from tests.compile_matrix import VARIANTS
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lt_runtime.files import TEMPORARY
-from lt_runtime.gpu import compiler, kernel_cache
-from lt_runtime.gpu.kernel_cache import KernelCache
+from lt_runtime.gpu import compiler
+from lt_runtime.gpu.compiler import KernelCache
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.private import UntrustedError
 
@@ -80,7 +80,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda _: b"",
     "longer": lambda content: content + b"\0",
     "machine code alone": lambda _: CODE,
-    "huge": lambda content: content + bytes(kernel_cache._LARGEST),
+    "huge": lambda content: content + bytes(compiler._LARGEST),
 }
 
 
@@ -99,7 +99,7 @@ def test_a_damaged_kernel_is_compiled_anew_and_replaced(
 
 def test_a_file_larger_than_any_kernel_is_not_read(kernels: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.put("a", CODE)
-    monkeypatch.setattr(kernel_cache, "_LARGEST", len(CODE))
+    monkeypatch.setattr(compiler, "_LARGEST", len(CODE))
     assert kernels.get("a") is None
 
 
@@ -231,5 +231,5 @@ def test_a_read_only_directory_is_read(kernels: KernelCache, monkeypatch: pytest
         raise PermissionError(13, "Permission denied")
 
     kernels.put("a", CODE)
-    monkeypatch.setattr(kernel_cache.os, "utime", refused)
+    monkeypatch.setattr(compiler.os, "utime", refused)
     assert kernels.get("a") == CODE
