@@ -23,8 +23,8 @@ from lt_runtime.plans.strategies import (
     forward_strategies,
 )
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, Saved
-from lt_runtime.products.choose import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.methods import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, from_json, problem_key
 from lt_runtime.store.plan_store import plan_store

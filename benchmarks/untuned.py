@@ -90,7 +90,7 @@ def _by_strategies(problem: Any) -> dict[str, float]:
     from lt_runtime.errors import PlanError
     from lt_runtime.plans.decisions import plan_for, priors_of
     from lt_runtime.problem import ForwardProblem
-    from lt_runtime.products.choose import heuristic_algorithm
+    from lt_runtime.products.methods import heuristic_algorithm
     from lt_runtime.tuner.chain import Layer, LayerChain
     from lt_runtime.tuner.chain_operands import OperandSets
     from lt_runtime.tuner.timing import workbench
@@ -112,7 +112,7 @@ def _products(*of_plans: Any) -> list[list[Any]]:
     No product of several plans is listed twice.
     """
     from benchmarks.splits import DEVICE
-    from lt_runtime.products.choose import configuration, heuristic_algorithm
+    from lt_runtime.products.methods import configuration, heuristic_algorithm
     from lt_runtime.store.keys import problem_key
     from lt_runtime.store.plan_store import plan_store
 

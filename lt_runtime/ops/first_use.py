@@ -23,7 +23,7 @@ from lt_runtime.kernels.mlp import supports
 from lt_runtime.plans.decisions import known_layer, make_plan
 from lt_runtime.plans.mlp import known_mlp
 from lt_runtime.problem import MatmulProblem, MLPProblem
-from lt_runtime.products.choose import known_algorithm
+from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store

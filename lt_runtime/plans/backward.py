@@ -14,7 +14,7 @@ from lt_runtime.kernels.resize import ResizePass
 from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.plans.strategies import BackwardStrategy, MadeBy, dz_spec, unchanged
 from lt_runtime.problem import BackwardProblem, Derivative, MatmulProblem, Spec
-from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.padded import sharing_copy
 from lt_runtime.products.plan import Plan
 

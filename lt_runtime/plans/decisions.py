@@ -12,7 +12,7 @@ from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.priors import backward_priors, forward_priors
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, backward_strategies, forward_strategies
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
-from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import LayerEntry

@@ -10,7 +10,7 @@ from lt_runtime.kernels.epilogue import ForwardPass
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import ForwardStrategy, kept_spec
 from lt_runtime.problem import Activation, DType, ForwardProblem, MatmulProblem, Spec
-from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
 
 

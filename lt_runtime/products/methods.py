@@ -1,15 +1,19 @@
-"""The methods by which a matrix product can be made, by cuBLASLt or by kernels of ours, and which to try first."""
+"""The methods by which a matrix product can be made, by cuBLASLt or by kernels of ours, and the choice among them.
+
+A product uses the algorithm that was measured to be the fastest, or the method that is estimated to be the fastest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
-from lt_runtime.cublaslt import Algorithm
+from lt_runtime import cublaslt
+from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import PlanError
+from lt_runtime.errors import CublasLtError, LtError, PlanError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.memory import MAX_TICKETS, StreamMemory, workspace_size
 from lt_runtime.kernels import narrow, tile_matmul
@@ -18,9 +22,15 @@ from lt_runtime.kernels.narrow import NarrowPass
 from lt_runtime.kernels.tile_matmul import TileMatmulPass
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.cost import copies_us, library_us, narrow_us, tile_us
+from lt_runtime.products.library_terms import library_types
 from lt_runtime.products.matmul import MatmulPlan, rounds_before_epilogue
 from lt_runtime.products.padded import K_MAJOR_MARK, PADDED_MARK, PaddedPlan, padded_problem
 from lt_runtime.products.plan import AlgorithmPlan
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import plan_store
+
+Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
+"""Makes the plan of a product on a device, which is current; PlanError if neither cuBLASLt nor our kernels do it."""
 
 NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
 TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
@@ -184,3 +194,78 @@ def fastest_first(problem: MatmulProblem) -> list[Method]:
 def estimated_us(problem: MatmulProblem) -> dict[Method, float]:
     """Microseconds of each possible method."""
     return {each: each.estimate_us(problem) for each in METHODS if each.supports(problem)}
+
+
+def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
+    """The plan by the algorithm that was measured to be the fastest; without a measurement, `heuristic_algorithm`.
+
+    A measured algorithm that cuBLASLt refuses now, or that is known to be wrong by now, is barred in the plan cache.
+    """
+    if problem.is_empty:
+        return MatmulPlan(problem, device)
+    store, key = plan_store(device), problem_key(problem)
+    entry = store.product(key)
+    if entry is not None:
+        try:
+            return plan_from_blob(problem, device, entry.algorithm)
+        except PlanError as error:
+            store.bar(key, entry, str(error))
+    return heuristic_algorithm(problem, device)
+
+
+def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
+    """The plan by the possible method that `fastest_first` puts first, whatever was measured.
+
+    Raises:
+        PlanError: why cuBLASLt does not make the product on the operands as they are.
+    """
+    refused: PlanError | None = None
+    for method in fastest_first(problem):
+        try:
+            return method.build(problem, device)
+        except PlanError as error:
+            refused = error if method is LIBRARY or refused is None else refused
+    assert refused is not None, "the library is always tried"
+    raise refused
+
+
+def plan_from_blob(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
+    """The plan of a product by an earlier plan's `blob`.
+
+    Raises:
+        PlanError: see `MatmulPlan`, `OwnPlan` and `PaddedPlan`; or another version wrote the blob.
+    """
+    method, algorithm = split_blob(blob)
+    return method.build(problem, device, algorithm=algorithm) if algorithm else method.build(problem, device)
+
+
+def configuration(blob: bytes) -> dict[str, int]:
+    """An algorithm's configuration in the plan cache: cuBLASLt's attributes by name, and the method's name with 1."""
+    method, algorithm = split_blob(blob)
+    attributes = AlgoConfigAttribute if algorithm else ()
+    found = {attribute.name: int(Algorithm(algorithm).get(attribute)) for attribute in attributes}
+    return found | ({method.name: 1} if method.name else {})
+
+
+def plan_from_config(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> AlgorithmPlan:
+    """The plan of a product by an algorithm that is made anew from its `configuration`.
+
+    Raises:
+        PlanError: see `plan_from_blob`; or no algorithm has the configuration.
+        CublasLtError: the library failed, which says nothing of the algorithm.
+    """
+    marks = [each for each in METHODS if each.name in config]
+    mark = b"".join(each.mark for each in marks)
+    values = {name: value for name, value in config.items() if name not in {each.name for each in marks}}
+    if not values and any(each.is_own for each in marks):
+        return plan_from_blob(problem, device, mark)
+    try:
+        algorithm = cublaslt.algo_init(cublaslt.handle(device), library_types(problem), values["ID"])
+        for attribute in [AlgoConfigAttribute[name] for name in values]:
+            if algorithm.get(attribute) != values[attribute.name]:
+                algorithm = algorithm.set(attribute, values[attribute.name])
+    except (KeyError, LtError) as error:
+        if isinstance(error, CublasLtError) and not cublaslt.is_refusal(error):
+            raise
+        raise PlanError(f"no algorithm has the configuration {dict(config)} ({error})") from error
+    return plan_from_blob(problem, device, mark + algorithm.blob)

@@ -11,7 +11,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass, c_lies_across
 from lt_runtime.layout import Order, packed
 from lt_runtime.problem import DType, MatmulProblem, Spec
-from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 
 _AUX_ALIGNMENT = 16

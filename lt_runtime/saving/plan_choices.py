@@ -14,7 +14,7 @@ from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.decisions import make_plan
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.choose import known_algorithm
+from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.document import Document, UnusableError
 from lt_runtime.store.entries import Entry, LayerEntry

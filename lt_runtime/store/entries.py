@@ -50,7 +50,7 @@ def _is_by_name(value: Any, kinds: set[type]) -> bool:
 
 _TIME: Final = (_is_time, "0 µs or more")
 _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
-    # cuBLASLt's algorithm has 64 bytes. A plan on padded copies adds a mark in front of them (see products/choose.py).
+    # cuBLASLt's algorithm has 64 bytes. A plan on padded copies adds a mark in front of them (see products/methods.py).
     "algorithm": (lambda value: isinstance(value, bytes) and len(value) in (0, 64, 128), "0, 64 or 128 bytes"),
     "config": (lambda value: _is_by_name(value, {int}), "integers by name"),
     "strategy": (lambda value: _is_by_name(value, {str, bool, int, NoneType}), "texts, integers, True, False and None"),

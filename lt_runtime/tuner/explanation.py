@@ -11,7 +11,7 @@ from lt_runtime.kernels.mlp import supports
 from lt_runtime.plans.decisions import make_layer_plan
 from lt_runtime.plans.mlp import FUSED_MLP, is_fused, known_mlp
 from lt_runtime.problem import MatmulProblem, MLPProblem
-from lt_runtime.products.choose import configuration
+from lt_runtime.products.methods import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import ProductEntry

@@ -13,9 +13,16 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.choose import configuration, known_algorithm, plan_from_blob, plan_from_config
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.methods import METHODS, Method, fastest_first
+from lt_runtime.products.methods import (
+    METHODS,
+    Method,
+    configuration,
+    fastest_first,
+    known_algorithm,
+    plan_from_blob,
+    plan_from_config,
+)
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm, now

@@ -20,8 +20,8 @@ from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.methods import configuration
 from lt_runtime.tuner.product_search import heuristic_candidates
 from tests.support.matmul_checks import Product, matmul_case
 from tests.support.strategies import MatmulCase, Placement, matmul_cases

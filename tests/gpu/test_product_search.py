@@ -17,9 +17,8 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.choose import plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.methods import NARROW_MATMUL
+from lt_runtime.products.methods import NARROW_MATMUL, plan_from_blob
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import product_search

@@ -17,8 +17,7 @@ from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
-from lt_runtime.products.choose import Choose, heuristic_algorithm
-from lt_runtime.products.methods import NarrowPlan
+from lt_runtime.products.methods import Choose, NarrowPlan, heuristic_algorithm
 from tests.support.calls import call_of
 from tests.support.gpu_arrays import to_host
 from tests.support.strategies import TYPES, lattice

@@ -36,7 +36,7 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
-from lt_runtime.products.choose import heuristic_algorithm
+from lt_runtime.products.methods import heuristic_algorithm
 from tests.host_kernels.arrays import assert_close
 from tests.support.calls import call_of
 from tests.support.gpu_arrays import EPSILON, to_host

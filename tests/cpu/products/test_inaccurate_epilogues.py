@@ -31,10 +31,9 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
-from lt_runtime.products import choose
-from lt_runtime.products.choose import heuristic_algorithm
+from lt_runtime.products import methods
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.methods import LIBRARY, NARROW
+from lt_runtime.products.methods import LIBRARY, NARROW, heuristic_algorithm
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 
 GELU = [epilogue for epilogue in Epilogue if epilogue.activation == "gelu"]
@@ -135,7 +134,7 @@ def test_our_kernel_for_narrow_products_keeps_its_derivative(
 ) -> None:
     """Our kernel computes GELU's derivative in FP32, as accurately as our pass."""
     ours = replace(NARROW, build=lambda problem, _: SimpleNamespace(narrow=problem))
-    monkeypatch.setattr(choose, "fastest_first", lambda _: [LIBRARY, ours])
+    monkeypatch.setattr(methods, "fastest_first", lambda _: [LIBRARY, ours])
     problem = a_product(FULL, epilogue, k=8)
     assert heuristic_algorithm(problem, 0).narrow is problem  # type: ignore[attr-defined]
 

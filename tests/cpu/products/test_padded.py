@@ -12,10 +12,10 @@ from lt_runtime.errors import PlanError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
-from lt_runtime.products import choose as algorithms
+from lt_runtime.products import methods as algorithms
 from lt_runtime.products import padded
-from lt_runtime.products.choose import configuration, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.methods import configuration, plan_from_blob
 from lt_runtime.products.padded import PaddedPlan, padded_problem
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 

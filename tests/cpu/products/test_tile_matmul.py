@@ -15,8 +15,7 @@ from lt_runtime.kernels.tile_matmul import supports
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import methods
-from lt_runtime.products.choose import configuration, plan_from_blob, plan_from_config
-from lt_runtime.products.methods import METHODS, TILE_MATMUL, TilePlan
+from lt_runtime.products.methods import METHODS, TILE_MATMUL, TilePlan, configuration, plan_from_blob, plan_from_config
 from lt_runtime.tuner.report import algorithm_in_words
 
 H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)

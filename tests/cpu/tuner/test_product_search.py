@@ -13,9 +13,8 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.choose import heuristic_algorithm, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.methods import NARROW_MATMUL, NarrowPlan
+from lt_runtime.products.methods import NARROW_MATMUL, NarrowPlan, heuristic_algorithm, plan_from_blob
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import operands, product_search
 from lt_runtime.tuner.operands import Memory
