@@ -77,7 +77,7 @@ def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
     split-K, return algorithms that were ranked below the first query's eight.
 
     Args:
-        plan: the product's plan, with the algorithm that the heuristic ranks first.
+        plan: the product's plan, with the algorithm that is taken without a measurement.
         workspace: bytes that an algorithm may use.
     """
     schemes = dict.fromkeys((plan.reductions, ReductionScheme.NONE))
