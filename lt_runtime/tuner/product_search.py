@@ -204,17 +204,20 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
     """
     try:
         plan = plan_from_config(problem, device, entry.config)
-        fault: str | None = _NOT_LEAN
-        if plan.launches_at_most_two_kernels:
-            with workbench(device) as bench:
-                operands = ProductOperands(bench.memory, plan.problem)
-                launch = launcher(plan, [operands.call(bench.clock.stream)])
-                fault = verify({"it": afresh(launch, bench)}, operands).get("it")
+        fault = _fault(plan, device) if plan.launches_at_most_two_kernels else _NOT_LEAN
     except PlanError as error:
         fault = str(error)
     if fault is not None:
         return replace(entry, barred=fault)
     return replace(entry, algorithm=plan.blob, config=configuration(plan.blob))
+
+
+def _fault(plan: AlgorithmPlan, device: int) -> str | None:
+    """The fault of an algorithm's results, in words; None if they are right."""
+    with workbench(device) as bench:
+        operands = ProductOperands(bench.memory, plan.problem)
+        launch = launcher(plan, [operands.call(bench.clock.stream)])
+        return verify({"it": afresh(launch, bench)}, operands).get("it")
 
 
 class Products:

@@ -156,9 +156,7 @@ def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expecte
     error may change the sign of a pre-activation, either bit of ReLU's mask is right.
     """
     problem, memory = operands.problem, operands.memory
-    epilogue, dtype = problem.epilogue, problem.d_dtype
-    # Results beyond the range of their type, and subnormal results, are not judged.
-    rounding = Rounding(_UNIT[dtype], _LEAST_NORMAL.get(dtype, 2.0**-126), _LARGEST.get(dtype, 2.0**127))
+    epilogue, rounding = problem.epilogue, _rounding(problem.d_dtype)
     at = {name: buffer.elements for name, buffer in operands.buffers.items()}
     shape = problem.batch, problem.m, problem.n
     found = {name: Expected(memory, shape) for name in ("d", "aux") if name in operands.outputs}
@@ -214,6 +212,11 @@ def _operand_sums(operands: ProductOperands, rounding: Rounding) -> Expected:
     params.accumulation = _SUM_ERROR
     memory.expect(params, 1)
     return found
+
+
+def _rounding(dtype: DType) -> Rounding:
+    """How results are rounded to their type. Results beyond the type's range, and subnormal results, are not judged."""
+    return Rounding(_UNIT[dtype], _LEAST_NORMAL.get(dtype, 2.0**-126), _LARGEST.get(dtype, 2.0**127))
 
 
 def _limits(values: NDArray[Any], errors: NDArray[Any], rounding: Rounding) -> NDArray[np.float64]:
