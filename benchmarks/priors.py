@@ -132,7 +132,9 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
-    """Samples of the second layer's backward pass by the first layer's saved tensor, and of the first layer's.
+    """Problems of the backward passes of both layers with the times of their strategies, grouped by tree.
+
+    The second layer's passes have a tree for each kind of tensor that the first layer saves.
 
     Strategies in which our kernel takes the derivative are samples for the activations without an epilogue as well.
     """

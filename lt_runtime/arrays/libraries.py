@@ -224,7 +224,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 def _look_of(kind: type) -> Look | None:
     """The functions that read arrays of a class; None unless it is CuPy's ndarray, or PyTorch's Tensor or Parameter.
 
-    Subclasses of these may behave differently.
+    There is none for a subclass of one of the three, because it may override what the functions read.
     """
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:

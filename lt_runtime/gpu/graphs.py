@@ -71,7 +71,7 @@ def nodes_of(graph: Any) -> list[int]:
 def graph_under_capture(stream: int) -> tuple[int, int]:
     """The graph that is being captured from a stream: its handle, and the number of the capture.
 
-    Both are 0 if the stream is not being captured, or its capture has been invalidated.
+    Handle and number are 0 if the stream is not being captured, or its capture has been invalidated.
     """
     status, capture, graph, *_ = call("cuStreamGetCaptureInfo", stream)
     return (int(graph), int(capture)) if status == _ACTIVE else (0, 0)

@@ -138,7 +138,7 @@ def grid_for(layout: Layout) -> Tiling:
 
 
 def sweep(layout: Layout, wave: int | None) -> Tiling:
-    """An elementwise pass over a matrix: no more blocks than `wave`, or, without a wave, two octets a thread.
+    """The grid of an elementwise pass over a matrix: at most `wave` blocks; if it is None, 16 elements a thread.
 
     Raises:
         ShapeError: more rows than a kernel can count.

@@ -46,9 +46,9 @@ pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on 
 """
 _TILE_MARGIN: Final = 1.15
 _TILE_MARGIN_US: Final = 0.6
-"""Factor and microseconds that are added to our kernel for ragged rows where the product has no epilogue.
+"""The estimated time of `TILE` is multiplied by the factor, and the microseconds are added, if there is no epilogue.
 
-They are fitted to 30 products of tuned passes: where our kernel is expected to be faster by less, passes are often
+Both are fitted to 30 products of tuned passes: where this kernel is expected to be faster by less, passes are often
 faster without it.
 """
 

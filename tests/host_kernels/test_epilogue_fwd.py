@@ -52,8 +52,8 @@ class ForwardCase:
     shape: Shape
     bias: bool
     bias_offset: int
-    kept_in_place: bool  # the pre-activation over the product
-    in_place: bool  # y over the product
+    kept_in_place: bool  # the pre-activation overwrites the product
+    in_place: bool  # y overwrites the product
     slope: float
     drops: Drops
     blocks: Blocks | None  # None lets the runtime choose the blocks

@@ -227,7 +227,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class CompilationError(AssertionError):
-    """CuPy would compile a kernel."""
+    """The stand-in for CuPy raises this where the real CuPy would compile a kernel."""
 
 
 def _refuse_compilation(what: str) -> None:

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-53}
 """Half a unit in the last place, relative."""
-TINY = 1e-6  # FP32 arithmetic of the activations, and FP16's subnormal step
+TINY = 1e-6  # absolute tolerance for FP32 rounding in activations, and for FP16's subnormal numbers
 _TF32 = 2.0**-11
 
 
