@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.mutants import epilogue_kernels, loss_kernels, narrow_mlps, optimizer_kernels, product_kernels, trusted
-from tests.mutants.fault import Fault
+from tests.mutants.fault import Fault, faults_of
 
 _MODULES: Final = (epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps, trusted)
-FAULTS: Final[tuple[Fault, ...]] = tuple(each for module in _MODULES for each in module.FAULTS)
+FAULTS: Final[tuple[Fault, ...]] = tuple(each for module in _MODULES for each in faults_of(module.FAULTS))

@@ -4,257 +4,213 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants.fault import Fault, fault
+from tests.mutants.fault import Table
 
 _FORWARD: Final = "tests/host_kernels/test_epilogue_fwd.py::test_forward"
 _BACKWARD: Final = "tests/host_kernels/test_epilogue_bwd.py::test_backward"
 _DROPOUT: Final = "tests/host_kernels/test_dropout.py"
 _MATMUL: Final = "tests/host_kernels/test_matmul_epilogue.py::test_epilogues"
 
-FAULTS: Final[tuple[Fault, ...]] = (
-    fault(
-        "ReLU stops NaN",
-        "cuda_src/activations.cuh",
-        "float forward(float z, float) { return z <= 0.0f ? 0.0f : z; }",
-        "float forward(float z, float) { return z > 0.0f ? z : 0.0f; }",
-        "tests/host_kernels/test_epilogue_fwd.py::test_special_values[float32-relu-whole-scattered]",
-    ),
-    fault(
-        "ReLU's gradient from the output is 1 at 0",
-        "cuda_src/activations.cuh",
-        "derivative_from_output(float y) { return y <= 0.0f ?",
-        "derivative_from_output(float y) { return y < 0.0f ?",
-        f"{_BACKWARD}[float32-relu-whole-aligned-output-dz]",
-    ),
-    fault(
-        "GELU's cubic term a little too large",
-        "cuda_src/activations.cuh",
-        "kLinear * 0.044715f",
-        "kLinear * 0.044725f",
-        f"{_FORWARD}[float32-gelu-whole-scattered]",
-    ),
-    fault(
-        "GELU's derivative is NaN for large numbers",
-        "cuda_src/activations.cuh",
-        "const float square = fminf(z * z, 256.0f);",
-        "const float square = z * z;",
-        "tests/host_kernels/test_epilogue_bwd.py::test_special_values[float32-gelu-whole-aligned-preactivation-dz]",
-    ),
-    fault(
-        "the kept pre-activation lacks the bias",
-        "cuda_src/epilogue_fwd.cu",
-        "    kept.store(z, ",
-        "    Octet bare = z;\n    for (int i = 0; i < kOctet; ++i) bare.v[i] -= bias.v[i];\n    kept.store(bare, ",
-        f"{_FORWARD}[float32-gelu-dropout-aligned-kept]",
-    ),
-    fault(
-        "the forward pass lags behind in its dropout",
-        "cuda_src/epilogue_fwd.cu",
-        "    index += index_step;\n    out.store(z, ",
-        "    index += index_step / 2;\n    out.store(z, ",
-        f"{_FORWARD}[float32-relu-dropout-aligned]",
-    ),
-    fault(
-        "the forward pass loses the last row",
-        "cuda_src/epilogue_fwd.cu",
-        "in.start(sweep, p.rows);",
-        "in.start(sweep, p.rows - 1);",
-        f"{_FORWARD}[float32-none-whole-aligned]",
-    ),
-    fault(
-        "the bias gradient counts rows beyond the last",
-        "cuda_src/epilogue_bwd.cu",
-        "if (DZ != 2 || row < rows) {",
-        "if (true) {",
-        f"{_BACKWARD}[float32-gelu-dropout-scattered-preactivation-transposed]",
-    ),
-    fault(
-        "a mask is read in steps of one row",
-        "cuda_src/epilogue_bwd.cu",
-        "step(s.step * m.row_stride) {}",
-        "step(m.row_stride) {}",
-        f"{_BACKWARD}[float32-relu-whole-scattered-mask-dz]",
-    ),
-    fault(
-        "the transposed tile is read before it is written",
-        "cuda_src/transpose.cuh",
-        "    __syncthreads();\n    const uint32 row = block_row_ + row_;",
-        "    const uint32 row = block_row_ + row_;",
-        "tests/host_kernels/test_epilogue_bwd.py::test_backward[float32-gelu-dropout-aligned-preactivation-transposed]",
-    ),
-    fault(
-        "the transposed matrix's last rows are not written",
-        "cuda_src/transpose.cuh",
-        "if (exists_ && row < rows_)",
-        "if (exists_ && row + kOctet <= rows_)",
-        f"{_BACKWARD}[float32-gelu-dropout-scattered-preactivation-transposed]",
-    ),
-    fault(
-        "an accumulated bias gradient is overwritten",
-        "cuda_src/column_sum.cuh",
-        "c.accumulate ? to_float(c.sum[col]) + sum : sum",
-        "sum",
-        f"{_BACKWARD}[float32-none-whole-aligned-nothing-dz]",
-    ),
-    fault(
-        "a column's parts beyond the fourth are lost",
-        "cuda_src/column_sum.cuh",
-        "first < parts; first += kInFlight * step",
-        "first < 4; first += kInFlight * step",
-        f"{_BACKWARD}[float32-none-whole-aligned-nothing-sum]",
-    ),
-    fault(
-        "the last block does not wait for the others",
-        "cuda_src/reduce.cuh",
-        "return arrived == blocks - 1;",
-        "return arrived == 0;",
-        f"{_BACKWARD}[float32-none-whole-aligned-nothing-sum]",
-    ),
-    fault(
-        "the ticket counts on from launch to launch",
-        "cuda_src/reduce.cuh",
-        "atomicInc(ticket, blocks - 1)",
-        "atomicInc(ticket, 2 * blocks - 1)",
-        "tests/host_kernels/test_gradient_norm.py::test_order_changes_no_bit",
-    ),
-    fault(
-        "a mask has nine rounds of Philox",
-        "cuda_src/philox.cuh",
-        "for (int round = 0; round < kRounds; ++round) c = philox_round(",
-        "for (int round = 0; round < kRounds - 1; ++round) c = philox_round(",
-        f"{_DROPOUT}::test_masks_are_the_reference_s[float32-aligned]",
-    ),
-    fault(
-        "the step on the device is ignored",
-        "cuda_src/philox.cuh",
-        "d.step_pointer ? *d.step_pointer : d.step",
-        "d.step",
-        "tests/host_kernels/test_dropout.py::test_masks_are_the_reference_s[float32-scattered]",
-    ),
-    fault(
-        "an element at the limit is dropped",
-        "cuda_src/philox.cuh",
-        "octet.v[i] *= lane <= d.limit",
-        "octet.v[i] *= lane < (d.limit & 0xFFFF0000)",
-        "tests/host_kernels/test_dropout.py::test_masks_are_the_reference_s[float32-scattered]",
-    ),
-    fault(
-        "lanes are shifted by an even number only",
-        "cuda_src/philox.cuh",
-        "if (lanes & 1) {",
-        "if (lanes & 8) {",
-        f"{_DROPOUT}::test_masks_are_the_reference_s[float32-scattered]",
-    ),
-    fault(
-        "scattered stores reach beyond the last column",
-        "cuda_src/vector.cuh",
-        "if (i < count) p[i * stride] = from_float<T>(octet.v[i]);",
-        "if (i <= count) p[i * stride] = from_float<T>(octet.v[i]);",
-        f"{_FORWARD}[float32-relu-whole-scattered]",
-    ),
-    fault(
-        "a mask's first column is in the highest bit",
-        "cuda_src/vector.cuh",
-        "bits >> i & 1",
-        "bits >> (7 - i) & 1",
-        f"{_BACKWARD}[float32-relu-whole-scattered-mask-dz]",
-    ),
-    fault(
-        "a part of an octet is stored as a whole one",
-        "cuda_src/vector.cuh",
-        "if (m.col_stride == 1 && count == kOctet && reinterpret_cast<uint64>(p) % 16 == 0) {",
-        "if (m.col_stride == 1 && reinterpret_cast<uint64>(p) % 16 == 0) {",
-        f"{_MATMUL}[float32-float32-gelu]",
-    ),
-    fault(
-        "columns beyond 2^31 octets are cut",
-        "cuda_src/vector.cuh",
-        "return cols - col < kOctet ? static_cast<int>(cols - col) : kOctet;",
-        "return cols - col <= kOctet ? static_cast<int>(cols - col) - 1 : kOctet;",
-        "tests/host_kernels/test_epilogue_fwd.py::test_forward[float32-none-whole-aligned]",
-    ),
-    fault(
-        "a row's first element that is no whole octet is left out",
-        "cuda_src/resize.cu",
-        "store_part(element<SCALAR>(item.to, row, col), octet, col < 0 ? before : 0,",
-        "store_part(element<SCALAR>(item.to, row, col), octet, col < 0 ? before + 1 : 0,",
-        "tests/host_kernels/test_resize.py::test_copies[float32]",
-    ),
-    fault(
-        "a copy without gaps leaves out what goes on in the next row",
-        "cuda_src/resize.cu",
-        "store_octet(to, octets[0]);",
-        "store_octet(to, octets[0] & mask);",
-        "tests/host_kernels/test_resize.py::test_copies[bfloat16]",
-    ),
-    fault(
-        "a copy's odd elements are not shifted",
-        "cuda_src/resize.cu",
-        "const int bits = offset & 2 ? 16 : 0;",
-        "const int bits = 0;",
-        "tests/host_kernels/test_resize.py::test_copies[bfloat16]",
-    ),
-    fault(
-        "a product's mask ignores the batch",
-        "cuda_src/matmul_epilogue.cu",
-        "p.mask.data[blockIdx.z * p.mask.batch_stride + row",
-        "p.mask.data[row",
-        f"{_MATMUL}[float32-float32-relu]",
-    ),
-    fault(
-        "the mask's bit of NaN is clear",
-        "cuda_src/matmul_epilogue.cu",
-        "!(z.v[i] <= 0.0f)",
-        "z.v[i] > 0.0f",
-        "tests/host_kernels/test_matmul_epilogue.py::test_the_mask_of_nan_is_set[float32-float32-relu]",
-    ),
-    fault(
-        "a mask along rows is read along columns",
-        "cuda_src/matmul_epilogue.cu",
-        "line = mask.along_rows ? col : row",
-        "line = mask.along_rows ? row : row",
-        f"{_MATMUL}[float32-float32-relu]",
-    ),
-    fault(
-        "a grid's rows all begin at the first block's",
-        "cuda_src/sweep.cuh",
-        "row(blockIdx.y * blockDim.y + threadIdx.y)",
-        "row(threadIdx.y)",
-        f"{_FORWARD}[float32-none-whole-aligned]",
-    ),
-    fault(
-        "the last octet of a flat matrix is whole",
-        "cuda_src/sweep.cuh",
-        "return kFlat && is_last_row && last < kOctet;",
-        "return kFlat && is_last_row && last < 1;",
-        f"{_BACKWARD}[bfloat16-none-whole-flat-nothing-sum]",
-    ),
-    fault(
-        "the columns of a flat matrix's bias do not begin anew",
-        "cuda_src/sweep.cuh",
-        "col + i >= cols ? col + i - cols : col + i;",
-        "col + i >= cols ? cols - 1 : col + i;",
-        f"{_FORWARD}[float32-gelu-dropout-flat-kept]",
-    ),
-    fault(
-        "what flat octets have of the next block's columns is lost",
-        "cuda_src/flat_sum.cuh",
-        "add(block - 1, flat.width);",
-        "",
-        f"{_BACKWARD}[bfloat16-gelu-whole-flat-preactivation-dz]",
-    ),
-    fault(
-        "a flat block's columns are summed up before all blocks have left theirs",
-        "cuda_src/flat_sum.cuh",
-        "return block == 0 && blocks > 2 && last < kOctet ? 3 : 2;",
-        "return block == 0 && blocks > 2 && last < 1 ? 3 : 2;",
-        f"{_BACKWARD}[bfloat16-gelu-whole-flat-preactivation-dz]",
-    ),
-    fault(
-        "2^x by the special function unit is x",
-        "cuda_src/instructions.cuh",
-        'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));',
-        "y = x;",
-        "tests/gpu/test_strategies.py::test_every_strategy",
-    ),
-)
+FAULTS: Final[Table] = {
+    "cuda_src/activations.cuh": {
+        "ReLU stops NaN": (
+            "float forward(float z, float) { return z <= 0.0f ? 0.0f : z; }",
+            "float forward(float z, float) { return z > 0.0f ? z : 0.0f; }",
+            "tests/host_kernels/test_epilogue_fwd.py::test_special_values[float32-relu-whole-scattered]",
+        ),
+        "ReLU's gradient from the output is 1 at 0": (
+            "derivative_from_output(float y) { return y <= 0.0f ?",
+            "derivative_from_output(float y) { return y < 0.0f ?",
+            f"{_BACKWARD}[float32-relu-whole-aligned-output-dz]",
+        ),
+        "GELU's cubic term a little too large": (
+            "kLinear * 0.044715f",
+            "kLinear * 0.044725f",
+            f"{_FORWARD}[float32-gelu-whole-scattered]",
+        ),
+        "GELU's derivative is NaN for large numbers": (
+            "const float square = fminf(z * z, 256.0f);",
+            "const float square = z * z;",
+            "tests/host_kernels/test_epilogue_bwd.py::test_special_values[float32-gelu-whole-aligned-preactivation-dz]",
+        ),
+    },
+    "cuda_src/epilogue_fwd.cu": {
+        "the kept pre-activation lacks the bias": (
+            "    kept.store(z, ",
+            "    Octet bare = z;\n    for (int i = 0; i < kOctet; ++i) bare.v[i] -= bias.v[i];\n    kept.store(bare, ",
+            f"{_FORWARD}[float32-gelu-dropout-aligned-kept]",
+        ),
+        "the forward pass lags behind in its dropout": (
+            "    index += index_step;\n    out.store(z, ",
+            "    index += index_step / 2;\n    out.store(z, ",
+            f"{_FORWARD}[float32-relu-dropout-aligned]",
+        ),
+        "the forward pass loses the last row": (
+            "in.start(sweep, p.rows);",
+            "in.start(sweep, p.rows - 1);",
+            f"{_FORWARD}[float32-none-whole-aligned]",
+        ),
+    },
+    "cuda_src/epilogue_bwd.cu": {
+        "the bias gradient counts rows beyond the last": (
+            "if (DZ != 2 || row < rows) {",
+            "if (true) {",
+            f"{_BACKWARD}[float32-gelu-dropout-scattered-preactivation-transposed]",
+        ),
+        "a mask is read in steps of one row": (
+            "step(s.step * m.row_stride) {}",
+            "step(m.row_stride) {}",
+            f"{_BACKWARD}[float32-relu-whole-scattered-mask-dz]",
+        ),
+    },
+    "cuda_src/transpose.cuh": {
+        "the transposed tile is read before it is written": (
+            "    __syncthreads();\n    const uint32 row = block_row_ + row_;",
+            "    const uint32 row = block_row_ + row_;",
+            "tests/host_kernels/test_epilogue_bwd.py::test_backward[float32-gelu-dropout-aligned-preactivation-transposed]",
+        ),
+        "the transposed matrix's last rows are not written": (
+            "if (exists_ && row < rows_)",
+            "if (exists_ && row + kOctet <= rows_)",
+            f"{_BACKWARD}[float32-gelu-dropout-scattered-preactivation-transposed]",
+        ),
+    },
+    "cuda_src/column_sum.cuh": {
+        "an accumulated bias gradient is overwritten": (
+            "c.accumulate ? to_float(c.sum[col]) + sum : sum",
+            "sum",
+            f"{_BACKWARD}[float32-none-whole-aligned-nothing-dz]",
+        ),
+        "a column's parts beyond the fourth are lost": (
+            "first < parts; first += kInFlight * step",
+            "first < 4; first += kInFlight * step",
+            f"{_BACKWARD}[float32-none-whole-aligned-nothing-sum]",
+        ),
+    },
+    "cuda_src/reduce.cuh": {
+        "the last block does not wait for the others": (
+            "return arrived == blocks - 1;",
+            "return arrived == 0;",
+            f"{_BACKWARD}[float32-none-whole-aligned-nothing-sum]",
+        ),
+        "the ticket counts on from launch to launch": (
+            "atomicInc(ticket, blocks - 1)",
+            "atomicInc(ticket, 2 * blocks - 1)",
+            "tests/host_kernels/test_gradient_norm.py::test_order_changes_no_bit",
+        ),
+    },
+    "cuda_src/philox.cuh": {
+        "a mask has nine rounds of Philox": (
+            "for (int round = 0; round < kRounds; ++round) c = philox_round(",
+            "for (int round = 0; round < kRounds - 1; ++round) c = philox_round(",
+            f"{_DROPOUT}::test_masks_are_the_reference_s[float32-aligned]",
+        ),
+        "the step on the device is ignored": (
+            "d.step_pointer ? *d.step_pointer : d.step",
+            "d.step",
+            "tests/host_kernels/test_dropout.py::test_masks_are_the_reference_s[float32-scattered]",
+        ),
+        "an element at the limit is dropped": (
+            "octet.v[i] *= lane <= d.limit",
+            "octet.v[i] *= lane < (d.limit & 0xFFFF0000)",
+            "tests/host_kernels/test_dropout.py::test_masks_are_the_reference_s[float32-scattered]",
+        ),
+        "lanes are shifted by an even number only": (
+            "if (lanes & 1) {",
+            "if (lanes & 8) {",
+            f"{_DROPOUT}::test_masks_are_the_reference_s[float32-scattered]",
+        ),
+    },
+    "cuda_src/vector.cuh": {
+        "scattered stores reach beyond the last column": (
+            "if (i < count) p[i * stride] = from_float<T>(octet.v[i]);",
+            "if (i <= count) p[i * stride] = from_float<T>(octet.v[i]);",
+            f"{_FORWARD}[float32-relu-whole-scattered]",
+        ),
+        "a mask's first column is in the highest bit": (
+            "bits >> i & 1",
+            "bits >> (7 - i) & 1",
+            f"{_BACKWARD}[float32-relu-whole-scattered-mask-dz]",
+        ),
+        "a part of an octet is stored as a whole one": (
+            "if (m.col_stride == 1 && count == kOctet && reinterpret_cast<uint64>(p) % 16 == 0) {",
+            "if (m.col_stride == 1 && reinterpret_cast<uint64>(p) % 16 == 0) {",
+            f"{_MATMUL}[float32-float32-gelu]",
+        ),
+        "columns beyond 2^31 octets are cut": (
+            "return cols - col < kOctet ? static_cast<int>(cols - col) : kOctet;",
+            "return cols - col <= kOctet ? static_cast<int>(cols - col) - 1 : kOctet;",
+            "tests/host_kernels/test_epilogue_fwd.py::test_forward[float32-none-whole-aligned]",
+        ),
+    },
+    "cuda_src/resize.cu": {
+        "a row's first element that is no whole octet is left out": (
+            "store_part(element<SCALAR>(item.to, row, col), octet, col < 0 ? before : 0,",
+            "store_part(element<SCALAR>(item.to, row, col), octet, col < 0 ? before + 1 : 0,",
+            "tests/host_kernels/test_resize.py::test_copies[float32]",
+        ),
+        "a copy without gaps leaves out what goes on in the next row": (
+            "store_octet(to, octets[0]);",
+            "store_octet(to, octets[0] & mask);",
+            "tests/host_kernels/test_resize.py::test_copies[bfloat16]",
+        ),
+        "a copy's odd elements are not shifted": (
+            "const int bits = offset & 2 ? 16 : 0;",
+            "const int bits = 0;",
+            "tests/host_kernels/test_resize.py::test_copies[bfloat16]",
+        ),
+    },
+    "cuda_src/matmul_epilogue.cu": {
+        "a product's mask ignores the batch": (
+            "p.mask.data[blockIdx.z * p.mask.batch_stride + row",
+            "p.mask.data[row",
+            f"{_MATMUL}[float32-float32-relu]",
+        ),
+        "the mask's bit of NaN is clear": (
+            "!(z.v[i] <= 0.0f)",
+            "z.v[i] > 0.0f",
+            "tests/host_kernels/test_matmul_epilogue.py::test_the_mask_of_nan_is_set[float32-float32-relu]",
+        ),
+        "a mask along rows is read along columns": (
+            "line = mask.along_rows ? col : row",
+            "line = mask.along_rows ? row : row",
+            f"{_MATMUL}[float32-float32-relu]",
+        ),
+    },
+    "cuda_src/sweep.cuh": {
+        "a grid's rows all begin at the first block's": (
+            "row(blockIdx.y * blockDim.y + threadIdx.y)",
+            "row(threadIdx.y)",
+            f"{_FORWARD}[float32-none-whole-aligned]",
+        ),
+        "the last octet of a flat matrix is whole": (
+            "return kFlat && is_last_row && last < kOctet;",
+            "return kFlat && is_last_row && last < 1;",
+            f"{_BACKWARD}[bfloat16-none-whole-flat-nothing-sum]",
+        ),
+        "the columns of a flat matrix's bias do not begin anew": (
+            "col + i >= cols ? col + i - cols : col + i;",
+            "col + i >= cols ? cols - 1 : col + i;",
+            f"{_FORWARD}[float32-gelu-dropout-flat-kept]",
+        ),
+    },
+    "cuda_src/flat_sum.cuh": {
+        "what flat octets have of the next block's columns is lost": (
+            "add(block - 1, flat.width);",
+            "",
+            f"{_BACKWARD}[bfloat16-gelu-whole-flat-preactivation-dz]",
+        ),
+        "a flat block's columns are summed up before all blocks have left theirs": (
+            "return block == 0 && blocks > 2 && last < kOctet ? 3 : 2;",
+            "return block == 0 && blocks > 2 && last < 1 ? 3 : 2;",
+            f"{_BACKWARD}[bfloat16-gelu-whole-flat-preactivation-dz]",
+        ),
+    },
+    "cuda_src/instructions.cuh": {
+        "2^x by the special function unit is x": (
+            'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));',
+            "y = x;",
+            "tests/gpu/test_strategies.py::test_every_strategy",
+        ),
+    },
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -25,7 +26,7 @@ class Fault:
     path: str
     old: str
     new: str
-    tests: tuple[str, ...]
+    tests: Sequence[str]
 
     @property
     def needs_gpu(self) -> bool:
@@ -48,6 +49,11 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
-def fault(name: str, path: str, old: str, new: str, *tests: str) -> Fault:
-    """Makes a planted fault; `tests` are the ids of the tests that must notice it."""
-    return Fault(name, path, old, new, tests)
+Table = Mapping[str, Mapping[str, tuple[str, ...]]]
+"""Faults by file and name: the old text, the new text and the tests that must notice."""
+
+
+def faults_of(table: Table) -> list[Fault]:
+    return [
+        Fault(name, path, old, new, tests) for path, rows in table.items() for name, (old, new, *tests) in rows.items()
+    ]

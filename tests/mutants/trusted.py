@@ -4,263 +4,204 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants.fault import Fault, fault
+from tests.mutants.fault import Table
 
-_KNOWN_BAD: Final = "lt_runtime/cublaslt/known_bad.py"
-_DOCUMENT: Final = "lt_runtime/store/document.py"
-_PRIVATE: Final = "lt_runtime/private.py"
-_KERNELS: Final = "lt_runtime/gpu/compiler.py"
-_CHOICES: Final = "lt_runtime/saving/plan_choices.py"
 _TUNED_STEPS: Final = "tests/cpu/test_fake_gpu_step_tuning.py"
 _TAKEN_ALONG: Final = f"{_TUNED_STEPS}::test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache"
-_VERIFICATION: Final = "lt_runtime/tuner/verification.py"
-_FILE: Final = "lt_runtime/saving/checkpoint_file.py"
 _SAVED_TEST: Final = "tests/cpu/saving/test_saved_models.py"
 
-FAULTS: Final[tuple[Fault, ...]] = (
-    fault(
-        "an entry of known_bad begins a version late",
-        _KNOWN_BAD,
-        "versions=(120603, 130401),",
-        "versions=(120604, 130401),",
-        "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
-    ),
-    fault(
-        "an entry of known_bad ends a version early",
-        _KNOWN_BAD,
-        "versions=(0, 130200),",
-        "versions=(0, 130199),",
-        "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
-    ),
-    fault(
-        "an entry of known_bad is of another algorithm",
-        _KNOWN_BAD,
-        "c.algo_id == 68 and",
-        "c.algo_id == 66 and",
-        "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
-    ),
-    fault(
-        "known_bad's split-K asks for a whole K",
-        _KNOWN_BAD,
-        "return c.k % c.splitk != 0 and",
-        "return c.k % c.splitk == 0 and",
-        "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
-    ),
-    fault(
-        "the library's inaccurate GELU is used",
-        _KNOWN_BAD,
-        "epilogue.has_gelu",
-        "epilogue.has_bias",
-        "tests/cpu/products/test_inaccurate_epilogues.py::test_full_fp32_has_no_candidate_of_the_library",
-    ),
-    fault(
-        "files of another version are read",
-        _DOCUMENT,
-        "            if schema == SCHEMA:\n",
-        "            if schema:\n",
-        "tests/cpu/store/test_store_entries.py::test_what_is_no_file_of_ours",
-    ),
-    fault(
-        "what another machine measured is taken",
-        _DOCUMENT,
-        "        if differences:\n",
-        "        if len(differences) > 5:\n",
-        "tests/cpu/store/test_store.py::test_plans_of_another_machine_are_not_merged",
-    ),
-    fault(
-        "files of other users are used",
-        _PRIVATE,
-        "if status.st_uid not in (0, os.geteuid()):",
-        "if False:",
-        "tests/cpu/gpu/test_kernel_cache.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
-    ),
-    fault(
-        "files that a group can write are used",
-        _PRIVATE,
-        "stat.S_IWGRP | stat.S_IWOTH",
-        "stat.S_IWOTH",
-        "tests/cpu/gpu/test_kernel_cache.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
-    ),
-    fault(
-        "the cache directory is not looked at",
-        _PRIVATE,
-        "for each in (directory.parent, directory):",
-        "for each in (directory,):",
-        "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
-    ),
-    fault(
-        "links in the cache are followed",
-        _PRIVATE,
-        "flags=os.O_NOFOLLOW",
-        "flags=0",
-        "tests/cpu/gpu/test_kernel_cache.py::test_a_symbolic_link_is_not_followed",
-    ),
-    fault(
-        "a kernel's digest is not compared",
-        _KERNELS,
-        "{hashlib.sha256(code).hexdigest()}",
-        "{'0' * 64}",
-        "tests/cpu/gpu/test_kernel_cache.py::test_a_damaged_kernel_is_compiled_anew_and_replaced",
-    ),
-    fault(
-        "a kernel's key is not compared",
-        _KERNELS,
-        "kernel\\n{key}\\n",
-        "kernel\\n{len(key):064}\\n",
-        "tests/cpu/gpu/test_kernel_cache.py::test_another_kernels_file_is_not_used",
-    ),
-    fault(
-        "merged algorithms keep their bytes",
-        _DOCUMENT,
-        'replace(entry, algorithm=b"") if isinstance',
-        "entry if isinstance",
-        "tests/cpu/store/test_store.py::test_a_file_from_an_equal_machine_is_merged",
-    ),
-    fault(
-        "merged algorithms are not verified",
-        "lt_runtime/tuner/product_search.py",
-        'return verify({"it": afresh(launch, bench)}, operands).get("it")',
-        "return None",
-        "tests/cpu/test_fake_gpu_trust.py::test_merged_algorithms_that_are_wrong_never_make_a_result",
-    ),
-    fault(
-        "files that anybody can write are used",
-        _PRIVATE,
-        "stat.S_IWGRP | stat.S_IWOTH",
-        "stat.S_IWGRP",
-        "tests/cpu/test_private.py::test_untrusted_files",
-    ),
-    fault(
-        "root's files are not used",
-        _PRIVATE,
-        "not in (0, os.geteuid())",
-        "!= os.geteuid()",
-        "tests/cpu/test_private.py::test_trusted_files",
-    ),
-    fault(
-        "another user's link to a directory is followed",
-        _PRIVATE,
-        "for status in (each.lstat(), each.stat()):",
-        "for status in (each.stat(),):",
-        "tests/cpu/gpu/test_kernel_cache.py::test_a_link_to_a_directory_is_followed_only_if_both_are_ours",
-    ),
-    fault(
-        "a link to another user's directory is followed",
-        _PRIVATE,
-        "for status in (each.lstat(), each.stat()):",
-        "for status in (each.lstat(),):",
-        "tests/cpu/gpu/test_kernel_cache.py::test_a_link_to_a_directory_is_followed_only_if_both_are_ours",
-    ),
-    fault(
-        "the file itself is not looked at",
-        _PRIVATE,
-        "check=lambda status: _require_private(path, status)",
-        "check=None",
-        "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
-    ),
-    fault(
-        "the digests of a plan file's entries are not compared",
-        _DOCUMENT,
-        "if not has_its_digest(key, value):",
-        "if value is None:",
-        "tests/cpu/store/test_store_faults.py::test_a_file_that_cannot_be_used_is_kept_and_costs_one_warning",
-    ),
-    fault(
-        "a merged algorithm that is wrong is not barred",
-        "lt_runtime/tuner/product_search.py",
-        "    if fault is not None:\n",
-        "    if fault is None and not plan.blob:\n",
-        "tests/cpu/test_fake_gpu_trust.py::test_merged_algorithms_that_are_wrong_never_make_a_result",
-    ),
-    fault(
-        "a checkpoint's digest is not compared",
-        "lt_runtime/saving/checkpoint_file.py",
-        "elif metadata[_DIGEST] != digest:",
-        "elif len(metadata[_DIGEST]) != len(digest):",
-        "tests/cpu/saving/test_checkpoint_damage.py",
-    ),
-    fault(
-        "a checkpoint's digest is of its text alone",
-        "lt_runtime/saving/checkpoint_file.py",
-        "        digest.update(_bytes_of(array))\n",
-        "        pass\n",
-        "tests/cpu/saving/test_checkpoint_damage.py",
-    ),
-    fault(
-        "a checkpoint's plan choices take the place of ours",
-        _CHOICES,
-        "if key not in known}",
-        "if key}",
-        f"{_TUNED_STEPS}::test_what_is_measured_here_is_not_taken_from_a_checkpoint",
-    ),
-    fault(
-        "a checkpoint has no algorithms of products",
-        _CHOICES,
-        "                yield from _products(problem, device)\n",
-        "                pass\n",
-        f"{_TAKEN_ALONG}[{{}}-8]",
-    ),
-    fault(
-        "an error of twice the tolerance passes",
-        _VERIFICATION,
-        "return Rounding(_UNIT[dtype], ",
-        "return Rounding(64 * _UNIT[dtype], ",
-        "tests/cpu/tuner/test_verification.py::test_one_element_that_is_off",
-    ),
-    fault(
-        "NaN passes verification",
-        "cuda_src/verify.cu",
-        "if (error <= limit) continue;",
-        "if (!(error > limit)) continue;",
-        "tests/cpu/tuner/test_verification.py::test_an_element_that_is_not_written",
-    ),
-    fault(
-        "writing outside of D passes verification",
-        _VERIFICATION,
-        'return "it writes outside of D" if operands.wrote_outside() else None',
-        "return None",
-        "tests/cpu/tuner/test_verification.py::test_memory_that_is_not_the_results",
-    ),
-    fault(
-        "two runs may differ",
-        _VERIFICATION,
-        'return None if operands.same_as(before) else "two runs differ"',
-        "return None",
-        "tests/cpu/tuner/test_verification.py::test_two_runs_that_differ",
-    ),
-    fault(
-        "outputs keep the first run's values before the second",
-        _VERIFICATION,
-        "    before = operands.snapshot()\n    operands.poison()\n",
-        "    before = operands.snapshot()\n",
-        "tests/cpu/tuner/test_verification.py::test_a_second_run_that_writes_nothing",
-    ),
-    fault(
-        "sums that must be exact may be off",
-        _VERIFICATION,
-        "    if problem.k <= data.exact_to:\n        return 0.0\n",
-        "",
-        "tests/cpu/tuner/test_verification.py::test_one_element_that_is_off",
-    ),
-    fault(
-        "TF32 is judged as FP32",
-        _VERIFICATION,
-        "truncation = 2.0**-9 if problem.compute is Compute.TF32 else 0.0",
-        "truncation = 0.0",
-        "tests/cpu/tuner/test_verification.py::test_tf32_passes_only_where_it_is_asked_for",
-    ),
-    fault(
-        "more is read than memory can hold",
-        _FILE,
-        "    if needed > memory:\n",
-        "    if needed > memory << 20:\n",
-        f"{_SAVED_TEST}::test_holes_are_no_memory",
-    ),
-    fault(
-        "a digest is of what is wanted alone",
-        _FILE,
-        "                        yield array\n",
-        "                        if name in names:\n                            yield array\n",
-        f"{_SAVED_TEST}::test_a_model_comes_back_as_it_was",
-    ),
-)
+FAULTS: Final[Table] = {
+    "lt_runtime/cublaslt/known_bad.py": {
+        "an entry of known_bad begins a version late": (
+            "versions=(120603, 130401),",
+            "versions=(120604, 130401),",
+            "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
+        ),
+        "an entry of known_bad ends a version early": (
+            "versions=(0, 130200),",
+            "versions=(0, 130199),",
+            "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
+        ),
+        "an entry of known_bad is of another algorithm": (
+            "c.algo_id == 68 and",
+            "c.algo_id == 66 and",
+            "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
+        ),
+        "known_bad's split-K asks for a whole K": (
+            "return c.k % c.splitk != 0 and",
+            "return c.k % c.splitk == 0 and",
+            "tests/cpu/cublaslt/test_known_bad.py::test_an_affected_candidate_is_refused",
+        ),
+        "the library's inaccurate GELU is used": (
+            "epilogue.has_gelu",
+            "epilogue.has_bias",
+            "tests/cpu/products/test_inaccurate_epilogues.py::test_full_fp32_has_no_candidate_of_the_library",
+        ),
+    },
+    "lt_runtime/store/document.py": {
+        "files of another version are read": (
+            "            if schema == SCHEMA:\n",
+            "            if schema:\n",
+            "tests/cpu/store/test_store_entries.py::test_what_is_no_file_of_ours",
+        ),
+        "what another machine measured is taken": (
+            "        if differences:\n",
+            "        if len(differences) > 5:\n",
+            "tests/cpu/store/test_store.py::test_plans_of_another_machine_are_not_merged",
+        ),
+        "merged algorithms keep their bytes": (
+            'replace(entry, algorithm=b"") if isinstance',
+            "entry if isinstance",
+            "tests/cpu/store/test_store.py::test_a_file_from_an_equal_machine_is_merged",
+        ),
+        "the digests of a plan file's entries are not compared": (
+            "if not has_its_digest(key, value):",
+            "if value is None:",
+            "tests/cpu/store/test_store_faults.py::test_a_file_that_cannot_be_used_is_kept_and_costs_one_warning",
+        ),
+    },
+    "lt_runtime/private.py": {
+        "files of other users are used": (
+            "if status.st_uid not in (0, os.geteuid()):",
+            "if False:",
+            "tests/cpu/gpu/test_kernel_cache.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+        ),
+        "files that a group can write are used": (
+            "stat.S_IWGRP | stat.S_IWOTH",
+            "stat.S_IWOTH",
+            "tests/cpu/gpu/test_kernel_cache.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+        ),
+        "the cache directory is not looked at": (
+            "for each in (directory.parent, directory):",
+            "for each in (directory,):",
+            "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+        ),
+        "links in the cache are followed": (
+            "flags=os.O_NOFOLLOW",
+            "flags=0",
+            "tests/cpu/gpu/test_kernel_cache.py::test_a_symbolic_link_is_not_followed",
+        ),
+        "files that anybody can write are used": (
+            "stat.S_IWGRP | stat.S_IWOTH",
+            "stat.S_IWGRP",
+            "tests/cpu/test_private.py::test_untrusted_files",
+        ),
+        "root's files are not used": (
+            "not in (0, os.geteuid())",
+            "!= os.geteuid()",
+            "tests/cpu/test_private.py::test_trusted_files",
+        ),
+        "another user's link to a directory is followed": (
+            "for status in (each.lstat(), each.stat()):",
+            "for status in (each.stat(),):",
+            "tests/cpu/gpu/test_kernel_cache.py::test_a_link_to_a_directory_is_followed_only_if_both_are_ours",
+        ),
+        "a link to another user's directory is followed": (
+            "for status in (each.lstat(), each.stat()):",
+            "for status in (each.lstat(),):",
+            "tests/cpu/gpu/test_kernel_cache.py::test_a_link_to_a_directory_is_followed_only_if_both_are_ours",
+        ),
+        "the file itself is not looked at": (
+            "check=lambda status: _require_private(path, status)",
+            "check=None",
+            "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+        ),
+    },
+    "lt_runtime/gpu/compiler.py": {
+        "a kernel's digest is not compared": (
+            "{hashlib.sha256(code).hexdigest()}",
+            "{'0' * 64}",
+            "tests/cpu/gpu/test_kernel_cache.py::test_a_damaged_kernel_is_compiled_anew_and_replaced",
+        ),
+        "a kernel's key is not compared": (
+            "kernel\\n{key}\\n",
+            "kernel\\n{len(key):064}\\n",
+            "tests/cpu/gpu/test_kernel_cache.py::test_another_kernels_file_is_not_used",
+        ),
+    },
+    "lt_runtime/tuner/product_search.py": {
+        "merged algorithms are not verified": (
+            'return verify({"it": afresh(launch, bench)}, operands).get("it")',
+            "return None",
+            "tests/cpu/test_fake_gpu_trust.py::test_merged_algorithms_that_are_wrong_never_make_a_result",
+        ),
+        "a merged algorithm that is wrong is not barred": (
+            "    if fault is not None:\n",
+            "    if fault is None and not plan.blob:\n",
+            "tests/cpu/test_fake_gpu_trust.py::test_merged_algorithms_that_are_wrong_never_make_a_result",
+        ),
+    },
+    "lt_runtime/saving/checkpoint_file.py": {
+        "a checkpoint's digest is not compared": (
+            "elif metadata[_DIGEST] != digest:",
+            "elif len(metadata[_DIGEST]) != len(digest):",
+            "tests/cpu/saving/test_checkpoint_damage.py",
+        ),
+        "a checkpoint's digest is of its text alone": (
+            "        digest.update(_bytes_of(array))\n",
+            "        pass\n",
+            "tests/cpu/saving/test_checkpoint_damage.py",
+        ),
+        "more is read than memory can hold": (
+            "    if needed > memory:\n",
+            "    if needed > memory << 20:\n",
+            f"{_SAVED_TEST}::test_holes_are_no_memory",
+        ),
+        "a digest is of what is wanted alone": (
+            "                        yield array\n",
+            "                        if name in names:\n                            yield array\n",
+            f"{_SAVED_TEST}::test_a_model_comes_back_as_it_was",
+        ),
+    },
+    "lt_runtime/saving/plan_choices.py": {
+        "a checkpoint's plan choices take the place of ours": (
+            "if key not in known}",
+            "if key}",
+            f"{_TUNED_STEPS}::test_what_is_measured_here_is_not_taken_from_a_checkpoint",
+        ),
+        "a checkpoint has no algorithms of products": (
+            "                yield from _products(problem, device)\n",
+            "                pass\n",
+            f"{_TAKEN_ALONG}[{{}}-8]",
+        ),
+    },
+    "lt_runtime/tuner/verification.py": {
+        "an error of twice the tolerance passes": (
+            "return Rounding(_UNIT[dtype], ",
+            "return Rounding(64 * _UNIT[dtype], ",
+            "tests/cpu/tuner/test_verification.py::test_one_element_that_is_off",
+        ),
+        "writing outside of D passes verification": (
+            'return "it writes outside of D" if operands.wrote_outside() else None',
+            "return None",
+            "tests/cpu/tuner/test_verification.py::test_memory_that_is_not_the_results",
+        ),
+        "two runs may differ": (
+            'return None if operands.same_as(before) else "two runs differ"',
+            "return None",
+            "tests/cpu/tuner/test_verification.py::test_two_runs_that_differ",
+        ),
+        "outputs keep the first run's values before the second": (
+            "    before = operands.snapshot()\n    operands.poison()\n",
+            "    before = operands.snapshot()\n",
+            "tests/cpu/tuner/test_verification.py::test_a_second_run_that_writes_nothing",
+        ),
+        "sums that must be exact may be off": (
+            "    if problem.k <= data.exact_to:\n        return 0.0\n",
+            "",
+            "tests/cpu/tuner/test_verification.py::test_one_element_that_is_off",
+        ),
+        "TF32 is judged as FP32": (
+            "truncation = 2.0**-9 if problem.compute is Compute.TF32 else 0.0",
+            "truncation = 0.0",
+            "tests/cpu/tuner/test_verification.py::test_tf32_passes_only_where_it_is_asked_for",
+        ),
+    },
+    "cuda_src/verify.cu": {
+        "NaN passes verification": (
+            "if (error <= limit) continue;",
+            "if (!(error > limit)) continue;",
+            "tests/cpu/tuner/test_verification.py::test_an_element_that_is_not_written",
+        ),
+    },
+}
