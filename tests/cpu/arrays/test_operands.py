@@ -12,15 +12,7 @@ import pytest
 from lt_runtime.arrays import operand
 from lt_runtime.arrays.checks import check_device, check_same
 from lt_runtime.arrays.operand import Operand, read
-from lt_runtime.errors import (
-    AlignmentError,
-    DeviceError,
-    DTypeError,
-    LayoutError,
-    LtError,
-    OperandError,
-    ShapeError,
-)
+from lt_runtime.errors import AlignmentError, DeviceError, DTypeError, LayoutError, LtError, OperandError, ShapeError
 from lt_runtime.gpu import streams
 from lt_runtime.gpu.streams import stream_handle
 from tests.support.numpy_cases import DeviceArray

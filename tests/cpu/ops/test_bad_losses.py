@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    LayoutError,
-    LtError,
-    OverlapError,
-    ShapeError,
-)
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LayoutError, LtError, OverlapError, ShapeError
 from tests.support.numpy_cases import SENTINEL, Array, DeviceArray
 
 M, C = 3, 4

@@ -46,11 +46,7 @@ class Tuner:
         return [problem for part in self.given for problem in part]
 
     def tune(
-        self,
-        chains: Iterable[LayerChain | MatmulProblem],
-        device: int,
-        *,
-        progress: Progress | None = None,
+        self, chains: Iterable[LayerChain | MatmulProblem], device: int, *, progress: Progress | None = None
     ) -> Iterator[Tuned]:
         parts = [part for each in chains for part in self._parts(each)]
         self.devices.add(device)

@@ -160,9 +160,7 @@ def test_a_file_of_an_older_version_costs_one_line_and_is_left_alone(
     assert older.read_bytes() == content
 
 
-def test_an_entry_of_a_file_is_made_once_and_only_when_it_is_asked_for(
-    path: Path,
-) -> None:
+def test_an_entry_of_a_file_is_made_once_and_only_when_it_is_asked_for(path: Path) -> None:
     keys = [product_key(index) for index in range(1, 100)]
     PlanStore(path, H200).put({key: product() for key in keys})
     with mock.patch.object(document, "entry_of", wraps=document.entry_of) as made:

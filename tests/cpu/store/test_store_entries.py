@@ -179,13 +179,7 @@ def test_what_is_no_file_of_ours(content: bytes, kind: str) -> None:
 
 
 @pytest.mark.parametrize("make", [product, layer])
-@pytest.mark.parametrize(
-    ("winner", "loser"),
-    [
-        ({"when": LATER, "us": 90.0}, {"us": 1.0}),
-        ({"us": 1.0}, {"us": 90.0}),
-    ],
-)
+@pytest.mark.parametrize(("winner", "loser"), [({"when": LATER, "us": 90.0}, {"us": 1.0}), ({"us": 1.0}, {"us": 90.0})])
 def test_which_of_two_measurements_is_kept(make: Any, winner: dict[str, Any], loser: dict[str, Any]) -> None:
     kept, other = make(**winner), make(**loser)
     assert better(kept, other) == better(other, kept) == kept

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    KindError,
-    LtError,
-    OperandError,
-    ShapeError,
-)
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, KindError, LtError, OperandError, ShapeError
 from tests.support.numpy_cases import FORMULAS, Array, DeviceArray, numbers
 
 DIMS = [3, 5, 4, 2]

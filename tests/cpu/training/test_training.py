@@ -128,11 +128,7 @@ def test_batches_that_do_not_fit(x: Any, labels: Array, error: type[LtError], me
         ({"activation": None}, ArgumentError, "activation is None"),
         ({"dtype": "float64"}, DTypeError, "has type float64; accepted are float32, float16, bfloat16"),
         ({"dropout": 1.0}, ArgumentError, r"dropout is 1\.0; it must be in"),
-        (
-            {"master_weights": False},
-            ArgumentError,
-            "master_weights is False, which is for bfloat16 alone",
-        ),
+        ({"master_weights": False}, ArgumentError, "master_weights is False, which is for bfloat16 alone"),
         ({"master_weights": False, "dtype": "float16"}, ArgumentError, "dtype is 'float16'"),
         ({"seed": -1}, ArgumentError, "seed is -1; it must be an integer"),
         ({"seed": 2**64}, ArgumentError, "seed is 18446744073709551616"),
