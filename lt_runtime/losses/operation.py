@@ -67,8 +67,7 @@ class LossOperation(Operation):
     """A loss of the rows of a matrix; a call's scalar is the number that the gradient is multiplied by.
 
     A call's arrays are the scores, the target, the gradient's scale, the gradient, the loss, the row weights and, for
-    some losses, the column weights. Its options are whether the gradient is written over the scores, and then the
-    loss's own options.
+    some losses, the column weights. Its options are the loss's own.
 
     Attributes:
         make_pass: makes the kernels for a request's problem and a device, at the first use of the problem.
@@ -85,20 +84,19 @@ class LossOperation(Operation):
 
     def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
         """See `Operation`."""
-        in_place, *of_loss = options
         scores, target, scale, gradient, loss, *weights = operands
         dtype, layout = scores.element_type(), scores.layout
         check_weights(scores, weights)
-        of_target = self.read_target(scores, target, [each is not None for each in weights], *of_loss)
+        of_target = self.read_target(scores, target, [each is not None for each in weights], *options)
         if scale is not None:
             check_type(scale, "float32")
             if scale.shape not in ((), (1,)):
                 raise ShapeError(f"grad_scale has shape {scale.shape}; accepted are () and (1,)")
         new: dict[int, New] = {}
-        gradient_layout = layout if in_place else result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout
+        gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout
         result_spec(_LOSS, loss, (), scores, new, DType.FLOAT32)
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
-        return Request(problem, (0 if in_place else _GRADIENT, _LOSS), new, options)
+        return Request(problem, (_GRADIENT, _LOSS), new, options, same=(0, _GRADIENT))
 
     @abstractmethod
     def read_target(
@@ -120,16 +118,13 @@ class LossOperation(Operation):
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
         """See `Operation`."""
         scores, target, scale, gradient, loss, of_rows, *of_columns = addresses
-        in_place, *_ = prepared.request.detail
         column_weights = of_columns[0] if of_columns else 0
-        return Call(
-            (scores, target, scores if in_place else gradient, loss, of_rows, column_weights), stream, (scalars, scale)
-        )
+        return Call((scores, target, gradient, loss, of_rows, column_weights), stream, (scalars, scale))
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: float) -> None:
         """See `Operation`."""
         scores, target, scale, gradient, loss, *weights = arrays
-        in_place, *options = request.detail
+        options = request.detail
         keywords = dict(zip(self.names[_LOSS + 1 :], weights, strict=True))
         for name, each in keywords.items():
             if each is not None:
@@ -137,13 +132,11 @@ class LossOperation(Operation):
         self.check_values(scores, target, *options)
         value, exact = self.exact(scores, target, **keywords, **dict(zip(self.own_options, options, strict=True)))
         factor = scalars if scale is None else scalars * float(scale.reshape(()))
-        out = scores if in_place else gradient
-        out[...], loss[...] = (exact * factor).astype(out.dtype), value
+        gradient[...], loss[...] = (exact * factor).astype(gradient.dtype), value
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Loss:
         """See `Operation`."""
-        in_place, *_ = prepared.request.detail
-        return Loss(arrays[_LOSS], arrays[0 if in_place else _GRADIENT])
+        return Loss(arrays[_LOSS], arrays[_GRADIENT])
 
 
 def check_not_negative(name: str, array: NDArray[Any]) -> None:
@@ -186,7 +179,5 @@ def perform_loss(
         raise ArgumentError(f"share is {factor}; it must be above 0 and at most 1")
     if type(grad_scale) is float or is_number(grad_scale):
         factor, scale = factor * (grad_scale if type(grad_scale) is float else number("grad_scale", grad_scale)), None
-    in_place = out_gradient is not None and out_gradient is operands[0]
-    arrays = (*operands, scale, None if in_place else out_gradient, out_loss, *weights)
-    made: Loss = perform(operation, arrays, (in_place, *options), factor, stream)
+    made: Loss = perform(operation, (*operands, scale, out_gradient, out_loss, *weights), options, factor, stream)
     return made

@@ -232,6 +232,10 @@ def prepare(
     check_device(*present)
     device = present[0].device
     generation, request = cache.generation, operation.read(operands, options, scalars)
+    if request.same is not None:
+        operand, result = (operands[place] for place in request.same)
+        if operand is None or result is None or operand.strides != result.strides:
+            request = request._replace(same=None)
     _check_written(operands, request)
     plan = None if device == HOST else operation.plan(request, device, stream)
     request = operation.with_saved(request, plan, operands)
@@ -264,6 +268,6 @@ def _check_written(operands: Sequence[Operand | None], request: Request) -> None
         later = request.written[number:]
         others = [each for j, each in enumerate(operands) if each is not None and j not in later]
         same = operands[request.same[0]] if request.same is not None and request.same[1] == place else None
-        if same is not None and same in others and (out.address, out.strides) == (same.address, same.strides):
+        if same is not None and same.address == out.address:
             others.remove(same)
         check_no_overlap(out, *others)

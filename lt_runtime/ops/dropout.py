@@ -22,7 +22,7 @@ _pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
 
 
 class DropoutPlan(Plan):
-    """Dropout without a layer; a call's addresses are those of x and y, or 0 for y where y is written over x.
+    """Dropout without a layer; a call's addresses are those of x and y.
 
     Args:
         dropout_pass: the kernel; None if the arrays are empty.
@@ -35,14 +35,13 @@ class DropoutPlan(Plan):
         """See `Plan`."""
         x, y = call.addresses
         if self._pass is not None:
-            self._pass.run(x, y or x, call.dropouts[0] or _KEEPS_ALL, memory.stream)
+            self._pass.run(x, y, call.dropouts[0] or _KEEPS_ALL, memory.stream)
 
 
 class Dropout(Operation):
     """y = mask · scale · x.
 
-    A call's options are the probability, and whether y is written over x. Its scalars are a pair: the source of the
-    mask, and None.
+    A call's option is the probability. Its scalars are a pair: the source of the mask, and None.
     """
 
     names = ("x", "out")
@@ -50,14 +49,13 @@ class Dropout(Operation):
 
     def read(self, operands: Sequence[Any], options: Any, scalars: tuple[Philox | None, None]) -> Request:
         """See `Operation`."""
-        p, in_place = options
         x, out = operands
-        has_dropout, p = check_dropout(p, scalars[0]) is not None, float(p)
+        has_dropout, p = check_dropout(options, scalars[0]) is not None, float(options)
         dtype, spec = x.element_type(), x.spec
         new: dict[int, New] = {}
-        target = spec if in_place else result_spec(1, out, x.shape, x, new)
+        target = result_spec(1, out, x.shape, x, new)
         problem = (dtype, spec, target) if spec.layout.size else None
-        return Request(problem, (0 if in_place else 1,), new, p, dropouts=(p, 0.0) if has_dropout else None)
+        return Request(problem, (1,), new, p, same=(0, 1), dropouts=(p, 0.0) if has_dropout else None)
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
@@ -65,7 +63,7 @@ class Dropout(Operation):
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        x, y = arrays[0], arrays[request.written[0]]
+        x, y = arrays
         factors = reference.dropout_factors(x.shape, request.detail, scalars[0])
         y[...] = (x.astype(np.float64) * (1.0 if factors is None else factors)).astype(x.dtype)
 
@@ -95,5 +93,4 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
             no `rng`.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    in_place = out is not None and out is x
-    return perform(DROPOUT, (x, None if in_place else out), (p, in_place), (rng, None), stream)
+    return perform(DROPOUT, (x, out), p, (rng, None), stream)

@@ -41,9 +41,8 @@ class _Shape(NamedTuple):
 class Matmul(Operation):
     """D = epilogue(α·A·B + β·C + bias).
 
-    A call's options are the epilogue, D's type, the compute type, whether C is read (β is not 0, or lies on the
-    device), and whether C is the caller's buffer for D, which is also the request's detail. A call's scalars are α and
-    β if they are numbers.
+    A call's options are the epilogue, D's type, the compute type, and whether C is read: β is not 0, or lies on the
+    device. A call's scalars are α and β if they are numbers.
     """
 
     names = ("a", "b", "c", "bias", "alpha", "beta", "aux", "bias_gradient", "out")
@@ -52,7 +51,7 @@ class Matmul(Operation):
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
-        epilogue, d_type, compute, reads_c, in_place = options
+        epilogue, d_type, compute, reads_c = options
         given = {name: each for name, each in zip(self.names, operands, strict=True) if each is not None}
         epilogue = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
         _check_presence(epilogue, given)
@@ -68,31 +67,27 @@ class Matmul(Operation):
         d = _spec(given["out"]) if "out" in given else Spec(packed(shape.m, shape.n), batch_stride=stride)
         vector = given.get("bias") or given.get("bias_gradient")
         alignment = vector.alignment if vector else ALIGNMENT
-        c = _c_spec(given, d, d_dtype, epilogue, in_place) if reads_c else None
+        c = _c_spec(given["c"], d, d_dtype, epilogue) if reads_c and "c" in given else None
         aux = _aux_spec(given["aux"], epilogue, shape, d.layout.order) if "aux" in given else None
         kinds, batch = (dtype, d_dtype, compute), 1 if shape.batch is None else shape.batch
         problem = MatmulProblem(*kinds, _spec(a), _spec(b), d, epilogue, c, batch, alignment, aux, "alpha" in given)
         new = {} if "out" in given else {_D: New(shape.of(shape.m, shape.n), d_dtype.numpy, a.library)}
         written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, _D)
-        return Request(problem, written, new, in_place, same=(_C, _D))
+        return Request(problem, written, new, same=(_C, _D))
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
         a, b, c, bias, alpha, beta, aux, bias_gradient, d = addresses
         problem = prepared.request.problem
-        if problem.c is None:
-            c = 0
-        elif prepared.request.detail:
-            c = d
         scalars = (alpha, beta) if problem.device_scalars else scalars
-        return Call((a, b, c, bias or bias_gradient, aux, d), stream, scalars)
+        return Call((a, b, c if problem.c else 0, bias or bias_gradient, aux, d), stream, scalars)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
         a, b, c, bias, alpha, beta, aux, bias_gradient, d = arrays
-        problem, in_place = request.problem, request.detail
+        problem = request.problem
         factor, c_factor = scalars if alpha is None else (alpha.item(), beta.item())
-        c, values, epilogue = d if in_place else c, _read_aux(aux, problem), problem.epilogue
+        values, epilogue = _read_aux(aux, problem), problem.epilogue
         result = reference.matmul(a, b, c, alpha=factor, beta=c_factor, epilogue=epilogue, bias=bias, aux=values)
         if result.aux is not None:
             _write_aux(aux, result.aux, problem)
@@ -187,11 +182,8 @@ def _spec(operand: Operand) -> Spec:
     return Spec(layout, operand.alignment, stride)
 
 
-def _c_spec(given: Mapping[str, Operand], d: Spec, d_dtype: DType, epilogue: Epilogue, in_place: bool) -> Spec | None:
-    """The spec of C; None if there is no C."""
-    if in_place or "c" not in given:
-        return d if in_place else None
-    c = _spec(given["c"])
+def _c_spec(operand: Operand, d: Spec, d_dtype: DType, epilogue: Epilogue) -> Spec:
+    c = _spec(operand)
     if (d_dtype is DType.FLOAT64 or epilogue.sums_operand) and c.layout.order is not d.layout.order:
         orders = f"c is {c.layout.order.value}-major and out {d.layout.order.value}-major"
         raise LayoutError(f"{orders}; with float64, bgrada and bgradb they must agree")
@@ -316,7 +308,6 @@ def matmul(
     """
     if beta is None:
         beta = 0.0 if c is None else 1.0
-    in_place = c is not None and c is out
     try:
         is_plain = type(alpha) in _PLAIN and type(beta) in _PLAIN
         scalars, arrays = ((float(alpha), float(beta)), (None, None)) if is_plain else _scalars(alpha, beta)
@@ -324,9 +315,8 @@ def matmul(
         raise ArgumentError(f"alpha is {shown(alpha)} and beta is {shown(beta)}; floats must hold them") from error
     if c is None and scalars[1] != 0.0 and arrays[1] is None:
         raise ArgumentError(f"beta is {shown(beta)}, but there is no c to multiply; pass c, or leave beta out")
-    options = (epilogue, dtype, compute, scalars[1] != 0.0, in_place)
-    operands = (a, b, None if in_place else c, bias, *arrays, aux, bias_gradient, out)
-    return perform(MATMUL, operands, options, scalars, stream)
+    options = (epilogue, dtype, compute, scalars[1] != 0.0)
+    return perform(MATMUL, (a, b, c, bias, *arrays, aux, bias_gradient, out), options, scalars, stream)
 
 
 def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any]]:

@@ -73,7 +73,7 @@ class Request(NamedTuple):
         written: indices, among the arrays, of the operands that are written.
         new: results for which the caller gives no buffer, by their indices among the arrays.
         detail: data that only the operation itself reads, on the host or to build the caller's result.
-        same: places of an operand and of a result that may be the same memory.
+        same: places of an operand and of a result that may be the same memory, if their strides are equal.
         dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
             dropout the call's scalars are the sources of the masks, and a repeated call is not captured, because its
             masks change.
@@ -112,11 +112,15 @@ class PreparedCall:
     def __post_init__(self) -> None:
         """Notes for each written operand the distances to every other operand at which the two overlap."""
         present = [(place, size) for place, size in enumerate(self.sizes) if size]
-        self._overlaps = [
-            (i, [(j, -other, size) for j, other in present if j != i])
-            for i, size in present
-            if i in self.request.written
-        ]
+        self._overlaps = []
+        for i, size in [each for each in present if each[0] in self.request.written]:
+            others = []
+            for j, other in present:
+                if (j, i) == self.request.same:  # the two may coincide, but not overlap in part
+                    others += [(j, -other, 0), (j, 0, size)]
+                elif j != i:
+                    others.append((j, -other, size))
+            self._overlaps.append((i, others))
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
         """Whether no written operand overlaps another; only where operands begin and end is compared."""

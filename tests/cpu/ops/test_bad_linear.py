@@ -183,7 +183,7 @@ def test_dropout_over_part_of_its_input() -> None:
         lt.dropout(buffer[:6], 0.5, lt.Philox(), out=buffer[2:])
     assert (buffer == 1).all()
     frozen = read_only(4)
-    with pytest.raises(OperandError, match="x is read-only"):
+    with pytest.raises(OperandError, match="out is read-only"):
         lt.dropout(frozen, 0.5, lt.Philox(), out=frozen)
 
 
