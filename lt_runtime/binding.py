@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import KindError
-from lt_runtime.losses.functions import bce_with_logits, cross_entropy, huber_loss, mse_loss
+from lt_runtime.ops.losses import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd

@@ -15,15 +15,14 @@ from lt_runtime.arrays.operand import CUPY, HOST, Operand
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
-from lt_runtime.losses.functions import bce_with_logits, check_labels, cross_entropy, huber_loss, mse_loss
-from lt_runtime.losses.operation import Loss, check_not_negative
+from lt_runtime.ops import losses
 from lt_runtime.training.mlp import MLP, check_model_type, read_inputs
 
-LOSSES: Final[Mapping[str, tuple[Callable[..., Loss], tuple[str, ...]]]] = {
-    "cross_entropy": (cross_entropy, ("label_smoothing", "class_weights")),
-    "mse": (mse_loss, ()),
-    "huber": (huber_loss, ("delta",)),
-    "bce_with_logits": (bce_with_logits, ("pos_weight",)),
+LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {
+    "cross_entropy": (losses.cross_entropy, ("label_smoothing", "class_weights")),
+    "mse": (losses.mse_loss, ()),
+    "huber": (losses.huber_loss, ("delta",)),
+    "bce_with_logits": (losses.bce_with_logits, ("pos_weight",)),
 }
 """The function of each loss, and the options that it takes in a training step."""
 _ARRAYS: Final = ("class_weights", "pos_weight")  # options that are arrays; the others are numbers
@@ -69,7 +68,7 @@ class StepLoss:
 
     def compute(
         self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
-    ) -> Loss:
+    ) -> losses.Loss:
         """Computes the loss, and its gradient in the outputs' type.
 
         Args:
@@ -94,7 +93,7 @@ class OwnLoss(StepLoss):
 
     def compute(
         self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
-    ) -> Loss:
+    ) -> losses.Loss:
         """See `StepLoss`. The function writes an FP32 gradient, which is scaled before it is rounded.
 
         The gradient is never written over the outputs, because the function may have kept a reference to them.
@@ -105,18 +104,18 @@ class OwnLoss(StepLoss):
             gradient: Any = np.zeros(shape, fp32) if device is None else CUPY.zeros(shape, fp32, device, stream or 0)
             loss = self._read(self._function(outputs, target, gradient, stream), stream)
             if scale is None and share == 1.0 and outputs.dtype == gradient.dtype:
-                return Loss(loss, gradient)
+                return losses.Loss(loss, gradient)
             if device is None:
                 factor = np.float32(share) * (np.float32(1.0) if scale is None else scale)
                 with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
-                    return Loss(loss, (gradient * factor).astype(outputs.dtype))
+                    return losses.Loss(loss, (gradient * factor).astype(outputs.dtype))
             rounded = gradient
             if outputs.dtype != gradient.dtype:
                 rounded = CUPY.empty(outputs.shape, outputs.dtype, device, stream or 0)
             if rounded.size:
                 places, at_scale = (gradient.data.ptr, rounded.data.ptr), 0 if scale is None else scale.data.ptr
                 launch_scale(*places, rounded.size, self._model.dtype, at_scale, share, device, stream or 0)
-            return Loss(loss, rounded)
+            return losses.Loss(loss, rounded)
 
     def _read(self, loss: Any, stream: int | None) -> Any:
         """Checks that the function has returned one FP32 number on the model's device, and returns it."""
@@ -163,7 +162,7 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
     check_shape(name, operand.shape, (model.dims[-1],), "one an output")
     operand.check_packed()
     if isinstance(array, np.ndarray):
-        check_not_negative(name, array)
+        losses.check_not_negative(name, array)
     return placed
 
 
@@ -190,7 +189,7 @@ def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) ->
     if loss.is_own:
         _check_any(wanted, outputs[0])
     elif loss.classifies:
-        check_labels(wanted, outputs)
+        losses.check_labels(wanted, outputs)
     else:
         check_shape(name, wanted.shape, outputs, "the outputs' shape")
         check_model_type(model, wanted)

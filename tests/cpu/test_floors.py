@@ -27,7 +27,6 @@ FLOORS = (
     {"plans"},
     {"tuner"},
     {"ops"},
-    {"losses"},
     {"binding", "profiling", "training"},
     {"saving"},
     {"cli"},

@@ -1,1 +1,0 @@
-"""Losses, each with its gradient."""
