@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import KindError
-from lt_runtime.ops.losses import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
+from lt_runtime.ops.losses import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.ops.matmul import matmul
 
 _LOSSES: Final = (mse_loss, huber_loss, bce_with_logits, cross_entropy)

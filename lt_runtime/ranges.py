@@ -38,7 +38,7 @@ class Listener(Protocol):
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Called in an operation's range with the work that it runs: a `PreparedCall` of `ops/operation.py`, or an `AdamW`."""
+"""Called in an operation's range with the work that it runs: a `PreparedCall` of `ops/call.py`, or an `AdamW`."""
 
 
 def tell(work: Any) -> None:

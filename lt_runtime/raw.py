@@ -18,8 +18,7 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.layout import Layout, packed
 from lt_runtime.ops._linear import Layer, LinearBackward, LinearForward
-from lt_runtime.ops.call import addresses_of, prepare
-from lt_runtime.ops.operation import Operation
+from lt_runtime.ops.call import Operation, addresses_of, prepare
 from lt_runtime.problem import ACTIVATIONS, Activation, Saved
 
 __all__ = ["backward_raw", "forward_raw"]

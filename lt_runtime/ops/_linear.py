@@ -15,7 +15,7 @@ from lt_runtime.arrays.libraries import Library
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.ops.operation import New, Operation, PreparedCall, Request, result_spec
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, result_spec
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import (
     Activation,

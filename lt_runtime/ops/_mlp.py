@@ -14,7 +14,7 @@ from lt_runtime.arrays.checks import check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.mlp import MAX_LAYERS
-from lt_runtime.ops.operation import New, Operation, PreparedCall, Request, result_spec
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, result_spec
 from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan

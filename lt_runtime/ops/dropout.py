@@ -12,8 +12,7 @@ from lt_runtime import reference
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import DropoutPass
-from lt_runtime.ops.call import perform
-from lt_runtime.ops.operation import New, Operation, Request, result_spec
+from lt_runtime.ops.call import New, Operation, Request, perform, result_spec
 from lt_runtime.problem import Philox, check_dropout
 from lt_runtime.products.plan import Plan
 

@@ -23,8 +23,7 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
-from lt_runtime.ops.call import perform
-from lt_runtime.ops.operation import New, Operation, PreparedCall, Request, result_spec
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
 from lt_runtime.problem import DType
 from lt_runtime.products.plan import Plan
 
@@ -158,7 +157,7 @@ class ElementwiseLossOperation(LossOperation):
         loss: the name of the loss in the kernels.
     """
 
-    names = ("prediction", "target", *_RESULTS)
+    names: ClassVar[tuple[str, ...]] = ("prediction", "target", *_RESULTS)
     loss: ClassVar[str]
     make_pass = staticmethod(functools.cache(ElementwiseLossPass))
 

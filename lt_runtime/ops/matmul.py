@@ -16,8 +16,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, LayoutError, ShapeError
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, layout_of, packed
-from lt_runtime.ops.call import perform
-from lt_runtime.ops.operation import New, Operation, PreparedCall, Request
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
 from lt_runtime.problem import ALIGNMENT, Compute, ComputeName, DType, MatmulProblem, Spec
 
 _PLAIN: Final = frozenset({int, float})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lt_runtime.kernels.resize import Resize
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.ops.operation import PreparedCall
+from lt_runtime.ops.call import PreparedCall
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan, leaves_a_pass
 from lt_runtime.plans.mlp import FUSED_MLP

@@ -38,7 +38,7 @@ NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 LIKE_A_USER = {"cli", "__main__"}
 """Rooms that may import the package itself, because they are above its public names."""
 
-SHARED_BY_OPERATIONS = {"call", "first_use", "operation"}
+SHARED_BY_OPERATIONS = {"call", "first_use"}
 """Modules of `ops` that are not operations, besides helpers, whose names begin with an underscore."""
 
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lt_runtime.arrays import libraries
 from lt_runtime.arrays.libraries import signature_of
-from lt_runtime.ops.operation import PreparedCall, Request
+from lt_runtime.ops.call import PreparedCall, Request
 
 _AT = 0x10000
 
