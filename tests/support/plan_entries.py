@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lt_runtime.layout import packed
-from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Spec
+from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, Spec
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import problem_key
+from tests.support.product_problems import input_gradient
 
 H200 = Fingerprint("NVIDIA H200", 90, 132, 130100, "580.95.05", "0123456789abcdef")
 DATE = "2026-01-31T12:00:00Z"
@@ -49,8 +50,7 @@ def layer(**changes: Any) -> LayerEntry:
 
 
 def product_key(m: int, n: int = 3072, k: int = 768) -> str:
-    bf16, operands = DType.BFLOAT16, (Spec(packed(m, k)), Spec(packed(k, n)), Spec(packed(m, n)))
-    return problem_key(MatmulProblem(bf16, bf16, Compute.FLOAT32, *operands))
+    return problem_key(input_gradient(m, n, k))
 
 
 def layer_key(m: int, n: int = 3072, k: int = 768) -> str:

@@ -7,26 +7,10 @@ from dataclasses import replace
 import pytest
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.layout import Order, packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.layout import packed
+from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.methods import K_MAJOR, LIBRARY, NARROW, PADDED, TILE, Method, estimated_us, fastest_first
-
-COLUMN = Order.COLUMN
-FP32 = DType.FLOAT32
-
-
-def forward(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
-    compute = Compute.TF32 if dtype is FP32 else Compute.FLOAT32
-    a, b, d = Spec(packed(m, k)), Spec(packed(k, n, order=COLUMN)), Spec(packed(m, n))
-    return MatmulProblem(dtype, dtype, compute, a, b, d, epilogue)
-
-
-def input_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> MatmulProblem:
-    return replace(forward(m, n, k, dtype), b=Spec(packed(k, n)))
-
-
-def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> MatmulProblem:
-    return replace(input_gradient(m, n, k, dtype), a=Spec(packed(m, k, order=COLUMN)))
+from tests.support.product_problems import TF32, forward, input_gradient, weight_gradient
 
 
 @pytest.mark.parametrize(
@@ -38,26 +22,22 @@ def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> Ma
         (input_gradient(2825, 2681, 23), LIBRARY),  # 15.4 µs by this method, 33.3 by the next
         (weight_gradient(1075, 35, 2596), LIBRARY),  # 10.5 against 14.2
         (input_gradient(2596, 35, 1075), LIBRARY),  # 10.6 against 11.2
-        (input_gradient(712, 105, 112, FP32), LIBRARY),  # 4.3 against 6.7
-        (forward(674, 3112, 381, FP32), PADDED),  # 18.5 against 32.0
-        (
-            weight_gradient(1093, 2720, 798, FP32),
-            K_MAJOR,
-        ),  # 33.6 µs, and 47.0 on padded copies in the operands' own order
-        (input_gradient(798, 1093, 2720, FP32), K_MAJOR),  # 42.0 and 50.5, as above
-        (forward(457, 11, 312, epilogue=Epilogue.BIAS), NARROW),  # 3.2
+        (input_gradient(712, 105, 112, **TF32), LIBRARY),  # 4.3 against 6.7
+        (forward(674, 3112, 381, **TF32), PADDED),  # 18.5 against 32.0
+        # 33.6 µs, and 47.0 on padded copies in the operands' own order
+        (weight_gradient(1093, 2720, 798, **TF32), K_MAJOR),
+        (input_gradient(798, 1093, 2720, **TF32), K_MAJOR),  # 42.0 and 50.5, as above
+        (forward(457, 11, 312, Epilogue.BIAS), NARROW),  # 3.2
         (weight_gradient(6, 840, 1108), NARROW),  # 4.0 against 5.7
         (weight_gradient(17, 4280, 871), PADDED),  # 7.0 against 11.6
         (input_gradient(7221, 4, 744), PADDED),  # 8.4 against 10.5
-        (weight_gradient(21, 24, 3904, FP32), LIBRARY),  # 7.5 against 11.0
-        (weight_gradient(584, 3625, 444, FP32), K_MAJOR),  # 31.8 against 40.0
-        (
-            input_gradient(424, 1384, 14),
-            LIBRARY,
-        ),  # 3.4; our kernel for narrow products takes 5.0, the one for tiles 3.7
+        (weight_gradient(21, 24, 3904, **TF32), LIBRARY),  # 7.5 against 11.0
+        (weight_gradient(584, 3625, 444, **TF32), K_MAJOR),  # 31.8 against 40.0
+        # 3.4; our kernel for narrow products takes 5.0, the one for tiles 3.7
+        (input_gradient(424, 1384, 14), LIBRARY),
         (input_gradient(170, 792, 21), TILE),  # 2.7 against 3.2
-        (weight_gradient(15, 4064, 139, FP32), NARROW),  # 3.8 against 6.3
-        (input_gradient(625, 77, 13, FP32), LIBRARY),  # 3.1 against 4.7
+        (weight_gradient(15, 4064, 139, **TF32), NARROW),  # 3.8 against 6.3
+        (input_gradient(625, 77, 13, **TF32), LIBRARY),  # 3.1 against 4.7
         (weight_gradient(13, 77, 625), NARROW),  # 3.7 against 6.3
         (forward(256, 512, 784), LIBRARY),
     ],
@@ -67,26 +47,20 @@ def test_the_way_that_was_measured_to_be_the_fastest(problem: MatmulProblem, met
 
 
 def test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows() -> None:
-    assert (
-        fastest_first(weight_gradient(7, 256, 6156))[0] is not NARROW
-    )  # 11.1 µs by our kernel, 9.9 by cuBLASLt, 7.9 on copies
+    # 11.1 µs by our kernel, 9.9 by cuBLASLt, 7.9 on copies
+    assert fastest_first(weight_gradient(7, 256, 6156))[0] is not NARROW
     assert fastest_first(forward(6156, 7, 256))[0] is NARROW  # 3.8
-
-
-def gelu(problem: MatmulProblem, epilogue: Epilogue) -> MatmulProblem:
-    aux = problem.d if epilogue.has_aux_output or epilogue.is_derivative else None
-    return replace(problem, epilogue=epilogue, aux=aux)
 
 
 @pytest.mark.parametrize(
     ("problem", "us"),
     [
-        (forward(13830, 221, 48, epilogue=Epilogue.BIAS), 9.3),
-        (forward(3904, 24, 21, epilogue=Epilogue.BIAS), 2.6),
-        (forward(841, 24, 575, epilogue=Epilogue.BIAS), 7.0),
-        (gelu(forward(3904, 24, 21), Epilogue.GELU_AUX_BIAS), 2.9),
-        (gelu(input_gradient(13830, 221, 48), Epilogue.DGELU), 12.0),
-        (gelu(input_gradient(3904, 24, 21), Epilogue.DGELU_BGRAD), 6.6),
+        (forward(13830, 221, 48, Epilogue.BIAS), 9.3),
+        (forward(3904, 24, 21, Epilogue.BIAS), 2.6),
+        (forward(841, 24, 575, Epilogue.BIAS), 7.0),
+        (forward(3904, 24, 21, Epilogue.GELU_AUX_BIAS), 2.9),
+        (input_gradient(13830, 221, 48, Epilogue.DGELU), 12.0),
+        (input_gradient(3904, 24, 21, Epilogue.DGELU_BGRAD), 6.6),
         (weight_gradient(48, 221, 13830), 15.3),
         (weight_gradient(21, 24, 3904), 8.8),
     ],
@@ -97,13 +71,13 @@ def test_our_kernel_for_ragged_rows_is_estimated(problem: MatmulProblem, us: flo
 
 @pytest.mark.parametrize(("shape", "us"), [((221, 48, 13830), 16.3), ((21, 24, 3904), 7.5)])
 def test_tf32_sums_over_ragged_rows_are_estimated(shape: tuple[int, int, int], us: float) -> None:
-    assert estimated_us(weight_gradient(*shape, FP32))[LIBRARY] == pytest.approx(us, rel=0.15)
+    assert estimated_us(weight_gradient(*shape, **TF32))[LIBRARY] == pytest.approx(us, rel=0.15)
 
 
 def test_our_kernel_for_ragged_rows_has_the_library_s_sums() -> None:
     """With the sum of A, 21x24x3904 takes 9.1 µs by our kernel and 167 by cuBLASLt; 23x619x541 7.4 and 24.9."""
     for shape in ((21, 24, 3904), (23, 619, 541)):
-        assert fastest_first(gelu(weight_gradient(*shape), Epilogue.BGRADA))[0] is TILE
+        assert fastest_first(weight_gradient(*shape, Epilogue.BGRADA))[0] is TILE
 
 
 def test_products_alone_are_seldom_our_kernel_s_for_ragged_rows() -> None:
@@ -129,33 +103,32 @@ def test_our_kernel_has_the_width_of_a_power_of_two() -> None:
 
 def test_the_sum_of_an_operand_leaves_no_pass_over_the_product() -> None:
     """A sum of an operand is a kernel of its own by either method; other epilogues cost cuBLASLt an FP32 product."""
-    kind, d = DType.FLOAT16, Spec(packed(24, 8), alignment=2)
-    a, b = Spec(packed(24, 2, order=COLUMN)), Spec(packed(2, 8))
-    problem = MatmulProblem(kind, kind, Compute.FLOAT32, a, b, d, Epilogue.BGRADA)
+    d = Spec(packed(24, 8), alignment=2)
+    problem = weight_gradient(24, 8, 2, Epilogue.BGRADA, dtype=DType.FLOAT16, d=d)
     others = replace(problem, epilogue=Epilogue.RELU)
     assert estimated_us(problem)[LIBRARY] < estimated_us(others)[LIBRARY]
 
 
 def test_copies_are_considered_only_where_something_is_to_be_padded() -> None:
     assert [*estimated_us(forward(256, 512, 784))] == [LIBRARY]
-    assert [*estimated_us(input_gradient(256, 512, 784, FP32))] == [LIBRARY], "not measured untuned"
-    assert set(estimated_us(input_gradient(256, 512, 783, FP32))) == {LIBRARY, PADDED, K_MAJOR}
+    assert [*estimated_us(input_gradient(256, 512, 784, **TF32))] == [LIBRARY], "not measured untuned"
+    assert set(estimated_us(input_gradient(256, 512, 783, **TF32))) == {LIBRARY, PADDED, K_MAJOR}
 
 
 def test_in_full_fp32_our_kernel_comes_first_where_a_dimension_is_tiny() -> None:
-    problem = replace(forward(1108, 6, 840, FP32), compute=Compute.FLOAT32)
+    problem = forward(1108, 6, 840, dtype=DType.FLOAT32)
     assert fastest_first(problem) == [NARROW, LIBRARY]
 
 
 def test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower() -> None:
-    wide = forward(1 << 20, 129, 8, epilogue=Epilogue.RELU)
+    wide = forward(1 << 20, 129, 8, Epilogue.RELU)
     product = replace(wide, epilogue=Epilogue.NONE)
     assert fastest_first(product) == [LIBRARY, PADDED]
-    large = forward(2048, 1024, 479, epilogue=Epilogue.RELU)
+    large = forward(2048, 1024, 479, Epilogue.RELU)
     assert fastest_first(large) == [PADDED, TILE, LIBRARY]
-    us = estimated_us(forward(64, 64, 63, epilogue=Epilogue.BIAS))
+    us = estimated_us(forward(64, 64, 63, Epilogue.BIAS))
     assert us[LIBRARY] > 2 + estimated_us(forward(64, 64, 63))[LIBRARY], "our pass takes time as well"
-    tf32 = forward(64, 64, 63, FP32, Epilogue.BIAS)
+    tf32 = forward(64, 64, 63, Epilogue.BIAS, **TF32)
     assert fastest_first(tf32) == [LIBRARY], "the library makes this epilogue"
 
 
@@ -163,14 +136,13 @@ def test_a_refused_sum_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
     deep = weight_gradient(16, 32, 4096)
     assert fastest_first(deep) == [LIBRARY, NARROW]
     assert fastest_first(replace(deep, epilogue=Epilogue.BGRADA)) == [LIBRARY]
-    shallow = replace(weight_gradient(8, 1024, 72), epilogue=Epilogue.BGRADA)
-    assert fastest_first(shallow)[0] is NARROW
+    assert fastest_first(weight_gradient(8, 1024, 72, Epilogue.BGRADA))[0] is NARROW
 
 
 def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
-    ragged = forward(3890, 15, 3247, epilogue=Epilogue.BIAS)  # 40.8 µs plus a pass by cuBLASLt, 181 µs by our kernel
+    ragged = forward(3890, 15, 3247, Epilogue.BIAS)  # 40.8 µs plus a pass by cuBLASLt, 181 µs by our kernel
     assert fastest_first(ragged) == [LIBRARY]
-    whole = forward(3890, 16, 3248, epilogue=Epilogue.BIAS)
+    whole = forward(3890, 16, 3248, Epilogue.BIAS)
     assert fastest_first(whole) == [LIBRARY, NARROW], "the library may have no algorithm for the epilogue"
 
 
@@ -178,8 +150,8 @@ def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU])
 def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -> None:
     """Copies make three kernels of one product; one of them trims the result."""
-    for dtype in (DType.FLOAT16, DType.BFLOAT16, FP32):
-        assert fastest_first(forward(size, size, size, dtype, epilogue))[0] is not PADDED
+    for kind in ({"dtype": DType.FLOAT16}, {}, TF32):
+        assert fastest_first(forward(size, size, size, epilogue, **kind))[0] is not PADDED
 
 
 def test_copies_cost_what_they_move() -> None:

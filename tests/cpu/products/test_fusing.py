@@ -9,11 +9,12 @@ import pytest
 
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.layout import packed
+from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.product import library_may_fuse
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+from tests.support.product_problems import across, input_gradient
 
 M, N, K = 512, 256, 64
 
@@ -22,14 +23,8 @@ def rows(m: int, n: int, **changes: Any) -> Spec:
     return replace(Spec(packed(m, n)), **changes)
 
 
-def columns(m: int, n: int) -> Spec:
-    return Spec(Layout(m, n, Order.COLUMN, m))
-
-
 def a_product(epilogue: Epilogue, dtype: DType = DType.FLOAT16, **changes: Any) -> MatmulProblem:
-    aux = rows(M, N) if epilogue.has_aux_output or epilogue.is_derivative else None
-    plain = MatmulProblem(dtype, dtype, Compute.FLOAT32, rows(M, K), rows(K, N), rows(M, N), epilogue, aux=aux)
-    return replace(plain, **changes)
+    return input_gradient(M, N, K, epilogue, dtype=dtype, **changes)
 
 
 ALL = set(Epilogue)
@@ -43,12 +38,12 @@ WITH_AUX = {each for each in Epilogue if each.has_aux_output or each.is_derivati
     ("changes", "fused"),
     [
         ({}, ALL - {Epilogue.BGRADA}),
-        ({"a": columns(M, K)}, ALL),
-        ({"a": columns(M, K), "b": columns(K, N)}, ALL - {Epilogue.BGRADB}),
-        ({"a": columns(M, K), "d": columns(M, N)}, ALL - (WITH_VECTOR - SUMS)),
-        ({"a": columns(M, K), "batch": 3}, ALL - GRADIENTS),
-        ({"a": columns(M, K), "c": rows(M, N)}, ALL),
-        ({"a": columns(M, K), "c": columns(M, N)}, set()),
+        ({"a": across(M, K)}, ALL),
+        ({"a": across(M, K), "b": across(K, N)}, ALL - {Epilogue.BGRADB}),
+        ({"a": across(M, K), "d": across(M, N)}, ALL - (WITH_VECTOR - SUMS)),
+        ({"a": across(M, K), "batch": 3}, ALL - GRADIENTS),
+        ({"a": across(M, K), "c": rows(M, N)}, ALL),
+        ({"a": across(M, K), "c": across(M, N)}, set()),
     ],
 )
 def test_what_is_left_to_the_library(changes: dict[str, Any], fused: set[Epilogue]) -> None:

@@ -35,6 +35,7 @@ from lt_runtime.products import methods
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.methods import LIBRARY, NARROW, heuristic_algorithm
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+from tests.support.product_problems import input_gradient
 
 GELU = [epilogue for epilogue in Epilogue if epilogue.activation == "gelu"]
 DERIVATIVES = [epilogue for epilogue in GELU if epilogue.is_derivative]
@@ -56,10 +57,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 
 
 def a_product(kind: Kind, epilogue: Epilogue, k: int = 64, **changes: Any) -> MatmulProblem:
-    a, b, d = (Spec(packed(*shape)) for shape in ((512, k), (k, 256), (512, 256)))
-    aux = d if epilogue.has_aux_output or epilogue.is_derivative else None
-    return MatmulProblem(**{"dtype": kind[0], "d_dtype": kind[0], "compute": kind[1], "a": a, "b": b, "d": d,
-                            "epilogue": epilogue, "aux": aux, **changes})  # fmt: skip
+    return input_gradient(512, 256, k, epilogue, dtype=kind[0], compute=kind[1], **changes)
 
 
 def a_forward(kind: Kind, *, backward: bool = False) -> ForwardProblem:

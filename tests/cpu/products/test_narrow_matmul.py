@@ -17,30 +17,9 @@ from lt_runtime.kernels.narrow import MAX_WIDTH, NarrowPass, supports
 from lt_runtime.kernels.tiling import MAX_GRID_Y
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.support.product_problems import across, forward, input_gradient, problem_of, weight_gradient
 
 H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)
-
-
-def across(rows: int, cols: int) -> Spec:
-    """A packed column-major matrix."""
-    return Spec(Layout(rows, cols, Order.COLUMN, rows))
-
-
-def problem_of(a: Spec, b: Spec, epilogue: Epilogue = Epilogue.NONE, dtype: DType = DType.BFLOAT16) -> MatmulProblem:
-    d = Spec(packed(a.layout.rows, b.layout.cols))
-    return MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d, epilogue)
-
-
-def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.BIAS) -> MatmulProblem:
-    return problem_of(Spec(packed(m, k)), across(k, n), epilogue)
-
-
-def input_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
-    return problem_of(Spec(packed(m, k)), Spec(packed(k, n)), epilogue)
-
-
-def weight_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.BGRADA) -> MatmulProblem:
-    return problem_of(across(m, k), Spec(packed(k, n)), epilogue)
 
 
 DERIVATIVES = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
@@ -48,11 +27,14 @@ DERIVATIVES = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DG
 
 def through(m: int, n: int, k: int, epilogue: Epilogue) -> MatmulProblem:
     """An input gradient before the activation of the layer below."""
-    aux = Spec(Layout(m, n, Order.ROW, -(-n // 128) * 128))
-    return replace(input_gradient(m, n, k, epilogue), aux=aux)
+    return input_gradient(m, n, k, epilogue, aux=Spec(Layout(m, n, Order.ROW, -(-n // 128) * 128)))
 
 
-PRODUCTS = (forward(256, 10, 512), input_gradient(256, 512, 10), weight_gradient(10, 512, 256))
+PRODUCTS = (
+    forward(256, 10, 512, Epilogue.BIAS),
+    input_gradient(256, 512, 10),
+    weight_gradient(10, 512, 256, Epilogue.BGRADA),
+)
 
 
 @pytest.mark.parametrize("problem", PRODUCTS)
@@ -137,7 +119,7 @@ class _Recorded:
 
 
 def test_blocks_share_a_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _Recorded(weight_gradient(10, 512, 65536), monkeypatch)
+    made = _Recorded(weight_gradient(10, 512, 65536, Epilogue.BGRADA), monkeypatch)
     assert made.grid[1] > 1
     assert 132 <= made.blocks <= 2 * 132
     assert made.scratch_bytes == 4 * made.blocks * 10 * 64
@@ -162,12 +144,11 @@ SIZES = (1, 2, 7, 8, 33, 256, 1000, 4096, 100_000, 3_000_000)
 @pytest.mark.parametrize("first", SIZES)
 @pytest.mark.parametrize("second", SIZES)
 def test_any_sizes_fit_the_hardware(width: int, first: int, second: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    none = Epilogue.NONE
     for problem in (
-        forward(first, width, second, none),
-        input_gradient(first, second, width, none),
+        forward(first, width, second),
+        input_gradient(first, second, width),
         through(first, second, width, Epilogue.DRELU_BGRAD),
-        weight_gradient(width, first, second, none),
+        weight_gradient(width, first, second),
     ):
         made = _Recorded(problem, monkeypatch)
         x, y = made.block

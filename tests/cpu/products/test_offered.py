@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.layout import Order, packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.layout import packed
+from lt_runtime.problem import MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.offered import Offered, most_promising
 from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
+from tests.support.product_problems import FP32, TF32, forward, weight_gradient
 
 BIAS, GELU = Epilogue.BIAS, Epilogue.GELU_AUX_BIAS
 HOPPER = 66
@@ -28,15 +30,7 @@ Nodes = dict[tuple[int, int] | None, list[str]]
 """Kinds of the nodes of a launch, by tile; without an entry one kernel."""
 
 
-def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
-    a, b, d = Spec(packed(m, k)), Spec(packed(k, n, order=Order.COLUMN)), Spec(packed(m, n))
-    aux = d if epilogue.has_aux_output or epilogue.is_derivative else None
-    return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, a, b, d, epilogue, aux=aux)
-
-
-def tf32(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
-    kind = DType.FLOAT32
-    return replace(forward(m, n, k, epilogue), dtype=kind, d_dtype=kind, compute=Compute.TF32)
+tf32, tf32_gradient = functools.partial(forward, **TF32), functools.partial(weight_gradient, **TF32)
 
 
 def offers(*entries: Entry) -> list[Offered]:
@@ -48,25 +42,16 @@ def offers(*entries: Entry) -> list[Offered]:
     [
         # With a bias, tiles of more than 64 rows are slow: the entries below take 57.5, 56.0 and 40.5 µs.
         (forward(262144, 104, 64, BIAS), [((104, 256), 7.758), ((104, 128), 15.515), ((56, 512), 7.758)], 2),
-        (
-            forward(65536, 80, 56, BIAS),
-            [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)],
-            2,
-        ),  # the first algorithm takes 13.3 µs, the last 10.8 µs
-        (
-            forward(131072, 128, 32, GELU),
-            [((128, 128), 7.758), ((64, 256), 7.758), ((64, 512), 3.879)],
-            2,
-        ),  # the first takes 66.8, the last 34
+        # The first algorithm takes 13.3 µs, the last 10.8 µs.
+        (forward(65536, 80, 56, BIAS), [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)], 2),
+        # The first takes 66.8, the last 34.
+        (forward(131072, 128, 32, GELU), [((128, 128), 7.758), ((64, 256), 7.758), ((64, 512), 3.879)], 2),
         # Larger tiles take fewer rounds: the first takes 19.2, the second 17.0.
         (forward(262144, 40, 32), [((64, 256), 7.758), ((64, 512), 3.879), ((32, 512), 7.758)], 1),
         # All algorithms take one round: the first takes 9.6 µs, the second 9.8 µs.
         (forward(827, 5376, 320, BIAS), [((128, 288), 0.955), ((256, 144), 0.955), ((384, 96), 0.955)], 0),
-        (
-            forward(131072, 48, 40),
-            [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)],
-            0,
-        ),  # the first algorithm takes 12.8 µs, the second 16.2 µs
+        # The first algorithm takes 12.8 µs, the second 16.2 µs.
+        (forward(131072, 48, 40), [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)], 0),
         (forward(25, 64, 64), [((8, 64), 0.061), ((64, 8), 0.03)], 0),
     ],
 )
@@ -113,7 +98,7 @@ def test_a_short_sum_is_not_split() -> None:
 
 def test_in_full_fp32_no_kernel_is_passed_over() -> None:
     """48x64x2112 takes 9.5 µs by the id 20 and 38.8 by the next algorithm."""
-    problem = replace(forward(48, 64, 2112), dtype=DType.FLOAT32, d_dtype=DType.FLOAT32, compute=Compute.FLOAT32)
+    problem = forward(48, 64, 2112, **FP32)
     assert most_promising(problem, [Offered(20, OLDER, 33, 0.5), Offered(55, OLDER, 1, 0.5)]) == 0
 
 
@@ -139,25 +124,21 @@ def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
 HOPPERS, OLDERS = 43, 21  # ids of kernels for TF32
 
 
-def weight_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
-    return replace(tf32(m, n, k, epilogue), a=Spec(packed(m, k, order=Order.COLUMN)), b=Spec(packed(k, n)))
-
-
 @pytest.mark.parametrize(
     ("problem", "entries", "best"),
     [
         # 64 tiles take 37.1; 32 tiles with sums in four parts 19.7. With rows and columns exchanged: 33.4 and 19.9.
-        (weight_gradient(512, 1024, 2048), [(HOPPERS, (128, 64), 1, 0.485), (OLDERS, (128, 128), 4, 0.97)], 1),
-        (weight_gradient(1024, 512, 2048), [(HOPPERS, (64, 128), -1, 0.606), (OLDERS, (128, 128), 4, 0.97)], 1),
+        (tf32_gradient(512, 1024, 2048), [(HOPPERS, (128, 64), 1, 0.485), (OLDERS, (128, 128), 4, 0.97)], 1),
+        (tf32_gradient(1024, 512, 2048), [(HOPPERS, (64, 128), -1, 0.606), (OLDERS, (128, 128), 4, 0.97)], 1),
         # 64 tiles take 25.8, 128 tiles 17.7.
-        (weight_gradient(1024, 1024, 1024), [(HOPPERS, (128, 128), -1, 0.485), (OLDERS, (128, 64), 1, 0.97)], 1),
+        (tf32_gradient(1024, 1024, 1024), [(HOPPERS, (128, 128), -1, 0.485), (OLDERS, (128, 64), 1, 0.97)], 1),
         # 72 tiles take 285; 144 tiles of half the size, which 132 blocks share evenly, 194.
-        (weight_gradient(768, 3072, 8192), [(HOPPERS, (128, 256), -1, 0.545), (HOPPERS, (128, 128), -1, 1.0)], 1),
-        (weight_gradient(3072, 768, 8192), [(HOPPERS, (128, 128), -1, 1.0), (HOPPERS, (128, 256), -1, 0.545)], 0),
+        (tf32_gradient(768, 3072, 8192), [(HOPPERS, (128, 256), -1, 0.545), (HOPPERS, (128, 128), -1, 1.0)], 1),
+        (tf32_gradient(3072, 768, 8192), [(HOPPERS, (128, 128), -1, 1.0), (HOPPERS, (128, 256), -1, 0.545)], 0),
         # The first takes 80, the second 115: larger tiles save loads, but the tensor cores are busy.
-        (weight_gradient(14336, 4096, 64), [(HOPPERS, (128, 128), 1, 1.0), (OLDERS, (128, 256), 1, 13.576)], 0),
+        (tf32_gradient(14336, 4096, 64), [(HOPPERS, (128, 128), 1, 1.0), (OLDERS, (128, 256), 1, 13.576)], 0),
         # One part takes 4.8, four parts 5.2.
-        (weight_gradient(256, 256, 256), [(OLDERS, (64, 64), 1, 0.061), (OLDERS, (64, 64), 4, 0.242)], 0),
+        (tf32_gradient(256, 256, 256), [(OLDERS, (64, 64), 1, 0.061), (OLDERS, (64, 64), 4, 0.242)], 0),
     ],
 )
 def test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast(
@@ -194,7 +175,7 @@ def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
     assert most_promising(tf32(48, 221, 13830), offered) == 0
     assert most_promising(tf32(21, 24, 640), offered) == 0, "all parts have few terms"
     assert most_promising(forward(21, 24, 3904), offered) == 0
-    full_fp32 = replace(tf32(25, 128, 192), compute=Compute.FLOAT32)  # takes 10.2 in 132 parts and 5.6 whole
+    full_fp32 = forward(25, 128, 192, **FP32)  # takes 10.2 in 132 parts and 5.6 whole
     assert most_promising(full_fp32, offered) == 3
 
 
@@ -322,11 +303,9 @@ def test_tiles_that_waste_little_are_taken_for_tall_tf32_products_with_short_sum
         (40, 32, (21, (256, 64)), (21, (64, 128))),
         (24, 72, (21, (128, 128)), (43, (64, 128))),
     ):
-        specs = [Spec(packed(1 << 18, k)), Spec(packed(n, k)).transposed, Spec(packed(1 << 18, n))]
-        problem = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.TF32, *specs)
         waves = [-(-(1 << 18) // tile[1]) / 132 for _, tile in (wasteful, fast)]
         offers = [Offered(algo, tile, 1, each) for (algo, tile), each in zip((wasteful, fast), waves, strict=True)]
-        assert most_promising(problem, offers) == 1
+        assert most_promising(tf32(1 << 18, n, k), offers) == 1
 
 
 def test_a_memset_matters_to_a_small_product(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:

@@ -11,39 +11,18 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
 from lt_runtime.products import methods as algorithms
 from lt_runtime.products import padded
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.methods import configuration, plan_from_blob
 from lt_runtime.products.padded import PaddedPlan, padded_problem
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+from tests.support.product_problems import TF32, across, forward, input_gradient, problem_of, weight_gradient
 
 M, N, K = 2048, 1024, 479
 COPIES = 1 << 20
 SHAPES = [(2048, 1024, 479), (2048, 479, 1024), (479, 1024, 2048), (33, 35, 37), (1, 3, 1001)]
-
-
-def across(rows: int, cols: int) -> Spec:
-    """A packed column-major matrix."""
-    return Spec(Layout(rows, cols, Order.COLUMN, rows))
-
-
-def problem_of(a: Spec, b: Spec, dtype: DType = DType.BFLOAT16, **changes: Any) -> MatmulProblem:
-    d = Spec(packed(a.layout.rows, b.layout.cols))
-    return replace(MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d), **changes)
-
-
-def forward(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
-    return problem_of(Spec(packed(m, k)), across(k, n), **changes)
-
-
-def input_gradient(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
-    return problem_of(Spec(packed(m, k)), Spec(packed(k, n)), **changes)
-
-
-def weight_gradient(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
-    return problem_of(across(m, k), Spec(packed(k, n)), **changes)
 
 
 def found(problem: MatmulProblem) -> MatmulProblem:
@@ -96,7 +75,7 @@ def test_what_is_left_as_it_is() -> None:
         {"batch": 2},
     ):
         assert padded_problem(replace(problem, **change)) is None, change
-    assert padded_problem(forward(M, N, K, dtype=DType.FLOAT32, d_dtype=DType.FLOAT32, compute=Compute.TF32))
+    assert padded_problem(forward(M, N, K, **TF32))
     assert padded_problem(forward(0, N, K)) is None
 
 
@@ -109,9 +88,8 @@ def test_epilogues_where_only_k_grows(epilogue: Epilogue) -> None:
 
 def test_a_derivative_is_left_to_the_library_in_tf32_alone() -> None:
     """cuBLASLt may round a 16-bit product before it multiplies by the derivative."""
-    tf32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
     assert padded_problem(forward(M, N, K, epilogue=Epilogue.DGELU)) is None
-    assert found(forward(M, N, K, epilogue=Epilogue.DGELU, **tf32)).epilogue is Epilogue.DGELU
+    assert found(forward(M, N, K, epilogue=Epilogue.DGELU, **TF32)).epilogue is Epilogue.DGELU
 
 
 def test_a_column_major_d_grows_along_its_rows() -> None:
@@ -135,9 +113,6 @@ def test_a_bias_that_a_padded_d_has_aligned_is_copied() -> None:
     assert padded.copies_of(problem, inner).keys() == {"d", "vector"}
     aligned = replace(problem, bias_alignment=256)
     assert padded.copies_of(aligned, found(aligned)).keys() == {"d"}
-
-
-TF32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
 
 
 @pytest.mark.parametrize("make", [input_gradient, weight_gradient])

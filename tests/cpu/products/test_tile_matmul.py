@@ -12,41 +12,19 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.tile_matmul import supports
-from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products import methods
 from lt_runtime.products.methods import METHODS, TILE_MATMUL, TilePlan, configuration, plan_from_blob, plan_from_config
 from lt_runtime.tuner.report import algorithm_in_words
+from tests.support.product_problems import across, forward, input_gradient, weight_gradient
 
 H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)
 TURING = replace(H200, capability=75)
 
 
-def across(rows: int, cols: int) -> Spec:
-    """A packed column-major matrix."""
-    return Spec(Layout(rows, cols, Order.COLUMN, rows))
-
-
-def problem_of(a: Spec, b: Spec, epilogue: Epilogue, aux: Spec | None = None) -> MatmulProblem:
-    d = Spec(packed(a.layout.rows, b.layout.cols))
-    return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, a, b, d, epilogue, aux=aux)
-
-
-def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.GELU_AUX_BIAS) -> MatmulProblem:
-    aux = Spec(packed(m, n)) if epilogue.has_aux_output else None
-    return problem_of(Spec(packed(m, k)), across(k, n), epilogue, aux)
-
-
-def input_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.DGELU_BGRAD) -> MatmulProblem:
-    aux = Spec(packed(m, n)) if epilogue.is_derivative else None
-    return problem_of(Spec(packed(m, k)), Spec(packed(k, n)), epilogue, aux)
-
-
-def weight_gradient(m: int, n: int, k: int) -> MatmulProblem:
-    return problem_of(across(m, k), Spec(packed(k, n)), Epilogue.BGRADA)
-
-
-PRODUCTS = (forward(1000, 221, 48), input_gradient(1000, 221, 48), weight_gradient(48, 221, 1000))
+GELU, DGELU, SUM = Epilogue.GELU_AUX_BIAS, Epilogue.DGELU_BGRAD, Epilogue.BGRADA
+PRODUCTS = (forward(1000, 221, 48, GELU), input_gradient(1000, 221, 48, DGELU), weight_gradient(48, 221, 1000, SUM))
 
 
 @pytest.mark.parametrize("problem", PRODUCTS)
@@ -69,18 +47,18 @@ def test_what_is_taken_and_what_is_refused(problem: MatmulProblem) -> None:
 
 @pytest.mark.parametrize("shape", [(1000, 224, 48), (0, 221, 48), (1000, 221, 0), (1 << 17, 221, 48)])
 def test_whole_vectors_and_what_is_empty_or_large_are_the_library_s(shape: tuple[int, int, int]) -> None:
-    assert not supports(forward(*shape))
-    assert not supports(input_gradient(*shape))
+    assert not supports(forward(*shape, GELU))
+    assert not supports(input_gradient(*shape, DGELU))
 
 
 def test_rows_that_begin_anywhere_are_ragged() -> None:
-    whole = forward(1000, 224, 48)
+    whole = forward(1000, 224, 48, GELU)
     assert supports(replace(whole, a=replace(whole.a, alignment=2)))
     assert supports(replace(whole, d=Spec(Layout(1000, 224, Order.ROW, 225))))
 
 
 def test_a_gradient_s_weights_lie_in_rows() -> None:
-    problem = forward(1000, 221, 48, Epilogue.NONE)
+    problem = forward(1000, 221, 48)
     assert supports(problem)
     assert not supports(replace(problem, epilogue=Epilogue.BGRADA))
     assert not supports(replace(problem, epilogue=Epilogue.DGELU, aux=problem.d))
@@ -110,10 +88,10 @@ def test_it_is_an_algorithm_among_the_library_s() -> None:
 @pytest.mark.usefixtures("_on_an_h200")
 def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="does not take"):
-        TilePlan(forward(1000, 224, 48), 0)
+        TilePlan(forward(1000, 224, 48, GELU), 0)
     monkeypatch.setattr(methods, "workspace_size", lambda _: 1 << 20)
     with pytest.raises(PlanError, match="no room"):
-        TilePlan(weight_gradient(48, 63, 12_800), 0)
+        TilePlan(weight_gradient(48, 63, 12_800, SUM), 0)
     monkeypatch.setattr(methods, "device_info", lambda _: TURING)
     with pytest.raises(PlanError, match="tensor cores"):
         TilePlan(PRODUCTS[0], 0)

@@ -22,6 +22,7 @@ from lt_runtime.tuner.report import Tuned
 from lt_runtime.tuner.search import tune_chains
 from tests.support.chain_problems import backward_of, forward_of
 from tests.support.layer_gpu import BY_HEURISTIC, TUNED, LayerGpu
+from tests.support.product_problems import input_gradient
 
 RELU = LayerChain.of_mlp(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)
 GELU = LayerChain.of_mlp(16, (8, 24, 8), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
@@ -249,8 +250,7 @@ def test_problems_alone(gpu: LayerGpu) -> None:
 
 def a_product(epilogue: Epilogue, order: Order = Order.ROW) -> MatmulProblem:
     d = Layout(16, 24, order, 24 if order is Order.ROW else 16)
-    specs = Spec(packed(16, 40)), Spec(packed(40, 24)), Spec(d)
-    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs, epilogue)
+    return input_gradient(16, 24, 40, epilogue, dtype=DType.FLOAT32, d=Spec(d))
 
 
 def test_a_product_by_itself(gpu: LayerGpu) -> None:
@@ -273,10 +273,8 @@ def test_what_is_left_of_a_product_that_the_library_refuses(gpu: LayerGpu) -> No
 
 
 def test_what_is_empty_is_left_out(gpu: LayerGpu) -> None:
-    specs = Spec(packed(16, 0)), Spec(packed(0, 24)), Spec(packed(16, 24))
-    product = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
     forward = replace(forward_of(RELU, 1), x=Spec(packed(0, 24)), y=Spec(packed(0, 8)))
-    assert tune_all(product, LayerChain((Layer(forward),))) == []
+    assert tune_all(input_gradient(16, 24, 0), LayerChain((Layer(forward),))) == []
 
 
 def test_what_there_is_no_memory_for_is_left_alone(gpu: LayerGpu) -> None:

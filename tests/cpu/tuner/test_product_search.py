@@ -11,8 +11,7 @@ import pytest
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.layout import packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import DType, MatmulProblem
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.methods import NARROW_MATMUL, NarrowPlan, heuristic_algorithm, plan_from_blob
 from lt_runtime.store.entries import ProductEntry
@@ -25,14 +24,14 @@ from lt_runtime.tuner.verification import ProductOperands
 from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary, waves
 from tests.support.fake_clock import FakeClock
 from tests.support.host_memory import bits
+from tests.support.product_problems import forward, input_gradient
 from tests.support.right_products import right
 
 Fault = Callable[[ProductOperands], None]
 
 
 def a_problem(m: int = 16, n: int = 24, k: int = 40, **changes: Any) -> MatmulProblem:
-    specs = [Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n))]
-    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs, **changes)
+    return input_gradient(m, n, k, dtype=DType.FLOAT32, **changes)
 
 
 class FakeGpu(FakeLibrary):
@@ -182,14 +181,7 @@ class FakeNarrowPass:
         pass
 
 
-NARROW_PROBLEM = MatmulProblem(
-    DType.FLOAT32,
-    DType.FLOAT32,
-    Compute.FLOAT32,
-    Spec(packed(32, 40)),
-    Spec(packed(10, 40)).transposed,
-    Spec(packed(32, 10)),
-)
+NARROW_PROBLEM = forward(32, 10, 40, dtype=DType.FLOAT32)
 
 
 @pytest.fixture
@@ -241,8 +233,7 @@ ID, TILE, SPLITK, SCHEME = (
 
 
 def an_odd_problem(**changes: Any) -> MatmulProblem:
-    specs = [Spec(packed(*shape)) for shape in ((512, 769), (769, 1024), (512, 1024))]
-    return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, *specs, **changes)
+    return input_gradient(512, 1024, 769, **changes)
 
 
 @pytest.fixture
@@ -296,9 +287,7 @@ def test_a_plan_of_a_given_algorithm_asks_no_heuristic(library: FakeLibrary) -> 
     assert (plan.algorithm.blob, plan.algorithm.workspace_size) == (given.blob, 4096)
     assert plan.algorithm.waves_count == pytest.approx(waves(given))
     assert library.asked == []
-    specs = [Spec(packed(*shape)) for shape in ((5, 0), (0, 6), (5, 6))]
-    without_terms = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
-    assert MatmulPlan(without_terms, 0, algorithm=given.blob).algorithm is None
+    assert MatmulPlan(a_problem(5, 6, 0), 0, algorithm=given.blob).algorithm is None
 
 
 def test_what_speaks_against_a_given_algorithm(library: FakeLibrary) -> None:
