@@ -188,22 +188,10 @@ def test_targets_of_own_losses_have_a_graph_for_each_kind(gpu: FakeGpu) -> None:
     [
         (lambda cp: None, "OperandError", r"what the loss function returned is a NoneType \(None\); accepted are"),
         (lambda cp: 0.5, "OperandError", r"what the loss function returned is a float \(0.5\)"),
-        (
-            lambda cp: np.float32(0.5),
-            "DeviceError",
-            "what the loss function returned is a NumPy array, the model is on",
-        ),
+        (lambda cp: np.float32(0.5), "DeviceError", "what the loss function returned is a NumPy array, the model is"),
         (lambda cp: np.zeros((), np.float32), "DeviceError", "returned is a NumPy array"),
-        (
-            lambda cp: cp.zeros((), np.float16),
-            "DTypeError",
-            "what the loss function returned is float16; it must be float",
-        ),
-        (
-            lambda cp: cp.zeros((2,), np.float32),
-            "ShapeError",
-            r"returned has shape \(2,\); accepted are \(\) and \(1,\)",
-        ),
+        (lambda cp: cp.zeros((), np.float16), "DTypeError", "loss function returned is float16; it must be float"),
+        (lambda cp: cp.zeros((2,), np.float32), "ShapeError", r"returned has shape \(2,\); .* \(\) and \(1,\)"),
     ],
 )
 def test_what_a_loss_must_not_return(gpu: FakeGpu, returned: Any, error: str, message: str, graph: bool) -> None:
@@ -240,10 +228,8 @@ def test_a_loss_that_raises(gpu: FakeGpu, at: int) -> None:
 def test_weights_among_the_options_may_be_changed_where_they_lie(gpu: FakeGpu) -> None:
     """NumPy weights are copied once; weights on the device are read at each step."""
     own, host = gpu.cp.asarray(np.ones(5, np.float32)), np.ones(5, np.float32)
-    steps = [
-        made_step(gpu.lt, "cuda", loss="bce_with_logits", loss_options={"pos_weight": each})
-        for each in (own, host, None)
-    ]
+    options = [{"pos_weight": each} for each in (own, host, None)]
+    steps = [made_step(gpu.lt, "cuda", loss="bce_with_logits", loss_options=each) for each in options]
     gpu.streams.synchronize_all()
     batches = [batch_of(seed, "float32") for seed in range(2)]
     losses = [run(gpu, step, batches[:1]) for step in steps]

@@ -40,15 +40,8 @@ def test_defaults_are_pytorch_s() -> None:
 
 
 def test_grows_after_so_many_updates_in_a_row() -> None:
-    assert scales(lt.GradScaler(8.0, growth_interval=3), [GOOD] * 7) == [
-        (8, 1),
-        (8, 2),
-        (16, 0),
-        (16, 1),
-        (16, 2),
-        (32, 0),
-        (32, 1),
-    ]
+    expected = [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (32, 0), (32, 1)]
+    assert scales(lt.GradScaler(8.0, growth_interval=3), [GOOD] * 7) == expected
 
 
 def test_backs_off_and_counts_anew() -> None:

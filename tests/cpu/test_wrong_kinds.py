@@ -141,12 +141,8 @@ def matmul(world: World) -> Call:
 def loss(name: str, *names: str, labels: Any = np.float32, **more: tuple[int, ...]) -> Callable[[World], Call]:
     def make(world: World) -> Call:
         target = world.ones(M, dtype=labels) if labels is np.int32 else world.ones(M, N)
-        given = {
-            names[0]: world.ones(M, N),
-            names[1]: target,
-            "out_gradient": world.ones(M, N),
-            "out_loss": world.ones(),
-        }
+        given = {names[0]: world.ones(M, N), names[1]: target}
+        given |= {"out_gradient": world.ones(M, N), "out_loss": world.ones()}
         return getattr(world.lt, name), given | {each: world.ones(*shape) for each, shape in more.items()}
 
     return make
@@ -207,10 +203,8 @@ def batch(world: World) -> dict[str, Any]:
 
 
 def with_trained(name: str, **more: Any) -> Callable[[World], Call]:
-    return lambda world: (
-        getattr(world.lt, name),
-        {**dict(zip(("model", "optimizer"), world.trained(), strict=True)), **more},
-    )
+    names = ("model", "optimizer")
+    return lambda world: (getattr(world.lt, name), dict(zip(names, world.trained(), strict=True)) | more)
 
 
 def plain(path: str, /, **arguments: Any) -> Callable[[World], Call]:

@@ -73,11 +73,7 @@ class HostArray:
         ([1.0], OperandError, r"x is a list \(\[1.0\]\); accepted are NumPy and CuPy arrays"),
         (None, OperandError, "x is a NoneType"),
         (HostArray(), DeviceError, r"x lives on DLPack device \(1, 0\); accepted are NumPy arrays and GPUs"),
-        (
-            np.ones(3, ">f4"),
-            DTypeError,
-            r"byte order '>', as '>f4' says; accepted is this machine's, as in x.astype\('<f4'\)",
-        ),
+        (np.ones(3, ">f4"), DTypeError, r"byte order '>', .*accepted is this machine's, as in x.astype\('<f4'\)"),
     ],
 )
 def test_refused(array: Any, error: type[LtError], message: str) -> None:

@@ -68,19 +68,14 @@ def test_priors_are_derived_from_rows() -> None:
     rows = [measured(256, 512, 784, ENTRIES), measured(8192, 3072, 768, ENTRIES)]
     trees, quality = derived.derive(rows)
     backward = {name: tree for name, tree in trees["backward"].items() if not name.startswith("fp32")}
+    by_kernels = dict.fromkeys(("db", "derivative", "db_below"), "kernel") | {"dw_concurrent": False}
     assert {**trees, "backward": backward} == {
         "forward": {
             "bf16 gelu": {"epilogue": "bias", "saved": "preactivation"},
             "bf16 none": {"epilogue": "bias", "saved": "nothing"},
         },
         "backward": {
-            "bf16 gelu preactivation": {
-                "db": "kernel",
-                "derivative": "kernel",
-                "db_below": "kernel",
-                "dw_concurrent": False,
-            },
-            "bf16 other": dict.fromkeys(("db", "derivative", "db_below"), "kernel") | {"dw_concurrent": False},
+            **dict.fromkeys(("bf16 gelu preactivation", "bf16 other"), by_kernels),
             "bf16 none nothing": {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "dw_concurrent": False},
             "bf16 products": dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"dw_concurrent": True},
         },

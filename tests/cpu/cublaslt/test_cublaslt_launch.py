@@ -94,14 +94,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (DEVICE | {"beta": 1.0}, ArgumentError, "beta is 1.0"),
     (DEVICE | {"beta": 0x602}, AlignmentError, "beta is 0x602"),
     *(
-        (
-            {"addresses": tuple(address if each == name else 0x10000 for each in "abcd")},
-            error,
-            f"^{name} is .*; accepted: ",
-        )
+        ({"addresses": tuple(at if each == name else 0x10000 for each in "abcd")}, error, f"^{name} is .*; accepted: ")
         for name in "abcd"
         for error, addresses in ((ArgumentError, (0, -4, 2**64, None, 1.0)), (AlignmentError, (0x10002,)))
-        for address in addresses
+        for at in addresses
     ),
     ({"workspace": 0x50080}, AlignmentError, "workspace is 0x50080; accepted: a multiple of 256"),
     ({"workspace": 0}, ArgumentError, "workspace is 0; accepted: a device address"),

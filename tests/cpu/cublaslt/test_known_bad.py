@@ -50,11 +50,7 @@ AFFECTED: dict[str, list[dict[str, Any]]] = {
     "not aligned to 16 bytes": [
         {"epilogue": each, "vector_alignment": 8} for each in (Epilogue.BIAS, Epilogue.GELU_AUX_BIAS, Epilogue.BGRADA)
     ],
-    "misaligned address": [
-        {"d_alignment": 4},
-        {"d_alignment": 8, "c_alignment": 16},
-        {"d_alignment": 2, "asked_alignment": 4},
-    ],
+    "misaligned": [{"d_alignment": 4}, {"d_alignment": 8, "c_alignment": 16}, {"d_alignment": 2, "asked_alignment": 4}],
 }
 SOUND: list[dict[str, Any]] = [
     {},

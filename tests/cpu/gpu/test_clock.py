@@ -77,11 +77,7 @@ def test_captures_that_a_measurement_would_disturb(gpu: FakeGpu, monkeypatch: py
         call("cuStreamBeginCapture", gpu.stream.ptr, MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         with pytest.raises(errors.CaptureError, match="is being captured"), streams.beside_captures(0):
             pass
-        assert [streams.is_captured(stream) for stream in (0, gpu.other_stream.ptr, gpu.stream.ptr)] == [
-            False,
-            False,
-            True,
-        ]
+        assert [streams.is_captured(each) for each in (0, gpu.other_stream.ptr, gpu.stream.ptr)] == [False, False, True]
         call("cuGraphDestroy", call("cuStreamEndCapture", gpu.stream.ptr))
     answers = {
         driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: errors.CaptureError,

@@ -11,13 +11,10 @@ from lt_runtime.kernels.cross_entropy import RowGroup, RowSharing
 from lt_runtime.kernels.losses import flattened
 from lt_runtime.layout import Layout, Order, packed
 
+EXTENTS = st.integers(1, 10**6)
 
-@given(
-    rows=st.integers(1, 10**6),
-    cols=st.integers(1, 10**6),
-    order=st.sampled_from(Order),
-    itemsize=st.sampled_from((2, 4)),
-)
+
+@given(rows=EXTENTS, cols=EXTENTS, order=st.sampled_from(Order), itemsize=st.sampled_from((2, 4)))
 def test_every_row_has_threads(rows: int, cols: int, order: Order, itemsize: int) -> None:
     sharing = RowSharing.of(Layout(rows, cols, order, max(rows, cols)), itemsize)
     threads = sharing.row_group.threads

@@ -124,11 +124,8 @@ def test_first_use_tunes_before_it_plans(world: World, monkeypatch: pytest.Monke
         plan_of(FORWARD, 0, 0)
         plan_of(BACKWARD, 0, 0)
         plan_of(PRODUCT, 0, 0)
-    assert world.tuned == [
-        [LayerChain((Layer(FORWARD, plain_backward(FORWARD)),))],
-        [LayerChain((Layer(None, BACKWARD),))],
-        [PRODUCT],
-    ]
+    forward, backward = LayerChain((Layer(FORWARD, plain_backward(FORWARD)),)), LayerChain((Layer(None, BACKWARD),))
+    assert world.tuned == [[forward], [backward], [PRODUCT]]
 
 
 def test_inference_is_tuned_alone(world: World) -> None:

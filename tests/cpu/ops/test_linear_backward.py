@@ -35,12 +35,8 @@ def einsum_gradients(
     dz = dy.astype(np.float64) * reference.derivative(z, Activation(activation))
     dz = dz if factors is None else dz * factors
     x, w = x.astype(np.float64), w.astype(np.float64)
-    return {
-        "dx": np.einsum("mn,nk->mk", dz, w),
-        "dw": np.einsum("mn,mk->nk", dz, x),
-        "db": np.einsum("mn->n", dz),
-        "dz": dz,
-    }
+    dx, dw = np.einsum("mn,nk->mk", dz, w), np.einsum("mn,mk->nk", dz, x)
+    return {"dx": dx, "dw": dw, "db": np.einsum("mn->n", dz), "dz": dz}
 
 
 def assert_near(actual: Array, exact: Array, dtype: str) -> None:

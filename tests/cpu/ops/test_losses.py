@@ -124,11 +124,8 @@ def test_a_scale_keeps_small_gradients() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    logits=st.lists(st.lists(st.floats(-1e4, 1e4), min_size=3, max_size=3), min_size=1, max_size=5),
-    first=st.integers(0, 2),
-)
-def test_cross_entropy_of_large_logits(logits: list[list[float]], first: int) -> None:
+@given(logits=st.lists(st.tuples(*[st.floats(-1e4, 1e4)] * 3), min_size=1, max_size=5), first=st.integers(0, 2))
+def test_cross_entropy_of_large_logits(logits: list[tuple[float, ...]], first: int) -> None:
     scores, labels = np.array(logits), (np.arange(len(logits)) + first) % 3
     value, gradient = reference.cross_entropy(scores, labels)
     expected, exact = expected_cross_entropy(scores, labels)
@@ -195,10 +192,7 @@ BY_PYTORCH: list[tuple[str, Any, dict[str, Any], float, list[list[float]]]] = [
     ),
     (
         *("cross_entropy", np.array([2, 0]), {"class_weights": singles(0.5, 1, 2), "label_smoothing": 0.1}),
-        *(
-            1.1710713942470015,
-            [[0.1288954729, 0.0102238343, -0.1391193072], [-0.1849692749, 0.0588416021, 0.1261276728]],
-        ),
+        *(1.171071394247, [[0.1288954729, 0.0102238343, -0.1391193072], [-0.1849692749, 0.0588416021, 0.1261276728]]),
     ),
     (
         *("cross_entropy", np.array([2, -100]), {"class_weights": singles(0.5, 1, 2), "label_smoothing": 0.1}),

@@ -65,13 +65,9 @@ def test_forward_epilogues(epilogue: Epilogue) -> None:
 def test_derivatives_undo_what_forward_kept(activation: str, column_major: bool) -> None:
     a, b, w = _draw(M, K), _draw(K, N), _draw(N, N)
     order = "F" if column_major else "C"
-    aux = (
-        np.zeros((N if column_major else M, 16), np.uint8)
-        if activation == "relu"
-        else _aux(N, M).T
-        if column_major
-        else _aux(M, N)
-    )
+    aux = _aux(N, M).T if column_major else _aux(M, N)
+    if activation == "relu":
+        aux = np.zeros((N if column_major else M, 16), np.uint8)
     out = np.zeros((M, N), np.float32, order)
     assert lt.matmul(a, b, epilogue=f"{activation}_aux", aux=aux, out=out) is out
     gradient = np.zeros(N, np.float32)
@@ -146,11 +142,7 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"bias": _draw(2 * N)[::2], "epilogue": "bias"}, LayoutError, "bias has stride"),
     ({"bias": _draw(N).astype(np.float16), "epilogue": "bias"}, DTypeError, "bias is float16"),
     ({"bias_gradient": _draw(2 * N)[::2], "epilogue": "bgradb"}, LayoutError, "bias_gradient has strides"),
-    (
-        {"out": np.empty((2, M, N), np.float32)[::-1], "a": _draw(2, M, K)},
-        LayoutError,
-        "the first must not be negative",
-    ),
+    ({"out": np.empty((2, M, N), np.float32)[::-1], "a": _draw(2, M, K)}, LayoutError, "first must not be negative"),
     ({"c": _draw(N, M).T, "epilogue": "bgradb", "bias_gradient": _draw(N)}, LayoutError, "c is column-major"),
 ]
 

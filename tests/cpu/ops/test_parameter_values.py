@@ -118,19 +118,9 @@ def ones(dtype: Any, **places: Any) -> Array:
 
 
 REFUSED: list[tuple[str, Any, type[LtError], str]] = [
-    (
-        "float32",
-        np.ones((3, 2)),
-        ShapeError,
-        r"values is array\(.*, of shape \(3, 2\); it must have shape \(2, 3\), as p",
-    ),
+    ("float32", np.ones((3, 2)), ShapeError, r"values is array\(.*, of shape \(3, 2\); .* have shape \(2, 3\), as p"),
     ("float32", 1.0, ShapeError, r"values is 1.0, of shape \(\)"),
-    (
-        "float32",
-        np.ones((2, 3), np.complex64),
-        DTypeError,
-        r"values \(complex64\) is array.*; accepted are arrays of any",
-    ),
+    ("float32", np.ones((2, 3), np.complex64), DTypeError, r"values \(complex64\) is array.*; accepted are arrays"),
     ("float32", np.ones((2, 3), bool), DTypeError, r"values \(bool\)"),
     ("float32", [["a"] * 3] * 2, DTypeError, r"values \(<U1\) is \[\['a', 'a', 'a'\]"),
     ("float32", [[None] * 3] * 2, DTypeError, r"values \(object\)"),

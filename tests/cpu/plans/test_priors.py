@@ -105,12 +105,7 @@ def test_backward_takes_of_the_table_what_the_problem_has(table: dict[str, Any])
 
 
 def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: dict[str, Any]) -> None:
-    table["backward"]["bf16 none nothing"] = {
-        "db": "epilogue",
-        "derivative": "nobody",
-        "db_below": "nobody",
-        "dw_concurrent": False,
-    }
+    table["backward"]["bf16 none nothing"] = dict.fromkeys(FUSED, "nobody") | {"db": "epilogue", "dw_concurrent": False}
     assert first_backward(GELU, input_derivative=None).db is EPILOGUE
     own = derivative_of(forward_of(GELU))
     assert first_backward(GELU, 0, output_derivative=own, input_derivative=None).db is KERNEL
@@ -148,9 +143,7 @@ def test_few_ragged_columns_have_an_activation_of_their_own_pass(
 
 
 def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, Any]) -> None:
-    table["backward"]["bf16 products"] = dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {
-        "dw_concurrent": True
-    }
+    table["backward"]["bf16 products"] = dict.fromkeys(FUSED, "nobody") | {"dw_concurrent": True}
     assert first_backward(GELU, 0).dw_concurrent
     assert not first_backward(GELU, 1).dw_concurrent
 

@@ -30,11 +30,8 @@ def through(m: int, n: int, k: int, epilogue: Epilogue) -> MatmulProblem:
     return input_gradient(m, n, k, epilogue, aux=Spec(Layout(m, n, Order.ROW, -(-n // 128) * 128)))
 
 
-PRODUCTS = (
-    forward(256, 10, 512, Epilogue.BIAS),
-    input_gradient(256, 512, 10),
-    weight_gradient(10, 512, 256, Epilogue.BGRADA),
-)
+BIAS, SUM = Epilogue.BIAS, Epilogue.BGRADA
+PRODUCTS = (forward(256, 10, 512, BIAS), input_gradient(256, 512, 10), weight_gradient(10, 512, 256, SUM))
 
 
 @pytest.mark.parametrize("problem", PRODUCTS)
@@ -119,7 +116,7 @@ class _Recorded:
 
 
 def test_blocks_share_a_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _Recorded(weight_gradient(10, 512, 65536, Epilogue.BGRADA), monkeypatch)
+    made = _Recorded(weight_gradient(10, 512, 65536, SUM), monkeypatch)
     assert made.grid[1] > 1
     assert 132 <= made.blocks <= 2 * 132
     assert made.scratch_bytes == 4 * made.blocks * 10 * 64

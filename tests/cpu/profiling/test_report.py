@@ -67,11 +67,9 @@ def test_launches_of_a_kernel_in_one_place_are_summed() -> None:
 
 def test_copies_that_a_plan_chose_are_told_from_others() -> None:
     activities = [kernel("resize", 0, 1, *PATH), kernel("resize", 2, 1, "step", "loss"), kernel("gemm", 4, 1, *PATH)]
-    entries = {
-        (entry.name, entry.layer): entry.is_planned_copy
-        for entry in kernels_of(activities, 1, {FC: [Work(copies=True)]})
-    }
-    assert entries == {("resize", "fc"): True, ("resize", ""): False, ("gemm", "fc"): False}
+    found = kernels_of(activities, 1, {FC: [Work(copies=True)]})
+    copies = {(each.name, each.layer): each.is_planned_copy for each in found}
+    assert copies == {("resize", "fc"): True, ("resize", ""): False, ("gemm", "fc"): False}
 
 
 def test_gaps_and_overlap() -> None:

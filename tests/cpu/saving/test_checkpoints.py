@@ -183,11 +183,7 @@ CHANGED: list[tuple[str, Callable[[], Run], str]] = [
     ("weight_decay", lambda: run_of(weight_decay=0.3), "optimizer.weight_decay +0.01 +0.3"),
     ("weight_decay", with_rates(1.0, 0.5), r"optimizer.parameters.layer0.weight.weight_decay +None +0.5"),
     ("lr_scale", with_rates(0.5, None), r"optimizer.parameters.layer0.weight.lr_scale +1.0 +0.5"),
-    (
-        "schedule",
-        lambda: run_of(schedule=None),
-        "optimizer.schedule.decay +'linear' +'constant'\n  optimizer.schedule.war",
-    ),
+    ("schedule", lambda: run_of(schedule=None), "optimizer.schedule.decay +'linear' +'constant'\n  optimizer.schedule"),
     ("seed", other_model(seed=12), "model.seed +11 +12"),
     ("seed", lambda: run_of(seed=4), "optimizer.seed +0 +4"),
     ("dropout", other_model(dropout=0.5), "model.dropout +0.3 +0.5"),

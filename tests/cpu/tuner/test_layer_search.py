@@ -27,12 +27,8 @@ from tests.support.product_problems import input_gradient
 RELU = LayerChain.of_mlp(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)
 GELU = LayerChain.of_mlp(16, (8, 24, 8), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
 
-FUSED, MASKED, SPLIT, PLAIN = (
-    "relu_bias, keeps output",
-    "relu_aux_bias, keeps mask",
-    "bias, keeps output",
-    "none, keeps output",
-)
+FUSED, MASKED = "relu_bias, keeps output", "relu_aux_bias, keeps mask"
+SPLIT, PLAIN = "bias, keeps output", "none, keeps output"
 BY_KERNELS = "db by kernel, derivative by kernel, db below by kernel, from nothing and {}"
 BY_LIBRARY = "db by kernel, derivative by epilogue, db below by epilogue, from nothing and mask"
 BGRAD = "db by epilogue, derivative by kernel, db below by kernel, from nothing and {}"

@@ -263,11 +263,7 @@ def test_the_plans_own_is_first_and_no_algorithm_comes_twice(library: FakeLibrar
 
 
 def test_no_more_than_the_most(library: FakeLibrary) -> None:
-    library.offered = {
-        (WORKSPACE, BOTH): list(range(8)),
-        (4 << 20, BOTH): list(range(20, 28)),
-        (0, NONE): list(range(40, 48)),
-    }
+    library.offered = {(WORKSPACE, BOTH): [*range(8)], (4 << 20, BOTH): [*range(20, 28)], (0, NONE): [*range(40, 48)]}
     found = heuristic_candidates(MatmulPlan(an_odd_problem(), 0), WORKSPACE)
     assert ids(found) == [*range(8), *range(20, 28)]
     assert len(found) == MOST
