@@ -173,6 +173,8 @@ def gradients_macros(dtype: DType) -> Macros:
 class MlpForward:
     """The outputs of an MLP."""
 
+    scratch_bytes: Final = 0
+
     def __init__(self, problem: MLPProblem, x: Matrix, y: Matrix, device: int) -> None:
         self._layers = len(problem.dims) - 1
         warps, rows = _FORWARD_WARPS, _FORWARD_WARPS * _warp_rows(problem)

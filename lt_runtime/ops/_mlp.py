@@ -15,7 +15,7 @@ from lt_runtime.arrays.operand import Operand
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.mlp import MAX_LAYERS
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, result_spec
-from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
+from lt_runtime.plans.mlp import MlpPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan
 
@@ -23,8 +23,7 @@ _PLACES: Final = 2 * MAX_LAYERS  # each layer has a weight and a bias
 _FIRST: Final = 2  # place of the first weight among the arrays
 _OUT: Final = 1
 _LOSS: Final = _FIRST + 2 * _PLACES + 1  # index behind all parameters, their gradients, and the gradients' scale
-_forward_plan: Final = functools.lru_cache(maxsize=1024)(MlpForwardPlan)
-_backward_plan: Final = functools.lru_cache(maxsize=1024)(MlpBackwardPlan)
+_plan: Final = functools.lru_cache(maxsize=2048)(MlpPlan)
 
 
 def _named(suffix: str = "") -> tuple[str, ...]:
@@ -55,7 +54,7 @@ class MlpOutputs(Operation):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return _forward_plan(request.problem, *request.detail, device)
+        return _plan(request.problem, *request.detail, device)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: None, stream: int) -> Call:
         """See `Operation`."""
@@ -92,7 +91,7 @@ class MlpGradients(Operation):
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
         x, y, accumulate, loss = request.detail
-        return _backward_plan(request.problem, x, y, accumulate, device, loss)
+        return _plan(request.problem, x, y, device, accumulate, loss)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
         """See `Operation`."""

@@ -19,9 +19,7 @@ from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
-from lt_runtime.kernels.mlp import supports
-from lt_runtime.plans.decisions import known_layer, make_plan
-from lt_runtime.plans.mlp import known_mlp
+from lt_runtime.plans.decisions import known_entry, make_plan
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
@@ -128,20 +126,14 @@ def is_step_tuned(tune: bool | None) -> bool:
 
 def is_measured(problem: Remembered, device: int) -> bool:
     """Whether the plan cache has a usable entry for a problem."""
-    if isinstance(problem, MLPProblem):
-        return known_mlp(problem, device) is not None
-    store = plan_store(device)
-    entry = store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
-    return entry is not None
+    return known_entry(problem, plan_store(device)) is not None
 
 
 def _is_known(chain: LayerChain, device: int) -> bool:
     """Whether all problems of a chain are measured; if the chain can be fused, also the choice whether to fuse it."""
     from lt_runtime.tuner.chain import as_decided
 
-    problems: list[Remembered] = [*as_decided(chain, plan_store(device)).problems]
-    if chain.narrow is not None and supports(chain.narrow, device):
-        problems.append(chain.narrow)
+    problems = *as_decided(chain, plan_store(device)).problems, *chain.narrow(device)
     return all(is_measured(each, device) for each in problems)
 
 

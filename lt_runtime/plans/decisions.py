@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.priors import backward_priors, forward_priors
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, backward_strategies, forward_strategies
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
 from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
-from lt_runtime.store.entries import LayerEntry
+from lt_runtime.store.entries import Entry, LayerEntry
 from lt_runtime.store.entries import Strategy as StoredStrategy
-from lt_runtime.store.keys import Problem, from_json, problem_key
+from lt_runtime.store.keys import Problem, Remembered, problem_key, to_json
 from lt_runtime.store.plan_store import PlanStore, plan_store
 
 LayerProblem: TypeAlias = ForwardProblem | BackwardProblem
 LayerPlan: TypeAlias = ForwardPlan | BackwardPlan
 Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
+
+FUSED_MLP: Final = "fused_mlp"
+"""Key of an MLP's strategy in the plan cache: True if each pass is one kernel, False if each layer runs by itself."""
 
 
 def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -> Plan:
@@ -75,20 +78,27 @@ def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
     Raises:
         ValueError: the values are not one of the problem's strategies.
     """
-    kind: type[Strategy] = ForwardStrategy if isinstance(problem, ForwardProblem) else BackwardStrategy
-    strategy = from_json(kind, values)
-    if strategy not in strategies_of(problem):
-        raise ValueError(f"{strategy} is not one of the strategies of {problem}")
-    return strategy
+    for strategy in strategies_of(problem):
+        if to_json(strategy) == values:
+            return strategy
+    raise ValueError(f"{dict(values)} is not one of the strategies of {problem}")
 
 
-def known_layer(problem: LayerProblem, store: PlanStore) -> LayerEntry | None:
-    """The entry of a layer's problem in the plan cache; None if the problem was not measured.
+def known_entry(problem: Remembered, store: PlanStore) -> Entry | None:
+    """The entry of a problem in the plan cache; None if the problem was not measured, or if the entry is damaged."""
+    return store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
 
-    An entry whose strategy the problem does not allow is damaged. A warning is given, and the entry is not used again.
+
+def known_layer(problem: LayerProblem | MLPProblem, store: PlanStore) -> LayerEntry | None:
+    """The entry of a layer or of an MLP in the plan cache; None if it was not measured, or if the entry is damaged.
+
+    An entry is damaged if its strategy is not allowed. For a layer a warning is then given, and the entry is not used
+    again.
     """
     key = problem_key(problem)
     entry = store.layer(key)
+    if isinstance(problem, MLPProblem):
+        return entry if entry is not None and entry.strategy in ({FUSED_MLP: True}, {FUSED_MLP: False}) else None
     if entry is not None:
         try:
             stored_strategy(problem, entry.strategy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import replace
 
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
@@ -10,54 +10,36 @@ from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import MlpBackward, MlpForward, supports
 from lt_runtime.layout import Layout, packed
+from lt_runtime.plans.decisions import FUSED_MLP, known_layer
 from lt_runtime.problem import MLPProblem
 from lt_runtime.products.plan import Plan
-from lt_runtime.store.entries import LayerEntry
-from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
-
-FUSED_MLP: Final = "fused_mlp"
-"""Key of an MLP's strategy in the plan cache: True if each pass is one kernel, False if each layer runs by itself."""
 
 
 def is_fused(problem: MLPProblem, device: int) -> bool:
     """Whether each pass of an MLP runs in one kernel: the measured choice, or, if unmeasured, whenever possible."""
-    entry = known_mlp(problem, device)
-    if not supports(problem, device):
-        return False
-    return entry is None or entry.strategy[FUSED_MLP] is True
+    entry = known_layer(problem, plan_store(device))
+    return supports(problem, device) and (entry is None or entry.strategy[FUSED_MLP] is True)
 
 
-def known_mlp(problem: MLPProblem, device: int) -> LayerEntry | None:
-    """The entry of an MLP in the plan cache; None if the MLP was not measured, or if the entry is damaged."""
-    entry = plan_store(device).layer(problem_key(problem))
-    return entry if entry is not None and entry.strategy in ({FUSED_MLP: True}, {FUSED_MLP: False}) else None
-
-
-def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpForwardPlan | MlpBackwardPlan, ...]:
+def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpPlan, ...]:
     """The plans of an MLP's passes, for packed inputs and outputs."""
     x, y = packed(problem.rows, problem.dims[0]), packed(problem.rows, problem.dims[-1])
-    forward = MlpForwardPlan(problem, x, y, device)
-    return (forward, MlpBackwardPlan(problem, x, y, False, device)) if problem.backward else (forward,)
+    forward = MlpPlan(replace(problem, backward=False), x, y, device)
+    return (forward, MlpPlan(problem, x, y, device)) if problem.backward else (forward,)
 
 
-class MlpForwardPlan(Plan):
-    """The forward pass of an MLP. A call's addresses are those of x, y, and each layer's weight and bias."""
+class MlpPlan(Plan):
+    """A pass of an MLP: the gradients of its parameters if `problem.backward` is set, otherwise its outputs.
 
-    def __init__(self, problem: MLPProblem, x: Layout, y: Layout, device: int) -> None:
-        self.problem, self.device = problem, device
-        self._pass = MlpForward(problem, Matrix.of(x), Matrix.of(y), device)
+    A call's addresses are those of x, of the outputs y or of their gradient dy, of each layer's weight and bias, and of
+    the gradients of weights and biases. With a loss, the targets' address replaces that of dy, and the loss's address
+    comes last.
 
-    def put(self, call: Call, memory: StreamMemory) -> None:
-        """See `Plan`."""
-        self._pass.run(call, memory)
-
-
-class MlpBackwardPlan(Plan):
-    """The gradients of an MLP's parameters.
-
-    A call's addresses are those of x, of the gradient dy of the outputs, of each layer's weight and bias, and of their
-    gradients. With a loss, the targets' address replaces that of dy, and the loss's address comes last.
+    Args:
+        x, y: layouts of the inputs, and of the outputs, their gradient or the targets.
+        accumulate: whether the gradients are added to the values in their buffers.
+        loss: computes the gradient of the outputs from the targets.
     """
 
     def __init__(
@@ -65,12 +47,16 @@ class MlpBackwardPlan(Plan):
         problem: MLPProblem,
         x: Layout,
         y: Layout,
-        accumulate: bool,
         device: int,
+        accumulate: bool = False,
         loss: ElementwiseLoss | None = None,
     ) -> None:
         self.problem, self.device = problem, device
-        self._pass = MlpBackward(problem, Matrix.of(x), Matrix.of(y), accumulate, device, loss)
+        self._pass: MlpForward | MlpBackward
+        if problem.backward:
+            self._pass = MlpBackward(problem, Matrix.of(x), Matrix.of(y), accumulate, device, loss)
+        else:
+            self._pass = MlpForward(problem, Matrix.of(x), Matrix.of(y), device)
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""

@@ -100,8 +100,7 @@ def _known_rows(model: MLP, store: PlanStore) -> list[int]:
 def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[Remembered]:
     """The problems of a model's steps: the narrow MLP, its layers, and the layers' products."""
     for chain in chains_of(model, rows, accumulates=True):
-        if chain.narrow is not None:
-            yield chain.narrow
+        yield from chain.narrow(device)
         for problem in as_decided(chain, store).problems:
             yield problem
             if store.choice(problem_key(problem)) is not None:

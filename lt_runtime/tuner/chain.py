@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError
+from lt_runtime.kernels.mlp import supports
 from lt_runtime.layout import packed
-from lt_runtime.plans.decisions import LayerProblem, known_layer
+from lt_runtime.plans.decisions import LayerProblem, known_layer, strategies_of
 from lt_runtime.plans.strategies import forward_strategies, kept_spec, unchanged
 from lt_runtime.problem import (
     ALIGNMENT,
@@ -128,17 +129,16 @@ class LayerChain:
             return chain
         return cls(tuple(Layer(replace(each, backward=False)) for each in chain.forwards.values()))
 
-    @property
-    def narrow(self) -> MLPProblem | None:
-        """The chain as an `MLPProblem`, if one kernel might run each pass of the MLP; None otherwise."""
+    def narrow(self, device: int) -> list[MLPProblem]:
+        """The chain as an `MLPProblem`, if one kernel can run each pass of it on a GPU; otherwise an empty list."""
         forwards = [*self.forwards.values()]
         if len(forwards) < max(2, len(self.layers)):
-            return None
+            return []
         first = forwards[0]
         dims = (first.x.layout.cols, *(each.y.layout.cols for each in forwards))
         biases, backward = tuple(each.bias is not None for each in forwards), bool(self.backwards)
         problem = MLPProblem(first.dtype, first.x.layout.rows, dims, biases, first.activation, backward)
-        return problem if LayerChain.of_narrow(problem) == self else None
+        return [problem] if supports(problem, device) and LayerChain.of_narrow(problem) == self else []
 
     @property
     def forwards(self) -> dict[int, ForwardProblem]:
@@ -226,9 +226,9 @@ def as_decided(chain: LayerChain, store: PlanStore) -> LayerChain:
     return chain.keeping({index: saved_as(each, store) for index, each in chain.forwards.items()})
 
 
-def saved_kinds(problem: ForwardProblem) -> tuple[Saved, ...]:
-    """The kinds of tensors that a forward pass may save: one for each of its strategies, without repetition."""
-    return tuple(dict.fromkeys(strategy.saved for strategy in forward_strategies(problem)))
+def saved_kinds(problem: LayerProblem) -> tuple[Saved, ...]:
+    """The kinds of tensors that a pass may save: one for each of its strategies, without repetition."""
+    return tuple(dict.fromkeys(getattr(strategy, "saved", Saved.NOTHING) for strategy in strategies_of(problem)))
 
 
 def derivative_of(problem: ForwardProblem) -> Derivative:

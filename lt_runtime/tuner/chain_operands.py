@@ -6,6 +6,7 @@ faster.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -13,14 +14,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
 from lt_runtime.plans.decisions import LayerPlan, LayerProblem
-from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
+from lt_runtime.plans.mlp import MlpPlan
 from lt_runtime.plans.strategies import kept_spec
-from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
+from lt_runtime.problem import BackwardProblem, DType, ForwardProblem, MLPProblem, Philox, Saved, Spec
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
 from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Memory, Operands, operand_sets
 from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 
-_DROPOUT: Final = DropoutState(keep_threshold(0.1), Philox(seed=1))
+_DROPOUT: Final = DropoutState.of(0.1, Philox(seed=1), device=0, stream=0)
 _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 _ADDED_TO: Final = ("dw", "db", "db_below")
 """Outputs of a backward problem that it also reads if it accumulates."""
@@ -63,33 +64,29 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
     Args:
         saved: kind of the tensor that a forward problem saves.
     """
-    x, w = ("output", layer - 1, problem.x), ("weight", layer, problem.w)
+    found: dict[str, _Place] = {"x": ("output", layer - 1, problem.x), "w": ("weight", layer, problem.w)}
     if isinstance(problem, ForwardProblem):
-        bias = _vector("bias", layer, problem.y, problem.bias)
-        kept = (f"kept {saved.value}", layer, kept_spec(problem, saved))
-        found: dict[str, _Place] = {"x": x, "w": w, "bias": bias, "y": ("output", layer, problem.y), "kept": kept}
+        found["bias"] = _vector("bias", layer, problem.y, problem.bias)
+        found |= {"y": ("output", layer, problem.y), "kept": (f"kept {saved.value}", layer, kept_spec(problem, saved))}
     else:
-        own, below = problem.output_derivative, problem.input_derivative
-        dy, dx = ("gradient", layer, problem.dy), ("gradient", layer - 1, problem.dx)
-        dw, dz = ("weight gradient", layer, problem.dw), ("gradient before the activation", layer, problem.dz)
-        found = {"dy": dy, "x": x, "w": w, "saved": _saved(layer, own), "dx": dx, "dw": dw}
-        found |= {"db": _vector("bias gradient", layer, problem.dy, own.db), "dz": dz}
-        if below is not None and problem.dx is not None:
-            found["saved_below"] = _saved(layer - 1, below)
-            found["db_below"] = _vector("bias gradient", layer - 1, problem.x, below.db)
+        found |= {"dy": ("gradient", layer, problem.dy), "dx": ("gradient", layer - 1, problem.dx)}
+        found["dw"] = "weight gradient", layer, problem.dw
+        found["dz"] = "gradient before the activation", layer, problem.dz
+        derivatives = [("", layer, problem.dy, problem.output_derivative)]
+        if problem.input_derivative is not None and problem.dx is not None:
+            derivatives.append(("_below", layer - 1, problem.x, problem.input_derivative))
+        for suffix, at, output, derivative in derivatives:
+            role = "output" if derivative.saved is Saved.OUTPUT else f"kept {derivative.saved.value}"
+            found[f"saved{suffix}"] = role, at, derivative.saved_spec
+            found[f"db{suffix}"] = _vector("bias gradient", at, output, derivative.db)
     # The weights' scale gives x · wᵀ about the magnitude of x; the bias has the same scale as the weights.
     scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(max(problem.w.layout.cols, 1)) / 2))
     return {name: Tensor(role, at, spec, scales.get(name, 1.0)) for name, (role, at, spec) in found.items() if spec}
 
 
 _Place: TypeAlias = tuple[str, int, Spec | None]
-Placed: TypeAlias = Sequence[tuple[int, LayerPlan | MlpForwardPlan | MlpBackwardPlan]]
+Placed: TypeAlias = Sequence[tuple[int, LayerPlan | MlpPlan]]
 """Plans that run one after the other, each with the index of its layer in the chain."""
-
-
-def _saved(layer: int, derivative: Derivative) -> _Place:
-    role = "output" if derivative.saved is Saved.OUTPUT else f"kept {derivative.saved.value}"
-    return role, layer, derivative.saved_spec
 
 
 def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Place:
@@ -108,21 +105,16 @@ class ChainOperands(Operands):
         super().__init__()
         self._results: dict[str, Tensor] = {}
         for layer, problem in chain.runs:
-            kinds = saved_kinds(problem) if isinstance(problem, ForwardProblem) else (Saved.NOTHING,)
-            for tensors in (tensors_of(layer, problem, saved) for saved in kinds):
-                self._add(memory, problem, tensors)
-
-    def _add(self, memory: Memory, problem: LayerProblem, tensors: Mapping[str, Tensor]) -> None:
-        for tensor in tensors.values():
-            if tensor not in self.buffers:
-                dtype = None if tensor.is_mask else problem.dtype
-                self.buffers[tensor] = Buffer(memory, tensor.spec, dtype, scale=tensor.scale)
-        for name in (each for each in _RESULTS if each in tensors):
-            is_new = self._results.setdefault(name, tensors[name]) != tensors[name]
-            if is_new:
-                self._results[f"{name} of layer {tensors[name].layer}"] = tensors[name]
-        read = _ADDED_TO if isinstance(problem, BackwardProblem) and problem.accumulate else ()
-        self.outputs += [tensors[name] for name in (*_RESULTS, "kept") if name in tensors and name not in read]
+            read = _ADDED_TO if isinstance(problem, BackwardProblem) and problem.accumulate else ()
+            tensors = (tensors_of(layer, problem, saved).items() for saved in saved_kinds(problem))
+            for name, tensor in itertools.chain(*tensors):
+                if tensor not in self.buffers:
+                    dtype = None if tensor.is_mask else problem.dtype
+                    self.buffers[tensor] = Buffer(memory, tensor.spec, dtype, scale=tensor.scale)
+                if name in _RESULTS and self._results.setdefault(name, tensor) != tensor:
+                    self._results[f"{name} of layer {tensor.layer}"] = tensor
+                if name in (*_RESULTS, "kept") and name not in read:
+                    self.outputs.append(tensor)
 
     def prepare(self) -> None:
         """Fills inputs with data for which all strategies compute pre-activations of equal sign, and outputs with NaN.
@@ -135,22 +127,20 @@ class ChainOperands(Operands):
             buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
         self.poison()
 
-    def call(self, layer: int, plan: LayerPlan | MlpForwardPlan | MlpBackwardPlan, stream: int) -> Call:
+    def call(self, layer: int, plan: LayerPlan | MlpPlan, stream: int) -> Call:
         """The call that runs a plan of one of the chain's layers on these operands."""
         problem = plan.problem
-        if isinstance(plan, MlpForwardPlan | MlpBackwardPlan):
-            return Call(self._addresses_of_mlp(plan), stream)
-        if isinstance(problem, ForwardProblem):
-            tensors, dropouts = tensors_of(layer, problem, plan.strategy.saved), (problem.dropout, False)
-        else:
-            tensors, through = tensors_of(layer, problem), problem.input_derivative
-            dropouts = problem.output_derivative.dropout, through is not None and through.dropout
+        if isinstance(problem, MLPProblem):
+            return Call(self._addresses_of_mlp(problem), stream)
+        tensors = tensors_of(layer, problem, getattr(plan.strategy, "saved", Saved.NOTHING))
         addresses = (self.buffers[tensors[name]].address if name in tensors else 0 for name in problem.operands)
-        own, below = (_DROPOUT if each else None for each in dropouts)
+        is_forward = isinstance(problem, ForwardProblem)
+        dropping = (problem, None) if is_forward else (problem.output_derivative, problem.input_derivative)
+        own, below = (_DROPOUT if each is not None and each.dropout else None for each in dropping)
         return Call(tuple(addresses), stream, dropouts=(own, below))
 
-    def _addresses_of_mlp(self, plan: MlpForwardPlan | MlpBackwardPlan) -> tuple[int, ...]:
-        layers, goes_back = range(len(plan.problem.biases)), isinstance(plan, MlpBackwardPlan)
+    def _addresses_of_mlp(self, problem: MLPProblem) -> tuple[int, ...]:
+        layers, goes_back = range(len(problem.biases)), problem.backward
         places = [("output", -1), ("gradient" if goes_back else "output", layers[-1])]
         kinds = [("weight", "bias"), *([("weight gradient", "bias gradient")] if goes_back else [])]
         places += [(role, layer) for roles in kinds for layer in layers for role in roles]

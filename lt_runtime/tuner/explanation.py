@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated
-from lt_runtime.kernels.mlp import supports
-from lt_runtime.plans.decisions import make_layer_plan
-from lt_runtime.plans.mlp import FUSED_MLP, is_fused, known_mlp
+from lt_runtime.plans.decisions import FUSED_MLP, known_layer, make_layer_plan
+from lt_runtime.plans.mlp import is_fused
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.methods import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import ProductEntry
-from lt_runtime.store.keys import Remembered, problem_key, to_json
-from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.keys import Json, Remembered, problem_key, to_json
+from lt_runtime.store.plan_store import PlanStore, plan_store
 from lt_runtime.tuner import report
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.roofline import hardware, least_us
@@ -124,10 +123,7 @@ def explain_chain(chain: LayerChain, device: int) -> Explanations:
     """
     with activated(device):
         saved = {index: make_layer_plan(problem, device).strategy.saved for index, problem in chain.forwards.items()}
-    problems: list[Remembered] = [*chain.keeping(saved).problems]
-    narrow = chain.narrow
-    if narrow is not None and supports(narrow, device):
-        problems.append(narrow)
+    problems = *chain.keeping(saved).problems, *chain.narrow(device)
     return Explanations(explain_problem(each, device) for each in problems)
 
 
@@ -137,19 +133,18 @@ def explain_problem(problem: Remembered, device: int) -> Explanation:
     Raises:
         PlanError: cuBLASLt has no algorithm for one of the problem's products.
     """
-    least = least_us(problem, hardware(device))
-    if isinstance(problem, MLPProblem):
-        entry = known_mlp(problem, device)
-        products: tuple[ProductExplanation, ...] = ()
-        strategy = report.strategy_in_words({FUSED_MLP: is_fused(problem, device)})
-    else:
-        with activated(device):
-            if isinstance(problem, MatmulProblem):
-                return _explain_product(problem, device, least)
+    least, store = least_us(problem, hardware(device)), plan_store(device)
+    made: Mapping[str, AlgorithmPlan] = {}
+    with activated(device):
+        if isinstance(problem, MatmulProblem):
+            return _explain_product(problem, device, least)
+        if isinstance(problem, MLPProblem):
+            chosen: Json = {FUSED_MLP: is_fused(problem, device)}
+        else:
             plan = make_layer_plan(problem, device)
-            products = tuple(_explained(name, each, device) for name, each in plan.products.items())
-        entry = plan_store(device).layer(problem_key(problem))
-        strategy = report.strategy_in_words(to_json(plan.strategy))
+            made, chosen = plan.products, to_json(plan.strategy)
+    products = tuple(_explained(name, each, store) for name, each in made.items())
+    entry, strategy = known_layer(problem, store), report.strategy_in_words(chosen)
     if entry is None:
         return Explanation(problem, f"{strategy} (by the priors)", products, None, least)
     slower = sorted(entry.alternatives, key=lambda each: each.us)
@@ -160,14 +155,13 @@ def explain_problem(problem: Remembered, device: int) -> Explanation:
 
 def _explain_product(problem: MatmulProblem, device: int, least: float | None) -> Explanation:
     product = ProductPlan(problem, device).product
-    explained, fused = _explained("product", product, device), product.problem.epilogue is problem.epilogue
+    explained, fused = _explained("product", product, plan_store(device)), product.problem.epilogue is problem.epilogue
     strategy = "one product of cuBLASLt's" if fused else "a plain product, then our kernel"
     us = explained.entry.us if explained.entry and fused else None
     return Explanation(problem, strategy, (explained,), us, least)
 
 
-def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanation:
+def _explained(name: str, plan: AlgorithmPlan, store: PlanStore) -> ProductExplanation:
     problem = plan.problem
     algorithm = "" if problem.is_empty else report.algorithm_in_words(configuration(plan.blob))
-    entry = plan_store(device).product(problem_key(problem))
-    return ProductExplanation(name, report.describe(problem), algorithm, entry)
+    return ProductExplanation(name, report.describe(problem), algorithm, store.product(problem_key(problem)))

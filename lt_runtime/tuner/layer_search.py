@@ -61,25 +61,24 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
     """
     search = _Search(bench, store, part)
     while True:
-        wrong = len(search.wrong)
+        plans = len(search.before)
         search.time_alone(search.before, _SCREENING_ROUNDS, _SCREENING_S)
         promising = search.promising()
         search.tune_products(promising)
         search.plan_tuned(promising)
         decided = search.conclude()
-        if len(search.wrong) == wrong:
+        if len(search.before) == plans:
             return decided
-        # A plan with wrong results may be fast because it skips work. The search is repeated without it, because
-        # correct plans may have been dropped for being slower than the wrong plan.
+        # The race has removed a plan with wrong results, which may have been fast because it skips work. The search is
+        # repeated without it, because correct plans may have been dropped for being slower than the wrong plan.
 
 
 class _Search:
     """The plans of a part with their times and faults; its race compares splits, see `Contenders`.
 
     Attributes:
-        before: all plans that cuBLASLt accepts, with untuned algorithms.
+        before: all plans that cuBLASLt accepts and that are not wrong, with untuned algorithms.
         after: the promising plans that are not rejected, with tuned algorithms.
-        wrong: name of the first wrong output of each split that was rejected for its results.
     """
 
     def __init__(self, bench: Bench, store: PlanStore, part: LayerChain) -> None:
@@ -94,7 +93,6 @@ class _Search:
         self.after: _Plans = {}
         self._untuned, self._plainest = self._untuned_and_plainest(self.before)
         self._expected: Mapping[str, Any] = {}
-        self.wrong: dict[_Split, str] = {}
 
     def _plans(self, choose: Choose, only: Collection[_Key] | None = None) -> _Plans:
         """A plan for each strategy, or for the keys in `only`; strategies that cuBLASLt refuses are rejected.
@@ -248,24 +246,24 @@ class _Search:
         placed = {split: self._placed(split) for split in (*names, self._untuned)}
         return self._operands.take_times(placed, _FINALS_S, _FINAL_ROUNDS, least_us=sum(self._floors_us))
 
-    def faults(self, names: Collection[_Split]) -> dict[_Split, str]:
-        """Compares the results of each split with the results of the plainest split; see `Contenders`."""
-        found: dict[_Split, str] = {}
+    def reject_wrong(self, names: Collection[_Split]) -> list[_Split]:
+        """Compares the results of each split with the results of the plainest split; see `Contenders`.
+
+        The strategy of the plan that computed a wrong output is rejected.
+        """
+        found = []
         for split in names:
             if [*map(_key, split)] != [*map(_key, self._plainest)]:
                 results = self._operands.results(self._placed(split))
                 fault = disagreement(results, self._expected, split[0].problem.dtype)
                 if fault is not None:
-                    self.wrong[split], words = fault
-                    found[split] = f"wrong: {words}"
+                    output, words = fault
+                    found.append(split)
+                    key = _key(split[0 if output == "y" else -1])
+                    if self.after.pop(key, None) is not None:
+                        self.before.pop(key)
+                        self._reject_plan(key, f"wrong: {words}")
         return found
-
-    def reject(self, name: _Split, reason: str) -> None:
-        """Rejects the strategy of the plan that computed the wrong output; see `Contenders`."""
-        key = _key(name[0 if self.wrong[name] == "y" else -1])
-        if self.after.pop(key, None) is not None:
-            self.before.pop(key)
-            self._reject_plan(key, reason)
 
     def _entries(self, split: _Split, timing: Timing) -> dict[LayerProblem, LayerEntry]:
         """Entries of the forward problem, and of the backward problem for each tensor that forward may save.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -231,9 +231,9 @@ class Buffer:
         ours, theirs = (_flat(each.start, size) for each in (self, other))
         return self._memory.compare(ours, (1, 1, self.size // size), theirs).bad == 0
 
-    def compare(self, wanted: Buffer, *, limit: float = 0.0, relative: float = 0.0) -> Difference:
-        """Compares the elements with the elements of another buffer of the same operand; see `Memory.compare`."""
-        return self._memory.compare(self.elements, self.shape, wanted.elements, limit=limit, relative=relative)
+    def compare(self, wanted: Buffer, **tolerance: Any) -> Difference:
+        """Compares the elements with a buffer of as many rows and columns; for `tolerance` see `Memory.compare`."""
+        return self._memory.compare(self.elements, self.shape, wanted.elements, **tolerance)
 
     def count_written(self) -> int:
         """The number of elements, margin and gaps included, that have been written since `poison`."""
@@ -241,7 +241,7 @@ class Buffer:
         shape = 1, 1, self.size // self.itemsize
         return self._memory.compare(_flat(self.start, self.itemsize), shape, constant=poison).bad
 
-    def value(self, at: tuple[int, int, int]) -> float:
+    def value(self, at: Sequence[int]) -> float:
         """One element; a mask's bit as 0 or 1."""
         place = sum(index * stride for index, stride in zip(at, self._strides, strict=True))
         if self.dtype is None:
@@ -306,13 +306,9 @@ def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
 def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
     """Spec and type of each operand of a product, by name; a mask's type is None."""
     epilogue, result = problem.epilogue, problem.d_dtype
-    vector: Spec | None = None
-    if epilogue.has_bias or epilogue.has_bias_gradient:
-        vector = Spec(packed(1, problem.m if epilogue is Epilogue.BGRADA else problem.n), problem.bias_alignment)
-    aux = problem.aux, None if epilogue.activation == "relu" else result
-    found: dict[str, tuple[Spec | None, DType | None]] = {
-        "a": (problem.a, problem.dtype),
-        "b": (problem.b, problem.dtype),
-    }
-    found |= {"d": (problem.d, result), "c": (problem.c, result), "vector": (vector, result), "aux": aux}
-    return {name: (spec, dtype) for name, (spec, dtype) in found.items() if spec is not None}
+    length = problem.m if epilogue is Epilogue.BGRADA else problem.n
+    has_vector = epilogue.has_bias or epilogue.has_bias_gradient
+    vector = Spec(packed(1, length), problem.bias_alignment) if has_vector else None
+    types = {"a": problem.dtype, "b": problem.dtype, "aux": None if epilogue.activation == "relu" else result}
+    specs = {"a": problem.a, "b": problem.b, "d": problem.d, "c": problem.c, "vector": vector, "aux": problem.aux}
+    return {name: (spec, types.get(name, result)) for name, spec in specs.items() if spec is not None}

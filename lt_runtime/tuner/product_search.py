@@ -148,15 +148,17 @@ class Candidates:
         left = max(self._deadline - clock.watch.seconds, _LEAST_S)
         return take_times(launches, clock, len(self._operands), left, least_us=self._least_us)
 
-    def faults(self, names: Collection[str]) -> dict[str, str]:
+    def reject_wrong(self, names: Collection[str]) -> Collection[str]:
         """See `Contenders`."""
         found = verify({name: afresh(self._launches[name], self._bench) for name in names}, self._operands[0])
+        for name, fault in found.items():
+            self.reject(name, fault)
         if found:  # further candidates will be timed, on ordinary data
             self._operands[0].fill(NORMAL, 0)
         return found
 
     def reject(self, name: str, reason: str) -> None:
-        """See `Contenders`."""
+        """Moves a candidate from `plans` to `rejected`."""
         self.plans.pop(name, None)
         blob = self._blobs[name]
         self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))

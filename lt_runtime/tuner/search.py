@@ -10,10 +10,9 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from lt_runtime.errors import PlanError
-from lt_runtime.kernels.mlp import supports
 from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import LayerProblem, known_layer, make_layer_plan
-from lt_runtime.plans.mlp import FUSED_MLP, known_mlp, mlp_plans
+from lt_runtime.plans.decisions import FUSED_MLP, LayerProblem, known_layer, make_layer_plan
+from lt_runtime.plans.mlp import mlp_plans
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.product import library_may_fuse, plain_product
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedStrategy
@@ -23,15 +22,7 @@ from lt_runtime.tuner.chain import LayerChain, Part, as_decided, saved_as
 from lt_runtime.tuner.chain_operands import OperandSets, Placed, disagreement
 from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import find_algorithm
-from lt_runtime.tuner.report import (
-    Decided,
-    Progress,
-    Tuned,
-    choice_in_words,
-    describe,
-    rejection_in_words,
-    strategy_in_words,
-)
+from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe, rejection_in_words
 from lt_runtime.tuner.roofline import floor_us
 from lt_runtime.tuner.timing import Bench, Timing, clear_bench, race, workbench
 
@@ -96,13 +87,9 @@ class _Session:
         """The groups of problems of a chain; a single product is one group."""
         if isinstance(given, MatmulProblem):
             return [([given], partial(self._tune_product, given))]
-        found: list[_Group] = [
-            (given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts
-        ]
-        narrow = given.narrow
-        if narrow is not None and supports(narrow, self._device):
-            found.append(([narrow], partial(self._tune_mlp, given, narrow)))
-        return found
+        parts = [(given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts]
+        narrow = given.narrow(self._device)
+        return [*parts, *(([each], partial(self._tune_mlp, given, each)) for each in narrow)]
 
     def _tune_part(self, chain: LayerChain, part: Part) -> Tuned | None:
         """Decides a part; returns None if the part is empty or equal to an earlier part."""
@@ -115,16 +102,21 @@ class _Session:
         if is_empty or self._met.issuperset(cut.problems):
             return None
         self._met.update(cut.problems)
-        return self._known(cut) or self._measure(cut.problems, lambda bench: decide_part(bench, self._store, cut))
+        known = self._known(cut.problems, as_decided(cut, self._store).problems)
+        return known or self._measure(cut.problems, lambda bench: decide_part(bench, self._store, cut))
 
-    def _known(self, part: LayerChain) -> Tuned | None:
-        """The result for a part from the plan cache; None if the cache lacks one of the part's problems."""
-        problems = as_decided(part, self._store).problems
-        found = [entry for problem in problems if (entry := known_layer(problem, self._store)) is not None]
-        if len(found) < len(part.problems):
+    def _known(self, shown: Sequence[Remembered], decided: Sequence[LayerProblem | MLPProblem]) -> Tuned | None:
+        """The result for problems from the plan cache; None if the cache lacks one of them.
+
+        Args:
+            shown: the problems as the report names them.
+            decided: the same problems with the saved tensors that the plan cache has chosen.
+        """
+        found = [entry for each in decided if (entry := known_layer(each, self._store)) is not None]
+        if len(found) < len(shown):
             return None
         words, us = " | ".join(map(choice_in_words, found)), sum(each.us for each in found)
-        return Tuned((*part.problems,), us, us, words)
+        return Tuned((*shown,), us, us, words)
 
     def _measure(self, problems: Sequence[Remembered], decide: Callable[[Bench], Decided]) -> Tuned:
         """Decides problems on a bench, and remembers the entries."""
@@ -140,10 +132,8 @@ class _Session:
 
     def _tune_mlp(self, chain: LayerChain, problem: MLPProblem) -> Tuned:
         """Decides whether a narrow MLP runs by one kernel for each pass or layer by layer."""
-        entry = known_mlp(problem, self._device)
-        if entry is not None:
-            return Tuned((problem,), entry.us, entry.us, choice_in_words(entry))
-        return self._measure([problem], lambda bench: decide_mlp(bench, chain, problem))
+        known = self._known([problem], [problem])
+        return known or self._measure([problem], lambda bench: decide_mlp(bench, chain, problem))
 
     def _tune_product(self, problem: MatmulProblem) -> Tuned | None:
         """Decides a product, without its epilogue if cuBLASLt may not run that; returns None for an empty product."""
@@ -154,22 +144,23 @@ class _Session:
             entry = self._store.product(problem_key(each))
             if entry is not None:
                 return replace(_tuned(each, entry), problems=(problem,), measured=0, rejected=tuple(refused))
-            tuned = self._measure([problem], partial(self._decide_product, each))
+            tuned = self._measure([problem], partial(_decide_product, each))
             if tuned.measured:
                 return replace(tuned, rejected=(*refused, *tuned.rejected))
             refused += (f"{each.epilogue.value}: refused: {reason}" for reason in tuned.rejected)
         return replace(tuned, rejected=tuple(refused))
 
-    def _decide_product(self, problem: MatmulProblem, bench: Bench) -> Decided:
-        entry = find_algorithm(bench, problem)
-        return _tuned(problem, entry), {problem: entry}
+
+def _decide_product(problem: MatmulProblem, bench: Bench) -> Decided:
+    entry = find_algorithm(bench, problem)
+    return _tuned(problem, entry), {problem: entry}
 
 
 def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
     """A product's entry as a row of the report."""
-    words, reasons = choice_in_words(entry), tuple(each.reason for each in entry.rejected)
-    times = entry.first_us, entry.us
-    return Tuned((problem,), *times, f"{problem.epilogue.value} by {words}", entry.candidates, reasons)
+    words = f"{problem.epilogue.value} by {choice_in_words(entry)}"
+    reasons = tuple(each.reason for each in entry.rejected)
+    return Tuned((problem,), entry.first_us, entry.us, words, entry.candidates, reasons)
 
 
 def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
@@ -185,54 +176,53 @@ def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
     """
     search = _Passes(bench, chain, problem)
     is_fused, timings = race(search)
-    strategy, other = {FUSED_MLP: is_fused}, {FUSED_MLP: not is_fused}
-    rejected = tuple(RejectedStrategy(other, reason) for reason in search.rejected.values())
-    slower = timings.get(not is_fused)
-    measured = () if rejected or slower is None else (Alternative(other, slower.median_us),)
+    measured = [name for name in search.names() if name is not is_fused and name in timings]
+    slower = tuple(Alternative({FUSED_MLP: name}, timings[name].median_us) for name in measured)
     before, after = (timings[name].median_us for name in (True, is_fused))
-    words, reasons = strategy_in_words(strategy), tuple(map(rejection_in_words, rejected))
-    tuned = Tuned((problem,), before, after, words, search.operands.measured, reasons)
-    return tuned, {problem: LayerEntry(strategy, after, measured, rejected)}
+    entry = LayerEntry({FUSED_MLP: is_fused}, after, slower, tuple(search.rejected))
+    reasons = tuple(map(rejection_in_words, search.rejected))
+    tuned = Tuned((problem,), before, after, choice_in_words(entry), search.operands.measured, reasons)
+    return tuned, {problem: entry}
 
 
 class _Passes:
     """Two contenders: True runs each pass in one kernel, the untuned choice; False runs the MLP layer by layer.
 
     Attributes:
-        rejected: reasons by rejected contender.
+        rejected: the kernels' strategy, with the reason, if their results are wrong.
     """
 
     def __init__(self, bench: Bench, chain: LayerChain, problem: MLPProblem) -> None:
         forwards = {index: make_layer_plan(each, bench.device) for index, each in chain.forwards.items()}
         chain = chain.keeping({index: plan.strategy.saved for index, plan in forwards.items()})
-        fused: Placed = [(0, plan) for plan in mlp_plans(problem, bench.device)]
-        layers: Placed = [(index, make_layer_plan(each, bench.device)) for index, each in chain.runs]
-        self._plans = {True: fused, False: layers}
+        fused = [(0, plan) for plan in mlp_plans(problem, bench.device)]
+        layers = [(index, make_layer_plan(each, bench.device)) for index, each in chain.runs]
+        self._plans: dict[bool, Placed] = {True: fused, False: layers}
         self._chain, self._least_us = chain, floor_us([problem], bench.device)
         self._tolerance = problem.dtype, len(problem.biases)
         self.operands = OperandSets(bench, chain)
-        self.rejected: dict[bool, str] = {}
+        self.rejected: list[RejectedStrategy] = []
 
     def names(self) -> list[bool]:
         """See `Contenders`."""
-        return [name for name in self._plans if name not in self.rejected]
+        return [*self._plans]
 
     def take_times(self, names: Collection[bool]) -> dict[bool, Timing]:
         """See `Contenders`."""
         plans = {name: self._plans[name] for name in names}
         return self.operands.take_times(plans, _MLP_BUDGET_S, _MLP_ROUNDS, in_a_loop=True, least_us=self._least_us)
 
-    def faults(self, names: Collection[bool]) -> dict[bool, str]:
+    def reject_wrong(self, names: Collection[bool]) -> list[bool]:
         """Compares the kernels' outputs and gradients with those of the layers; see `Contenders`."""
         if True not in names:
-            return {}
+            return []
         results = self.operands.results(self._plans[False])
         # The other results are intermediates, which only the layers of the MLP read.
         output = f"y of layer {max(self._chain.forwards)}"
         expected = {name: each for name, each in results.items() if name == output or name.startswith(("dw", "db"))}
         wrong = disagreement(self.operands.results(self._plans[True]), expected, *self._tolerance)
-        return {} if wrong is None else {True: f"wrong: {wrong[1]}"}
-
-    def reject(self, name: bool, reason: str) -> None:
-        """See `Contenders`."""
-        self.rejected[name] = reason
+        if wrong is None:
+            return []
+        del self._plans[True]
+        self.rejected.append(RejectedStrategy({FUSED_MLP: True}, f"wrong: {wrong[1]}"))
+        return [True]

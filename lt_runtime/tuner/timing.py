@@ -205,7 +205,7 @@ def _in_doubt(times: Mapping[Name, float]) -> list[Name]:
 
     The first contender is included whenever it is far slower.
     """
-    limit, (first, *_) = _FAR_BEHIND * min(times.values()), times
+    limit, first = _FAR_BEHIND * min(times.values()), next(iter(times))
     return [name for name, us in times.items() if limit < us and (us < limit + _HOST_US or name == first)]
 
 
@@ -262,11 +262,11 @@ class Contenders(Protocol[Name]):
     def take_times(self, names: Collection[Name]) -> Mapping[Name, Timing]:
         """Times contenders against each other; the result lacks contenders that were not tried."""
 
-    def faults(self, names: Collection[Name]) -> Mapping[Name, str]:
-        """Runs contenders; returns a description of the fault for each contender whose results are wrong."""
+    def reject_wrong(self, names: Collection[Name]) -> Collection[Name]:
+        """Runs contenders; returns those with wrong results, and removes them from `names`.
 
-    def reject(self, name: Name, reason: str) -> None:
-        """Removes a contender, and all that share its fault, from `names`."""
+        Contenders that share the fault of a removed contender are removed too.
+        """
 
 
 class Outcome(NamedTuple, Generic[Name]):
@@ -294,9 +294,6 @@ def race(contenders: Contenders[Name]) -> Outcome[Name]:
         if winner != present:
             timings |= contenders.take_times([present, winner])
             winner = fastest({name: timings[name] for name in (present, winner)}, present)
-        faults = contenders.faults(list(dict.fromkeys((winner, present))))
-        for name, fault in faults.items():
-            contenders.reject(name, fault)
-        if winner not in faults:
+        if winner not in contenders.reject_wrong(list(dict.fromkeys((winner, present)))):
             return Outcome(winner, timings)
     raise PlanError("every contender is rejected")

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.verify import ACTIVATIONS, EXPECT_TILE, TYPES, Elements, ExpectParams, Results, Rounding
-from lt_runtime.problem import Compute, DType, MatmulProblem
+from lt_runtime.layout import packed
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, Memory, Operands, operands_of
 
 KINDS: Final = (LATTICE, EDGES, ONES)
@@ -56,20 +57,6 @@ class ProductOperands(Operands):
         written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
         self.outputs = [name for name, is_output in written.items() if is_output]
 
-    def snapshot(self) -> list[Buffer]:
-        """Copies of the outputs."""
-        return [self.buffers[name].snapshot() for name in self.outputs]
-
-    def same_as(self, snapshot: list[Buffer]) -> bool:
-        """Whether the outputs equal a snapshot bit for bit."""
-        now = (self.buffers[name] for name in self.outputs)
-        return all(each.equals(before) for each, before in zip(now, snapshot, strict=True))
-
-    def wrote_outside(self) -> bool:
-        """Whether the product has written between or behind the rows of D; the data must give results without NaN."""
-        d = self.buffers["d"]
-        return d.count_written() != math.prod(d.shape)
-
     def call(self, stream: int) -> Call:
         """The call of the product on these operands, with α = β = 1."""
         addresses = (self.buffers[name].address if name in self.buffers else 0 for name in self.problem.operands)
@@ -85,29 +72,19 @@ class Expected:
     """
 
     def __init__(self, memory: Memory, shape: tuple[int, int, int]) -> None:
-        self.shape, size = shape, math.prod(shape)
-        self._memory = memory
-        self._values, self._limits = (memory.allocate(_DOUBLE * size) for _ in range(2))
-        self.results = Results(self._values.data.ptr, self._limits.data.ptr)
+        batch, rows, cols = shape
+        spec = Spec(packed(rows, cols), batch_stride=rows * cols)
+        self._values, self._limits = (Buffer(memory, spec, DType.FLOAT64, batch) for _ in range(2))
+        self.results = Results(self._values.address, self._limits.address)
 
     def fault(self, name: str, output: Buffer) -> str | None:
         """A sentence on the first element of an output whose error exceeds its tolerance; None if all are right."""
-        _, rows, cols = self.shape
-        wanted = Elements(self.results.values, rows * cols, cols, 1, TYPES["float64"])
-        found = self._memory.compare(output.elements, self.shape, wanted, limits=self.results.limits)
+        found = output.compare(self._values, limits=self._limits.address)
         if not found.bad:
             return None
-        line, column = divmod(found.first, cols)
-        at = *divmod(line, rows), column
-        value, limit = (
-            self._memory.read(each + _DOUBLE * found.first, 1, np.float64)[0]
-            for each in (self.results.values, self.results.limits)
-        )
-        place = ", ".join(map(str, at))
-        return (
-            f"{name}[{place}] is {output.value(at):.9g} and not {value:.9g} ± {limit:.3g}; "
-            f"{found.bad} of {math.prod(self.shape)} elements there are off"
-        )
+        at = [int(index) for index in np.unravel_index(found.first, output.shape)]
+        is_off = f"is {output.value(at):.9g} and not {self._values.value(at):.9g} ± {self._limits.value(at):.3g}"
+        return f"{name}{at} {is_off}; {found.bad} of {math.prod(output.shape)} elements there are off"
 
 
 def verify(launches: Mapping[str, Callable[[], object]], operands: ProductOperands) -> dict[str, str]:
@@ -134,19 +111,24 @@ def _judge(launch: Callable[[], object], operands: ProductOperands, expected: Ma
     fault = disagreement(operands, expected)
     if fault is not None:
         return f"wrong: {fault}"
-    before = operands.snapshot()
+    before = {name: operands.buffers[name].snapshot() for name in operands.outputs}
     operands.poison()
     launch()
-    return None if operands.same_as(before) else "two runs differ"
+    is_same = all(operands.buffers[name].equals(each) for name, each in before.items())
+    return None if is_same else "two runs differ"
 
 
 def disagreement(operands: ProductOperands, expected: Mapping[str, Expected]) -> str | None:
-    """A sentence on the first element of any output whose error exceeds its tolerance; None if all are right."""
+    """A sentence on the first element of any output whose error exceeds its tolerance; None if all are right.
+
+    Memory between or behind the rows of D must still hold the NaN of `poison`; no expected result may be NaN.
+    """
     for name, each in expected.items():
         fault = each.fault(name, operands.buffers[name])
         if fault is not None:
             return fault
-    return "it writes outside of D" if operands.wrote_outside() else None
+    d = operands.buffers["d"]
+    return None if d.count_written() == math.prod(d.shape) else "it writes outside of D"
 
 
 def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expected]:
@@ -160,36 +142,31 @@ def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expecte
     at = {name: buffer.elements for name, buffer in operands.buffers.items()}
     shape = problem.batch, problem.m, problem.n
     found = {name: Expected(memory, shape) for name in ("d", "aux") if name in operands.outputs}
-    params = ExpectParams(at["a"], at["b"], d=found["d"].results, rounding=rounding)
+    c, bias = at.get("c", Elements()), at["vector"] if epilogue.has_bias else Elements()
+    aux = at["aux"] if epilogue.is_derivative else Elements()
+    params = ExpectParams(at["a"], at["b"], c, bias, aux, found["d"].results, rounding=rounding)
     params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
     params.accumulation = accumulation_error(problem, data)
     params.addition = 2 * _UNIT[_accumulator(problem)] if params.accumulation else 0.0
     if epilogue.activation == "gelu":
         params.approximation = _GELU_DERIVATIVE_ERROR if epilogue.is_derivative else _GELU_ERROR
     params.activation, params.is_derivative = ACTIVATIONS[epilogue.activation], epilogue.is_derivative
-    if problem.c is not None:
-        params.c = at["c"]
-    if epilogue.has_bias:
-        params.bias = at["vector"]
-    if epilogue.is_derivative:
-        params.aux = at["aux"]
-    elif "aux" in found:
+    if "aux" in found:
         params.kept, params.keeps_mask = found["aux"].results, operands.has_mask
-    if "vector" in operands.outputs and not epilogue.sums_operand:
-        tiles = -(-problem.m // EXPECT_TILE)
+    tiles = -(-problem.m // EXPECT_TILE)
+    if epilogue.sums_operand:
+        found["vector"] = _operand_sums(operands, rounding)
+    elif "vector" in operands.outputs:
         sums = memory.allocate(3 * _DOUBLE * tiles * problem.n)
         params.sums = sums.data.ptr
-        memory.expect(params, problem.batch)
+    memory.expect(params, problem.batch)
+    if params.sums:
         parts = memory.read(params.sums, 3 * tiles * problem.n, np.float64).reshape(tiles, 3, problem.n)
         total, squares, others = parts.sum(axis=0)
         # Rounding errors mostly cancel: their sum does not exceed eight times the root of the sum of their squares.
         found["vector"] = Expected(memory, (1, 1, problem.n))
         memory.write(found["vector"].results.values, total)
         memory.write(found["vector"].results.limits, _limits(total, 8.0 * squares**0.5 + others, rounding))
-    else:
-        memory.expect(params, problem.batch)
-    if epilogue.sums_operand:
-        found["vector"] = _operand_sums(operands, rounding)
     return found
 
 

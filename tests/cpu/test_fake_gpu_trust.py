@@ -148,7 +148,7 @@ def test_a_strategy_of_another_problem_is_not_used(
         return replace(entry, strategy={**entry.strategy, **values}) if key.startswith(kind) else entry
 
     plant(gpu, changed(measured, change))
-    with pytest.warns(UserWarning, match="has a damaged entry, which is not used .*Strategy") as caught:
+    with pytest.warns(UserWarning, match="has a damaged entry, which is not used .*strategies") as caught:
         Layer(gpu, GELU, gpu.stream).check()
     assert len(caught) == 1
     document = Document.read(plan_file(gpu))

@@ -15,7 +15,7 @@ from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Forw
 from lt_runtime.products.product import plain_product
 from lt_runtime.store.entries import LayerEntry, ProductEntry
 from lt_runtime.store.keys import from_json, problem_key
-from lt_runtime.tuner import layer_search, search
+from lt_runtime.tuner import chain, layer_search
 from lt_runtime.tuner.chain import Layer, LayerChain, Part, chains_of
 from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.report import Tuned
@@ -36,7 +36,7 @@ BGRAD = "db by epilogue, derivative by kernel, db below by kernel, from nothing 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host_memory: Memory) -> LayerGpu:
-    monkeypatch.setattr(search, "supports", lambda *_: False)  # narrow MLPs as a whole are tuned elsewhere
+    monkeypatch.setattr(chain, "supports", lambda *_: False)  # narrow MLPs as a whole are tuned elsewhere
     return LayerGpu(monkeypatch, tmp_path, host_memory)
 
 

@@ -217,11 +217,10 @@ class Few:
         contenders: Any = {name: self.launches[name] for name in names}
         return take_times(contenders, self.clock, 1, 1e9, least_us=self.least_us)  # type: ignore[arg-type]
 
-    def faults(self, names: Collection[str]) -> dict[str, str]:
-        return {name: "wrong" for name in names if name in self.wrong}
-
-    def reject(self, name: str, reason: str) -> None:
-        self.left.remove(name)
+    def reject_wrong(self, names: Collection[str]) -> set[str]:
+        wrong = self.wrong.intersection(names)
+        self.left = [name for name in self.left if name not in wrong]
+        return wrong
 
 
 def few(least_us: float = 0.0, **us: float) -> Few:
