@@ -10,7 +10,6 @@ from hypothesis import given, settings
 
 from lt_runtime.problem import Activation, DType
 from tests.support.fake_gpu import FakeGpu
-from tests.support.placed import FakeMachine
 from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
 from tests.support.strategies import COMPILING, LinearCase, MatmulCase
 
@@ -34,12 +33,12 @@ def _product(case: MatmulCase) -> MatmulCase:
 @_EXAMPLES
 @given(case=sixteen_bit_layers().map(_layer))
 def test_layers(gpu: FakeGpu, case: LinearCase, examples: Counter[str]) -> None:
-    RoundedLayer(FakeMachine(gpu), case).check()
+    RoundedLayer(gpu, case, gpu.stream).check()
     examples["16-bit layers rounded once on the pretended GPU"] += 1
 
 
 @_EXAMPLES
 @given(case=sixteen_bit_products().map(_product))
 def test_products(gpu: FakeGpu, case: MatmulCase, examples: Counter[str]) -> None:
-    RoundedProduct(FakeMachine(gpu), case).check()
+    RoundedProduct(gpu, case, gpu.stream).check()
     examples["16-bit products rounded once on the pretended GPU"] += 1

@@ -14,7 +14,7 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import DType, Philox, keep_threshold
 from lt_runtime.reference.philox import philox4x32
-from tests.support.gpu_arrays import Guarded
+from tests.support.placed import Placed
 from tests.support.strategies import TYPES, Placement, generators, placements, sizes
 
 
@@ -29,10 +29,10 @@ from tests.support.strategies import TYPES, Placement, generators, placements, s
     rng=generators,
 )
 def test_mask_is_the_references(
-    rows: int, cols: int, source: Placement, target: Placement, dtype: DType, p: float, rng: Philox
+    gpu: Any, rows: int, cols: int, source: Placement, target: Placement, dtype: DType, p: float, rng: Philox
 ) -> None:
-    x = Guarded(np.ones((rows, cols), dtype.numpy), source)
-    out = Guarded(np.zeros((rows, cols), dtype.numpy), target)
+    x = Placed(gpu, np.ones((rows, cols), dtype.numpy), source)
+    out = Placed(gpu, np.zeros((rows, cols), dtype.numpy), target)
     lt.dropout(x.array, p, rng, out=out.array)
     expected = reference.dropout_scale((rows, cols), p, rng).astype(dtype.numpy).astype(np.float64)
     np.testing.assert_array_equal(out.values(), expected)

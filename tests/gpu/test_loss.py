@@ -16,28 +16,29 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import assert_close
-from tests.support.gpu_arrays import EPSILON, Guarded
+from tests.support.gpu_arrays import EPSILON
+from tests.support.placed import FLAT, Placed
 from tests.support.strategies import TYPES, Placement, placements, sizes
 
 _seeds = st.integers(0, 2**32 - 1)
 _dtypes = st.sampled_from(list(TYPES))
-_FLAT = Placement(column_major=False, gap=0, offset=0)
 _classes = st.one_of(sizes, st.sampled_from((2, 7, 9, 33, 511, 1000, 1025, 2048, 2049, 5000)))
 
 
 def check_cross_entropy(
+    gpu: Any,
     logits: NDArray[Any],
     labels: NDArray[Any],
-    at: Placement = _FLAT,
-    out: Placement | None = _FLAT,
+    at: Placement = FLAT,
+    out: Placement | None = FLAT,
     label_smoothing: float = 0.0,
     ignore_index: int | None = -100,
     scale: float = 1.0,
 ) -> None:
     """Compares with the reference; without a placement the gradient is written over the logits."""
     dtype = DType.parse("logits", logits.dtype)
-    source = Guarded(logits, at)
-    gradient = source if out is None else Guarded(np.zeros_like(logits), out)
+    source = Placed(gpu, logits, at)
+    gradient = source if out is None else Placed(gpu, np.zeros_like(logits), out)
     loss, returned = lt.cross_entropy(
         source.array,
         cp.asarray(labels),
@@ -72,6 +73,7 @@ def check_cross_entropy(
     seed=_seeds,
 )
 def test_cross_entropy(
+    gpu: Any,
     rows: int,
     classes: int,
     dtype: DType,
@@ -88,32 +90,32 @@ def test_cross_entropy(
     labels = generator.integers(0, classes, rows).astype(np.int64 if wide else np.int32)
     if ignore_index is not None:
         labels[generator.random(rows) < 0.3] = ignore_index
-    check_cross_entropy(logits, labels, at, out, smoothing, ignore_index, scale)
+    check_cross_entropy(gpu, logits, labels, at, out, smoothing, ignore_index, scale)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("classes", [50304, 50257])
-@pytest.mark.parametrize("place", [_FLAT, Placement(False, 3, 1), Placement(True, 0, 0), None], ids=str)
-def test_a_vocabulary(dtype: DType, classes: int, place: Placement | None) -> None:
+@pytest.mark.parametrize("place", [FLAT, Placement(False, 3, 1), Placement(True, 0, 0), None], ids=str)
+def test_a_vocabulary(gpu: Any, dtype: DType, classes: int, place: Placement | None) -> None:
     generator = np.random.default_rng(classes)
     logits = (3 * generator.standard_normal((40, classes))).astype(dtype.numpy)
     labels = generator.integers(0, classes, 40)
     labels[[3, 39]] = -100
-    check_cross_entropy(logits, labels, place or _FLAT, place, 0.1)
+    check_cross_entropy(gpu, logits, labels, place or FLAT, place, 0.1)
 
 
-@pytest.mark.parametrize("out", [_FLAT, None], ids=["apart", "in place"])
+@pytest.mark.parametrize("out", [FLAT, None], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=str)
 @pytest.mark.parametrize(
     ("rows", "classes"), [(20000, 10), (8000, 1000), (5000, 300), (5000, 3000), (300, 70000), (150, 128256)]
 )
-def test_many_rows(rows: int, classes: int, dtype: DType, out: Placement | None) -> None:
+def test_many_rows(gpu: Any, rows: int, classes: int, dtype: DType, out: Placement | None) -> None:
     """A block or a warp processes several of the many rows, and a separate launch counts the ignored labels."""
     generator = np.random.default_rng(rows)
     logits = generator.standard_normal((rows, classes)).astype(dtype.numpy)
     labels = generator.integers(0, classes, rows)
     labels[generator.random(rows) < 0.5] = -100
-    check_cross_entropy(logits, labels, out=out)
+    check_cross_entropy(gpu, logits, labels, out=out)
 
 
 def test_more_than_two_to_the_31_logits() -> None:

@@ -68,9 +68,9 @@ def name_of(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_products(case: tuple[Any, ...]) -> None:
+def test_products(gpu: Any, case: tuple[Any, ...]) -> None:
     *arguments, place = case
-    product = Product(*arguments, place=PLACES[case[0]][place])
+    product = Product(gpu, *arguments, place=PLACES[case[0]][place])
     product.run()
     product.check()
 
@@ -78,15 +78,15 @@ def test_products(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("kind", TYPED_KINDS, ids=name_of)
 @pytest.mark.parametrize("c", ["in place", "apart"])
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (1.0, 0.0), (-0.75, 0.5)])
-def test_c_is_scaled_and_added(kind: tuple[Any, ...], c: str, alpha: float, beta: float) -> None:
-    product = Product(*kind, c=c, alpha=alpha, beta=beta)
+def test_c_is_scaled_and_added(gpu: Any, kind: tuple[Any, ...], c: str, alpha: float, beta: float) -> None:
+    product = Product(gpu, *kind, c=c, alpha=alpha, beta=beta)
     product.run()
     product.check()
 
 
 @pytest.mark.parametrize(("plan", "shape", "column_major", "epilogue"), NARROW_KINDS)
-def test_with_beta_0_c_is_not_read(plan: Any, shape: Any, column_major: Any, epilogue: Epilogue) -> None:
-    product = Product(plan, shape, DType.FLOAT32, column_major, epilogue, c="in place", beta=0.0)
+def test_with_beta_0_c_is_not_read(gpu: Any, plan: Any, shape: Any, column_major: Any, epilogue: Epilogue) -> None:
+    product = Product(gpu, plan, shape, DType.FLOAT32, column_major, epilogue, c="in place", beta=0.0)
     product.d_gpu.array[...] = cp.nan
     product.run()
     product.c[...] = 0.0
@@ -94,19 +94,19 @@ def test_with_beta_0_c_is_not_read(plan: Any, shape: Any, column_major: Any, epi
 
 
 @pytest.mark.parametrize(("plan", "shape", "column_major", "epilogue"), KINDS)
-def test_in_a_graph(plan: Any, shape: Any, column_major: Any, epilogue: Epilogue) -> None:
-    product = Product(plan, shape, DType.BFLOAT16, column_major, epilogue)
+def test_in_a_graph(gpu: Any, plan: Any, shape: Any, column_major: Any, epilogue: Epilogue) -> None:
+    product = Product(gpu, plan, shape, DType.BFLOAT16, column_major, epilogue)
     product.run_in_a_graph()
     product.check()
 
 
 @pytest.mark.parametrize(("plan", "shape", "column_major", "epilogue"), NARROW_KINDS)
-def test_tf32_is_computed_in_full_fp32(plan: Any, shape: Any, column_major: Any, epilogue: Epilogue) -> None:
-    product = Product(plan, shape, DType.FLOAT32, column_major, epilogue, compute=Compute.TF32)
+def test_tf32_is_computed_in_full_fp32(gpu: Any, plan: Any, shape: Any, column_major: Any, epilogue: Epilogue) -> None:
+    product = Product(gpu, plan, shape, DType.FLOAT32, column_major, epilogue, compute=Compute.TF32)
     product.run()
     product.check()
 
 
 @pytest.mark.parametrize("kind", TYPED_KINDS, ids=name_of)
-def test_the_tuner_s_verification_passes(kind: tuple[Any, ...]) -> None:
-    assert Product(*kind).tuner_objections() == {}
+def test_the_tuner_s_verification_passes(gpu: Any, kind: tuple[Any, ...]) -> None:
+    assert Product(gpu, *kind).tuner_objections() == {}

@@ -116,8 +116,8 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPED_KINDS, ids=name_of)
-def test_products_by_our_kernels(kind: tuple[Any, ...]) -> None:
-    product = Product(*kind)
+def test_products_by_our_kernels(gpu: Any, kind: tuple[Any, ...]) -> None:
+    product = Product(gpu, *kind)
 
     def run() -> list[Any]:
         product.run()

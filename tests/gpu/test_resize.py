@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cupy as cp
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from lt_runtime.kernels.resize import TABLE_BYTES, Resize, ResizePass, RowBuffers, RowsCopy, write_table
 from lt_runtime.layout import Layout, layout_of
 from lt_runtime.problem import DType
-from tests.support.gpu_arrays import Guarded
+from tests.support.placed import Placed
 from tests.support.strategies import TYPES, Placement
 
 PLACES = {"rows": Placement(False, 0, 0), "columns": Placement(True, 0, 0), "rows off 16 bytes": Placement(False, 3, 1)}
@@ -19,12 +21,12 @@ SIZES = [((255, 479), (255, 480)), ((300, 512), (297, 509)), ((7, 1001), (8, 100
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("source", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("target", PLACES.values(), ids=PLACES)
-def test_several_in_one_launch(dtype: DType, source: Placement, target: Placement) -> None:
+def test_several_in_one_launch(gpu: Any, dtype: DType, source: Placement, target: Placement) -> None:
     generator = np.random.default_rng(1)
     for sizes in (SIZES[:1], SIZES[1:]):
         values = [generator.standard_normal(size, np.float32).astype(dtype.numpy) for size, _ in sizes]
-        given = [Guarded(each, source) for each in values]
-        made = [Guarded(np.ones(size, dtype.numpy), target) for _, size in sizes]
+        given = [Placed(gpu, each, source) for each in values]
+        made = [Placed(gpu, np.ones(size, dtype.numpy), target) for _, size in sizes]
         pairs = [(one.array, other.array) for one, other in zip(given, made, strict=True)]
         resizes = [Resize(*(_layout(each) for each in pair)) for pair in pairs]
         stream = cp.cuda.get_current_stream().ptr

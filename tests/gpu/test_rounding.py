@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import DType
-from tests.support.gpu_arrays import GpuMachine
 from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
 from tests.support.strategies import LinearCase, MatmulCase, Placement
 
@@ -22,22 +22,22 @@ _EXAMPLES = settings(
 
 @_EXAMPLES
 @given(case=sixteen_bit_layers())
-def test_layers(case: LinearCase, examples: Counter[str]) -> None:
-    RoundedLayer(GpuMachine(), case).check()
+def test_layers(gpu: Any, case: LinearCase, examples: Counter[str]) -> None:
+    RoundedLayer(gpu, case).check()
     examples["16-bit layers rounded once"] += 1
 
 
 @_EXAMPLES
 @given(case=sixteen_bit_products())
-def test_products(case: MatmulCase, examples: Counter[str]) -> None:
-    RoundedProduct(GpuMachine(), case).check()
+def test_products(gpu: Any, case: MatmulCase, examples: Counter[str]) -> None:
+    RoundedProduct(gpu, case).check()
     examples["16-bit products rounded once"] += 1
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
 @pytest.mark.parametrize("c", [Placement(False, 0, 1), Placement(False, 0, 4), Placement(False, 1, 0)])
 @pytest.mark.parametrize("epilogue", [Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS])
-def test_products_over_a_ragged_c(epilogue: Epilogue, c: Placement, dtype: DType) -> None:
+def test_products_over_a_ragged_c(gpu: Any, epilogue: Epilogue, c: Placement, dtype: DType) -> None:
     """cuBLASLt's kernels round the product before they add C and the bias: on an H200 up to 99 times the bound."""
     flat = Placement(column_major=False, gap=0, offset=0)
     case = MatmulCase(
@@ -45,4 +45,4 @@ def test_products_over_a_ragged_c(epilogue: Epilogue, c: Placement, dtype: DType
         alpha=1.0, beta=1.0, with_c=True, in_place=False, device_scalars=False, a=flat, b=flat, c=c, d=flat,
         bias_offset=0, data_seed=0,
     )  # fmt: skip
-    RoundedProduct(GpuMachine(), case).check()
+    RoundedProduct(gpu, case).check()

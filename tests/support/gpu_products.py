@@ -18,7 +18,8 @@ from lt_runtime.reference import activate, derivative, pack_mask
 from lt_runtime.tuner.operands import Memory
 from lt_runtime.tuner.verification import ProductOperands, verify
 from tests.host_kernels.arrays import assert_close
-from tests.support.gpu_arrays import EPSILON, Guarded, spec_of
+from tests.support.gpu_arrays import EPSILON, spec_of
+from tests.support.placed import Placed
 from tests.support.strategies import Placement
 
 Array = NDArray[Any]
@@ -41,6 +42,7 @@ class Product:
 
     def __init__(
         self,
+        gpu: Any,
         kind: type[NarrowPlan | TilePlan],
         shape: tuple[int, int, int],
         dtype: DType,
@@ -58,9 +60,9 @@ class Product:
         self._roundings = _ROUNDINGS[kind]
         generator = np.random.default_rng(m + n + k)
 
-        def draw(rows: int, cols: int, across: bool = False) -> tuple[Array, Guarded]:
+        def draw(rows: int, cols: int, across: bool = False) -> tuple[Array, Placed]:
             values = generator.standard_normal((rows, cols), np.float32).astype(dtype.numpy)
-            return values, Guarded(values, Placement(across, *place))
+            return values, Placed(gpu, values, Placement(across, *place))
 
         (self.a, self.a_gpu), (self.b, self.b_gpu) = draw(m, k, column_major[0]), draw(k, n, column_major[1])
         (self.c, self.c_gpu), (self.z, self.z_gpu) = draw(m, n), draw(m, n)

@@ -40,16 +40,20 @@ class LayerData:
     """Operands of a case, and the reference's results for them."""
 
     def __init__(self, case: LinearCase, seed: int = 0) -> None:
-        generator = np.random.default_rng((case.data_seed, seed))
+        self._generator, self._dtype = np.random.default_rng((case.data_seed, seed)), case.dtype
         m, n, k = case.m, case.n, case.k
-        self.x, self.w = (lattice(generator, shape, case.dtype) for shape in ((m, k), (n, k)))
-        self.bias = lattice(generator, (n,), case.dtype) if case.bias else None
-        self.dy = lattice(generator, (m, n), case.dtype)
-        self.dw, self.db = lattice(generator, (n, k), case.dtype), lattice(generator, (n,), case.dtype)
+        self.x, self.w = self.draw((m, k)), self.draw((n, k))
+        self.bias = self.draw((n,), np.sqrt(k)) if case.bias else None
+        self.dy = self.draw((m, n))
+        self.dw, self.db = self.draw((n, k), np.sqrt(m)), self.draw((n,), np.sqrt(m))
         self.factors = reference.dropout_scale((m, n), case.dropout, case.rng) if case.dropout else np.ones((m, n))
         self.y, self.z = reference.linear_fwd(self.x, self.w, self.bias, case.activation, self.factors)
         self.gradients = reference.linear_bwd(self.dy, self.x, self.w, self.z, case.activation, self.factors)
         self.readings = readings(self.z, case.activation)
+
+    def draw(self, shape: tuple[int, ...], size: float = 1.0) -> Array:
+        """Draws exact numbers. `size` is the magnitude of a sum that the numbers are added to, for subclasses."""
+        return lattice(self._generator, shape, self._dtype)
 
 
 def readings(z: Array, activation: Activation) -> list[Array]:

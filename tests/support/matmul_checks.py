@@ -37,19 +37,25 @@ class Product:
 
     def __init__(self, gpu: FakeGpu, case: MatmulCase, stream: Any = None) -> None:
         self.gpu, self.case, self.stream = gpu, case, stream
-        generator = np.random.default_rng(case.data_seed)
+        self._generator = np.random.default_rng(case.data_seed)
         counts = {count for count in case.batches[:2] if count is not None}
         self.batch = max(counts) if counts else None
         m, n, k = case.m, case.n, case.k
-        self.a = _draw(generator, case.batches[0], (m, k), case.dtype)
-        self.b = _draw(generator, case.batches[1], (k, n), case.dtype)
-        self.c = _draw(generator, self.batch, (m, n), case.d_dtype) if case.with_c else None
-        self.bias = lattice(generator, (n,), case.d_dtype) if case.epilogue.has_bias else None
-        self.z = _draw(
-            generator, self.batch, (m, n), case.d_dtype
-        )  # the pre-activation at which an epilogue evaluates the derivative
+        self.a = self._draw(case.batches[0], (m, k), case.dtype)
+        self.b = self._draw(case.batches[1], (k, n), case.dtype)
+        self.c = self._draw(self.batch, (m, n), case.d_dtype, np.sqrt(k)) if case.with_c else None
+        self.bias = self._draw(None, (n,), case.d_dtype, np.sqrt(k)) if case.epilogue.has_bias else None
+        # the pre-activation at which an epilogue evaluates the derivative
+        self.z = self._draw(self.batch, (m, n), case.d_dtype)
         self._expect()
         self._place()
+
+    def _draw(self, batch: int | None, shape: tuple[int, ...], dtype: DType, size: float = 1.0) -> Array:
+        return self.draw(shape if batch is None else (batch, *shape), dtype, size)
+
+    def draw(self, shape: tuple[int, ...], dtype: DType, size: float) -> Array:
+        """Draws exact numbers. `size` is the magnitude of a sum that the numbers are added to, for subclasses."""
+        return lattice(self._generator, shape, dtype)
 
     def _expect(self) -> None:
         case, scalars = self.case, {"alpha": self.case.alpha, "beta": self.case.beta}
@@ -132,6 +138,11 @@ class Product:
         """Runs the product and returns D."""
         return self.gpu.lt.matmul(**self.operands, stream=self.stream)
 
+    def wait(self) -> None:
+        """Waits for the stream of the calls, and for no other stream."""
+        current = self.gpu.cp.cuda.get_current_stream()
+        self.gpu.synchronize((current if self.stream is None else self.stream).ptr)
+
     def check(self) -> None:
         """Runs the product and checks all results."""
         assert self.run() is self.operands["out"]
@@ -139,8 +150,7 @@ class Product:
 
     def check_results(self, d: Any = None) -> None:
         """Checks D, the auxiliary output and the bias gradient. `d` is D where it is not in the case's buffer."""
-        current = self.gpu.cp.cuda.get_current_stream()
-        self.gpu.synchronize((current if self.stream is None else self.stream).ptr)
+        self.wait()
         tolerance = self._tolerance()
         made = self.out.values() if d is None else host_of(self.gpu, d).astype(np.float64)
         assert_close("d", made, self.expected.d, tolerance)
@@ -175,11 +185,12 @@ class Product:
             limit = 2 * EPSILON[case.d_dtype] * (2 * np.abs(self.product) + sum(addends))
             assert_close("aux", self.aux.values(), self.product, limit)
             return
-        bits = reference.unpack_mask(host_of(self.gpu, self.operands["aux"]), case.m if self._flipped else case.n)
-        positive = np.swapaxes(bits, -1, -2) if self._flipped else bits
         # ReLU has no derivative at zero: either bit of the mask is right.
-        np.testing.assert_array_equal(positive | (self.product == 0), (self.product > 0) | (self.product == 0))
+        np.testing.assert_array_equal(self.mask | (self.product == 0), (self.product > 0) | (self.product == 0))
 
-
-def _draw(generator: np.random.Generator, batch: int | None, shape: tuple[int, ...], dtype: DType) -> Array:
-    return lattice(generator, shape if batch is None else (batch, *shape), dtype)
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """ReLU's mask as the call wrote it, a truth value for each element of D."""
+        case = self.case
+        bits = reference.unpack_mask(host_of(self.gpu, self.operands["aux"]), case.m if self._flipped else case.n)
+        return np.swapaxes(bits, -1, -2) if self._flipped else bits

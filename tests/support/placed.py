@@ -67,26 +67,3 @@ class Placed:
 def host_of(gpu: FakeGpu, array: Any) -> NDArray[Any]:
     """See `FakeGpu.host_of`."""
     return gpu.host_of(array)
-
-
-class FakeMachine:
-    """The pretended GPU as a `rounding_checks.Machine`."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu, self.lt, self.stream = gpu, gpu.lt, gpu.stream
-
-    def place(self, values: NDArray[Any], placement: Placement, multiple: int = 1) -> Placed:
-        """See `Machine`."""
-        return Placed(self._gpu, values, placement, multiple)
-
-    def array(self, values: NDArray[Any]) -> Any:
-        """See `Machine`."""
-        return self._gpu.cp.asarray(values)
-
-    def host(self, array: Any) -> NDArray[Any]:
-        """See `Machine`."""
-        return host_of(self._gpu, array)
-
-    def wait(self) -> None:
-        """See `Machine`."""
-        self._gpu.synchronize(self.stream.ptr)
