@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from typing import Any
 
@@ -137,15 +136,3 @@ def test_streams(monkeypatch: pytest.MonkeyPatch, stream: Any, handle: int) -> N
 def test_no_streams(stream: Any) -> None:
     with pytest.raises(LtError, match=r"stream is .*; accepted are None, an int handle, or an object with"):
         stream_handle(stream, 0)
-
-
-def test_pytorch_is_recognised_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tensor:
-        is_cuda = False
-        device = "cpu"
-
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor))
-    with pytest.raises(
-        DeviceError, match=r"x is .*, a tensor on cpu, .* not accepted; pass x\.numpy\(\), or move it to a GPU"
-    ):
-        read("x", Tensor(), 0)

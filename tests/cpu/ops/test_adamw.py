@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime import schedules
+from lt_runtime import reference, schedules
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LayoutError, LtError, OperandError, ShapeError
+from lt_runtime.reference.adamw import learning_rate_factor
 from lt_runtime.schedules import Schedule
 from tests.support.numpy_cases import DTYPES, Array, DeviceArray, numbers
 
@@ -37,16 +38,6 @@ def train(
     return optimizer, norms
 
 
-def scalar_factor(schedule: Schedule, step: int) -> float:
-    if step <= schedule.warmup_steps:
-        return step / schedule.warmup_steps
-    if schedule.decay == "constant":
-        return 1.0
-    progress = min(1.0, (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps))
-    shape = {"linear": 1 - progress, "cosine": math.cos(math.pi / 2 * progress) ** 2}[schedule.decay]
-    return schedule.final_factor + shape * (1 - schedule.final_factor)
-
-
 def scalar_adamw(
     value: float,
     gradients: list[float],
@@ -56,10 +47,10 @@ def scalar_adamw(
     lr_scale: float = 1.0,
     weight_decay: float = 0.3,
 ) -> float:
-    """PyTorch's documented algorithm, one number at a time in double precision."""
+    """PyTorch's documented algorithm, one number at a time in double precision. test_schedules.py holds the factors."""
     m = v = v_max = 0.0
     for step, gradient in enumerate(gradients, 1):
-        rate = 0.02 * lr_scale * scalar_factor(schedule, step)
+        rate = 0.02 * lr_scale * learning_rate_factor(schedule, step)
         value -= rate * weight_decay * value
         m = 0.8 * m + 0.2 * gradient
         v = 0.95 * v + 0.05 * gradient**2
@@ -133,6 +124,12 @@ def test_clipping_is_over_all_parameters_together(max_norm: float) -> None:
         assert_follows(tensor.data, start, gradient)
     assert optimizer.grad_norm.dtype == np.float32
     assert optimizer.grad_norm.shape == ()
+
+
+def test_clipping_adds_to_the_norm_what_pytorch_adds() -> None:
+    assert reference.clip_factor(1e-6, 1e-6) == pytest.approx(0.5)
+    assert reference.clip_factor(0.0, 1.0) == 1.0
+    assert np.isnan(reference.clip_factor(float("nan"), 1.0))
 
 
 def test_the_norm_is_measured_only_where_it_is_needed() -> None:

@@ -223,3 +223,26 @@ def test_weights_of_rows(name: str, parts: int) -> None:
     np.testing.assert_allclose(np.concatenate([part.gradient for part in made]), exact, rtol=1e-5, atol=1e-9)
     losses = sum(float(row.loss) * weight for row, weight in zip(rows, weights, strict=True))
     assert sum(float(part.loss) for part in made) / parts == pytest.approx(losses / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("row_weights", [None, singles(2, 0.5, 1.25)])
+@pytest.mark.parametrize("class_weights", [None, singles(0.5, 1, 3, 2)])
+def test_weights_of_rows_and_classes(smoothing: float, row_weights: Any, class_weights: Any) -> None:
+    """Weights of classes count in the divisor of the mean, and weights of rows do not."""
+    logits, labels = numbers(4, (3, C), "float32"), np.array([2, -100, 0])
+    of_rows = (1 if row_weights is None else row_weights) * (labels >= 0)
+    of_classes = np.ones(C) if class_weights is None else class_weights
+    log_softmax = special.log_softmax(logits.astype(np.float64), axis=1)
+    target = ((1 - smoothing) * np.eye(C)[labels % C] + smoothing / C) * of_classes * of_rows[:, None]
+    divisor = of_classes[2] + of_classes[0]
+    options = {"label_smoothing": smoothing, "class_weights": class_weights, "row_weights": row_weights}
+    result = lt.cross_entropy(logits, labels, **options)
+    assert float(result.loss) == pytest.approx(-(target * log_softmax).sum() / divisor, rel=1e-6)
+    exact = (np.exp(log_softmax) * target.sum(axis=1, keepdims=True) - target) / divisor
+    np.testing.assert_allclose(result.gradient, exact, rtol=1e-5, atol=1e-8)
+
+
+def test_bce_is_finite_for_logits_of_any_size() -> None:
+    result = lt.bce_with_logits(singles(-800, 800, -800, 800)[None], singles(0, 1, 1, 0)[None])
+    assert (float(result.loss), result.gradient.tolist()) == (400.0, [[0.0, 0.0, -0.25, 0.25]])

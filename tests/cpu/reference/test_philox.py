@@ -101,14 +101,6 @@ def test_masks_of_other_seeds_layers_and_steps_are_unrelated(p: float, other: Ph
     assert abs(agreement - chance) < 5 * math.sqrt(chance * (1 - chance) / size)
 
 
-def test_step_may_be_an_array() -> None:
-    step = np.array([41], np.uint32)
-    philox = Philox(1, 2, step)
-    assert (dropout_mask((64,), 0.5, philox) == dropout_mask((64,), 0.5, Philox(1, 2, 41))).all()
-    step += 1
-    assert (dropout_mask((64,), 0.5, philox) == dropout_mask((64,), 0.5, Philox(1, 2, 42))).all()
-
-
 @pytest.mark.parametrize(
     ("p", "threshold"), [(0.0, 65536), (2.0**-16, 65535), (0.1, 58982), (0.5, 32768), (1 - 2.0**-16, 1), (1 - 1e-9, 1)]
 )
