@@ -1,10 +1,13 @@
-"""Layers and products of any layout, epilogue and size on the pretended GPU, against the float64 reference."""
+"""Layers and products of any layout, epilogue and size on the pretended GPU, against the float64 reference; 16-bit
+results are rounded once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Final
 
 from hypothesis import given, settings
 
@@ -12,40 +15,57 @@ from lt_runtime.problem import Activation, DType
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer
 from tests.support.matmul_checks import Product
+from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
 from tests.support.strategies import COMPILING, LinearCase, MatmulCase, linear_cases, matmul_cases
 
-_EXAMPLES = settings(COMPILING, max_examples=150)
-_FEW = ("none", "relu", "gelu")
+_EXAMPLES, _FEWER = settings(COMPILING, max_examples=150), settings(COMPILING, max_examples=60)
+_FP32: Final = dict.fromkeys(("none", "relu", "gelu"), DType.FLOAT32)
+_SIXTEEN_BITS: Final = {"none": DType.BFLOAT16, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16}
 
 
-def _layer(case: LinearCase) -> LinearCase:
-    """Limits a case to FP32, and dropout to GELU, so that few kernels are compiled."""
-    name = case.activation.name if case.activation.name in _FEW else "relu"
-    changes: dict[str, Any] = {"activation": Activation(name), "dtype": DType.FLOAT32}
-    changes["dropout"] = 0.5 if name == "gelu" and case.dropout else 0.0
-    return dataclasses.replace(case, **changes)
-
-
-_RESULTS = {"none": DType.FLOAT32, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16}
+def _layer(case: LinearCase, types: Mapping[str, DType]) -> LinearCase:
+    """Gives each activation one type, and dropout only to GELU, so that few kernels are compiled."""
+    name = case.activation.name if case.activation.name in types else "relu"
+    dropout = 0.5 if name == "gelu" and case.dropout else 0.0
+    return dataclasses.replace(case, activation=Activation(name), dtype=types[name], dropout=dropout)
 
 
 def _product(case: MatmulCase) -> MatmulCase:
     """Gives each activation one 16-bit type, so that few kernels are compiled."""
-    if case.dtype.itemsize != 2:
-        return case
-    result = _RESULTS[case.epilogue.activation]
-    return dataclasses.replace(case, dtype=DType.BFLOAT16 if result is DType.FLOAT32 else result, d_dtype=result)
+    dtype = _SIXTEEN_BITS[case.epilogue.activation]
+    return dataclasses.replace(case, dtype=dtype, d_dtype=dtype) if case.dtype.itemsize == 2 else case
+
+
+def _wide_product(case: MatmulCase) -> MatmulCase:
+    """The 16-bit type of an activation; the result of a product without one is FP32."""
+    case = _product(case)
+    is_wide = case.dtype.itemsize == 2 and case.epilogue.activation == "none"
+    return dataclasses.replace(case, d_dtype=DType.FLOAT32) if is_wide else case
 
 
 @_EXAMPLES
-@given(case=linear_cases().map(_layer))
+@given(case=linear_cases().map(lambda case: _layer(case, _FP32)))
 def test_layers(gpu: FakeGpu, case: LinearCase, examples: Counter[str]) -> None:
     Layer(gpu, case, gpu.stream).check()
     examples["layers on the pretended GPU"] += 1
 
 
 @_EXAMPLES
-@given(case=matmul_cases().map(_product))
+@given(case=matmul_cases().map(_wide_product))
 def test_products(gpu: FakeGpu, case: MatmulCase, examples: Counter[str]) -> None:
     Product(gpu, case, gpu.stream).check()
     examples["products on the pretended GPU"] += 1
+
+
+@_FEWER
+@given(case=sixteen_bit_layers().map(lambda case: _layer(case, _SIXTEEN_BITS)))
+def test_layers_are_rounded_once(gpu: FakeGpu, case: LinearCase, examples: Counter[str]) -> None:
+    RoundedLayer(gpu, case, gpu.stream).check()
+    examples["16-bit layers rounded once on the pretended GPU"] += 1
+
+
+@_FEWER
+@given(case=sixteen_bit_products().map(_product))
+def test_products_are_rounded_once(gpu: FakeGpu, case: MatmulCase, examples: Counter[str]) -> None:
+    RoundedProduct(gpu, case, gpu.stream).check()
+    examples["16-bit products rounded once on the pretended GPU"] += 1

@@ -1,7 +1,10 @@
-"""Forward on NumPy arrays: values against scalar sums, layouts, types, buffers, empty axes."""
+"""Layers on NumPy arrays, forward and backward: values against scalar sums, gradients against finite differences,
+layouts, types, buffers, subsets, accumulation and empty axes.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,13 +14,14 @@ from hypothesis import strategies as st
 
 import lt_runtime as lt
 from lt_runtime import reference
-from lt_runtime.problem import ACTIVATIONS
+from lt_runtime.problem import ACTIVATIONS, Activation
 from tests.host_kernels.arrays import Guarded
-from tests.support.numpy_cases import DTYPES, FORMULAS, assert_rounded, numbers, scalar_linear
+from tests.support.numpy_cases import DTYPES, FORMULAS, PLACES, ULP, Array, assert_rounded, numbers, scalar_linear
 from tests.support.strategies import Placement
 
-M, N, K = 5, 6, 7
+M, N, K = 4, 5, 3
 SIZE = st.integers(1, 9)
+NEEDS = list(itertools.product([False, True], repeat=3))
 PLACE = st.builds(Placement, st.booleans(), st.integers(0, 3), st.integers(0, 3))
 
 
@@ -106,3 +110,174 @@ def test_overflow_and_nan_are_results() -> None:
 def test_options_without_a_meaning_on_the_host_change_nothing(option: dict[str, Any]) -> None:
     x, w = numbers(0, (M, K), "float32"), numbers(1, (N, K), "float32")
     assert (lt.linear(x, w, activation="relu", **option) == lt.linear(x, w, activation="relu")).all()
+
+
+def operands(dtype: str) -> tuple[Array, Array, Array, Array]:
+    """x, w, bias and dy."""
+    x, w, bias, dy = (numbers(seed, shape, dtype) for seed, shape in enumerate(((M, K), (N, K), (N,), (M, N))))
+    return x, w, bias, dy
+
+
+def einsum_gradients(
+    dy: Array, x: Array, w: Array, z: Array, activation: str, factors: Array | None
+) -> dict[str, Array]:
+    """dx, dw, db and dz by explicit sums; only the activation's derivative is the reference's."""
+    dz = dy.astype(np.float64) * reference.derivative(z, Activation(activation))
+    dz = dz if factors is None else dz * factors
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    dx, dw = np.einsum("mn,nk->mk", dz, w), np.einsum("mn,mk->nk", dz, x)
+    return {"dx": dx, "dw": dw, "db": np.einsum("mn->n", dz), "dz": dz}
+
+
+def assert_near(actual: Array, exact: Array, dtype: str) -> None:
+    """Compares within the rounding of a result that was computed in float64."""
+    assert actual.dtype == DTYPES[dtype]
+    np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=ULP[dtype], atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_gradients_of_every_activation_and_type(activation: str, dtype: str, p: float) -> None:
+    x, w, bias, dy = operands(dtype)
+    rng = lt.Philox(9, 8, 7)
+    _, ctx = lt.linear_fwd(x, w, bias, activation=activation, dropout=p, rng=rng)
+    dz = np.zeros((M, N), DTYPES[dtype])
+    gradients = lt.linear_bwd(dy, ctx, out_dz=dz)
+    factors = reference.dropout_scale((M, N), p, rng) if p else None
+    exact = einsum_gradients(dy, x, w, ctx.preactivation, activation, factors)
+    for name, actual in (*gradients._asdict().items(), ("dz", dz)):
+        assert_near(actual, exact[name], dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_are_those_of_forward(activation: str) -> None:
+    x, w, bias, dy = operands("float32")
+
+    def slope(name: str, direction: Array) -> float:
+        """Central difference of sum(dy · y) along a direction, in float64, because FP32's rounding would exceed it."""
+        step = 1e-6
+        values = []
+        for sign in (1, -1):
+            at = {"x": x.astype(np.float64), "w": w.astype(np.float64), "bias": bias.astype(np.float64)}
+            at[name] = at[name] + sign * step * direction
+            values.append(float((dy * reference.linear_fwd(**at, activation=Activation(activation))[0]).sum()))
+        return (values[0] - values[1]) / (2 * step)
+
+    _, ctx = lt.linear_fwd(x, w, bias, activation=activation)
+    gradients = lt.linear_bwd(dy, ctx)
+    for name, gradient in zip(("x", "w", "bias"), gradients, strict=True):
+        direction = numbers(77, gradient.shape)
+        assert float((gradient * direction).sum()) == pytest.approx(slope(name, direction), rel=1e-4, abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(places=st.tuples(PLACE, PLACE, PLACE, PLACE, PLACE, PLACE), dtype=st.sampled_from(list(DTYPES)))
+def test_gradients_of_any_layout_and_buffers(places: tuple[Placement, ...], dtype: str) -> None:
+    x, w, bias, dy = operands(dtype)
+    values = (x, w, dy, *(np.zeros(shape, DTYPES[dtype]) for shape in ((M, K), (N, K), (M, N))))
+    guarded = [Guarded(value, place) for value, place in zip(values, places, strict=True)]
+    at_x, at_w, at_dy, dx, dw, dz = (g.array for g in guarded)
+    db = np.zeros(N, DTYPES[dtype])
+    _, ctx = lt.linear_fwd(at_x, at_w, bias, activation="tanh")
+    gradients = lt.linear_bwd(at_dy, ctx, out_dx=dx, out_dw=dw, out_db=db, out_dz=dz)
+    assert (gradients.dx is dx, gradients.dw is dw, gradients.db is db) == (True, True, True)
+    exact = einsum_gradients(dy, x, w, ctx.preactivation, "tanh", None)
+    for name, actual in (("dx", dx), ("dw", dw), ("db", db), ("dz", dz)):
+        assert_near(actual, exact[name], dtype)
+    for each in guarded:
+        each.values()
+
+
+@pytest.mark.parametrize("need", NEEDS)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_dz", [False, True])
+def test_any_subset_of_the_gradients(need: tuple[bool, bool, bool], with_bias: bool, with_dz: bool) -> None:
+    x, w, bias, dy = operands("float32")
+    _, ctx = lt.linear_fwd(x, w, bias if with_bias else None, activation="gelu")
+    everything = lt.linear_bwd(dy, ctx)
+    buffers: dict[str, Any] = {"out_dx": np.full((M, K), 9.0, np.float32), "out_dw": np.full((N, K), 9.0, np.float32)}
+    dz = np.zeros((M, N), np.float32)
+    flags = dict(zip(("need_dx", "need_dw", "need_db"), need, strict=True))
+    some = lt.linear_bwd(dy, ctx, **flags, **buffers, out_dz=dz if with_dz else None)
+    wanted = {"dx": need[0], "dw": need[1], "db": need[2] and with_bias}
+    for name, is_wanted in wanted.items():
+        one, all_of_it = getattr(some, name), getattr(everything, name)
+        assert (one is not None) == is_wanted
+        assert one is None or (one == all_of_it).all()
+    for name, is_wanted in (("dx", need[0]), ("dw", need[1])):
+        assert is_wanted or (buffers[f"out_{name}"] == 9).all(), "a gradient that nobody wanted was written"
+    assert dz.any() == with_dz
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_that_accumulate(dtype: str, place: str) -> None:
+    x, w, bias, dy = operands(dtype)
+    _, ctx = lt.linear_fwd(x, w, bias, activation="silu")
+    start_dw, start_db = numbers(20, (N, K), dtype), numbers(21, (N,), dtype)
+    dw, db = Guarded(start_dw, PLACES[place]), start_db.copy()
+    dx = np.full((M, K), np.nan, DTYPES[dtype])
+    lt.linear_bwd(dy, ctx, accumulate=True, out_dx=dx, out_dw=dw.array, out_db=db)
+    exact = einsum_gradients(dy, x, w, ctx.preactivation, "silu", None)
+    assert_near(dw.array, exact["dw"] + start_dw.astype(np.float64), dtype)
+    assert_near(db, exact["db"] + start_db.astype(np.float64), dtype)
+    assert_near(dx, exact["dx"], dtype)
+    dw.values()
+
+
+def test_accumulate_needs_the_buffers_of_what_is_wanted_only() -> None:
+    x, w, bias, dy = operands("float32")
+    _, ctx = lt.linear_fwd(x, w, bias)
+    db = np.ones(N, np.float32)
+    gradients = lt.linear_bwd(dy, ctx, need_dw=False, accumulate=True, out_db=db)
+    assert gradients.dw is None
+    np.testing.assert_allclose(db, 1 + dy.sum(axis=0), rtol=1e-6)
+    _, without_bias = lt.linear_fwd(x, w)
+    dw = np.zeros((N, K), np.float32)
+    assert lt.linear_bwd(dy, without_bias, accumulate=True, out_dw=dw).db is None
+
+
+@pytest.mark.parametrize("empty", ["m", "n", "k"])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_with_empty_axes(empty: str, activation: str, accumulate: bool) -> None:
+    sizes = {"m": M, "n": N, "k": K, empty: 0}
+    m, n, k = sizes["m"], sizes["n"], sizes["k"]
+    x, w, bias, dy = (numbers(i, s, "float32") for i, s in enumerate(((m, k), (n, k), (n,), (m, n))))
+    _, ctx = lt.linear_fwd(x, w, bias, activation=activation)
+    dw, db, dx = np.full((n, k), 3.0, np.float32), np.full(n, 3.0, np.float32), np.full((m, k), 3.0, np.float32)
+    lt.linear_bwd(dy, ctx, accumulate=accumulate, out_dx=dx, out_dw=dw, out_db=db)
+    kept = 3.0 if accumulate else 0.0
+    if empty == "m":
+        assert (dw == kept).all()
+        assert (db == kept).all()
+    elif empty == "n":
+        assert (dx == 0).all()
+    else:
+        exact = dy.astype(np.float64) * reference.derivative(np.tile(bias, (m, 1)), Activation(activation))
+        np.testing.assert_allclose(db, exact.sum(axis=0) + kept, rtol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "tanh", "gelu"])
+def test_backward_uses_forwards_mask(activation: str) -> None:
+    x, w = np.ones((16, K), np.float32), np.ones((24, K), np.float32)
+    y, ctx = lt.linear_fwd(x, w, activation=activation, dropout=0.5, rng=lt.Philox(1, 2, 3))
+    dz = np.zeros((16, 24), np.float32)
+    lt.linear_bwd(np.ones((16, 24), np.float32), ctx, out_dz=dz)
+    assert 100 < (y != 0).sum() < 284
+    assert ((dz != 0) == (y != 0)).all()
+
+
+def test_the_step_is_read_when_the_mask_is_drawn() -> None:
+    step = np.array([6], np.uint32)
+    x, w, _, dy = operands("float32")
+
+    def run(rng: lt.Philox) -> list[Any]:
+        y, ctx = lt.linear_fwd(x, w, activation="relu", dropout=0.5, rng=rng)
+        return [y.tolist(), lt.linear_bwd(dy, ctx).dx.tolist()]
+
+    assert run(lt.Philox(1, 2, step)) == run(lt.Philox(1, 2, 6))
+    step += 1
+    assert run(lt.Philox(1, 2, step)) == run(lt.Philox(1, 2, 7))
+    assert run(lt.Philox(1, 2, 6)) != run(lt.Philox(1, 2, 7))
