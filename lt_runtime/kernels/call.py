@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from lt_runtime.arrays.operand import read_step
-from lt_runtime.kernels.kernel import ROUNDS, Dropout
+from lt_runtime.kernels.kernel import Dropout
 from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 from lt_runtime.reference.philox import round_keys
+
+_ROUNDS: Final = 10  # of Philox4x32
 
 
 @functools.lru_cache(maxsize=1024)
 def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
     """The key of each of Philox's rounds."""
-    return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), ROUNDS))
+    return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), _ROUNDS))
 
 
 @dataclass(frozen=True, slots=True)

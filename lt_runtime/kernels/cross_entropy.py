@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -11,7 +10,7 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
 from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
@@ -39,33 +38,9 @@ _RESERVED_SHARED: Final = 2048  # bytes of shared memory a block for the kernel'
 _COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK
 
 
-class CrossEntropyParams(Structure):
-    """`lt::CrossEntropyParams`."""
-
-    _fields_ = fields(
-        ("logits gradient", Matrix),
-        ("labels counted grad_scale row_weights class_weights partial loss ticket claimed", c_void_p),
-        ("rows cols ignore_index", c_int64),
-        ("gradient_scale smoothing", c_float),
-        ("wide_labels ignores", c_int),
-        ("lanes held", c_uint32),
-        ("streams", c_int),
-    )
-
-
-class CountLabelsParams(Structure):
-    """`lt::CountLabelsParams`."""
-
-    _fields_ = fields(
-        ("labels class_weights partial counted ticket", c_void_p),
-        ("rows cols ignore_index", c_int64),
-        ("wide_labels ignores", c_int),
-    )
-
-
-CROSS_ENTROPY: Final = Entry("cross_entropy", "cross_entropy.cu", CrossEntropyParams)
-CROSS_ENTROPY_FEW: Final = Entry("cross_entropy_few", "cross_entropy.cu", CrossEntropyParams)
-COUNT_LABELS: Final = Entry("count_labels", "cross_entropy.cu", CountLabelsParams)
+CROSS_ENTROPY: Final = Entry("cross_entropy", "cross_entropy.cu")
+CROSS_ENTROPY_FEW: Final = Entry("cross_entropy_few", "cross_entropy.cu")
+COUNT_LABELS: Final = Entry("count_labels", "cross_entropy.cu")
 
 
 class Weighting(NamedTuple):
@@ -106,9 +81,8 @@ def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
         weights: see `Weighting.mode`.
     """
     lanes = WARP if row_group is RowGroup.WARP else row_group.threads
-    numbers = {"ROW_THREADS": row_group.threads, "ROW_LANES": lanes, "WEIGHTS": weights}
-    numbers |= {"ROW_BLOCKS": row_group.blocks_per_multiprocessor, "ROW_KEPT": kept}
-    return tuple((name, str(number)) for name, number in numbers.items())
+    threads, blocks = row_group.threads, row_group.blocks_per_multiprocessor
+    return define(ROW_THREADS=threads, ROW_LANES=lanes, WEIGHTS=weights, ROW_BLOCKS=blocks, ROW_KEPT=kept)
 
 
 class Labels(NamedTuple):
@@ -210,17 +184,17 @@ class CrossEntropyPass:
         tiling = self._tiling(few, device)
         self._blocks = tiling.grid[0]
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
-        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.row_group, self._sharing.kept, weights))
-        params = CrossEntropyParams(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
+        macros = (*define(SCALAR=dtype), *row_macros(self._sharing.row_group, self._sharing.kept, weights))
+        entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
+        params = entry.params(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
         params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
         params.smoothing, params.wide_labels = smoothing, labels.wide
         params.lanes, params.held = self._sharing.lanes, held
         shared = held * self._sharing.held_bytes
-        entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
         self._launches = Launches(entry, macros, device, tiling, params, shared=shared)
         # Few labels are counted by the blocks themselves, which costs less than a launch.
         self._counts = (bool(params.ignores) or weighting.classes) and logits.rows > _COUNTED_IN_BLOCKS
-        count = CountLabelsParams(rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
+        count = COUNT_LABELS.params(rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
         count.ignore_index, count.ignores = params.ignore_index, params.ignores
         counting = Tiling((self._count_blocks, 1), (THREADS, 1))
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from ctypes import Structure, c_float, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.kernel import SCALAR, ColumnSum, Dropout, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
 from lt_runtime.kernels.tiling import (
     OCTET,
     Access,
@@ -36,39 +35,12 @@ _DROPOUT_BLOCKS: Final = 6  # blocks that a multiprocessor shall hold
 _DROPOUT_WAVES: Final = 4
 
 
-class EpilogueFwdParams(Structure):
-    """`lt::EpilogueFwdParams`."""
-
-    _fields_ = fields(
-        ("in_ preactivation out", Matrix),
-        ("bias", c_void_p),
-        ("rows", c_uint32),
-        ("cols", c_int64),
-        ("dropout", Dropout),
-        ("slope", c_float),
-    )
-
-
-class EpilogueBwdParams(Structure):
-    """`lt::EpilogueBwdParams`."""
-
-    _fields_ = fields(
-        ("dy saved dz", Matrix),
-        ("db", ColumnSum),
-        ("rows", c_uint32),
-        ("cols", c_int64),
-        ("dropout", Dropout),
-        ("slope", c_float),
-    )
-
-
-EPILOGUE_FWD: Final = Entry("epilogue_fwd", "epilogue_fwd.cu", EpilogueFwdParams)
-EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu", EpilogueBwdParams)
+EPILOGUE_FWD: Final = Entry("epilogue_fwd", "epilogue_fwd.cu")
+EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu")
 
 
 def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
-    function = ACTIVATION_NAMES[activation.name]
-    return ("SCALAR", SCALAR[dtype]), ("ACTIVATION", function), ("DROPOUT", str(int(dropout)))
+    return define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation.name], DROPOUT=dropout)
 
 
 class ForwardPass:
@@ -96,13 +68,12 @@ class ForwardPass:
         access = Access.of((product_dtype, product), (dtype, problem.y), (dtype, kept))
         macros = (
             *_macros(dtype, problem.activation, problem.dropout),
-            ("PRODUCT", SCALAR[product_dtype]),
-            ("KEEP", str(int(self._keeps))),
+            *define(PRODUCT=product_dtype, KEEP=self._keeps),
             *access_macros(access, _FORWARD_BLOCKS - self._keeps),
         )
         # The random numbers make a 16-bit pass compute-bound: one persistent wave of blocks is faster.
         busy = problem.dropout and dtype is not DType.FLOAT32
-        params = EpilogueFwdParams(*map(Matrix.of, (product, kept, layout)), 0, *layout.shape)
+        params = EPILOGUE_FWD.params(*map(Matrix.of, (product, kept, layout)), 0, *layout.shape)
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
@@ -161,8 +132,7 @@ class BackwardPass:
         self._is_flat, blocks = access is Access.FLAT, _backward_blocks(dtype, access, derivative.dropout)
         macros = (
             *_macros(dtype, derivative.activation, derivative.dropout),
-            ("SAVED", str(_SAVED[derivative.saved])),
-            ("DZ", str(0 if dz is None else 1 + transposes)),
+            *define(SAVED=_SAVED[derivative.saved], DZ=0 if dz is None else 1 + transposes),
             *access_macros(access, blocks),
         )
         layout, wave = dy.layout, wave_of(device, blocks)
@@ -173,7 +143,7 @@ class BackwardPass:
             self._tiling = reduction(layout, wave, transposes=transposes, strips=strips)
         else:
             self._tiling = sweep(layout, wave)
-        params = EpilogueBwdParams(dy=Matrix.of(layout), dz=Matrix.of(dz), rows=layout.rows, cols=layout.cols)
+        params = EPILOGUE_BWD.params(dy=Matrix.of(layout), dz=Matrix.of(dz), rows=layout.rows, cols=layout.cols)
         params.saved = Matrix.of(derivative.saved_spec, is_mask=derivative.saved is Saved.MASK)
         params.db.accumulate = sums is not None and sums.accumulate
         params.slope = derivative.activation.negative_slope
@@ -238,13 +208,7 @@ def _access(dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, *, 
     return Access.ANY if access is Access.FLAT and (is_mask or transposes) else access
 
 
-class DropoutParams(Structure):
-    """`lt::DropoutParams`."""
-
-    _fields_ = fields(("in_ out", Matrix), ("rows", c_uint32), ("cols", c_int64), ("dropout", Dropout))
-
-
-DROPOUT: Final = Entry("dropout", "dropout.cu", DropoutParams)
+DROPOUT: Final = Entry("dropout", "dropout.cu")
 
 
 class DropoutPass:
@@ -256,9 +220,9 @@ class DropoutPass:
             specs = [_folded(spec) for spec in specs]
         layout = specs[0].layout
         access = Access.ALIGNED if are_aligned(dtype, *specs) else Access.ANY
-        macros = ("SCALAR", SCALAR[dtype]), *access_macros(access, _DROPOUT_BLOCKS)
+        macros = *define(SCALAR=dtype), *access_macros(access, _DROPOUT_BLOCKS)
         wave = None if dtype is DType.FLOAT32 else _DROPOUT_WAVES * wave_of(device, _DROPOUT_BLOCKS)
-        params = DropoutParams(*map(Matrix.of, specs), layout.rows, layout.cols)
+        params = DROPOUT.params(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
 
     def run(self, source: int, target: int, state: DropoutState, stream: int) -> None:

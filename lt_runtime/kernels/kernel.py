@@ -1,13 +1,18 @@
 """Our kernels: named by entry, compiled under definitions, loaded once a device, launched with one argument block.
 
-The structs of `cuda_src`'s headers that several kernels take are here as well, as ctypes sees them. A kernel takes one
-struct by value, so that a launch passes one pointer. Each family's module has the structs of its own kernels.
+A kernel takes one struct by value, so that a launch passes one pointer. The structs are declared in `cuda_src` alone,
+one member a line, and kernels have their signatures on one line: `struct` reads the declarations and makes the classes
+of ctypes. A test compares sizes and offsets with the compiler's.
 """
 
 from __future__ import annotations
 
 import functools
-from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_void_p, sizeof
+import re
+import threading
+from collections.abc import Mapping
+from ctypes import Structure, c_double, c_float, c_int, c_int64, c_uint8, c_uint32, c_uint64, c_void_p, sizeof
+from keyword import iskeyword
 from typing import Any, Final, NamedTuple, TypeVar
 
 from cuda.bindings import driver
@@ -18,6 +23,7 @@ from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import Launch, call
 from lt_runtime.kernels.tiling import Tiling
 from lt_runtime.layout import Layout
+from lt_runtime.paths import kernel_sources
 from lt_runtime.problem import DType, Spec
 
 _OVERLAP_CAPABILITY: Final = 90
@@ -26,21 +32,67 @@ _ATTRIBUTE: Final = driver.CUfunction_attribute
 
 SCALAR: Final = {DType.FLOAT32: "float", DType.FLOAT16: "__half", DType.BFLOAT16: "__nv_bfloat16"}
 """The CUDA C++ name of each type."""
-ROUNDS: Final = 10
-"""Rounds of Philox4x32."""
 _BITS: Final = 8
-Params = TypeVar("Params", bound=Structure)
 
 
-def fields(*groups: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """A structure's `_fields_`: each group has the names of consecutive fields, and their type."""
-    return tuple((name, kind) for names, kind in groups for name in names.split())
+def define(**definitions: DType | str | int) -> Macros:
+    """Preprocessor definitions: of a type its CUDA C++ name, of a number or truth value its digits."""
+    texts = {name: SCALAR[each] if isinstance(each, DType) else each for name, each in definitions.items()}
+    return tuple((name, each if isinstance(each, str) else str(int(each))) for name, each in texts.items())
 
 
-class Matrix(Structure):
+class Struct(Structure):
+    """A struct of `cuda_src`. Its fields have the names of the C++ members; `in` and `from` are `in_` and `from_`."""
+
+
+_NUMBERS: Final[Mapping[str, Any]] = {
+    "unsigned char": c_uint8,
+    "int": c_int,
+    "uint32": c_uint32,
+    "int64": c_int64,
+    "uint64": c_uint64,
+    "float": c_float,
+    "double": c_double,
+}
+_STRUCT: Final = re.compile(r"^struct (?:alignas\(\d+\) )?(\w+) {\n(.*?)^};", re.MULTILINE | re.DOTALL)
+_TYPE: Final = r"(?:const )?(?:struct )?(unsigned char|\w+)(?:<\w+>)?(\*?)"
+_MEMBER: Final = re.compile(rf"^  {_TYPE} (\w+)([\[\w\]]*);", re.MULTILINE)
+_PARAMETER: Final = re.compile(r'^extern "C" __global__ .* (\w+)\(const .*lt::(\w+) p\) {$', re.MULTILINE)
+_CONSTANT: Final = re.compile(r"^constexpr \w+ (\w+) = (\d+);", re.MULTILINE)
+_structs: Final[dict[str, type[Struct]]] = {}
+_lock: Final = threading.RLock()
+_Struct = TypeVar("_Struct", bound=Struct)
+
+
+@functools.cache
+def _declarations() -> tuple[Mapping[str, str], ...]:
+    """The bodies of all structs in `cuda_src`, the names of the structs that kernels take, and constants, by name."""
+    text = "\n".join(path.read_text() for path in sorted(kernel_sources().glob("*.cu*")))
+    return tuple(dict(each.findall(text)) for each in (_STRUCT, _PARAMETER, _CONSTANT))
+
+
+def struct(name: str) -> type[Struct]:
+    """The class for the struct `lt::NAME` of `cuda_src`: the one that `declared` decorates, or else a new one."""
+    with _lock:
+        return _structs[name] if name in _structs else declared(type(name, (Struct,), {}))
+
+
+def declared(cls: type[_Struct]) -> type[_Struct]:
+    """Gives a class the fields that `cuda_src` declares for the struct of its name. Pointers are addresses."""
+    (bodies, _, constants), fields = _declarations(), []
+    for kind, pointer, name, lengths in _MEMBER.findall(bodies[cls.__name__]):
+        field = c_void_p if pointer else _NUMBERS.get(kind) or struct(kind)
+        for length in reversed(re.findall(r"\w+", lengths)):
+            field *= int(constants.get(length, length))
+        fields.append((f"{name}_" if iskeyword(name) else name, field))
+    cls._fields_ = fields
+    _structs[cls.__name__] = cls
+    return cls
+
+
+@declared
+class Matrix(Struct):
     """`lt::Matrix`; strides are in elements."""
-
-    _fields_ = fields(("data", c_void_p), ("row_stride col_stride", c_int64))
 
     @classmethod
     def of(cls, matrix: Layout | Spec | None, *, is_mask: bool = False) -> Matrix:
@@ -55,29 +107,22 @@ class Matrix(Structure):
         return cls(0, layout.leading_dimension // _BITS, 1) if is_mask else cls(0, *layout.strides)
 
 
-class Dropout(Structure):
+@declared
+class Dropout(Struct):
     """`lt::Dropout`."""
-
-    _fields_ = fields(
-        ("keys", (c_uint32 * 2) * ROUNDS),
-        ("step_pointer", c_void_p),
-        ("step layer limit", c_uint32),
-        ("scale", c_float),
-    )
-
-
-class ColumnSum(Structure):
-    """`lt::ColumnSum<SCALAR>`."""
-
-    _fields_ = fields(("sum partial tickets", c_void_p), ("accumulate", c_int))
 
 
 class Entry(NamedTuple):
-    """A kernel of `cuda_src`: its name, the file that defines it, and the struct that it takes by value."""
+    """A kernel of `cuda_src`: its name, and the file that defines it."""
 
     name: str
     source: str
-    params: type[Structure]
+
+    @property
+    def params(self) -> type[Struct]:
+        """The struct that the kernel takes by value."""
+        _, parameters, _ = _declarations()
+        return struct(parameters[self.name])
 
 
 class Kernel:
@@ -101,7 +146,7 @@ class Kernel:
         self,
         grid: tuple[int, int],
         block: tuple[int, int],
-        params: Structure,
+        params: Struct,
         stream: int,
         batch: int = 1,
         shared: int = 0,
@@ -145,7 +190,7 @@ def _load_module(source: str, macros: Macros, device: int) -> Any:
     return call("cuModuleLoadData", compile_kernel(source, macros, device_info(device).architecture))
 
 
-class Launches(dict[int, tuple[Params, Launch]]):
+class Launches(dict[int, tuple[Struct, Launch]]):
     """A kernel with its grid, prepared once for each stream: `params, launch = launches[stream]`.
 
     The caller writes into `params` what differs from the call before, then calls `launch`. Both belong to the stream:
@@ -162,13 +207,13 @@ class Launches(dict[int, tuple[Params, Launch]]):
     """
 
     def __init__(
-        self, entry: Entry, macros: Macros, device: int, tiling: Tiling, params: Params, batch: int = 1, shared: int = 0
+        self, entry: Entry, macros: Macros, device: int, tiling: Tiling, params: Struct, batch: int = 1, shared: int = 0
     ) -> None:
         super().__init__()
         self._kernel = get_kernel(entry, macros, device)
         self._tiling, self._params, self._batch, self._shared = tiling, params, batch, shared
 
-    def __missing__(self, stream: int) -> tuple[Params, Launch]:
+    def __missing__(self, stream: int) -> tuple[Struct, Launch]:
         params = type(self._params).from_buffer_copy(self._params)
         self[stream] = params, self._kernel.prepare(*self._tiling, params, stream, self._batch, self._shared)
         return self[stream]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from ctypes import Structure, c_float, c_int, c_int64, c_uint64, c_void_p
 from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import Labels
-from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define, struct
 from lt_runtime.kernels.tiling import OCTET, THREADS, WARP, Tiling
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
@@ -30,18 +29,7 @@ _TALLY_ROWS: Final = THREADS // WARP  # rows that a block handles at a time: one
 _TALLY_BLOCKS: Final = 1024
 
 
-class ElementwiseLossParams(Structure):
-    """`lt::ElementwiseLossParams`."""
-
-    _fields_ = fields(
-        ("prediction target gradient", Matrix),
-        ("grad_scale partial loss ticket row_weights pos_weight", c_void_p),
-        ("rows cols width", c_int64),
-        ("gradient_scale size delta", c_float),
-    )
-
-
-ELEMENTWISE_LOSS: Final = Entry("elementwise_loss", "elementwise_loss.cu", ElementwiseLossParams)
+ELEMENTWISE_LOSS: Final = Entry("elementwise_loss", "elementwise_loss.cu")
 
 
 class ElementwiseLoss(NamedTuple):
@@ -60,7 +48,7 @@ class ElementwiseLoss(NamedTuple):
 
 def loss_macros(dtype: DType, name: str, *, weighted: bool) -> Macros:
     """The definitions that elementwise_loss is compiled for."""
-    return ("SCALAR", SCALAR[dtype]), ("LOSS", LOSSES[name]), ("WEIGHTED", str(int(weighted)))
+    return define(SCALAR=dtype, LOSS=LOSSES[name], WEIGHTED=weighted)
 
 
 class ElementwiseLossPass:
@@ -73,7 +61,7 @@ class ElementwiseLossPass:
         rows, cols = layouts[0].shape
         self._size = rows * cols
         self._blocks = min(-(-rows * -(-cols // OCTET) // (_OCTETS * THREADS)), _MAX_BLOCKS)
-        params = ElementwiseLossParams(*map(Matrix.of, layouts), rows=rows, cols=cols, width=prediction.cols)
+        params = ELEMENTWISE_LOSS.params(*map(Matrix.of, layouts), rows=rows, cols=cols, width=prediction.cols)
         params.size, params.delta = self._size, loss.delta
         tiling, macros = Tiling((self._blocks, 1), (THREADS, 1)), loss_macros(dtype, loss.name, weighted=loss.weighted)
         self._launches = Launches(ELEMENTWISE_LOSS, macros, device, tiling, params)
@@ -115,13 +103,7 @@ def flattened(layouts: Sequence[Layout], *, weighted: bool = False) -> Sequence[
     return layouts
 
 
-class ScaleParams(Structure):
-    """`lt::ScaleParams`."""
-
-    _fields_ = fields(("source target scale", c_void_p), ("size", c_int64), ("share", c_float))
-
-
-SCALE: Final = Entry("scale", "scale.cu", ScaleParams)
+SCALE: Final = Entry("scale", "scale.cu")
 
 
 def launch_scale(
@@ -135,30 +117,14 @@ def launch_scale(
         scale: address of an FP32 number on the device that is another factor; 0 if there is none.
     """
     blocks = min(max(1, -(-size // THREADS)), _SCALE_BLOCKS)
-    params = ScaleParams(source, target, scale, size, share)
-    _, launch = Launches(SCALE, (("SCALAR", SCALAR[dtype]),), device, Tiling((blocks, 1), (THREADS, 1)), params)[stream]
+    params = SCALE.params(source, target, scale, size, share)
+    _, launch = Launches(SCALE, define(SCALAR=dtype), device, Tiling((blocks, 1), (THREADS, 1)), params)[stream]
     launch()
 
 
-class TallyState(Structure):
-    """`lt::TallyState`: a tally's sums on the device."""
-
-    _fields_ = fields(("loss rest", c_float), ("steps rows correct", c_uint64))
-
-
-class TallyParams(Structure):
-    """`lt::TallyParams`."""
-
-    _fields_ = fields(
-        ("logits", Matrix),
-        ("labels loss mean state", c_void_p),
-        ("rows cols ignore_index", c_int64),
-        ("weight", c_float),
-        ("first wide_labels ignores", c_int),
-    )
-
-
-TALLY: Final = Entry("tally", "tally.cu", TallyParams)
+TALLY: Final = Entry("tally", "tally.cu")
+TallyState: Final = struct("TallyState")
+"""A tally's sums on the device."""
 
 
 class TallyPass:
@@ -170,13 +136,13 @@ class TallyPass:
     """
 
     def __init__(self, dtype: DType, logits: Layout | None, labels: Labels, device: int) -> None:
-        params, blocks = TallyParams(), 1
+        params, blocks = TALLY.params(), 1
         if logits is not None:
-            params = TallyParams(Matrix.of(logits), rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
+            params = TALLY.params(Matrix.of(logits), rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
             params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
             blocks = max(1, min(-(-logits.rows // _TALLY_ROWS), _TALLY_BLOCKS))
         tiling = Tiling((blocks, 1), (THREADS, 1))
-        self._launches = Launches(TALLY, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
+        self._launches = Launches(TALLY, define(SCALAR=dtype), device, tiling, params)
         self._lock = threading.Lock()
 
     def run(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, define
 from lt_runtime.kernels.tiling import Tiling, grid_for
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, MatmulProblem, Spec
@@ -16,44 +15,9 @@ from lt_runtime.problem import DType, MatmulProblem, Spec
 _BITS: Final = 8
 
 
-class Mask(Structure):
-    """`lt::Mask`; strides are in bytes."""
-
-    _fields_ = fields(("data", c_void_p), ("line_stride batch_stride", c_int64), ("along_rows", c_int))
-
-
-class Addend(Structure):
-    """`lt::Addend`."""
-
-    _fields_ = fields(("c", Matrix), ("batch_stride", c_int64), ("beta_pointer", c_void_p), ("beta", c_float))
-
-
-class MatmulEpilogueParams(Structure):
-    """`lt::MatmulEpilogueParams`."""
-
-    _fields_ = fields(
-        ("product", Matrix),
-        ("product_batch_stride", c_int64),
-        ("d", Matrix),
-        ("d_batch_stride", c_int64),
-        ("addend", Addend),
-        ("bias aux", Matrix),
-        ("aux_batch_stride", c_int64),
-        ("mask", Mask),
-        ("bias_gradient", c_void_p),
-        ("rows cols", c_int64),
-    )
-
-
-class OperandSumParams(Structure):
-    """`lt::OperandSumParams`."""
-
-    _fields_ = fields(("operand", Matrix), ("batch_stride", c_int64), ("sum", c_void_p), ("rows cols", c_int64))
-
-
-MATMUL_FORWARD: Final = Entry("matmul_forward", "matmul_epilogue.cu", MatmulEpilogueParams)
-MATMUL_BACKWARD: Final = Entry("matmul_backward", "matmul_epilogue.cu", MatmulEpilogueParams)
-OPERAND_SUM: Final = Entry("operand_sum", "matmul_epilogue.cu", OperandSumParams)
+MATMUL_FORWARD: Final = Entry("matmul_forward", "matmul_epilogue.cu")
+MATMUL_BACKWARD: Final = Entry("matmul_backward", "matmul_epilogue.cu")
+OPERAND_SUM: Final = Entry("operand_sum", "matmul_epilogue.cu")
 
 
 def c_lies_across(problem: MatmulProblem) -> bool:
@@ -78,13 +42,12 @@ class MatmulPass:
         self._has_mask = epilogue.activation == "relu" and problem.aux is not None
         # Forward's columns are D's contiguous axis, so that one thread writes a whole byte of ReLU's mask.
         self._flips = problem.d.layout.order is Order.COLUMN and not epilogue.is_derivative
-        macros = (
-            ("SCALAR", SCALAR[problem.d_dtype]),
-            ("PRODUCT", SCALAR[DType.FLOAT32 if product else problem.d_dtype]),
-            ("OPERAND", SCALAR[problem.dtype]),
-            ("ACTIVATION", ACTIVATION_NAMES[epilogue.activation]),
+        macros = define(
+            SCALAR=problem.d_dtype,
+            PRODUCT=DType.FLOAT32 if product else problem.d_dtype,
+            OPERAND=problem.dtype,
+            ACTIVATION=ACTIVATION_NAMES[epilogue.activation],
         )
-        params: MatmulEpilogueParams | OperandSumParams
         if epilogue.sums_operand:
             entry, params, self._write = OPERAND_SUM, self._operand_sum_params(), self._write_operand_sum
         else:
@@ -95,7 +58,7 @@ class MatmulPass:
             grid = (grid[0], 1)  # a block sees every row of the columns that it sums up
         self._is_empty = 0 in grid or problem.batch == 0
         tiling = Tiling(grid, block)
-        self._launches = Launches[Any](entry, macros, device, tiling, params, batch=problem.batch)
+        self._launches = Launches(entry, macros, device, tiling, params, batch=problem.batch)
 
     def run(self, call: Call, product: int, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds, after the plain product.
@@ -127,22 +90,22 @@ class MatmulPass:
             addend.c.data = c
             addend.beta_pointer, addend.beta = (beta, 0.0) if self._problem.device_scalars else (0, beta)
 
-    def _operand_sum_params(self) -> OperandSumParams:
+    def _operand_sum_params(self) -> Struct:
         problem = self._problem
         spec = problem.a.transposed if problem.epilogue is Epilogue.BGRADA else problem.b
         layout = spec.layout
-        return OperandSumParams(Matrix.of(layout), spec.batch_stride, 0, layout.rows, layout.cols)
+        return OPERAND_SUM.params(Matrix.of(layout), spec.batch_stride, 0, layout.rows, layout.cols)
 
-    def _epilogue_params(self) -> MatmulEpilogueParams:
+    def _epilogue_params(self) -> Struct:
         problem, layout, c, aux = self._problem, self._turned(self._problem.d), self._problem.c, self._problem.aux
-        params = MatmulEpilogueParams(d=Matrix.of(layout), rows=layout.rows, cols=layout.cols)
+        params = MATMUL_FORWARD.params(d=Matrix.of(layout), rows=layout.rows, cols=layout.cols)
         params.product, params.bias = Matrix.of(self._turned(self._product)), Matrix(0, self._flips, not self._flips)
         params.product_batch_stride, params.d_batch_stride = self._product.batch_stride, problem.d.batch_stride
         if c is not None and self._adds_c:
-            params.addend = Addend(Matrix.of(self._turned(c)), c.batch_stride)
+            params.addend = Matrix.of(self._turned(c)), c.batch_stride
         if aux is not None and self._has_mask:
             along_rows = problem.d.layout.order is Order.COLUMN and not self._flips
-            params.mask = Mask(0, aux.layout.leading_dimension // _BITS, aux.batch_stride // _BITS, int(along_rows))
+            params.mask = 0, aux.layout.leading_dimension // _BITS, aux.batch_stride // _BITS, along_rows
         elif aux is not None:
             params.aux, params.aux_batch_stride = Matrix.of(self._turned(aux)), aux.batch_stride
         return params

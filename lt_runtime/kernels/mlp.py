@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
@@ -11,7 +10,7 @@ from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, define
 from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss
 from lt_runtime.kernels.tiling import WARP, Tiling
 from lt_runtime.problem import DType, MLPProblem, Saved
@@ -42,39 +41,9 @@ _MOST_PARTS: Final = 3  # most launches of a backward pass: with more of them, t
 _LOSS_PLACES: Final = 4  # places of the loss among a block's sums; see mlp_sums.cuh
 
 
-class MlpLayer(Structure):
-    """`lt::MlpLayer`, and `lt::MlpGradient`."""
-
-    _fields_ = fields(("weight bias", c_void_p), ("inputs outputs", c_int))
-
-
-class MlpParams(Structure):
-    """`lt::MlpParams`."""
-
-    _fields_ = fields(
-        ("layers", MlpLayer * MAX_LAYERS),
-        ("x y", Matrix),
-        ("partial grad_scale", c_void_p),
-        ("rows", c_int64),
-        ("count", c_int),
-        ("slope gradient_scale delta", c_float),
-    )
-
-
-class MlpGradientsParams(Structure):
-    """`lt::MlpGradientsParams`."""
-
-    _fields_ = fields(
-        ("layers", MlpLayer * MAX_LAYERS),
-        ("partial loss", c_void_p),
-        ("size", c_float),
-        ("blocks sums count width accumulate", c_int),
-    )
-
-
-MLP_FWD: Final = Entry("mlp_fwd", "mlp_fwd.cu", MlpParams)
-MLP_BWD: Final = Entry("mlp_bwd", "mlp_bwd.cu", MlpParams)
-MLP_GRADIENTS: Final = Entry("mlp_gradients", "mlp_gradients.cu", MlpGradientsParams)
+MLP_FWD: Final = Entry("mlp_fwd", "mlp_fwd.cu")
+MLP_BWD: Final = Entry("mlp_bwd", "mlp_bwd.cu")
+MLP_GRADIENTS: Final = Entry("mlp_gradients", "mlp_gradients.cu")
 
 
 class Block(NamedTuple):
@@ -135,7 +104,7 @@ def supports(problem: MLPProblem, device: int) -> bool:
 
 def forward_macros(dtype: DType, activation: str, width: int) -> Macros:
     """The definitions that mlp_fwd is compiled for; `width` counts the padded columns of the hidden layers."""
-    return ("SCALAR", SCALAR[dtype]), ("ACTIVATION", ACTIVATION_NAMES[activation]), ("WIDTH", str(width))
+    return define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation], WIDTH=width)
 
 
 def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) -> Macros:
@@ -145,29 +114,17 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
         loss: one of `LOSSES`; None if the gradient of the outputs is given.
     """
     block, (inputs, outputs) = part.block, _ends(problem)
-    numbers = {
-        "INPUTS": inputs,
-        "OUTPUTS": outputs,
-        "HIDDEN": len(problem.dims) - 2,
-        "SAVED": _SAVED[_saved(problem)],
-        "FIRST": part.first,
-        "LAST": part.last,
-        "ROW_WARPS": block.row_warps,
-        "ROW_TILES": block.row_tiles,
-        "SUM_WARPS": block.sum_warps,
-        "THREADS": block.threads,
-        "WEIGHTED": 0,
-    }
-    macros = (
-        *forward_macros(problem.dtype, problem.activation.name, _width_of(problem)),
-        *((name, str(n)) for name, n in numbers.items()),
-    )
-    return macros if loss is None else (*macros, ("LOSS", LOSSES[loss]))
+    of_layers = define(INPUTS=inputs, OUTPUTS=outputs, HIDDEN=len(problem.dims) - 2, SAVED=_SAVED[_saved(problem)])
+    of_part = define(FIRST=part.first, LAST=part.last)
+    of_block = define(ROW_WARPS=block.row_warps, ROW_TILES=block.row_tiles, SUM_WARPS=block.sum_warps)
+    of_loss = define(THREADS=block.threads, WEIGHTED=False) + (define(LOSS=LOSSES[loss]) if loss else ())
+    forward = forward_macros(problem.dtype, problem.activation.name, _width_of(problem))
+    return (*forward, *of_layers, *of_part, *of_block, *of_loss)
 
 
 def gradients_macros(dtype: DType) -> Macros:
     """The definitions that mlp_gradients is compiled for."""
-    return (("SCALAR", SCALAR[dtype]),)
+    return define(SCALAR=dtype)
 
 
 class MlpForward:
@@ -223,14 +180,14 @@ class MlpBackward:
         self._blocks = min(-(-problem.rows // parts[0].block.chunk), device_info(device).multiprocessors)
         self._sums = sum(_sums(problem)) + (_LOSS_PLACES if loss else 0)
         self._parts = [self._launches_of(problem, x, y, part, device, loss) for part in parts]
-        last = MlpGradientsParams(_layers_of(problem), blocks=self._blocks, sums=self._sums, size=self._size)
+        last = MLP_GRADIENTS.params(_layers_of(problem), blocks=self._blocks, sums=self._sums, size=self._size)
         last.count, last.width, last.accumulate = self._layers, _width_of(problem), accumulate
         tiling = Tiling((-(-self._sums // _GRADIENTS_BLOCK[0]), 1), _GRADIENTS_BLOCK)
         self._last = Launches(MLP_GRADIENTS, gradients_macros(problem.dtype), device, tiling, last)
 
     def _launches_of(
         self, problem: MLPProblem, x: Matrix, y: Matrix, part: Part, device: int, loss: ElementwiseLoss | None
-    ) -> Launches[MlpParams]:
+    ) -> Launches:
         macros, params = backward_macros(problem, part, loss and loss.name), _params(problem, x, y)
         params.delta = loss.delta if loss else 0.0
         tiling, shared = Tiling((self._blocks, 1), (part.block.threads, 1)), _backward_bytes(problem, part)
@@ -266,17 +223,16 @@ class MlpBackward:
         launch_last()
 
 
-def _params(problem: MLPProblem, x: Matrix, y: Matrix) -> MlpParams:
+def _params(problem: MLPProblem, x: Matrix, y: Matrix) -> Struct:
     count, slope = len(problem.dims) - 1, problem.activation.negative_slope
-    return MlpParams(_layers_of(problem), x, y, rows=problem.rows, count=count, slope=slope)
+    return MLP_FWD.params(_layers_of(problem), x, y, rows=problem.rows, count=count, slope=slope)
 
 
-def _layers_of(problem: MLPProblem) -> object:
-    sizes = itertools.pairwise(problem.dims)
-    return (MlpLayer * MAX_LAYERS)(*(MlpLayer(None, None, inputs, outputs) for inputs, outputs in sizes))
+def _layers_of(problem: MLPProblem) -> tuple[tuple[int, int, int, int], ...]:
+    return tuple((0, 0, inputs, outputs) for inputs, outputs in itertools.pairwise(problem.dims))
 
 
-def _fill(params: MlpParams | MlpGradientsParams, addresses: list[int]) -> None:
+def _fill(params: Struct, addresses: list[int]) -> None:
     """Each layer's weight and bias, in turn."""
     for i in range(0, len(addresses), 2):
         layer = params.layers[i // 2]

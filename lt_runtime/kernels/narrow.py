@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +9,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
 from lt_runtime.kernels.tiling import MAX_GRID_Y, OCTET, THREADS, WARP, Tiling, are_aligned, next_power_of_two, wave_of
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
@@ -28,21 +27,9 @@ _PART: Final = 4  # fewest rows of a thread in a block that shares rows with oth
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
 
 
-class NarrowParams(Structure):
-    """`lt::NarrowParams`."""
-
-    _fields_ = fields(
-        ("a b c d", Matrix),
-        ("vector partial tickets", c_void_p),
-        ("rows cols depth", c_int64),
-        ("alpha beta", c_float),
-        ("aux", Matrix),
-    )
-
-
-NARROW_N: Final = Entry("narrow_n", "narrow_n.cu", NarrowParams)
-NARROW_K: Final = Entry("narrow_k", "narrow_k.cu", NarrowParams)
-NARROW_M: Final = Entry("narrow_m", "narrow_m.cu", NarrowParams)
+NARROW_N: Final = Entry("narrow_n", "narrow_n.cu")
+NARROW_K: Final = Entry("narrow_k", "narrow_k.cu")
+NARROW_M: Final = Entry("narrow_m", "narrow_m.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +192,7 @@ class NarrowPass:
         self._tiling, self._sums = geometry.tiling, geometry.sums
         derivative = problem.epilogue if form.entry is NARROW_K else None
         macros = narrow_macros(problem.dtype, width, aligned, geometry.rows, derivative)
-        params = NarrowParams(*map(Matrix.of, (form.a, form.b, form.c, form.d)))
+        params = form.entry.params(*map(Matrix.of, (form.a, form.b, form.c, form.d)))
         params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
         params.aux = Matrix.of(form.aux, is_mask=_reads_mask(problem.epilogue))
         self._launches = Launches(form.entry, macros, device, self._tiling, params)
@@ -258,9 +245,9 @@ def _is_aligned(form: _Form, problem: MatmulProblem) -> bool:
 
 def narrow_macros(dtype: DType, width: int, aligned: bool, rows: int | None, epilogue: Epilogue | None) -> Macros:
     """A kernel's definitions; `rows` and `epilogue` are None for a kernel that is not compiled for them."""
-    shared = () if rows is None else (("ROWS", str(rows)),)
-    macros = (("SCALAR", SCALAR[dtype]), ("WIDTH", str(width)), *shared, ("ALIGNED", str(int(aligned))))
+    shared = define() if rows is None else define(ROWS=rows)
+    macros = (*define(SCALAR=dtype, WIDTH=width), *shared, *define(ALIGNED=aligned))
     if epilogue is None:
         return macros
-    aux = 2 if _reads_mask(epilogue) else int(epilogue.is_derivative)
-    return (*macros, ("AUX", str(aux)), ("SUMS", str(int(epilogue.has_bias_gradient))))
+    aux = 2 if _reads_mask(epilogue) else epilogue.is_derivative
+    return (*macros, *define(AUX=aux, SUMS=epilogue.has_bias_gradient))

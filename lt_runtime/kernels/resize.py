@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 from collections.abc import Iterable, Sequence
-from ctypes import Structure, c_int, c_int64, c_void_p, sizeof
+from ctypes import sizeof
+from struct import pack
 from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.gpu.driver import check, function
-from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, declared, define, struct
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, grid_for, turning
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
@@ -23,48 +23,21 @@ _FEWEST_BLOCKS: Final = 512
 _MOST_BLOCKS: Final = 2048
 
 
-class Resized(Structure):
-    """`lt::Resized`."""
-
-    _fields_ = fields(("from_ to", Matrix), ("from_rows from_cols rows cols", c_int64), ("across down threads", c_int))
-
-
-class ResizeParams(Structure):
-    """`lt::ResizeParams`."""
-
-    _fields_ = fields(("items", Resized * RESIZED))
-
-
-class Rows(Structure):
-    """`lt::Rows`: where the rows of an array begin, and how many bytes one begins after the other."""
-
-    _fields_ = fields(("data", c_void_p), ("pitch", c_int64))
-
-
-class RowBuffers(Structure):
-    """`lt::RowBuffers`: parts of equally many rows, `width` bytes each, which begin `stride` bytes apart."""
-
-    _fields_ = fields(("data", c_void_p), ("rows width stride", c_int64))
-
-
 COPIED: Final = 3
 """Arrays whose rows one launch of `copy_rows` copies, at most."""
-TABLE_BYTES: Final = COPIED * sizeof(Rows)
+TABLE_BYTES: Final = COPIED * sizeof(struct("Rows"))
 """Bytes of a table on the device that holds the arrays' places."""
 Place: TypeAlias = tuple[int, int]
-"""An array's address, and bytes from row to row."""
+"""An array's address, and bytes from row to row: the fields of `lt::Rows`."""
 
 
-class CopyRowsParams(Structure):
-    """`lt::CopyRowsParams`."""
-
-    _fields_ = fields(
-        ("table", c_void_p), ("sources", Rows * COPIED), ("targets", RowBuffers * COPIED), ("parts", c_int64)
-    )
+@declared
+class RowBuffers(Struct):
+    """`lt::RowBuffers`: parts of equally many rows, `width` bytes each, which begin `stride` bytes apart."""
 
 
-RESIZE: Final = Entry("resize", "resize.cu", ResizeParams)
-COPY_ROWS: Final = Entry("copy_rows", "copy_rows.cu", CopyRowsParams)
+RESIZE: Final = Entry("resize", "resize.cu")
+COPY_ROWS: Final = Entry("copy_rows", "copy_rows.cu")
 
 
 class Resize(NamedTuple):
@@ -88,21 +61,14 @@ class ResizePass:
     """Up to `RESIZED` copies in one kernel."""
 
     def __init__(self, dtype: DType, resizes: Sequence[Resize], device: int) -> None:
-        params, blocks = ResizeParams(), 0
+        params, blocks = RESIZE.params(), 0
         for number, (source, target) in enumerate(each.by_rows for each in resizes):
             across, threads, down = _tiled(source, target)
-            params.items[number] = Resized(
-                Matrix.of(source),
-                Matrix.of(target),
-                *source.shape,
-                *target.shape,
-                across,
-                down,
-                threads.bit_length() - 1,
-            )
+            matrices, log2_threads = (Matrix.of(source), Matrix.of(target)), threads.bit_length() - 1
+            params.items[number] = *matrices, *source.shape, *target.shape, across, down, log2_threads
             blocks = max(blocks, across * down)
         tiling = Tiling((blocks, len(resizes)), (THREADS, 1))
-        self._launches = Launches(RESIZE, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
+        self._launches = Launches(RESIZE, define(SCALAR=dtype), device, tiling, params)
 
     def run(self, addresses: Iterable[tuple[int, int]], stream: int) -> None:
         """Puts the copies on a stream, whose memory's lock the caller holds.
@@ -141,22 +107,22 @@ class RowsCopy:
     def __init__(self, targets: Sequence[RowBuffers], parts: int, device: int) -> None:
         size = max(parts * each.rows * each.width for each in targets)
         tiling = Tiling((max(1, -(-size // (VECTOR_BYTES * THREADS))), len(targets)), (THREADS, 1))
-        params = CopyRowsParams(targets=(RowBuffers * COPIED)(*targets), parts=parts)
+        params = COPY_ROWS.params(targets=tuple(targets), parts=parts)
         self._launches = Launches(COPY_ROWS, (), device, tiling, params)
         self._lock = threading.Lock()
 
     def run(self, places: Sequence[Place], stream: int) -> None:
         """Puts the copies of arrays at these places on a stream."""
-        self._run(None, [Rows(*each) for each in places], stream)
+        self._run(0, tuple(places), stream)
 
     def run_by_table(self, table: int, stream: int) -> None:
         """Puts copies on a stream that find their arrays when they run, in the table at this address of the device."""
         self._run(table, (), stream)
 
-    def _run(self, table: int | None, sources: Sequence[Rows], stream: int) -> None:
+    def _run(self, table: int, sources: tuple[Place, ...], stream: int) -> None:
         with self._lock:
             params, launch = self._launches[stream]
-            params.table, params.sources = table, (Rows * COPIED)(*sources)
+            params.table, params.sources = table, sources
             launch()
 
 
@@ -166,7 +132,7 @@ def write_table(table: int, places: Sequence[Place], stream: int) -> None:
     Raises:
         DriverError: the driver refused; the contents of the table are undefined then.
     """
-    rows = struct.pack(f"{2 * len(places)}q", *itertools.chain.from_iterable(places))
+    rows = pack(f"{2 * len(places)}q", *itertools.chain.from_iterable(places))
     status = function("cuMemcpyHtoDAsync_v2")(table, rows, len(rows), stream)
     if status:  # the bytes are not page-locked, so that the driver has read them before the call returns
         check("cuMemcpyHtoDAsync", status)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from ctypes import Structure, c_float, c_int, c_uint32, c_void_p
 from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
@@ -11,7 +10,7 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.kernel import SCALAR, Entry, Launches, Matrix, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
 from lt_runtime.kernels.tiling import MAX_GRID_Y, THREADS, Tiling, are_whole, wave_of
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
@@ -29,19 +28,7 @@ EPILOGUES: Final = (
 )
 
 
-class TileMatmulParams(Structure):
-    """`lt::TileMatmulParams`."""
-
-    _fields_ = fields(
-        ("a b c d aux", Matrix),
-        ("bias sums partial tickets", c_void_p),
-        ("rows cols depth part", c_int),
-        ("group slots", c_uint32),
-        ("alpha beta", c_float),
-    )
-
-
-TILE_MATMUL: Final = Entry("tile_matmul", "tile_matmul.cu", TileMatmulParams)
+TILE_MATMUL: Final = Entry("tile_matmul", "tile_matmul.cu")
 
 
 def supports(problem: MatmulProblem) -> bool:
@@ -121,7 +108,7 @@ class TileMatmulPass:
         self.scratch_bytes = 4 * (math.prod(tiles) * slots * _SIDE * _SIDE + columns)
         self.tickets = math.prod(tiles) * slots + (shares.across if adds_up else 0)
         aux = problem.aux
-        params = TileMatmulParams(*(Matrix.of(each) for each in (problem.a, problem.b, problem.c, problem.d, aux)))
+        params = TILE_MATMUL.params(*(Matrix.of(each) for each in (problem.a, problem.b, problem.c, problem.d, aux)))
         params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
         params.part, params.group, params.slots = shares.part, group, slots
         macros = tile_macros(problem.dtype, problem.a.layout.order, problem.b.layout.order, epilogue)
@@ -143,10 +130,6 @@ class TileMatmulPass:
 
 def tile_macros(dtype: DType, a: Order, b: Order, epilogue: Epilogue) -> Macros:
     """The kernel's definitions, for A and B that lie in these orders."""
-    return (
-        ("SCALAR", SCALAR[dtype]),
-        ("A_ALONG_K", str(int(a is Order.ROW))),
-        ("B_ALONG_K", str(int(b is Order.COLUMN))),
-        ("ACTIVATION", ACTIVATION_NAMES[epilogue.activation]),
-        ("DERIVATIVE", str(int(epilogue.is_derivative))),
-    )
+    of_operands = define(SCALAR=dtype, A_ALONG_K=a is Order.ROW, B_ALONG_K=b is Order.COLUMN)
+    activation = ACTIVATION_NAMES[epilogue.activation]
+    return (*of_operands, *define(ACTIVATION=activation, DERIVATIVE=epilogue.is_derivative))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_int, c_int64, c_uint64, c_void_p
 from typing import Final
 
-from lt_runtime.kernels.kernel import Entry, Launches, fields
+from lt_runtime.kernels.kernel import Entry, Launches, Struct, declared, struct
 from lt_runtime.kernels.tiling import THREADS, Tiling
 from lt_runtime.problem import DType
 
@@ -25,57 +24,24 @@ ACTIVATIONS: Final = {"none": 0, "relu": 1, "gelu": 2}
 _MOST_BLOCKS: Final = 512
 
 
-class Elements(Structure):
+@declared
+class Elements(Struct):
     """`lt::Elements`: where a batch of matrices lies; `type` is one of `TYPES`, strides are in elements."""
 
-    _fields_ = fields(("data", c_void_p), ("batch_stride row_stride col_stride", c_int64), ("type", c_int))
 
-
-class Rounding(Structure):
+@declared
+class Rounding(Struct):
     """`lt::Rounding`."""
 
-    _fields_ = fields(("unit least largest", c_double))
 
-
-class Results(Structure):
+@declared
+class Results(Struct):
     """`lt::Results`."""
 
-    _fields_ = fields(("values limits", c_void_p))
 
-
-class ExpectParams(Structure):
-    """`lt::ExpectParams`."""
-
-    _fields_ = fields(
-        ("a b c bias aux", Elements),
-        ("d kept", Results),
-        ("sums", c_void_p),
-        ("rounding", Rounding),
-        ("rows cols depth", c_int64),
-        ("accumulation addition approximation", c_double),
-        ("activation is_derivative keeps_mask", c_int),
-    )
-
-
-class CompareParams(Structure):
-    """`lt::CompareParams`."""
-
-    _fields_ = fields(
-        ("found wanted", Elements),
-        ("limits parts", c_void_p),
-        ("batch rows cols", c_int64),
-        ("constant limit relative", c_double),
-    )
-
-
-class Comparison(Structure):
-    """`lt::Comparison`."""
-
-    _fields_ = fields(("bad first", c_uint64), ("error_squares wanted_squares", c_double))
-
-
-EXPECT: Final = Entry("expect", "verify.cu", ExpectParams)
-COMPARE: Final = Entry("compare", "verify.cu", CompareParams)
+Comparison: Final = struct("Comparison")
+EXPECT: Final = Entry("expect", "verify.cu")
+COMPARE: Final = Entry("compare", "verify.cu")
 
 
 def elements_of(address: int, strides: tuple[int, int, int], dtype: DType | None) -> Elements:
@@ -88,14 +54,14 @@ def compare_blocks(size: int) -> int:
     return min(max(1, -(-size // THREADS)), _MOST_BLOCKS)
 
 
-def launch_expect(params: ExpectParams, batch: int, device: int, stream: int) -> None:
+def launch_expect(params: Struct, batch: int, device: int, stream: int) -> None:
     """Puts on a stream the computation of a product's expected results; the device is current."""
     grid = -(-params.rows // EXPECT_TILE), -(-params.cols // EXPECT_TILE)
     _, launch = Launches(EXPECT, (), device, Tiling(grid, (THREADS, 1)), params, batch)[stream]
     launch()
 
 
-def launch_compare(params: CompareParams, device: int, stream: int) -> None:
+def launch_compare(params: Struct, device: int, stream: int) -> None:
     """Puts a comparison on a stream; the device is current. `params.parts` has `compare_blocks` of its elements."""
     blocks = compare_blocks(params.batch * params.rows * params.cols)
     _, launch = Launches(COMPARE, (), device, Tiling((blocks, 1), (THREADS, 1)), params)[stream]

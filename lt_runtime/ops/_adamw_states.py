@@ -145,7 +145,7 @@ class GpuState:
                 bits = int(np.float32(options.scaler.init_scale).view(np.uint32))
                 call("cuMemsetD32Async", self._scale[0].data.ptr, bits, 1, self._stream)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
-            self._launches: list[Launches[Any]] = [*norms, self._update(tensors, words)]
+            self._launches: list[Launches] = [*norms, self._update(tensors, words)]
             call("cuStreamSynchronize", self._stream)  # waits, because later steps may use any stream
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
@@ -201,25 +201,25 @@ class GpuState:
     def _settings(self) -> NDArray[np.uint32]:
         return kernels.settings_words(self.options.hyper, [each.settings(self.options) for each in self._parameters])
 
-    def _update(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches[kernels.AdamWParams]:
-        table, params = kernels.update_table(tensors), kernels.adamw_params(self.options)
+    def _update(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches:
+        table = kernels.update_table(tensors)
+        params = kernels.adamw_params(self.options, self._device_settings, len(tensors))
         params.chunks, params.state = self._upload(table), words.data.ptr
         params.tickets = self._zeros((kernels.UPDATE_TICKETS,), np.dtype(np.uint32)).data.ptr
-        kernels.set_addresses(params, self._device_settings, len(tensors))
         if self._scale is not None:
             params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
         stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in tensors)
         return kernels.update_launches(params, len(table), self._device, self.options, stochastic=stochastic)
 
-    def _norm(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches[kernels.GradientNormParams]:
+    def _norm(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches:
         table = kernels.norm_table(tensors)
-        params = kernels.GradientNormParams(
+        params = kernels.GRADIENT_NORM.params(
             chunks=self._upload(table),
             partial=self._zeros((len(table),), np.dtype(np.float32)).data.ptr,
             state=words.data.ptr,
             scale=0 if self._scale is None else self._scale[0].data.ptr,
         )
-        return kernels.norm_launches(params, len(table), self._device)
+        return kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(table), self._device)
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         array = CUPY.zeros(shape, dtype, self._device, self._stream)

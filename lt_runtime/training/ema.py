@@ -13,8 +13,9 @@ from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.kernels.adamw import EmaParams, ema_launches, ema_table
+from lt_runtime.kernels import adamw as kernels
 from lt_runtime.ops._adamw_parameters import HeldArrays, write_values
+from lt_runtime.problem import DType
 from lt_runtime.training.mlp import MLP, brief
 
 
@@ -102,11 +103,14 @@ class EMA(Fixed):
             for average, value in zip(self.averages.values(), self._values, strict=True):
                 operand = read("value", value, stream)
                 operand.check_packed()
-                entries.append((average.data.ptr, operand.address, operand.element_type(), average.size))
-            table = ema_table(entries)
+                of_value = operand.address, operand.element_type()
+                arrays = {"average": (average.data.ptr, DType.FLOAT32), "value": of_value}
+                entries.append(kernels.Tensor(average.size, arrays))
+            table = kernels.ema_table(entries)
             self._table = CUPY.empty((table.nbytes,), np.dtype(np.uint8), device, stream)
             call("cuMemcpyHtoDAsync", self._table.data.ptr, table.ctypes.data, table.nbytes, stream)
-            self._launches = ema_launches(EmaParams(self._table.data.ptr), len(table), device)
+            params = kernels.EMA.params(self._table.data.ptr)
+            self._launches = kernels.launches_by_row(kernels.EMA, params, len(table), device)
 
     def _average(self, weight: float, stream: Any) -> None:
         """Moves the averages towards the parameters' present values; `weight` is 1 - decay."""

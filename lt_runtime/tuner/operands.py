@@ -17,12 +17,12 @@ from lt_runtime.arrays.operand import CUPY
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import device_attributes
 from lt_runtime.gpu.driver import call
+from lt_runtime.kernels.kernel import Struct
 from lt_runtime.kernels.verify import (
+    COMPARE,
     TYPES,
-    CompareParams,
     Comparison,
     Elements,
-    ExpectParams,
     compare_blocks,
     elements_of,
     launch_compare,
@@ -78,7 +78,7 @@ class Memory(NamedTuple):
         call("cuStreamSynchronize", self.stream)
         return values
 
-    def expect(self, params: ExpectParams, batch: int) -> None:
+    def expect(self, params: Struct, batch: int) -> None:
         """Computes a product's expected results in FP64; see verify.cu."""
         launch_expect(params, batch, self.device, self.stream)
 
@@ -104,7 +104,7 @@ class Memory(NamedTuple):
         parts = np.dtype(Comparison)
         blocks = compare_blocks(shape[0] * shape[1] * shape[2])
         made = self.allocate(blocks * parts.itemsize)
-        params = CompareParams(found, wanted or Elements(), limits, made.data.ptr, *shape, constant, limit, relative)
+        params = COMPARE.params(found, wanted or Elements(), limits, made.data.ptr, *shape, constant, limit, relative)
         launch_compare(params, self.device, self.stream)
         of_blocks = self.read(made.data.ptr, blocks, parts)
         sums = (of_blocks[name].sum() for name in ("error_squares", "wanted_squares"))

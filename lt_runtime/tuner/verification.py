@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.verify import ACTIVATIONS, EXPECT_TILE, TYPES, Elements, ExpectParams, Results, Rounding
+from lt_runtime.kernels.verify import ACTIVATIONS, EXPECT, EXPECT_TILE, TYPES, Elements, Results, Rounding
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, Memory, Operands, operands_of
@@ -144,7 +144,7 @@ def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expecte
     found = {name: Expected(memory, shape) for name in ("d", "aux") if name in operands.outputs}
     c, bias = at.get("c", Elements()), at["vector"] if epilogue.has_bias else Elements()
     aux = at["aux"] if epilogue.is_derivative else Elements()
-    params = ExpectParams(at["a"], at["b"], c, bias, aux, found["d"].results, rounding=rounding)
+    params = EXPECT.params(at["a"], at["b"], c, bias, aux, found["d"].results, rounding=rounding)
     params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
     params.accumulation = accumulation_error(problem, data)
     params.addition = 2 * _UNIT[_accumulator(problem)] if params.accumulation else 0.0
@@ -185,7 +185,7 @@ def _operand_sums(operands: ProductOperands, rounding: Rounding) -> Expected:
     memory.write(one.data.ptr, np.ones(1))
     found = Expected(memory, (1, 1, length))
     ones = Elements(one.data.ptr, type=TYPES["float64"])
-    params = ExpectParams(ones, summed, d=found.results, rounding=rounding, rows=1, cols=length, depth=problem.k)
+    params = EXPECT.params(ones, summed, d=found.results, rounding=rounding, rows=1, cols=length, depth=problem.k)
     params.accumulation = _SUM_ERROR
     memory.expect(params, 1)
     return found

@@ -16,13 +16,11 @@ from lt_runtime.kernels.adamw import (
     ADAMW,
     GRADIENT_NORM,
     UPDATE_TICKETS,
-    GradientNormParams,
     OptimizerState,
     Options,
     Tensor,
     adamw_params,
     norm_table,
-    set_addresses,
     settings_words,
     update_table,
     update_tiling,
@@ -153,7 +151,7 @@ class HostOptimizer:
         table = norm_table([tensor.row() for tensor in tensors])
         partial = Guarded(np.full((1, table.size), np.nan, np.float32))
         scale = self.scale.ctypes.data if self._options.scaler else 0
-        params = GradientNormParams(table.ctypes.data, partial.address, self.state.ctypes.data, scale)
+        params = GRADIENT_NORM.params(table.ctypes.data, partial.address, self.state.ctypes.data, scale)
         self._norm.launch((table.size, 1), (THREADS, 1), params, order=order)
         partial.values()
         assert self.state["norm_ticket"] == 0
@@ -163,11 +161,10 @@ class HostOptimizer:
         table = update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
         options = self._options
-        params = adamw_params(options)
+        words = settings_words(options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
+        params = adamw_params(options, words.ctypes.data, len(tensors))
         params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
         params.tickets = self.tickets.ctypes.data
-        words = settings_words(options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
-        set_addresses(params, words.ctypes.data, len(tensors))
         if self._options.scaler:
             params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
         tiling = update_tiling(table.size)

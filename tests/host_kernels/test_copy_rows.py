@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.kernels.resize import COPIED, RowBuffers, Rows, RowsCopy
+from lt_runtime.kernels.kernel import struct
+from lt_runtime.kernels.resize import COPIED, RowBuffers, RowsCopy
 from tests.host_kernels.arrays import Guarded
 from tests.host_kernels.cases import FEW, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels, in_order
@@ -52,7 +53,7 @@ class _Operands:
 
 
 def _table(*operands: _Operands) -> Any:
-    return np.frombuffer(bytes((Rows * COPIED)(*(each.place for each in operands))), np.uint8).copy()
+    return np.frombuffer(bytes((struct("Rows") * COPIED)(*(each.place for each in operands))), np.uint8).copy()
 
 
 @FEW

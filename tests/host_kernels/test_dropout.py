@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.epilogue import DROPOUT, DropoutParams
+from lt_runtime.kernels.epilogue import DROPOUT
 from lt_runtime.kernels.kernel import Dropout
 from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed
@@ -109,7 +109,7 @@ def run_dropout(
 ) -> None:
     state, step = case.state()
     rows, cols = x.array.shape
-    params = DropoutParams(x.matrix, out.matrix, rows, cols, state.block())
+    params = DROPOUT.params(x.matrix, out.matrix, rows, cols, state.block())
     tiling = blocks.tiling((rows, cols)) if blocks else sweep(packed(rows, cols), None)
     host.get(DROPOUT, variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.philox.step

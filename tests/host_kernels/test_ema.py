@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels.adamw import EMA, EmaParams, ema_table
+from lt_runtime.kernels.adamw import EMA, Tensor, ema_table
 from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import EPS32, numbers, vector
@@ -48,11 +48,11 @@ def test_averages(host: HostKernels, case: Case) -> None:
     before = [average.array.astype(np.float64) for average in averages]
     table = ema_table(
         [
-            (average.address, value.address, dtype, size)
+            Tensor(size, {"average": (average.address, F32), "value": (value.address, dtype)})
             for average, value, (size, dtype, *_) in zip(averages, values, case.tensors, strict=True)
         ]
     )
-    params = EmaParams(table.ctypes.data, case.weight)
+    params = EMA.params(table.ctypes.data, case.weight)
     host.get(EMA).launch((table.size, 1), (THREADS, 1), params, order=case.order)
     weight = float(np.float32(case.weight))
     for average, value, old in zip(averages, values, before, strict=True):

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.kernels import epilogue
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.epilogue import EPILOGUE_BWD, BackwardPass, EpilogueBwdParams, Sums
-from lt_runtime.kernels.kernel import ColumnSum
+from lt_runtime.kernels.epilogue import EPILOGUE_BWD, BackwardPass, Sums
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Derivative, DType, Philox, Saved, Spec, keep_scale, keep_threshold
@@ -280,7 +279,8 @@ def launch_on_row(
     place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns begin at multiples of 16 bytes
     source, dz = Guarded(dy, dtype=variant.dtype), Guarded(np.zeros(dy.shape), place, variant.dtype)
     keeps_all = DropoutState(65536, Philox()).block()
-    params = EpilogueBwdParams(source.matrix, saved.matrix, dz.matrix, ColumnSum(), *dy.shape, keeps_all, slope)
+    matrices = source.matrix, saved.matrix, dz.matrix
+    params = EPILOGUE_BWD.params(*matrices, (), *dy.shape, keeps_all, slope)
     host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
     return dz
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.kernels import epilogue
-from lt_runtime.kernels.epilogue import EPILOGUE_FWD, EpilogueFwdParams, ForwardPass
+from lt_runtime.kernels.epilogue import EPILOGUE_FWD, ForwardPass
 from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import packed
@@ -184,7 +184,7 @@ def test_forward(host: HostKernels, variant: Forward, drawn: ForwardCase) -> Non
 def test_special_values(host: HostKernels, variant: Forward) -> None:
     x, y = Guarded(SPECIAL), Guarded(np.zeros_like(SPECIAL))
     cols = SPECIAL.shape[1]
-    params = EpilogueFwdParams(x.matrix, Matrix(), y.matrix, 0, 1, cols, NO_DROPOUT, 0.25)
+    params = EPILOGUE_FWD.params(x.matrix, Matrix(), y.matrix, 0, 1, cols, NO_DROPOUT, 0.25)
     host.get(EPILOGUE_FWD, variant.macros).launch((1, 1), (2, 1), params)
     with np.errstate(over="ignore"):
         expected = activate(SPECIAL, Activation(variant.activation, 0.25))

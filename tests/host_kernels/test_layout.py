@@ -1,27 +1,24 @@
-"""The structs of `cuda_src` lie in memory as the modules of `lt_runtime.kernels` say."""
+"""The structs of `cuda_src` lie in memory as `lt_runtime.kernels.kernel` reads their declarations."""
 
 from __future__ import annotations
 
 import ctypes
-import inspect
 import re
 
 import pytest
 
-from lt_runtime.kernels import mlp
+from lt_runtime.kernels import kernel, mlp
+from lt_runtime.kernels.kernel import Struct
 from lt_runtime.paths import kernel_sources
 from lt_runtime.problem import Activation, DType, MLPProblem
 from tests.host_kernels.build import Variant
 from tests.host_kernels.harness import HostKernels, get_array
 from tests.support.kernel_digest import included
-from tests.support.kernel_families import ENTRIES, FAMILIES
+from tests.support.kernel_families import ENTRIES
 
-STRUCTS = [
-    struct
-    for family in FAMILIES
-    for _, struct in inspect.getmembers(family, inspect.isclass)
-    if issubclass(struct, ctypes.Structure) and struct.__module__ == family.__name__
-]
+TABLES = {kernel.struct(name) for name in ("AdamWChunk", "GradientChunk", "EmaChunk")}
+STRUCTS = TABLES | {entry.params for entry in ENTRIES.values()} | set(kernel._structs.values())
+"""The structs that kernels take, those within them, and those of tables on the device."""
 MACROS = (
     ("SCALAR", "float"),
     ("LOSS", "lt::Huber"),
@@ -61,27 +58,21 @@ MACROS = (
     ("B_ALONG_K", "1"),
     ("DERIVATIVE", "0"),
 )
+TEMPLATES = ("ColumnSum",)
 TILES = "mma.cuh"
 """Kernels that include this header multiply 16-bit numbers."""
 
 
-def name_in_c(struct: type[ctypes.Structure]) -> str:
-    """The struct's name in C++, with which its docstring begins."""
-    found = re.match(r"`(lt::\w+(?:<SCALAR>)?)`", struct.__doc__ or "")
-    assert found, f"the docstring of {struct.__name__} does not name the struct of cuda_src"
-    return found[1]
-
-
-def defining_file(struct: type[ctypes.Structure]) -> str:
+def defining_file(struct: type[Struct]) -> str:
     """The first kernel file that defines the struct, itself or in a header that it includes."""
-    definition = rf"struct (alignas\(\d+\) )?{name_in_c(struct).removeprefix('lt::').removesuffix('<SCALAR>')} {{"
     files = sorted(file.name for file in kernel_sources().glob("*.cu"))
+    definition = rf"struct (alignas\(\d+\) )?{struct.__name__} {{"
     return next(file for file in files if any(re.search(definition, each.read_text()) for each in included(file)))
 
 
-def members_of(struct: type[ctypes.Structure]) -> dict[str, int]:
+def members_of(struct: type[Struct]) -> dict[str, int]:
     """C++ expressions of the struct's size and each field's offset, with their values in Python."""
-    name = name_in_c(struct)
+    name = f"lt::{struct.__name__}{'<SCALAR>' if struct.__name__ in TEMPLATES else ''}"
     fields = [field for field, *_ in struct._fields_]
     offsets = {f"offsetof({name}, {field.rstrip('_')})": getattr(struct, field).offset for field in fields}
     return {f"sizeof({name})": ctypes.sizeof(struct), **offsets}

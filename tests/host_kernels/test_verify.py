@@ -7,11 +7,11 @@ import pytest
 
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.verify import (
+    COMPARE,
+    EXPECT,
     TYPES,
-    CompareParams,
     Comparison,
     Elements,
-    ExpectParams,
     Results,
     Rounding,
     compare_blocks,
@@ -44,7 +44,7 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
     d, limits, kept, kept_limits = (Guarded(np.full((m, n), np.nan)) for _ in range(4))
     tiles = -(-m // 64)
     sums = Guarded(np.full((3 * tiles, n), np.nan))
-    params = ExpectParams(elements(a), elements(b), bias=elements(bias), sums=sums.address)
+    params = EXPECT.params(elements(a), elements(b), bias=elements(bias), sums=sums.address)
     params.d, params.kept = Results(d.address, limits.address), Results(kept.address, kept_limits.address)
     params.rounding, params.activation = Rounding(2.0**-11, 0.0, np.inf), 2
     params.rows, params.cols, params.depth = shape
@@ -67,7 +67,7 @@ def test_comparisons_count_and_find_bad_elements() -> None:
     found.array[7, 5], found.array[39, 66] = np.nan, 1e3
     blocks = compare_blocks(found.array.size)
     parts = Guarded(np.zeros((blocks, 4), np.uint64))
-    params = CompareParams(elements(found), elements(wanted), 0, parts.address, 1, *found.array.shape, relative=1e-6)
+    params = COMPARE.params(elements(found), elements(wanted), 0, parts.address, 1, *found.array.shape, relative=1e-6)
     launch_compare(params, 0, 0)
     parts.values()
     judged = (Comparison * blocks).from_address(parts.address)

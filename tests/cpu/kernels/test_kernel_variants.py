@@ -20,7 +20,7 @@ import pytest
 from lt_runtime.gpu import compiler
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import SCALAR
-from lt_runtime.kernels.losses import TallyParams
+from lt_runtime.kernels.losses import TALLY
 from lt_runtime.kernels.tiling import OCTET, THREADS, tile
 from lt_runtime.paths import kernel_sources
 from tests import compile_matrix
@@ -130,8 +130,8 @@ def test_each_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_kernels_that_are_missing_unknown_or_of_another_struct_are_seen() -> None:
-    variant, structs = Variant("tally.cu"), {"tally": TallyParams}
-    size = ctypes.sizeof(TallyParams)
+    variant, structs = Variant("tally.cu"), {"tally": TALLY.params}
+    size = ctypes.sizeof(TALLY.params)
     right = Usage("tally.cu", "tally", "sm_75", 10, spills=0, stack=0, shared=64, parameters=size, double=False)
 
     def said(*found: Usage) -> str:
@@ -204,7 +204,7 @@ def test_comments_go_and_literals_stay() -> None:
     ("module", "name", "value", "families"),
     [
         (compiler, "_FLUSHED", frozenset({"elementwise_loss.cu", "cross_entropy.cu"}), {"elementwise_loss.cu"}),
-        (compile_matrix, "STRUCTS", STRUCTS | {"adamw.cu": {"adamw": TallyParams}}, {"adamw.cu"}),
+        (compile_matrix, "STRUCTS", STRUCTS | {"adamw.cu": {"adamw": TALLY.params}}, {"adamw.cu"}),
         (compile_matrix, "VARIANTS", VARIANTS[1:], {VARIANTS[0].source}),
         (compile_matrix, "ARCHITECTURES", ("sm_90",), set(SOURCES)),
         (kernel_digest, "compiler_build", lambda: ("13.6",), set(SOURCES)),

@@ -14,7 +14,8 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel, tiling
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.epilogue import DropoutParams, DropoutPass
+from lt_runtime.kernels.epilogue import DropoutPass
+from lt_runtime.kernels.kernel import Struct
 from lt_runtime.kernels.tiling import (
     MAX_GRID_Y,
     OCTET,
@@ -201,9 +202,9 @@ def test_dropout_without_gaps_has_rows_of_many_columns(
     rows: int, cols: int, swept: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of fewer than eight elements would each leave most of a thread's octet unused."""
-    launched: list[DropoutParams] = []
+    launched: list[Struct] = []
 
-    def prepare(grid: object, block: object, params: DropoutParams, *_: int) -> Callable[[], None]:
+    def prepare(grid: object, block: object, params: Struct, *_: int) -> Callable[[], None]:
         return lambda: launched.append(params)
 
     monkeypatch.setattr(kernel, "get_kernel", lambda *_: SimpleNamespace(prepare=prepare))
