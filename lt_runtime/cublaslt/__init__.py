@@ -95,10 +95,8 @@ from lt_runtime.cublaslt.execute import PreparedMatmul, matmul, matrix_transform
 from lt_runtime.cublaslt.known_bad import Candidate, is_inaccurate, is_known_bad
 from lt_runtime.cublaslt.library import (
     Handle, get_cudart_version, get_status_name, get_status_string, get_version, handle, heuristics_cache_get_capacity,
-    heuristics_cache_set_capacity, library_path,
-)
-from lt_runtime.cublaslt.logger import (
-    logger_force_disable, logger_open_file, logger_set_callback, logger_set_level, logger_set_mask,
+    heuristics_cache_set_capacity, library_path, logger_force_disable, logger_open_file, logger_set_callback,
+    logger_set_level, logger_set_mask,
 )
 from lt_runtime.cublaslt.validation import validate
 # isort: on

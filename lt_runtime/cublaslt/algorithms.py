@@ -58,7 +58,7 @@ class Algorithm:
 
     def get(self, attribute: AlgoConfigAttribute) -> int:
         """Reads one attribute of the configuration."""
-        value: int = library.read_attribute(f"{_CONFIG}GetAttribute", self.blob, attribute)
+        value: int = attribute.unpack(library.read_bytes(f"{_CONFIG}GetAttribute", self.blob, attribute))
         return value
 
     @property
@@ -93,7 +93,7 @@ class Algorithm:
         """
         if attribute in ARRAYS:
             raise ArgumentError(f"{attribute} has many values; use capabilities()")
-        value: int = library.read_attribute(_CAP, self.blob, attribute)
+        value: int = attribute.unpack(library.read_bytes(_CAP, self.blob, attribute))
         return value
 
     def capabilities(self, attribute: AlgoCapAttribute) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from lt_runtime.cublaslt.attributes import (
     PreferenceAttribute,
 )
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
-from lt_runtime.cublaslt.library import call, failure, function, read_attribute
+from lt_runtime.cublaslt.library import call, failure, function, read_bytes
 from lt_runtime.errors import ArgumentError
 
 A = TypeVar("A", bound=Attribute)
@@ -96,7 +96,7 @@ class Descriptor(Generic[A, V]):
             CublasLtError: the library refused.
         """
         self._check_kind(attribute)
-        value: V = read_attribute(f"{self._prefix}GetAttribute", self.handle, attribute)
+        value: V = attribute.unpack(read_bytes(f"{self._prefix}GetAttribute", self.handle, attribute))
         return value
 
     def recall(self, attribute: A) -> V:

@@ -1,18 +1,19 @@
 """Loads cuBLASLt at first use, declares its functions, makes its handles, and turns statuses into exceptions.
 
-The tables declare the binary interface of `cublasLt.h`: the types of each function, and the version that brought it.
-
-The functions of the header that concern the library as a whole (versions, statuses, its cache) are here as well.
+The functions of the header that concern the library as a whole (versions, statuses, its cache, its logger) are here as
+well. Levels of the logger: 0 off, 1 errors, 2 performance trace, 3 performance hints, 4 heuristics trace, 5 API trace.
+The bits of its mask are 1 errors, 2 performance trace, 4 performance hints, 8 heuristics trace, 16 API trace.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Self
 
 from lt_runtime.cublaslt.attributes import Attribute
@@ -22,76 +23,70 @@ from lt_runtime.errors import ArgumentError, CublasLtError, MissingLibraryError
 ALGO_BYTES: Final = 64
 """The size of `cublasLtMatmulAlgo_t`."""
 
-_VOIDP, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_OUT, _OUT_INT, _OUT_SIZE = ctypes.POINTER(_VOIDP), ctypes.POINTER(_INT), ctypes.POINTER(_SIZE)
-_TEXT = ctypes.c_char_p
-_SET: Final = (_VOIDP, _INT, _VOIDP, _SIZE)
-_GET: Final = (_VOIDP, _INT, _VOIDP, _SIZE, _OUT_SIZE)
-_TYPES: Final = (_INT,) * 6  # compute, scale, A, B, C, D
-_PROBLEM: Final = (_VOIDP,) * 6  # handle, operation, layouts of A, B, C, D
-_HEURISTIC: Final = (*_PROBLEM, _VOIDP, _INT, _VOIDP, _OUT_INT)
+_PROTOTYPES: Final = """
+    cublasLtCreate                          | void_p*                              |        |
+    cublasLtDestroy                         | void_p                               |        |
+    cublasLtGetStatusName                   | int                                  | char_p |
+    cublasLtGetStatusString                 | int                                  | char_p |
+    cublasLtGetVersion                      |                                      | size_t |
+    cublasLtGetCudartVersion                |                                      | size_t |
+    cublasLtHeuristicsCacheGetCapacity      | size_t*                              |        |
+    cublasLtHeuristicsCacheSetCapacity      | size_t                               |        |
+    cublasLtMatmulDescCreate                | void_p* int×2                        |        |
+    cublasLtMatmulDescDestroy               | void_p                               |        |
+    cublasLtMatmulDescSetAttribute          | void_p int void_p size_t             |        |
+    cublasLtMatmulDescGetAttribute          | void_p int void_p size_t size_t*     |        |
+    cublasLtMatrixLayoutCreate              | void_p* int uint64×2 int64           |        |
+    cublasLtGroupedMatrixLayoutCreate       | void_p* int×2 void_p×3               |        | 130200
+    cublasLtMatrixLayoutDestroy             | void_p                               |        |
+    cublasLtMatrixLayoutSetAttribute        | void_p int void_p size_t             |        |
+    cublasLtMatrixLayoutGetAttribute        | void_p int void_p size_t size_t*     |        |
+    cublasLtMatmulPreferenceCreate          | void_p*                              |        |
+    cublasLtMatmulPreferenceDestroy         | void_p                               |        |
+    cublasLtMatmulPreferenceSetAttribute    | void_p int void_p size_t             |        |
+    cublasLtMatmulPreferenceGetAttribute    | void_p int void_p size_t size_t*     |        |
+    cublasLtMatrixTransformDescCreate       | void_p* int                          |        |
+    cublasLtMatrixTransformDescDestroy      | void_p                               |        |
+    cublasLtMatrixTransformDescSetAttribute | void_p int void_p size_t             |        |
+    cublasLtMatrixTransformDescGetAttribute | void_p int void_p size_t size_t*     |        |
+    cublasLtEmulationDescCreate             | void_p*                              |        | 130100
+    cublasLtEmulationDescDestroy            | void_p                               |        | 130100
+    cublasLtEmulationDescSetAttribute       | void_p int void_p size_t             |        | 130100
+    cublasLtEmulationDescGetAttribute       | void_p int void_p size_t size_t*     |        | 130100
+    cublasLtMatmulAlgoGetHeuristic          | void_p×7 int void_p int*             |        |
+    cublasLtMatmulAlgoGetHeuristicForStream | void_p×7 int void_p int* void_p      |        | 130501
+    cublasLtMatmulAlgoGetIds                | void_p int×7 void_p int*             |        |
+    cublasLtMatmulAlgoInit                  | void_p int×7 void_p                  |        |
+    cublasLtMatmulAlgoCheck                 | void_p×8                             |        |
+    cublasLtMatmulAlgoCheckForStream        | void_p×9                             |        | 130501
+    cublasLtMatmulAlgoCapGetAttribute       | void_p int void_p size_t size_t*     |        |
+    cublasLtMatmulAlgoConfigSetAttribute    | void_p int void_p size_t             |        |
+    cublasLtMatmulAlgoConfigGetAttribute    | void_p int void_p size_t size_t*     |        |
+    cublasLtMatmul                          | void_p×14 size_t void_p              |        |
+    cublasLtMatrixTransform                 | void_p×11                            |        |
+    cublasLtLoggerSetCallback               | void_p                               |        |
+    cublasLtLoggerOpenFile                  | char_p                               |        |
+    cublasLtLoggerSetLevel                  | int                                  |        |
+    cublasLtLoggerSetMask                   | int                                  |        |
+    cublasLtLoggerForceDisable              |                                      |        |
+"""
+"""The binary interface of `cublasLt.h`. The columns are a function, the types of its arguments, the type of its result
+if that is not a status, and the version that brought it (major·10000 + minor·100 + patch) if CUDA 12.0 lacks it. Types
+are named as ctypes names them without "c_"; a type with a star is an address to which the function writes."""
 
-LoggerCallback = ctypes.CFUNCTYPE(None, _INT, _TEXT, _TEXT)
-"""`cublasLtLoggerCallback_t`: level, function, message."""
+
+def _types(named: str) -> Iterator[Any]:
+    """The types of a cell of `_PROTOTYPES`; "int×2" are two."""
+    for word in named.split():
+        name, _, count = word.partition("×")
+        kind = getattr(ctypes, f"c_{name.rstrip('*')}")
+        yield from [ctypes.POINTER(kind) if name.endswith("*") else kind] * int(count or 1)
 
 
-def _descriptor(kind: str, *create: Any) -> dict[str, tuple[Any, ...]]:
-    return {
-        f"cublasLt{kind}Create": (_OUT, *create),
-        f"cublasLt{kind}Destroy": (_VOIDP,),
-        f"cublasLt{kind}SetAttribute": _SET,
-        f"cublasLt{kind}GetAttribute": _GET,
-    }
-
-
-ARGUMENTS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "cublasLtCreate": (_OUT,),
-    "cublasLtDestroy": (_VOIDP,),
-    "cublasLtGetStatusName": (_INT,),
-    "cublasLtGetStatusString": (_INT,),
-    "cublasLtGetVersion": (),
-    "cublasLtGetCudartVersion": (),
-    "cublasLtHeuristicsCacheGetCapacity": (_OUT_SIZE,),
-    "cublasLtHeuristicsCacheSetCapacity": (_SIZE,),
-    **_descriptor("MatmulDesc", _INT, _INT),
-    **_descriptor("MatrixLayout", _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
-    "cublasLtGroupedMatrixLayoutCreate": (_OUT, _INT, _INT, _VOIDP, _VOIDP, _VOIDP),
-    **_descriptor("MatmulPreference"),
-    **_descriptor("MatrixTransformDesc", _INT),
-    **_descriptor("EmulationDesc"),
-    "cublasLtMatmulAlgoGetHeuristic": _HEURISTIC,
-    "cublasLtMatmulAlgoGetHeuristicForStream": (*_HEURISTIC, _VOIDP),
-    "cublasLtMatmulAlgoGetIds": (_VOIDP, *_TYPES, _INT, _VOIDP, _OUT_INT),
-    "cublasLtMatmulAlgoInit": (_VOIDP, *_TYPES, _INT, _VOIDP),
-    "cublasLtMatmulAlgoCheck": (*_PROBLEM, _VOIDP, _VOIDP),
-    "cublasLtMatmulAlgoCheckForStream": (*_PROBLEM, _VOIDP, _VOIDP, _VOIDP),
-    "cublasLtMatmulAlgoCapGetAttribute": _GET,
-    "cublasLtMatmulAlgoConfigSetAttribute": _SET,
-    "cublasLtMatmulAlgoConfigGetAttribute": _GET,
-    "cublasLtMatmul": (*(_VOIDP,) * 14, _SIZE, _VOIDP),
-    "cublasLtMatrixTransform": (_VOIDP,) * 11,
-    "cublasLtLoggerSetCallback": (_VOIDP,),
-    "cublasLtLoggerOpenFile": (_TEXT,),
-    "cublasLtLoggerSetLevel": (_INT,),
-    "cublasLtLoggerSetMask": (_INT,),
-    "cublasLtLoggerForceDisable": (),
-}
-
-RESULTS: Final[Mapping[str, Any]] = {
-    "cublasLtGetStatusName": _TEXT,
-    "cublasLtGetStatusString": _TEXT,
-    "cublasLtGetVersion": _SIZE,
-    "cublasLtGetCudartVersion": _SIZE,
-}
-"""The result types of the functions that do not return a status."""
-
-SINCE: Final[Mapping[str, int]] = {
-    **dict.fromkeys(_descriptor("EmulationDesc"), 130100),
-    "cublasLtGroupedMatrixLayoutCreate": 130200,
-    "cublasLtMatmulAlgoGetHeuristicForStream": 130501,
-    "cublasLtMatmulAlgoCheckForStream": 130501,
-}
-"""The first version, major·10000 + minor·100 + patch, of the functions that CUDA 12.0 lacks."""
+_ROWS: Final = [[cell.strip() for cell in row.split("|")] for row in _PROTOTYPES.strip().splitlines()]
+ARGUMENTS: Final = {name: tuple(_types(arguments)) for name, arguments, _, _ in _ROWS}
+RESULTS: Final = {name: next(_types(result)) for name, _, result, _ in _ROWS if result}
+SINCE: Final = {name: int(since) for name, _, _, since in _ROWS if since}
 
 _OVERRIDE: Final = "LT_RUNTIME_CUBLASLT"
 _handles: Final[dict[int, int]] = {}
@@ -130,31 +125,25 @@ def version_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def _find() -> str:
-    """Path of the library: the value of LT_RUNTIME_CUBLASLT, or else the file in NVIDIA's wheels or toolkits."""
-    named = os.environ.get(_OVERRIDE)
-    if named:
-        return named
-    from cuda import pathfinder
-
-    try:
-        return str(pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path)
-    except pathfinder.DynamicLibNotFoundError as error:
-        raise MissingLibraryError("cuBLASLt is not installed: pip install 'lt_runtime[cuda13]'") from error
-
-
 @functools.cache
 def loaded() -> Library:
     """The library, which the first call finds and loads.
 
+    It is the file that LT_RUNTIME_CUBLASLT names, otherwise the one in NVIDIA's wheels or toolkits.
+
     Raises:
         MissingLibraryError: it is not installed.
     """
-    path = _find()
+    from cuda import pathfinder
+
+    named = os.environ.get(_OVERRIDE)
     try:
+        path = named or str(pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path)
         return Library(path)
+    except pathfinder.DynamicLibNotFoundError as error:
+        raise MissingLibraryError("cuBLASLt is not installed: pip install 'lt_runtime[cuda13]'") from error
     except OSError as error:
-        hint = f"; {_OVERRIDE} names it" if os.environ.get(_OVERRIDE) else ""
+        hint = f"; {_OVERRIDE} names it" if named else ""
         raise MissingLibraryError(f"{path} cannot be loaded{hint}: {error}") from error
 
 
@@ -185,18 +174,13 @@ def failure(name: str, status: int, attribute: Attribute | None = None) -> Cubla
     return CublasLtError(name, status, get_status_name(status), get_status_string(status))
 
 
-def read_attribute(name: str, owner: Any, attribute: Attribute) -> Any:
-    """The value that the call `name` returns for an attribute of a descriptor or algorithm.
+def read_bytes(name: str, owner: Any, attribute: Attribute) -> bytes:
+    """The bytes that the call `name` writes for an attribute of a descriptor or algorithm.
 
     Raises:
         MissingLibraryError: the attribute is newer than the library.
         CublasLtError: the library refused.
     """
-    return attribute.unpack(read_bytes(name, owner, attribute))
-
-
-def read_bytes(name: str, owner: Any, attribute: Attribute) -> bytes:
-    """As `read_attribute`, but returns the bytes that the library wrote."""
     cell, written = ctypes.create_string_buffer(attribute.size), ctypes.c_size_t()
     call(name, owner, attribute, cell, attribute.size, ctypes.byref(written), attribute=attribute)
     return cell.raw
@@ -317,3 +301,73 @@ def heuristics_cache_set_capacity(capacity: int) -> None:
     if not 0 <= capacity < 2**64:
         raise ArgumentError(f"capacity is {capacity}; accepted: 0 or more (size_t)")
     call("cublasLtHeuristicsCacheSetCapacity", capacity)
+
+
+_MAX_LEVEL: Final = 5
+_MAX_MASK: Final = 31
+Callback = Callable[[int, str, str], None]
+_callback: Callback | None = None
+
+
+def _forward(level: int, function: bytes, message: bytes) -> None:
+    callback = _callback
+    if callback is not None:
+        callback(level, function.decode(errors="replace"), message.decode(errors="replace"))
+
+
+_forwarder: Final = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)(_forward)
+"""A `cublasLtLoggerCallback_t`. It is never freed, because another thread may be about to call it."""
+
+
+def logger_set_callback(callback: Callback | None) -> None:
+    """Passes every message to `callback(level, function, message)` as well as writing it; None removes the callback.
+
+    The callback runs in the thread that logs, during the call that is logged, and must not call the library. An
+    exception that it raises is reported as unraisable, and the call continues.
+    """
+    global _callback
+    call("cublasLtLoggerSetCallback", None if callback is None else _forwarder)
+    _callback = callback
+
+
+@atexit.register
+def _stop_logging() -> None:
+    """Removes the callback at exit: the library must not call an interpreter that no longer runs."""
+    if _callback is not None:
+        logger_set_callback(None)
+
+
+def logger_set_level(level: int) -> None:
+    """Logs the messages of a level and of all lower levels.
+
+    Raises:
+        ArgumentError: the level is not 0 to 5. The library itself would accept 6.
+    """
+    if not 0 <= level <= _MAX_LEVEL:
+        raise ArgumentError(f"level is {level}; accepted: 0 (off) to {_MAX_LEVEL} (API trace)")
+    call("cublasLtLoggerSetLevel", level)
+
+
+def logger_set_mask(mask: int) -> None:
+    """Logs the kinds of messages whose bits are set in the mask.
+
+    Raises:
+        ArgumentError: the mask has other bits.
+    """
+    if not 0 <= mask <= _MAX_MASK:
+        raise ArgumentError(f"mask is {mask}; accepted: 0 (off) to {_MAX_MASK}, the sum of 1, 2, 4, 8 and 16")
+    call("cublasLtLoggerSetMask", mask)
+
+
+def logger_open_file(path: str | os.PathLike[str]) -> None:
+    """Writes the messages to a file, which is made if it does not exist.
+
+    Raises:
+        CublasLtError: the file cannot be opened.
+    """
+    call("cublasLtLoggerOpenFile", os.fsencode(path))
+
+
+def logger_force_disable() -> None:
+    """Turns logging off until the process ends."""
+    call("cublasLtLoggerForceDisable")
