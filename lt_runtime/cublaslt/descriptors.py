@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from lt_runtime.cublaslt.attributes import (
@@ -21,12 +20,14 @@ from lt_runtime.cublaslt.attributes import (
     PreferenceAttribute,
 )
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
-from lt_runtime.cublaslt.library import call, failure, function, read_bytes
+from lt_runtime.cublaslt.library import call, read_bytes
 from lt_runtime.errors import ArgumentError
 
 A = TypeVar("A", bound=Attribute)
 V = TypeVar("V", int, float)
 _revisions = itertools.count()
+_TILE_COLS: Final = 32
+_TILE_ROWS: Final = {Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.COL32_2R_4R4: 32}
 
 
 class Descriptor(Generic[A, V]):
@@ -46,13 +47,16 @@ class Descriptor(Generic[A, V]):
         cls._setter, cls._attributes = f"{cls._prefix}SetAttribute", attributes
 
     def __init__(self) -> None:
-        self._create(f"{self._prefix}Create")
+        self._create(f"{self._prefix}Create", {})
 
-    def _create(self, name: str, *arguments: int) -> None:
+    def _create(self, name: str, arguments: dict[A, Any]) -> None:
+        """Makes the object by the function `name`, whose arguments are the values of attributes."""
+        for attribute, value in arguments.items():
+            attribute.pack(value)
         created = ctypes.c_void_p()
-        call(name, ctypes.byref(created), *arguments)
+        call(name, ctypes.byref(created), *arguments.values())
         self._handle = created.value
-        self._values: dict[A, Any] = {}
+        self._values = arguments
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
         self._free.atexit = False  # at exit the system frees the memory, and the library may be unloaded by then
@@ -78,10 +82,7 @@ class Descriptor(Generic[A, V]):
             CublasLtError: the library refused.
         """
         self._check_kind(attribute)
-        packed = attribute.pack(value)
-        status = function(self._setter)(self.handle, attribute, packed, attribute.size)
-        if status:
-            raise failure(self._setter, status, attribute)
+        call(self._setter, self.handle, attribute, attribute.pack(value), attribute.size, attribute=attribute)
         before = self._values.get(attribute)
         self._values[attribute] = value
         # Checks ask only whether an address is 0: replacing one address by another keeps the revision.
@@ -136,10 +137,8 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int], attributes=MatmulDescAttr
 
     def __init__(self, compute_type: ComputeType, scale_type: DataType) -> None:
         ids = MatmulDescAttribute
-        created = {ids.COMPUTE_TYPE: compute_type, ids.SCALE_TYPE: scale_type}
-        _check(created)
-        self._create("cublasLtMatmulDescCreate", *created.values())
-        self._values |= {**created, ids.POINTER_MODE: PointerMode.HOST}
+        self._create("cublasLtMatmulDescCreate", {ids.COMPUTE_TYPE: compute_type, ids.SCALE_TYPE: scale_type})
+        self._values[ids.POINTER_MODE] = PointerMode.HOST
         self._emulation: EmulationDesc | None = None
         self.validated: tuple[int, ...] = ()
 
@@ -182,18 +181,28 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int], attributes=MatrixLayo
     ) -> None:
         ids = MatrixLayoutAttribute
         created = {ids.TYPE: data_type, ids.ROWS: rows, ids.COLS: cols, ids.LD: leading_dimension}
-        more = {ids.ORDER: order, ids.BATCH_COUNT: batch_count, ids.STRIDED_BATCH_OFFSET: batch_stride}
-        _check(created | more)
-        check_leading_dimension(order, rows, cols, leading_dimension)
-        self._create("cublasLtMatrixLayoutCreate", *created.values())
+        self._create("cublasLtMatrixLayoutCreate", created)
         defaults = {ids.ORDER: Order.COL, ids.BATCH_COUNT: 1, ids.STRIDED_BATCH_OFFSET: 0}
-        self._values |= {**created, **defaults, ids.BATCH_MODE: BatchMode.STRIDED}
-        try:
-            for attribute, value in more.items() - defaults.items():
-                self.set(attribute, value)
-        except Exception:
-            self.close()
-            raise
+        self._values |= {**defaults, ids.BATCH_MODE: BatchMode.STRIDED}
+        more = {ids.ORDER: order, ids.BATCH_COUNT: batch_count, ids.STRIDED_BATCH_OFFSET: batch_stride}
+        for attribute, value in more.items() - defaults.items():
+            self.set(attribute, value)
+        self.check_leading_dimension()
+
+    def check_leading_dimension(self, owner: str = "") -> None:
+        """Raises `ArgumentError`, which begins with `owner`, if columns (or rows, or tiles) overlap."""
+        ids = MatrixLayoutAttribute
+        order, rows, cols, leading = map(self.recall, (ids.ORDER, ids.ROWS, ids.COLS, ids.LD))
+        if order == Order.COL:
+            least, described = rows, f"rows ({rows})"
+        elif order == Order.ROW:
+            least, described = cols, f"cols ({cols}), since the order is ROW"
+        else:
+            tile = _TILE_ROWS[Order(order)]
+            least = _TILE_COLS * -(-rows // tile) * tile
+            described = f"{least}, since the order is {Order(order).name} and there are {rows} rows"
+        if leading < least:
+            raise ArgumentError(f"{owner}leading_dimension is {leading}; it must be at least {described}")
 
     @classmethod
     def grouped(cls, data_type: DataType, groups: int, rows: int, cols: int, leading_dimensions: int) -> Self:
@@ -210,9 +219,8 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int], attributes=MatrixLayo
         """
         ids = MatrixLayoutAttribute
         arrays = {ids.GROUPED_ROWS_ARRAY: rows, ids.GROUPED_COLS_ARRAY: cols, ids.GROUPED_LD_ARRAY: leading_dimensions}
-        _check({ids.TYPE: data_type, ids.BATCH_COUNT: groups} | arrays)
         made = cls.__new__(cls)
-        made._create("cublasLtGroupedMatrixLayoutCreate", data_type, groups, *arrays.values())
+        made._create("cublasLtGroupedMatrixLayoutCreate", {ids.TYPE: data_type, ids.BATCH_COUNT: groups, **arrays})
         return made
 
 
@@ -224,8 +232,7 @@ class MatrixTransformDesc(Descriptor[MatrixTransformDescAttribute, int], attribu
     """`cublasLtMatrixTransformDesc_t`: the computation of a matrix transform; `scale_type` is the type of α and β."""
 
     def __init__(self, scale_type: DataType) -> None:
-        _check({MatrixTransformDescAttribute.SCALE_TYPE: scale_type})
-        self._create("cublasLtMatrixTransformDescCreate", scale_type)
+        self._create("cublasLtMatrixTransformDescCreate", {MatrixTransformDescAttribute.SCALE_TYPE: scale_type})
 
 
 class EmulationDesc(Descriptor[EmulationDescAttribute, int], attributes=EmulationDescAttribute):
@@ -234,27 +241,3 @@ class EmulationDesc(Descriptor[EmulationDescAttribute, int], attributes=Emulatio
     Raises:
         MissingLibraryError: the library is older than 13.1.
     """
-
-
-def _check(values: Mapping[A, int]) -> None:
-    """Raises `ArgumentError` or `AlignmentError` for the first value that its attribute does not accept."""
-    for attribute, value in values.items():
-        attribute.pack(value)
-
-
-_TILE_COLS: Final = 32
-_TILE_ROWS: Final = {Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.COL32_2R_4R4: 32}
-
-
-def check_leading_dimension(order: int, rows: int, cols: int, leading_dimension: int) -> None:
-    """Raises `ArgumentError` if a matrix's columns (or rows, or tiles) would overlap."""
-    if order == Order.COL:
-        least, described = rows, f"rows ({rows})"
-    elif order == Order.ROW:
-        least, described = cols, f"cols ({cols}), since the order is ROW"
-    else:
-        tile = _TILE_ROWS[Order(order)]
-        least = _TILE_COLS * -(-rows // tile) * tile
-        described = f"{least}, since the order is {Order(order).name} and there are {rows} rows"
-    if leading_dimension < least:
-        raise ArgumentError(f"leading_dimension is {leading_dimension}; it must be at least {described}")

@@ -17,7 +17,7 @@ from lt_runtime.cublaslt.attributes import (
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout, MatrixTransformDesc
 from lt_runtime.cublaslt.enums import BatchMode, DataType, PointerMode
 from lt_runtime.cublaslt.library import Handle, call, failure, function, pointer
-from lt_runtime.cublaslt.validation import check_layout, check_pointers, element_bytes, read_shape, validate
+from lt_runtime.cublaslt.validation import check_pointers, element_bytes, read_shape, validate
 from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 
 Scalar = int | float | complex
@@ -197,7 +197,7 @@ def matrix_transform(
 
 
 def _check_transformed(name: str, address: int, layout: MatrixLayout, operation: int, c: MatrixLayout) -> None:
-    check_layout(name, layout)
+    layout.check_leading_dimension(f"layout of {name}: ")
     _check_address(name.lower(), address, _alignment_of(layout))
     own, wanted = read_shape(layout, operation), read_shape(c, 0)
     if own != wanted:

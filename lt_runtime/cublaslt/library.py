@@ -158,8 +158,7 @@ def function(name: str) -> Callable[..., Any]:
 
 def call(name: str, *arguments: Any, attribute: Attribute | None = None) -> None:
     """Calls `name`, and raises the exception of `failure` unless the call succeeds."""
-    status = function(name)(*arguments)
-    if status:
+    if status := loaded().function(name)(*arguments):
         raise failure(name, status, attribute)
 
 

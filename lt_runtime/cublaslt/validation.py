@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from lt_runtime.cublaslt.attributes import MatmulDescAttribute, MatrixLayoutAttribute
-from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout, check_leading_dimension
+from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Epilogue, Operation, Order
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 
@@ -71,7 +71,7 @@ def _validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayou
     layouts = {"A": a, "B": b, "C": c, "D": d}
     if not any(layout.recall(_L.BATCH_MODE) == BatchMode.GROUPED for layout in layouts.values()):
         for name, layout in layouts.items():
-            check_layout(name, layout)
+            layout.check_leading_dimension(f"layout of {name}: ")  # `set` may have changed it since it was made
         _check_shapes(desc, a, b, c, d)
         _check_batch(d)
     types = [layout.recall(_L.TYPE) for layout in layouts.values()]
@@ -93,15 +93,6 @@ def check_pointers(desc: MatmulDesc) -> None:
     for attribute, is_needed in needed.items():
         if is_needed and not desc.recall(attribute):
             raise ArgumentError(f"{attribute} is 0; epilogue {epilogue.name} needs an address")
-
-
-def check_layout(name: str, layout: MatrixLayout) -> None:
-    """Refuses a layout whose columns overlap. A new layout is checked already, but `set` may have changed it since."""
-    order, rows, cols, leading = (layout.recall(attribute) for attribute in (_L.ORDER, _L.ROWS, _L.COLS, _L.LD))
-    try:
-        check_leading_dimension(order, rows, cols, leading)
-    except ArgumentError as error:
-        raise ArgumentError(f"layout of {name}: {error}") from None
 
 
 def read_shape(layout: MatrixLayout, operation: int) -> tuple[int, int]:

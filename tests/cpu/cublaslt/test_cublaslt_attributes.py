@@ -39,7 +39,8 @@ def some_values(attribute: Attribute) -> list[float]:
     """Values that an attribute accepts: all members of its enum, small numbers and the largest."""
     if attribute.code == "f":
         return [0.0, 1.0, 2.5, 0]
-    members = list(attribute.accepted.kind.__members__.values()) if attribute.accepted.kind else []
+    kind = cublaslt.MatmulTile if attribute is CONFIG.TILE_ID else attribute.accepted.kind
+    members = list(kind.__members__.values()) if kind else []
     largest = 2 ** (8 * attribute.size - attribute.code.islower()) - 1
     candidates = [*members, *range(-1, 3), 256, 4096, 2**30, 2**31 - 1, 2**40, largest, largest - 15, -largest]
     return [value for value in candidates if is_accepted(attribute, value)]
