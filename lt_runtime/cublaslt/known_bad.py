@@ -1,4 +1,4 @@
-"""Known faults of cuBLASLt as data: affected versions, GPUs, problems and algorithms, the effect, and the source."""
+"""Known faults of cuBLASLt: the versions, GPUs, problems and algorithms that have them, their effects and sources."""
 
 from __future__ import annotations
 
@@ -46,95 +46,62 @@ class Candidate:
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class KnownBad:
-    """One fault of the library.
-
-    Attributes:
-        condition: whether the fault affects a problem and an algorithm.
-        effect: the wrong result or failure, in words.
-        source: the document that describes the fault.
-        versions: the first and last version of the library that has it.
-        capabilities: the lowest and highest compute capability that has it, major·10 + minor.
-    """
-
-    condition: Callable[[Candidate], bool]
-    effect: str
-    source: str
-    versions: tuple[int, int] = (0, 999999)
-    capabilities: tuple[int, int] = (0, 999)
-
-    def affects(self, candidate: Candidate) -> bool:
-        """Whether a candidate has the fault."""
-        (first, last), (low, high) = self.versions, self.capabilities
-        in_range = first <= candidate.version <= last and low <= candidate.capability <= high
-        return in_range and self.condition(candidate)
-
-
-_NOTES: Final = "NVIDIA cuBLAS release notes"
-
-
 def _splitk_drops_tail(c: Candidate) -> bool:
-    if c.algo_id != 66 or c.splitk <= 1 or c.stages not in _STAGE_K:
+    has_fault = 120603 <= c.version <= 130401 and c.capability >= 90 and c.algo_id == 66
+    if not has_fault or c.splitk <= 1 or c.stages not in _STAGE_K:
         return False
     return c.k % c.splitk != 0 and (c.k // c.splitk) % _STAGE_K[c.stages] == 0
 
 
-KNOWN_BAD: Final = (
-    KnownBad(
-        _splitk_drops_tail,
-        "split-K drops the tail of K",
-        f"{_NOTES}, known and resolved issues",
-        versions=(120603, 130401),
-        capabilities=(90, 999),
-    ),
-    KnownBad(
-        lambda c: c.algo_id == 66 and c.largest_pitch > _MAX_INT32,
+KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
+    # NVIDIA cuBLAS release notes, known and resolved issues.
+    (_splitk_drops_tail, "split-K drops the tail of K"),
+    # NVIDIA cuBLAS release notes, known and resolved issues.
+    (
+        lambda c: c.version <= 130200 and c.capability == 90 and c.algo_id == 66 and c.largest_pitch > _MAX_INT32,
         "wrong results or a fault where a leading dimension spans more than 2**31 - 1 bytes",
-        f"{_NOTES}, known and resolved issues",
-        versions=(0, 130200),
-        capabilities=(90, 90),
     ),
-    KnownBad(
-        lambda c: c.algo_id == 68 and c.largest_span > _MAX_INT32,
+    # github.com/NVIDIA/raft issue 3097 (13.6). No version is known to be cured.
+    (
+        lambda c: c.version >= 130600 and c.algo_id == 68 and c.largest_span > _MAX_INT32,
         "the launch fails where an operand spans 2**31 elements or more",
-        "github.com/NVIDIA/raft issue 3097 (13.6; no version is known to be cured)",
-        versions=(130600, 999999),
     ),
-    KnownBad(
+    # Seen in several versions. No version is known to be cured.
+    (
         lambda c: c.k == 1 and (c.epilogue.has_derivative or c.epilogue.has_bias_gradient),
         "reads out of bounds, or faults, where K is 1",
-        "seen in several versions; no version is known to be cured",
     ),
-    KnownBad(
+    # github.com/NVIDIA/apex issue 1392 (CUDA 11.6). No version is known to be cured.
+    (
         lambda c: c.n == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
         "illegal memory access in the sum of an operand with one column",
-        "github.com/NVIDIA/apex issue 1392 (CUDA 11.6; no version is known to be cured)",
     ),
-    KnownBad(
-        lambda c: c.epilogue.has_bias and (c.m == 1 or c.n == 1),
+    # NVIDIA cuBLAS release notes, 12.8 update 1.
+    (
+        lambda c: c.version <= 120800 and c.epilogue.has_bias and (c.m == 1 or c.n == 1),
         "wrong bias where M or N is 1",
-        f"{_NOTES}, 12.8 update 1",
-        versions=(0, 120800),
     ),
-    KnownBad(
+    # Seen in one version. The library does not check it before 13.2.
+    (
         lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < _ALIGNMENT,
         "a fault where the bias is not aligned to 16 bytes: the heuristic is not told of its alignment",
-        "seen in one version; unchecked by the library before 13.2",
     ),
-    KnownBad(
+    # Seen on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32. No version is known to be cured.
+    (
         lambda c: c.d_alignment < min(c.c_alignment, c.asked_alignment),
         "a misaligned address where D's rows are less aligned than C's, by which the library judges them",
-        "seen on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32; no version is known to be cured",
     ),
 )
-"""Faults of single algorithms and epilogues. Faults that no choice of algorithm avoids are handled elsewhere: unchecked
-alignments and workspaces, heuristic queries during a capture, ReLU's treatment of NaN."""
+"""Faults of single algorithms and epilogues: the condition under which a candidate has the fault, and the effect. The
+comment names the document that describes the fault.
+
+Faults that no choice of algorithm avoids are handled elsewhere: unchecked alignments and workspaces, heuristic queries
+during a capture, ReLU's treatment of NaN."""
 
 
 def is_known_bad(candidate: Candidate) -> str | None:
     """The effect of the first known fault that affects `candidate`; None if there is none."""
-    return next((fault.effect for fault in KNOWN_BAD if fault.affects(candidate)), None)
+    return next((effect for has_fault, effect in KNOWN_BAD if has_fault(candidate)), None)
 
 
 def is_inaccurate(epilogue: Epilogue, compute_type: ComputeType, d_type: DataType) -> str | None:
