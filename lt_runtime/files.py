@@ -1,4 +1,10 @@
-"""Replaces files in one step, so that no reader sees half of one, and removes files that dead processes left."""
+"""Files that are replaced in one step, so that no reader sees half of one, and files that nobody else can have written.
+
+A file of the cache directory is used only if nobody but the user and root can have written it. Three things are
+checked: the file, through the handle that reads it; its directory; and the directory above, which is the cache
+directory. Higher directories need no check: a user who may rename entries there can replace our directory, but cannot
+put a file into the replacement that belongs to us.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,21 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
+
+from lt_runtime.paths import CACHE_VARIABLE
 
 TEMPORARY: Final = ".tmp"
 """Suffix of files that are still being written."""
 
 _MOST_SEARCHED: Final = 100_000
 """Most directory entries that are searched for abandoned files; searching more would delay a save."""
+
+_DIRECTORY_MODE: Final = 0o700
+_FILE_MODE: Final = 0o600
+_OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 Signature: TypeAlias = tuple[int, int, int] | None
 """Inode, size and time of a file, which change whenever it is replaced; None if there is no file."""
@@ -32,31 +44,42 @@ def signature(path: Path) -> Signature:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_regular(
-    path: Path, limit: int, *, flags: int = 0, check: Callable[[os.stat_result], None] | None = None
-) -> bytes:
-    """The content of a regular file. The call does not block on a pipe or device in the file's place.
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], flags: int = 0) -> Iterator[int]:
+    """Yields a handle that reads a file or directory. Opening a pipe or a device does not block.
+
+    Args:
+        flags: more flags for `os.open`.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The content of a regular file.
 
     Args:
         limit: the most bytes that are read.
-        flags: more flags for `os.open`.
-        check: gets the file's status before the file is read, and may raise.
 
     Raises:
         ValueError: the path is a pipe, a device or a directory, or the file has more than `limit` bytes.
         OSError: the file cannot be read.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
-    try:
-        status = os.fstat(handle)
-        if check is not None:
-            check(status)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
-        with open(handle, "rb", closefd=False) as file:
-            content = file.read(limit + 1)
-    finally:
-        os.close(handle)
+    with opened(path) as handle:
+        return _content(handle, limit)
+
+
+def _content(handle: int, limit: int) -> bytes:
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise ValueError("it is no regular file")
+    with open(handle, "rb", closefd=False) as file:
+        content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"it has more than {limit} bytes")
     return content
@@ -148,25 +171,103 @@ def remove_abandoned(directory: Path, names: str) -> None:
 
 
 def _remove_if_abandoned(path: str) -> None:
-    with contextlib.suppress(OSError):  # another process has removed it, or it belongs to another user
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if stat.S_ISREG(os.fstat(handle).st_mode) and try_lock(handle):
-                Path(path).unlink()
-        finally:
-            os.close(handle)
+    # An OSError says that another process has removed the file, or that it belongs to another user.
+    with contextlib.suppress(OSError), opened(path, os.O_NOFOLLOW) as handle:
+        if stat.S_ISREG(os.fstat(handle).st_mode) and try_lock(handle):
+            Path(path).unlink()
 
 
 def flush(path: Path) -> None:
     """Waits until a file or a directory is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def free_name(path: Path, kind: str) -> Path:
     """An unused path beside another, such as plans.json.damaged-1."""
     names = (path.with_name(f"{path.name}.{kind}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
+
+
+class UntrustedError(PermissionError):
+    """Another user could have written the file or directory; the message names its path and the remedy."""
+
+
+def read_private(path: Path, limit: int) -> bytes:
+    """The content of a file in a subdirectory of the cache directory.
+
+    Raises:
+        UntrustedError: another user could have written it.
+        ValueError: it is no regular file, or has more than `limit` bytes.
+        OSError: it cannot be read.
+    """
+    require_private_directory(path.parent)
+    try:
+        with opened(path, os.O_NOFOLLOW) as handle:
+            _require_private(path, os.fstat(handle))
+            return _content(handle, limit)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _untrusted(path, "is a symbolic link", f"rm {path}") from None
+        raise
+
+
+def replace_private(path: Path, content: bytes) -> None:
+    """Replaces a file in a subdirectory of the cache directory, as `replace_file` does.
+
+    A link, a pipe or a device in the file's place is replaced too.
+
+    Raises:
+        UntrustedError: other users can write to the directory.
+        OSError: the file cannot be written; an older file at the path is unchanged.
+    """
+    make_private_directory(path.parent)
+    replace_file(path, content, _FILE_MODE)
+
+
+def make_private_directory(directory: Path) -> None:
+    """Makes a subdirectory of the cache directory, and missing directories above it; no other user may enter them.
+
+    Raises:
+        UntrustedError: the directory exists, and other users can write to it.
+        OSError: the directory cannot be made.
+    """
+    _make(directory)
+    require_private_directory(directory)
+
+
+def require_private_directory(directory: Path) -> None:
+    """Checks a subdirectory of the cache directory, and the cache directory itself.
+
+    Raises:
+        UntrustedError: it belongs to another user, or other users can put files there.
+        OSError: it is not there.
+    """
+    for each in (directory.parent, directory):
+        for status in (each.lstat(), each.stat()):  # A link and its target may have different owners.
+            _require_private(each, status)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(_DIRECTORY_MODE)
+    except FileNotFoundError:
+        _make(directory.parent)
+        directory.mkdir(_DIRECTORY_MODE, exist_ok=True)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise
+
+
+def _require_private(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        owner = f"belongs to user {status.st_uid}, who is neither you nor root"
+        raise _untrusted(path, owner, f"chown {os.geteuid()} {path}")
+    # In a sticky directory, such as /tmp, nobody can replace another user's file. Links have no mode of their own.
+    is_safe = stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
+    if status.st_mode & _OTHERS_WRITE and not is_safe:
+        raise _untrusted(path, "can be written by other users", f"chmod go-w {path}")
+
+
+def _untrusted(path: Path, fault: str, mend: str) -> UntrustedError:
+    return UntrustedError(f"{path} {fault} and is not used: `{mend}`, or set {CACHE_VARIABLE} to a directory of yours")

@@ -22,9 +22,8 @@ from typing import Any, Final
 from cuda import pathfinder
 
 from lt_runtime.errors import CompileError, GpuError, MissingLibraryError
-from lt_runtime.files import remove_abandoned
+from lt_runtime.files import UntrustedError, read_private, remove_abandoned, replace_private
 from lt_runtime.paths import cache_directory, kernel_sources
-from lt_runtime.private import UntrustedError, read_private, replace_private
 
 Macros = tuple[tuple[str, str], ...]
 """Preprocessor definitions, (name, value)."""

@@ -14,7 +14,7 @@ import math
 import os
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.errors import CheckpointError, FileError, MissingFileError
-from lt_runtime.files import flush, replacing
+from lt_runtime.files import flush, opened, replacing
 
 _TEXT: Final = "lt_runtime"
 _DIGEST: Final = "lt_runtime.sha256"
@@ -85,17 +85,52 @@ Kinds: TypeAlias = Mapping[str, Kind]
 """Types and shapes of arrays, by name."""
 
 
-def read(
-    path: str | os.PathLike[str], wanted: Callable[[str, Kinds], Collection[str]]
-) -> tuple[str, dict[str, NDArray[Any]]]:
-    """Reads the text and the wanted arrays of a file, and checks the file's digest.
+class OpenFile:
+    """A file whose header has been read.
 
-    Only the header is read before `wanted` has accepted its contents; then all arrays are read, one at a time. A file
-    of an earlier version has no digest: a warning is given at the line that called the public function.
+    Attributes:
+        text: the file's text.
+        kinds: types and shapes of its arrays, sorted by name.
+    """
 
-    Args:
-        wanted: function of the file's text and the kinds of its arrays that returns the names of the arrays to return;
-            raises if the file does not fit.
+    def __init__(self, path: str | os.PathLike[str], file: Any) -> None:
+        self._path, self._file, self._metadata = path, file, file.metadata()
+        # Another key may be a damaged form of one of the two names.
+        if self._metadata is None or self._metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
+            raise of_others(path)
+        self.text: str = self._metadata[_TEXT]
+        self.kinds: Kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
+
+    def load(self, names: Collection[str]) -> dict[str, NDArray[Any]]:
+        """Reads all arrays, one at a time, checks the file's digest, and returns the named arrays.
+
+        A file of an earlier version has no digest: a warning is given at the line that called the public function.
+
+        Raises:
+            CheckpointError: the file is damaged, or its arrays need more memory than the machine has.
+        """
+        wanted, kept = set(names), dict[str, NDArray[Any]]()
+        _check_memory(self._path, self.kinds, wanted)
+
+        def arrays() -> Iterator[NDArray[Any]]:
+            for name in self.kinds:
+                array = self._file.get_tensor(name)
+                if name in wanted:
+                    kept[name] = array
+                yield array
+
+        digest = _digest(self.text, self.kinds, arrays())
+        if _DIGEST not in self._metadata:
+            found = f"{self._path} is of an earlier version, which saved no digest: damage goes unnoticed"
+            warnings.warn(found, stacklevel=3)
+        elif self._metadata[_DIGEST] != digest:
+            raise CheckpointError(f"{self._path} is damaged: its content does not have the digest it was saved with")
+        return kept
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
+    """Opens a regular file with a header of accepted length, and reads the header.
 
     Raises:
         CheckpointError: the file is damaged, or is no file of this package.
@@ -103,34 +138,21 @@ def read(
     """
     from safetensors import SafetensorError, safe_open
 
-    with _file_errors(path), _opened(path) as handle:
+    with _file_errors(path), opened(path) as handle:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise CheckpointError(f"{path} is no regular file")
+        length = int.from_bytes(os.pread(handle, _LENGTH_BYTES, 0), "little")
+        if length > _HEADER_LIMIT:
+            found = f"its header would have {length} bytes; at most {_HEADER_LIMIT} are accepted"
+            raise CheckpointError(f"{path} is damaged or no safetensors file: {found}")
         try:
             # The handle's path opens the file that was checked, even if the path has been replaced since. The backend
             # "pread" is used, because the library's default maps the file: if another process shortens a mapped file,
             # reading it kills this process.
             with safe_open(f"/proc/self/fd/{handle}", framework="np", backend="pread") as file:
-                metadata = file.metadata()
-                if metadata is None or metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
-                    raise of_others(path)  # another key may be a damaged form of one of the two names
-                kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
-                names, kept = set(wanted(metadata[_TEXT], kinds)), {}
-                _check_memory(path, kinds, names)
-
-                def arrays() -> Iterator[NDArray[Any]]:
-                    for name in kinds:
-                        array = file.get_tensor(name)
-                        if name in names:
-                            kept[name] = array
-                        yield array
-
-                digest = _digest(metadata[_TEXT], kinds, arrays())
+                yield OpenFile(path, file)
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {shortened(str(error))}") from error
-    if _DIGEST not in metadata:
-        warnings.warn(f"{path} is of an earlier version, which saved no digest: damage goes unnoticed", stacklevel=3)
-    elif metadata[_DIGEST] != digest:
-        raise CheckpointError(f"{path} is damaged: its content does not have the digest that it was saved with")
-    return metadata[_TEXT], kept
 
 
 def check_kinds(path: str | os.PathLike[str], found: Kinds, like: Kinds) -> None:
@@ -165,8 +187,7 @@ def _digest(text: str, kinds: Kinds, arrays: Iterable[NDArray[Any]]) -> str:
         kinds: types and shapes of all arrays, sorted by name.
         arrays: the arrays in the same order.
     """
-    described = [text, *((name, *kind) for name, kind in kinds.items())]
-    digest = hashlib.sha256(json.dumps(described).encode())
+    digest = hashlib.sha256(json.dumps([text, *((name, *kind) for name, kind in kinds.items())]).encode())
     for array in arrays:
         digest.update(_bytes_of(array))
     return digest.hexdigest()
@@ -188,22 +209,6 @@ def _kind_in(file: Any, name: str) -> Kind:
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Opens a regular file with a header of accepted length, and refuses all others; a FIFO does not make it wait."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise CheckpointError(f"{path} is no regular file")
-        length = int.from_bytes(os.pread(handle, _LENGTH_BYTES, 0), "little")
-        if length > _HEADER_LIMIT:
-            found = f"its header would have {length} bytes; at most {_HEADER_LIMIT} are accepted"
-            raise CheckpointError(f"{path} is damaged or no safetensors file: {found}")
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def of_others(path: str | os.PathLike[str]) -> CheckpointError:

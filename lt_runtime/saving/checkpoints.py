@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,9 @@ from lt_runtime.ops._adamw_parameters import check_rounding, write_values
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
-from lt_runtime.saving.checkpoint_file import Kind, Kinds, check_kinds, kind_of, of_others, shortened
+from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.plan_choices import choices_of, take_choices
-from lt_runtime.training.mlp import MLP
+from lt_runtime.training.mlp import MLP, shapes_of
 
 _FORMAT: Final = 1
 _MASTER: Final = ".master"
@@ -35,9 +34,6 @@ _MOMENTS: Final = ("m", "v", "v_max")
 
 _FLOATS: Final = ("float32", "float16", "bfloat16")
 _WORDS: Final = ("float32", "uint32", "int32")
-
-_Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""The shapes of parameters, by name."""
 
 _OPTIMIZER: Final = ("amsgrad", "max_norm", "skip_nonfinite", "stochastic_rounding", "seed")
 _SCALER: Final = ("scale", "growth_tracker")
@@ -127,24 +123,22 @@ def load_checkpoint(
     check_instance("optimizer", optimizer, (AdamW, type(None)), "None or an lt.AdamW")
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     may_differ = {one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)}
+    arrays = {} if optimizer is None else _arrays(model, optimizer)
+    with checkpoint_file.reading(path) as file:
+        theirs = _description_of(path, file.text)
+        if optimizer is None:
+            _check_options(path, {"model": theirs["model"]}, {"model": model.options}, _OF_TRAINING)
+            values = file.load(_value_names(path, file.kinds, _shapes_of(model)))
+        else:
+            plans = theirs.pop(_PLANS, None)
+            if "optimizer" not in theirs:
+                raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
+            _check_options(path, theirs, _description(model, optimizer), may_differ)
+            check_kinds(path, file.kinds, {name: kind_of(array) for name, array in arrays.items()})
+            values = file.load(file.kinds)
     if optimizer is None:
-        _, values = checkpoint_file.read(path, lambda text, kinds: _model_names(path, text, kinds, model))
-        _write_saved(path, model, values)
+        _write_saved(model, values)
         return
-    arrays, ours = _arrays(model, optimizer), _description(model, optimizer)
-    plans: object = None
-
-    def wanted(text: str, kinds: Kinds) -> Kinds:
-        nonlocal plans
-        theirs = _description_of(path, text)
-        plans = theirs.pop(_PLANS, None)
-        if "optimizer" not in theirs:
-            raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
-        _check_options(path, theirs, ours, may_differ)
-        check_kinds(path, kinds, {name: kind_of(array) for name, array in arrays.items()})
-        return kinds
-
-    _, values = checkpoint_file.read(path, wanted)
     _check_values(f"{os.fspath(path)} cannot be used", values, model, optimizer)
     model.device.synchronize()
     device = model.device.ordinal
@@ -195,12 +189,16 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
     """
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     place = parse_device(device)
-    text, values = checkpoint_file.read(path, lambda text, kinds: _value_names(path, kinds, _shapes(path, text, kinds)))
+    with checkpoint_file.reading(path) as file:
+        options = _description_of(path, file.text)["model"]
+        # The file's arrays are compared with its `dims` before a model is made, in case the file claims huge sizes.
+        values = file.load(_value_names(path, file.kinds, _shapes(path, options, file.kinds)))
     try:
-        model = MLP(**_description_of(path, text)["model"], device="cpu" if place is None else place)
+        model = MLP(**options, device="cpu" if place is None else place)
     except (ArgumentError, OperandError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
-    _write_saved(path, model, values)
+    _value_names(path, file.kinds, _shapes_of(model))  # also compares the biases
+    _write_saved(model, values)
     return model
 
 
@@ -222,13 +220,6 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
     arrays |= {f"optimizer.{name}": getattr(optimizer, name) for name in ("steps", "skipped_steps", "grad_norm")}
     arrays |= {f"scaler.{name}": getattr(optimizer.scaler, name, None) for name in _SCALER}
     return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _model_names(path: str | os.PathLike[str], text: str, kinds: Kinds, model: MLP) -> list[str]:
-    """Checks that a file has the given model; returns the names of the arrays with the parameters' values."""
-    theirs, ours = _description_of(path, text)["model"], model.options
-    _check_options(path, {"model": theirs}, {"model": ours}, _OF_TRAINING)
-    return _value_names(path, kinds, {each.name: kind_of(each.data).shape for each in model.parameters()})
 
 
 def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
@@ -348,7 +339,7 @@ def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
     return {**description, "model": {**_DEFAULTS, **description["model"]}}
 
 
-def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: _Shapes) -> list[str]:
+def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Names of the arrays with the most accurate values of parameters: master copies if the file has them.
 
     Raises:
@@ -367,33 +358,23 @@ def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: _Shapes) ->
     return [name + _MASTER if name + _MASTER in kinds else name for name in shapes]
 
 
-def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
-    """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
-
-    Raises:
-        CheckpointError: the parameters have other names or shapes.
-    """
+def _write_saved(model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
+    """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies."""
     found = {name.removesuffix(_MASTER): array.astype(np.float32, copy=False) for name, array in values.items()}
-    like = {each.name: Kind("float32", kind_of(each.data).shape) for each in model.parameters()}
-    checkpoint_file.check_kinds(path, {name: kind_of(array) for name, array in found.items()}, like)
     write_values([(each, found[each.name]) for each in model.parameters()])
 
 
-def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases.
+def _shapes_of(model: MLP) -> dict[str, tuple[int, ...]]:
+    return {each.name: tuple(each.data.shape) for each in model.parameters()}
 
-    These shapes are compared with the file's arrays before a model is made, in case the file claims huge sizes.
-    """
+
+def _shapes(path: str | os.PathLike[str], options: Mapping[str, Any], kinds: Kinds) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases."""
     try:
-        dims = integers("dims", _description_of(path, text)["model"]["dims"])
+        dims = integers("dims", options["dims"])
     except (ArgumentError, KeyError) as error:
         raise of_others(path) from error
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i, (inputs, outputs) in enumerate(itertools.pairwise(dims)):
-        shapes[f"layer{i}.weight"] = outputs, inputs
-        if f"layer{i}.bias" in kinds:
-            shapes[f"layer{i}.bias"] = (outputs,)
-    return shapes
+    return shapes_of(dims, [f"layer{i}.bias" in kinds for i in range(len(dims) - 1)])
 
 
 _DEFAULTS: Final = {

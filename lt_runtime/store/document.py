@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.files import read_regular
-from lt_runtime.private import read_private
+from lt_runtime.files import read_private, read_regular
 from lt_runtime.store.entries import Entry, ProductEntry, better, entry_of, has_its_digest, signed
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA, Json, from_json, to_json

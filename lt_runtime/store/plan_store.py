@@ -16,9 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from lt_runtime.files import Signature, free_name, read_regular, signature
+from lt_runtime.files import Signature, free_name, make_private_directory, read_regular, replace_private, signature
 from lt_runtime.paths import cache_directory
-from lt_runtime.private import make_private_directory, replace_private
 from lt_runtime.store.document import LARGEST, Document, UnusableError
 from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
 from lt_runtime.store.fingerprint import Fingerprint, fingerprint

@@ -342,11 +342,10 @@ class MLP:
     def _parameters(self, biases: Sequence[bool], *, has_masters: bool) -> dict[str, Parameter]:
         """Weights and biases by their names. All values share one allocation, as do gradients and master copies."""
         generator, values = np.random.default_rng(self.seed), dict[str, NDArray[np.float32]]()
-        for i, (inputs, outputs) in enumerate(itertools.pairwise(self.dims)):
-            bound = 1.0 / math.sqrt(inputs)
-            shapes = {"weight": (outputs, inputs), "bias": (outputs,)} if biases[i] else {"weight": (outputs, inputs)}
-            for part, shape in shapes.items():
-                values[f"layer{i}.{part}"] = generator.uniform(-bound, bound, shape).astype(np.float32)
+        for name, shape in shapes_of(self.dims, biases).items():
+            if name.endswith("weight"):  # a bias follows its layer's weight, and has the same bound
+                bound = 1.0 / math.sqrt(shape[1])
+            values[name] = generator.uniform(-bound, bound, shape).astype(np.float32)
         drawn, own = [*values.values()], self.dtype.numpy
         data, grads = self._arena(drawn, own), self._arena([np.zeros_like(array) for array in drawn], own)
         masters = self._arena(drawn, np.dtype(np.float32)) if has_masters else [None] * len(drawn)
@@ -360,6 +359,20 @@ class MLP:
         for view, array in zip(arena_views(flat, shapes), values, strict=True):
             view[...] = array
         return arena_views(self.device.asarray(flat), shapes)
+
+
+def shapes_of(dims: Sequence[int], biases: Sequence[bool]) -> dict[str, tuple[int, ...]]:
+    """The shapes of an MLP's parameters, by name, layer by layer.
+
+    Args:
+        biases: whether each layer has a bias.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(dims)):
+        shapes[f"layer{i}.weight"] = outputs, inputs
+        if biases[i]:
+            shapes[f"layer{i}.bias"] = (outputs,)
+    return shapes
 
 
 def brief(model: MLP) -> str:

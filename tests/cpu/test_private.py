@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_runtime.private import UntrustedError, _require_private, make_private_directory, read_private, replace_private
+from lt_runtime.files import UntrustedError, _require_private, make_private_directory, read_private, replace_private
 
 ME, SOMEBODY = 12345, 54321
 

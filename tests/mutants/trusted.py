@@ -60,7 +60,7 @@ FAULTS: Final[Table] = {
             "tests/cpu/store/test_store_faults.py::test_a_file_that_cannot_be_used_is_kept_and_costs_one_warning",
         ),
     },
-    "lt_runtime/private.py": {
+    "lt_runtime/files.py": {
         "files of other users are used": (
             "if status.st_uid not in (0, os.geteuid()):",
             "if False:",
@@ -77,8 +77,8 @@ FAULTS: Final[Table] = {
             "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
         ),
         "links in the cache are followed": (
-            "flags=os.O_NOFOLLOW",
-            "flags=0",
+            "with opened(path, os.O_NOFOLLOW) as handle:\n            _require_private",
+            "with opened(path) as handle:\n            _require_private",
             "tests/cpu/gpu/test_kernel_cache.py::test_a_symbolic_link_is_not_followed",
         ),
         "files that anybody can write are used": (
@@ -102,8 +102,8 @@ FAULTS: Final[Table] = {
             "tests/cpu/gpu/test_kernel_cache.py::test_a_link_to_a_directory_is_followed_only_if_both_are_ours",
         ),
         "the file itself is not looked at": (
-            "check=lambda status: _require_private(path, status)",
-            "check=None",
+            "            _require_private(path, os.fstat(handle))\n",
+            "",
             "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
         ),
     },
@@ -133,8 +133,8 @@ FAULTS: Final[Table] = {
     },
     "lt_runtime/saving/checkpoint_file.py": {
         "a checkpoint's digest is not compared": (
-            "elif metadata[_DIGEST] != digest:",
-            "elif len(metadata[_DIGEST]) != len(digest):",
+            "elif self._metadata[_DIGEST] != digest:",
+            "elif len(self._metadata[_DIGEST]) != len(digest):",
             "tests/cpu/saving/test_checkpoint_damage.py",
         ),
         "a checkpoint's digest is of its text alone": (
@@ -148,8 +148,8 @@ FAULTS: Final[Table] = {
             f"{_SAVED_TEST}::test_holes_are_no_memory",
         ),
         "a digest is of what is wanted alone": (
-            "                        yield array\n",
-            "                        if name in names:\n                            yield array\n",
+            "                yield array\n",
+            "                if name in wanted:\n                    yield array\n",
             f"{_SAVED_TEST}::test_a_model_comes_back_as_it_was",
         ),
     },

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.files import TEMPORARY
+from lt_runtime.files import TEMPORARY, UntrustedError
 from lt_runtime.gpu import compiler
 from lt_runtime.gpu.compiler import KernelCache
 from lt_runtime.paths import CACHE_VARIABLE
-from lt_runtime.private import UntrustedError
 
 KERNEL = ("dropout.cu", (("SCALAR", "float"),), "sm_90")
 CODE = b"\x7fELF" + bytes(range(256)) * 8

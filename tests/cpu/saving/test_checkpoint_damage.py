@@ -278,7 +278,9 @@ run = model, lt.AdamW(model.parameters())
 path = sys.argv[1]
 lt.save_checkpoint(path, *run)
 try:
-    checkpoint_file.read(path, lambda text, kinds: os.truncate(path, 10_000) or kinds)
+    with checkpoint_file.reading(path) as file:
+        os.truncate(path, 10_000)
+        file.load(file.kinds)
 except CheckpointError as error:
     print("refused")
 """
