@@ -98,14 +98,6 @@ def _exit(self: Range, kind: object, error: object, trace: object) -> None:
         _pop()
 
 
-def _enter_for_tool(self: Range) -> None:
-    _push(self._attributes)  # type: ignore[misc]
-
-
-def _exit_for_tool(self: Range, kind: object, error: object, trace: object) -> None:
-    _pop()  # type: ignore[misc]
-
-
 _push: Callable[[Any], object] | None = None
 _pop: Callable[[], object] | None = None
 """NVTX's functions; None if no tool is attached."""
@@ -116,14 +108,13 @@ is_heard = False
 
 
 def _settle() -> None:
-    """Sets the methods of `Range` by whether there are listeners, a tool, or neither."""
+    """Sets the methods of `Range` by whether there are listeners or a tool."""
     global is_heard, _push, _pop
     domain = _nvtx_domain()
     if domain is not None:
         _push, _pop = domain.push_range, domain.pop_range
     is_heard = bool(_listeners) or domain is not None
-    for_tool = _SILENT if domain is None else (_enter_for_tool, _exit_for_tool)
-    Range.__enter__, Range.__exit__ = (_enter, _exit) if _listeners else for_tool
+    Range.__enter__, Range.__exit__ = (_enter, _exit) if is_heard else _SILENT
 
 
 @functools.cache

@@ -106,11 +106,9 @@ class HostState:
         gradient = read.grad.array.reshape(-1)
         for first in range(0, gradient.size, _BLOCK):
             block = slice(first, first + _BLOCK)
-            old = reference.AdamWTensor(*(array[block] for array in arrays))
-            new = reference.adamw_update(old, gradient[block], own, step, gradient_factor)
-            for array, exact, part in zip(
-                old.arrays, new.arrays, _PARTS, strict=False
-            ):  # v_max exists only with AMSGrad
+            old = [array[block] for array in arrays]
+            new = reference.adamw_update(reference.AdamWTensor(*old), gradient[block], own, step, gradient_factor)
+            for array, exact, part in zip(old, new, _PARTS, strict=False):  # v_max exists only with AMSGrad
                 if array.dtype == np.float32:
                     array[...] = exact
                 else:

@@ -27,7 +27,8 @@ def derivative(z: NDArray[Any], activation: Activation) -> Array:
     return _FUNCTIONS[activation.name][1](z.astype(np.float64), activation.negative_slope)
 
 
-def _sigmoid(z: Array) -> Array:
+def sigmoid(z: Array) -> Array:
+    """1 / (1 + exp(-z)), elementwise."""
     # The exponential of a number that is not positive cannot overflow.
     decay = np.exp(-np.abs(z))
     return np.where(z >= 0, 1.0, decay) / (1.0 + decay)
@@ -60,7 +61,7 @@ def _gelu_erf_derivative(z: Array, _: float) -> Array:
 
 
 def _silu_derivative(z: Array, _: float) -> Array:
-    s = _sigmoid(z)
+    s = sigmoid(z)
     return s * (1.0 + z * (1.0 - s))
 
 
@@ -70,10 +71,10 @@ _FUNCTIONS: Final[Mapping[str, tuple[_Function, _Function]]] = {
     "none": (lambda z, _: z, lambda z, _: np.ones_like(z)),
     "relu": (lambda z, _: np.maximum(z, 0.0), lambda z, _: np.where(z <= 0, 0.0, 1.0)),
     "leaky_relu": (lambda z, slope: np.where(z > 0, z, slope * z), lambda z, slope: np.where(z > 0, 1.0, slope)),
-    "sigmoid": (lambda z, _: _sigmoid(z), lambda z, _: _sigmoid(z) * (1.0 - _sigmoid(z))),
+    "sigmoid": (lambda z, _: sigmoid(z), lambda z, _: sigmoid(z) * (1.0 - sigmoid(z))),
     "tanh": (lambda z, _: np.tanh(z), lambda z, _: 1.0 - np.tanh(z) ** 2),
     "gelu": (_gelu, _gelu_derivative),
     "gelu_erf": (_gelu_erf, _gelu_erf_derivative),
-    "silu": (lambda z, _: z * _sigmoid(z), _silu_derivative),
+    "silu": (lambda z, _: z * sigmoid(z), _silu_derivative),
 }
 """Each activation and its derivative, as functions of the pre-activation and the negative slope."""

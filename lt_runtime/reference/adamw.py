@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,26 +45,19 @@ def learning_rate_factor(schedule: Schedule, step: int) -> float:
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining
 
 
-@dataclass(frozen=True, slots=True)
-class AdamWTensor:
+class AdamWTensor(NamedTuple):
     """One tensor of an optimizer with its moments, all of one shape.
 
     Attributes:
         value: the FP32 value, which for a 16-bit parameter is its master copy; or BF16 if there is no master copy.
         m, v: the first and second moments, FP32 or BF16.
-        v_max: the largest v so far; None without AMSGrad.
+        v_max: the largest v so far, an array like v; None without AMSGrad.
     """
 
     value: NDArray[Any]
     m: NDArray[Any]
     v: NDArray[Any]
-    v_max: NDArray[Any] | None = None
-
-    @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """The arrays that exist: v_max only with AMSGrad."""
-        arrays = (self.value, self.m, self.v)
-        return arrays if self.v_max is None else (*arrays, self.v_max)
+    v_max: Any = None
 
 
 def adamw_update(

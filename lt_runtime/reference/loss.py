@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.reference.activations import Array
+from lt_runtime.reference.activations import Array, sigmoid
 
 Weights = NDArray[Any] | None
 
@@ -52,7 +52,7 @@ def bce_with_logits(
     z, target = logits.astype(np.float64), targets.astype(np.float64)
     positive, negative = target if pos_weight is None else target * pos_weight.astype(np.float64), 1.0 - target
     losses = positive * np.logaddexp(0.0, -z) + negative * np.logaddexp(0.0, z)
-    return _mean(losses, negative * _sigmoid(z) - positive * _sigmoid(-z), row_weights)
+    return _mean(losses, negative * sigmoid(z) - positive * sigmoid(-z), row_weights)
 
 
 def cross_entropy(
@@ -103,10 +103,6 @@ def _mean(losses: Array, slopes: Array, row_weights: Weights) -> tuple[float, Ar
         weights = row_weights.astype(np.float64)[:, None]
         losses, slopes = losses * weights, slopes * weights
     return float(np.mean(losses)), slopes / losses.size
-
-
-def _sigmoid(z: Array) -> Array:
-    return np.exp(-np.logaddexp(0.0, -z))
 
 
 def _of_rows(logits: Array, labels: NDArray[Any], smoothing: float, weights: Array) -> tuple[Array, Array]:
