@@ -9,6 +9,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -76,66 +77,21 @@ def _event() -> Iterator[int]:
         call("cuEventDestroy", event)
 
 
+@dataclass(eq=False)
 class Slot:
     """Memory for one batch on the host and on the device. It is reused, and grows with the largest batch.
-
-    Args:
-        copies: the stream on which batches are copied.
 
     Attributes:
         ready: an event, recorded after the copies of the batch.
         released: an event, which the user records after all work that reads the batch.
+        staging: page-locked memory.
+        buffer: a CuPy array of as many bytes; None before the first batch.
     """
 
-    def __init__(self, device: int, copies: int) -> None:
-        self._device, self._copies = device, copies
-        with contextlib.ExitStack() as stack:
-            self.ready, self.released = (stack.enter_context(_event()) for _ in range(2))
-            self._events = stack.pop_all()
-        self._staging: NDArray[Any] = np.empty(0, np.uint8)
-        self._buffer: Any = None
-
-    def fill(self, batch: Batch) -> Batch:
-        """Puts the copies of a batch on the stream, and returns the CuPy arrays that the copies write.
-
-        The caller may change the batch's arrays as soon as this method returns. The method first waits until the slot's
-        previous batch has been copied from the slot's memory on the host.
-        """
-        arrays: list[NDArray[Any]] = []
-        map_arrays(batch, arrays.append)
-        sizes = [aligned(array.nbytes) for array in arrays]
-        call("cuEventSynchronize", self.ready)
-        if sum(sizes) > self._staging.size:
-            with cupy_stream(self._device, self._copies) as module:
-                buffer = module.empty(sum(sizes), np.uint8)
-                self._staging = np.frombuffer(module.cuda.alloc_pinned_memory(sum(sizes)), np.uint8, sum(sizes))
-                self._buffer = buffer
-        call("cuStreamWaitEvent", self._copies, self.released, 0)
-        offsets, direct = itertools.accumulate(sizes, initial=0), list[NDArray[Any]]()
-        copied = map_arrays(batch, lambda array: self._copy(array, next(offsets), direct))
-        call("cuEventRecord", self.ready, self._copies)
-        if direct:
-            call("cuEventSynchronize", self.ready)
-        return copied
-
-    def close(self) -> None:
-        """Waits for the copies and frees the events. The CuPy arrays stay valid for as long as they are referenced."""
-        with self._events:
-            call("cuEventSynchronize", self.ready)
-
-    def _copy(self, array: NDArray[Any], offset: int, direct: list[NDArray[Any]]) -> Any:
-        """Puts the copy of one array on the stream; adds a page-locked array, which is copied directly, to `direct`."""
-        module = cupy()
-        if not array.size:
-            return module.empty(array.shape, array.dtype)
-        if array.flags.c_contiguous and is_pinned(array):
-            source = array
-            direct.append(array)
-        else:
-            source = self._staging[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
-            np.copyto(source, array)
-        call("cuMemcpyHtoDAsync", self._buffer.data.ptr + offset, source.ctypes.data, array.nbytes, self._copies)
-        return module.ndarray(array.shape, array.dtype, self._buffer.data + offset)
+    ready: int
+    released: int
+    staging: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.uint8))
+    buffer: Any = None
 
 
 _MOST_AHEAD: Final = 1 << 16
@@ -185,7 +141,7 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
     """The iterator that `prefetch` returns, also a context manager. Any number of threads may take batches from it."""
 
     def __init__(self, source: Iterator[Any], depth: int, device: int | None, stream: Any) -> None:
-        lane = _HostLane() if device is None else _GpuLane(device, 2 * depth, depth, stream)
+        lane = _HostLane() if device is None else _GpuLane(device, depth, stream)
         self._work = _Work(source, lane, depth)
         self._finalizer = weakref.finalize(self, _Work.finish, self._work)
         self._shown = f"depth={depth}, {ComputeDevice(device).name}"
@@ -237,30 +193,48 @@ class _GpuLane(_HostLane):
     """The lane to a GPU, a ring of slots: each batch overwrites the oldest one.
 
     Args:
-        slots: the number of slots, at least `held` more than the batches that are read ahead.
-        held: the number of latest batches that the user may still read.
+        depth: the number of batches that are read ahead, and of the latest batches that the user may still read.
     """
 
-    def __init__(self, device: int, slots: int, held: int, stream: Any) -> None:
-        self._device, self._held, self._stream = device, held, stream
+    def __init__(self, device: int, depth: int, stream: Any) -> None:
+        self._device, self._depth, self._stream = device, depth, stream
         self._given: collections.deque[Slot] = collections.deque()
         with activated(device), contextlib.ExitStack() as stack:
             self._copies = private_stream(device, "prefetch")
             # CuPy's pool may give the copies memory that work on the user's stream has used until now.
             order_after(self._copies, stream_handle(stream, device))
-            made = [stack.enter_context(contextlib.closing(Slot(device, self._copies))) for _ in range(slots)]
-            self._slots = stack.pop_all()
-        self._turns = itertools.cycle(made)
+            events = [stack.enter_context(_event()) for _ in range(4 * depth)]
+            self._events = stack.pop_all()
+        self._slots = [*map(Slot, events[::2], events[1::2])]
+        self._turns = itertools.cycle(self._slots)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         return activated(self._device)
 
     def send(self, batch: Any) -> Any:
-        slot = next(self._turns)
-        return slot, slot.fill(batch)
+        """See `_HostLane`. The caller may change the batch's arrays as soon as this method returns.
+
+        The method first waits until the slot's previous batch has been copied from the slot's memory on the host.
+        """
+        slot, arrays, direct = next(self._turns), list[NDArray[Any]](), list[NDArray[Any]]()
+        map_arrays(batch, arrays.append)
+        sizes = [aligned(array.nbytes) for array in arrays]
+        call("cuEventSynchronize", slot.ready)
+        if sum(sizes) > slot.staging.size:
+            with cupy_stream(self._device, self._copies) as module:
+                buffer = module.empty(sum(sizes), np.uint8)
+                slot.staging = np.frombuffer(module.cuda.alloc_pinned_memory(sum(sizes)), np.uint8, sum(sizes))
+                slot.buffer = buffer
+        call("cuStreamWaitEvent", self._copies, slot.released, 0)
+        offsets = itertools.accumulate(sizes, initial=0)
+        copied = map_arrays(batch, lambda array: self._copy(array, slot, next(offsets), direct))
+        call("cuEventRecord", slot.ready, self._copies)
+        if direct:
+            call("cuEventSynchronize", slot.ready)
+        return slot, copied
 
     def ask(self) -> None:
-        if len(self._given) == self._held:
+        if len(self._given) == self._depth:
             with activated(self._device):
                 call("cuEventRecord", self._given.popleft().released, stream_handle(self._stream, self._device))
 
@@ -272,8 +246,25 @@ class _GpuLane(_HostLane):
         return arrays
 
     def close(self) -> None:
-        with activated(self._device), self._slots:
+        """See `_HostLane`; waits for the copies. CuPy arrays stay valid for as long as they are referenced."""
+        with activated(self._device), self._events:
+            for slot in self._slots:
+                call("cuEventSynchronize", slot.ready)
             order_after(self._copies, stream_handle(self._stream, self._device))
+
+    def _copy(self, array: NDArray[Any], slot: Slot, offset: int, direct: list[NDArray[Any]]) -> Any:
+        """Puts the copy of one array on the stream; adds a page-locked array, which is copied directly, to `direct`."""
+        module = cupy()
+        if not array.size:
+            return module.empty(array.shape, array.dtype)
+        if array.flags.c_contiguous and is_pinned(array):
+            source = array
+            direct.append(array)
+        else:
+            source = slot.staging[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+            np.copyto(source, array)
+        call("cuMemcpyHtoDAsync", slot.buffer.data.ptr + offset, source.ctypes.data, array.nbytes, self._copies)
+        return module.ndarray(array.shape, array.dtype, slot.buffer.data + offset)
 
 
 class _Work:
