@@ -22,8 +22,9 @@ from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import Compute, DType
 from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
-from lt_runtime.training.losses import StepLoss
-from lt_runtime.training.mlp import MLP, backward_layer
+from lt_runtime.training.layers import backward_layer
+from lt_runtime.training.losses import Batch, StepLoss, read_batch
+from lt_runtime.training.mlp import MLP
 
 if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
@@ -165,27 +166,35 @@ def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
 
 
 class StepBody:
-    """The operations of one step, in the order in which they run.
+    """One step: the checks of its batch, and its operations in the order in which they run.
 
     Args:
+        rows: the number of rows of every batch; None for any number.
+        parts: the number of micro-batches. All have the same size; the gradients are those of the mean of their losses.
         ema: the averages to update after the optimizer; None if there are no averages.
     """
 
-    def __init__(self, model: MLP, optimizer: AdamW, loss: StepLoss, ema: EMA | None = None) -> None:
+    def __init__(
+        self, model: MLP, optimizer: AdamW, loss: StepLoss, *, rows: int | None, parts: int, ema: EMA | None = None
+    ) -> None:
         self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
+        self.rows, self.parts = rows, parts
+
+    def read(self, batch: Sequence[Any], stream: int) -> Batch:
+        """Reads and checks the arrays of a batch; see `read_batch`."""
+        return read_batch(self.model, batch, self.loss, self.rows, self.parts, stream)
 
     def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
         """Runs a step.
 
         Args:
-            parts: inputs, targets and, if given, row weights of each micro-batch. All micro-batches have the same size;
-                the gradients are the gradients of the mean of their losses.
+            parts: inputs, targets and, if given, row weights of each micro-batch.
             tally: receives the losses.
             stream: a handle on a GPU, None on the host.
             updates: whether the optimizer and the averages are updated.
         """
         for i, part in enumerate(parts):
-            self._run_part(part, i, 1.0 / len(parts), tally, stream)
+            self._run_part(part, i, tally, stream)
         if updates:
             with range_of("optimizer"):
                 self.optimizer.step(stream=stream)
@@ -193,49 +202,46 @@ class StepBody:
                 with range_of("ema"):
                     self.ema.update(stream=stream)
 
-    def _run_part(self, part: tuple[Any, ...], index: int, share: float, tally: Tally, stream: Any) -> None:
-        x, target, *weights = part
-        row_weights, narrow, scaler = weights[0] if weights else None, self.model.narrow, self.optimizer.scaler
-        if narrow is not None and not narrow.take(x, backward=True):
-            narrow = None
-        scale = None if scaler is None else scaler.scale
-        if narrow is not None and row_weights is None and self.loss.elementwise is not None:
+    def _run_part(self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any) -> None:
+        (x, target, *weights), model, loss, scaler = part, self.model, self.loss, self.optimizer.scaler
+        narrow = model.narrow if model.narrow.take(x, backward=True) else None
+        scale, share, first = None if scaler is None else scaler.scale, 1.0 / self.parts, index == 0
+        if narrow is not None and not weights and loss.elementwise is not None:
             with range_of("backward"):
                 number = narrow.loss_and_backward(
-                    x, target, self.loss.elementwise, scale=scale, share=share, accumulate=index > 0, stream=stream
+                    x, target, loss.elementwise, scale=scale, share=share, accumulate=not first, stream=stream
                 )
             with range_of("loss"):
-                tally.add(number, None, share, first=index == 0, stream=stream)
+                tally.add(number, None, share, first=first, stream=stream)
             return
         contexts: list[Any] = []
         with range_of("forward"):
             if narrow is not None:
                 outputs = narrow.outputs(x, stream)
             else:
-                outputs, contexts = self.model.forward(
-                    x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
-                )
+                step = self.optimizer.steps
+                outputs, contexts = model.forward(x, step, micro_batch=index, copy_step=False, stream=stream)
         with range_of("loss"):
-            # Whether only the loss reads the outputs: neither a tally of classes nor the last layer's derivative does.
-            reuse = not self.loss.classifies and not (contexts and contexts[-1].saved is outputs)
-            loss, gradient = self.loss.compute(
-                outputs, target, row_weights, scale=scale, share=share, reuse=reuse, stream=stream
-            )
-        scores = Scores(outputs, target, IGNORE_INDEX) if self.loss.classifies else None
-        del outputs  # From here on, each array is freed after its last use, so that later arrays get its memory.
-        device = self.model.device.ordinal
+            # The gradient is written over the outputs if neither a tally of classes nor the last layer's derivative
+            # reads them later.
+            is_read_later = loss.classifies or (contexts and contexts[-1].saved is outputs)
+            scaling = {"row_weights": weights[0] if weights else None, "grad_scale": scale, "share": share}
+            out = None if is_read_later else outputs
+            value, gradient = loss.compute(outputs, target, **scaling, out_gradient=out, stream=stream)
+        scores = Scores(outputs, target, IGNORE_INDEX) if loss.classifies else None
+        del outputs, out  # From here on, each array is freed after its last use, so that later arrays get its memory.
+        device = model.device.ordinal
         # No later operation of the step reads the tally: on a GPU it is updated on a second stream, concurrently.
         concurrent = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
         with concurrent as memory:
             with range_of("loss"):
-                tally.add(loss, scores, share, first=index == 0, stream=memory and memory.stream)
+                tally.add(value, scores, share, first=first, stream=memory and memory.stream)
             with range_of("backward"):
                 if narrow is not None:
-                    narrow.backward(x, gradient, accumulate=index > 0, stream=stream)
+                    narrow.backward(x, gradient, accumulate=not first, stream=stream)
                 while contexts:
-                    gradient = backward_layer(
-                        self.model.layers, gradient, contexts, accumulate=index > 0, need_dx=False, stream=stream
-                    )
+                    options = {"accumulate": not first, "need_dx": False, "stream": stream}
+                    gradient = backward_layer(model.layers, gradient, contexts, **options)
                     contexts.pop()
                     if contexts:
                         contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory

@@ -30,7 +30,7 @@ from lt_runtime.ops._adamw_parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import GpuTally, StepBody, Totals, chains_of
-from lt_runtime.training.losses import Batch, read_batch
+from lt_runtime.training.losses import Batch
 
 MAX_GRAPHS: Final = 8
 """The number of graphs that a training step keeps: one for each batch size and type of targets, with and without row
@@ -155,13 +155,12 @@ class GpuStep:
     """Runs steps on one GPU; frees its graphs when it is garbage-collected.
 
     Args:
-        parts: the number of micro-batches of a step.
         graph: whether a step is captured once and then launched as one graph.
         tune: see `TrainStep`.
     """
 
-    def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool, tune: bool | None) -> None:
-        self._body, self._device, self._parts, self._captures, self._tune = body, device, parts, graph, tune
+    def __init__(self, body: StepBody, device: int, *, graph: bool, tune: bool | None) -> None:
+        self._body, self._device, self._captures, self._tune = body, device, graph, tune
         self._tuning_off = not_tuning if tune is False else contextlib.nullcontext
         self._buffers: OrderedDict[_Key, StepBuffers] = OrderedDict()
         self._latest: StepBuffers | None = None
@@ -206,7 +205,7 @@ class GpuStep:
         return self._launch(replay, addresses, handle)
 
     def run(self, batch: tuple[Any, ...], stream: Any) -> None:
-        """Runs a step on a batch that is equivalent to no earlier one (see `repeat`); x's shape has been checked.
+        """Runs a step on a batch that is equivalent to no earlier one (see `repeat`).
 
         Raises:
             OperandError: the batch cannot be copied as it is.
@@ -216,7 +215,7 @@ class GpuStep:
         with activated(self._device):
             self._current_stream = library_of(batch[0]).current_stream
             handle = stream_handle(stream, self._device, self._current_stream)
-            operands = read_batch(self._body.model, batch, self._body.loss, handle)
+            operands = self._body.read(batch, handle)
             addresses = tuple(operand.address for operand in operands)
             if not self._captures:
                 with _step(handle):
@@ -275,7 +274,7 @@ class GpuStep:
         key = (*target.shape, target.dtype, len(weights))
         if key not in self._buffers:
             if is_step_tuned(self._tune) and not is_captured(stream):
-                rows, accumulates = batch[0].shape[0] // self._parts, self._parts > 1
+                rows, accumulates = batch[0].shape[0] // self._body.parts, self._body.parts > 1
                 before_first_step(chains_of(self._body.model, rows, accumulates=accumulates), self._device, stream)
             while len(self._buffers) >= MAX_GRAPHS:
                 self._replays.clear()  # some replays may refer to the graph that is dropped
@@ -288,7 +287,7 @@ class GpuStep:
     def _make(self, batch: Batch, stream: int) -> StepBuffers:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
-            buffers = StepBuffers(batch, self._parts, stream)
+            buffers = StepBuffers(batch, self._body.parts, stream)
             if self._captures:
                 buffers.graph = self._capture(buffers, stream)
         except BaseException as error:

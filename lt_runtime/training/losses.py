@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.ops import losses
-from lt_runtime.training.mlp import MLP, check_model_type, read_inputs
+from lt_runtime.training.mlp import MLP, check_model_type
 
 LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {
     "cross_entropy": (losses.cross_entropy, ("label_smoothing", "class_weights")),
@@ -31,101 +32,23 @@ LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"
 OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
 
 
-class StepLoss:
-    """A loss of a model's outputs: one of `LOSSES`, or in `OwnLoss` a function of the caller's.
+class StepLoss(NamedTuple):
+    """A loss of a model's outputs: one of `LOSSES`, or a function of the caller's.
 
     Attributes:
         name: of the loss, or of the caller's function.
+        compute: computes the loss and its gradient in the outputs' type, called as the functions of `LOSSES` with
+            outputs, target and the arguments by name `row_weights`, `grad_scale`, `share`, `out_gradient`, `stream`.
         classifies: whether the targets are labels.
         is_own: whether the loss is the caller's function, whose targets may be any array.
         elementwise: the form of the loss for the kernels of narrow MLPs; None if the loss needs labels or weights.
-
-    Raises:
-        ArgumentError: the loss does not take an option, or a number among the options is out of its range.
-        OperandError: an array among the options does not fit the model.
     """
 
     name: str
-    classifies = False
-    is_own = False
+    compute: Callable[..., losses.Loss]
+    classifies: bool = False
+    is_own: bool = False
     elementwise: ElementwiseLoss | None = None
-
-    def __init__(self, name: str, options: Mapping[str, Any], model: MLP) -> None:
-        self._function, known = LOSSES[name]
-        for option in options:
-            if option not in known:
-                raise ArgumentError(
-                    f"loss_options has {shown(option)}; those of {name!r} are {', '.join(known) or 'none'}"
-                )
-        self.name, self.classifies = name, name == "cross_entropy"
-        numbers = {option: value for option, value in options.items() if option not in _ARRAYS}
-        row = np.zeros((1, model.dims[-1]), np.float32)
-        self._function(row, np.zeros(1, np.int32) if self.classifies else row, **numbers)  # refuses wrong numbers
-        arrays = {option: _on_device(option, options[option], model) for option in options if option in _ARRAYS}
-        self._options = {**numbers, **arrays}
-        if name in ELEMENTWISE and all(each is None for each in arrays.values()):
-            self.elementwise = ElementwiseLoss(name, **numbers)
-
-    def compute(
-        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
-    ) -> losses.Loss:
-        """Computes the loss, and its gradient in the outputs' type.
-
-        Args:
-            scale: factor of the gradient: one FP32 number on the model's device; None for 1.
-            share: the share of these rows in the step's batch, another factor of the gradient.
-            reuse: whether the gradient may be written over the outputs, because nothing reads them later.
-            stream: a handle on a GPU, None on the host.
-        """
-        scaling = {"row_weights": row_weights, "grad_scale": scale, "share": share}
-        out = outputs if reuse else None
-        return self._function(outputs, target, **self._options, **scaling, out_gradient=out, stream=stream)
-
-
-class OwnLoss(StepLoss):
-    """A loss that is a function of the caller; see `TrainStep`."""
-
-    is_own = True
-
-    def __init__(self, function: OwnFunction, model: MLP) -> None:
-        self._function, self._model = function, model
-        self.name = getattr(function, "__name__", type(function).__name__)
-
-    def compute(
-        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
-    ) -> losses.Loss:
-        """See `StepLoss`. The function writes an FP32 gradient, which is scaled before it is rounded.
-
-        The gradient is never written over the outputs, because the function may have kept a reference to them.
-        """
-        device = self._model.device.ordinal
-        with contextlib.nullcontext() if device is None else cupy_stream(device, stream or 0):
-            shape, fp32 = outputs.shape, np.dtype(np.float32)
-            gradient: Any = np.zeros(shape, fp32) if device is None else CUPY.zeros(shape, fp32, device, stream or 0)
-            loss = self._read(self._function(outputs, target, gradient, stream), stream)
-            if scale is None and share == 1.0 and outputs.dtype == gradient.dtype:
-                return losses.Loss(loss, gradient)
-            if device is None:
-                factor = np.float32(share) * (np.float32(1.0) if scale is None else scale)
-                with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
-                    return losses.Loss(loss, (gradient * factor).astype(outputs.dtype))
-            rounded = gradient
-            if outputs.dtype != gradient.dtype:
-                rounded = CUPY.empty(outputs.shape, outputs.dtype, device, stream or 0)
-            if rounded.size:
-                places, at_scale = (gradient.data.ptr, rounded.data.ptr), 0 if scale is None else scale.data.ptr
-                launch_scale(*places, rounded.size, self._model.dtype, at_scale, share, device, stream or 0)
-            return losses.Loss(loss, rounded)
-
-    def _read(self, loss: Any, stream: int | None) -> Any:
-        """Checks that the function has returned one FP32 number on the model's device, and returns it."""
-        if isinstance(loss, np.generic):
-            loss = np.asarray(loss)
-        operand = self._model.device.read(_RETURNED, loss, stream or 0)
-        check_type(operand, "float32")
-        if operand.shape not in ((), (1,)):
-            raise ShapeError(f"{_RETURNED} has shape {operand.shape}; accepted are () and (1,)")
-        return loss.reshape(()) if operand.device == HOST else loss
 
 
 def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
@@ -143,10 +66,66 @@ def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
             raise ArgumentError(
                 "loss_options are for losses with a name; a function of your own may hold what it needs"
             )
-        return OwnLoss(loss, model)
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return StepLoss(name, functools.partial(_own_loss, loss, model), is_own=True)
     name, given = one_of("loss", loss, LOSSES), {} if options is None else options
     check_instance("loss_options", given, Mapping, "a mapping from names to values")
-    return StepLoss(name, given, model)
+    function, known = LOSSES[name]
+    for option in given:
+        if option not in known:
+            raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {', '.join(known) or 'none'}")
+    numbers = {option: value for option, value in given.items() if option not in _ARRAYS}
+    row, classifies = np.zeros((1, model.dims[-1]), np.float32), name == "cross_entropy"
+    function(row, np.zeros(1, np.int32) if classifies else row, **numbers)  # refuses wrong numbers
+    arrays = {option: _on_device(option, given[option], model) for option in given if option in _ARRAYS}
+    is_elementwise = name in ELEMENTWISE and all(each is None for each in arrays.values())
+    elementwise = ElementwiseLoss(name, **numbers) if is_elementwise else None
+    return StepLoss(name, functools.partial(function, **numbers, **arrays), classifies, elementwise=elementwise)
+
+
+def _own_loss(
+    function: OwnFunction,
+    model: MLP,
+    outputs: Any,
+    target: Any,
+    *,
+    stream: int | None,
+    grad_scale: Any = None,
+    share: float = 1.0,
+    **_: Any,
+) -> losses.Loss:
+    """Computes the loss by a function of the caller's, see `TrainStep`, which writes an FP32 gradient.
+
+    The gradient is scaled before it is rounded. It is never written over the outputs, because the function may have
+    kept a reference to them.
+    """
+    device = model.device.ordinal
+    with contextlib.nullcontext() if device is None else cupy_stream(device, stream or 0):
+        shape, fp32 = outputs.shape, np.dtype(np.float32)
+        gradient: Any = np.zeros(shape, fp32) if device is None else CUPY.zeros(shape, fp32, device, stream or 0)
+        loss = _read_loss(function(outputs, target, gradient, stream), model, stream)
+        if grad_scale is None and share == 1.0 and outputs.dtype == fp32:
+            return losses.Loss(loss, gradient)
+        if device is None:
+            factor = np.float32(share) * (np.float32(1.0) if grad_scale is None else grad_scale)
+            with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
+                return losses.Loss(loss, (gradient * factor).astype(outputs.dtype))
+        rounded = gradient if outputs.dtype == fp32 else CUPY.empty(shape, outputs.dtype, device, stream or 0)
+        if rounded.size:
+            places, at_scale = (gradient.data.ptr, rounded.data.ptr), 0 if grad_scale is None else grad_scale.data.ptr
+            launch_scale(*places, rounded.size, model.dtype, at_scale, share, device, stream or 0)
+        return losses.Loss(loss, rounded)
+
+
+def _read_loss(loss: Any, model: MLP, stream: int | None) -> Any:
+    """Checks that the caller's function has returned one FP32 number on the model's device, and returns the number."""
+    if isinstance(loss, np.generic):
+        loss = np.asarray(loss)
+    operand = model.device.read(_RETURNED, loss, stream or 0)
+    check_type(operand, "float32")
+    if operand.shape not in ((), (1,)):
+        raise ShapeError(f"{_RETURNED} has shape {operand.shape}; accepted are () and (1,)")
+    return loss.reshape(()) if operand.device == HOST else loss
 
 
 def _on_device(name: str, array: Any, model: MLP) -> Any:
@@ -172,20 +151,32 @@ _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
-def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) -> Batch:
+def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, rows: int | None, parts: int, stream: int) -> Batch:
     """Reads and checks the arrays of a batch.
 
     Args:
         batch: x (M, inputs); the target; and (M,) FP32 row weights, if given. The target is labels (M,) for a loss that
             classifies, (M, outputs) for any other named loss, and any array of M rows for the caller's own loss.
+        rows: M; None for any multiple of `parts`.
 
     Raises:
-        DeviceError, ShapeError, DTypeError, LayoutError: an array cannot be copied into a step's buffers.
+        ShapeError: x is not a batch of the expected shape.
+        ArgumentError: row weights for the caller's own loss.
+        DeviceError, DTypeError, LayoutError: an array cannot be copied into a step's buffers.
     """
-    (x, target, *row_weights), name = batch, "labels" if loss.classifies else "target"
-    inputs, wanted = read_inputs(model, x, stream), model.device.read(name, target, stream)
-    outputs = inputs.shape[0], model.dims[-1]
-    _check_rows(inputs)
+    (x, target, *row_weights), name, inputs = batch, "labels" if loss.classifies else "target", model.dims[0]
+    read = model.device.read("x", x, stream)
+    if rows is not None and read.shape != (rows, inputs):
+        other = "; lt.TrainStep(..., batch_size=None) takes batches of any size" if read.shape[1:] == (inputs,) else ""
+        raise ShapeError(f"x has shape {read.shape}; this step was made for {(rows, inputs)}{other}")
+    if len(read.shape) != 2 or read.shape[1] != inputs or not read.shape[0] or read.shape[0] % parts:
+        multiple = f"a multiple of {parts}" if parts > 1 else "at least one"
+        raise ShapeError(f"x has shape {read.shape}; accepted are (M, {inputs}), M {multiple}")
+    if row_weights and loss.is_own:
+        raise ArgumentError("row_weights are for losses with a name; the target of a loss of your own may hold them")
+    check_model_type(model, read)
+    _check_rows(read)
+    wanted, outputs = model.device.read(name, target, stream), (read.shape[0], model.dims[-1])
     if loss.is_own:
         _check_any(wanted, outputs[0])
     elif loss.classifies:
@@ -199,7 +190,7 @@ def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) ->
         check_type(each, "float32")
         check_shape("row_weights", each.shape, outputs[:1], "one a row of x")
         each.check_packed()
-    return inputs, wanted, *weights
+    return read, wanted, *weights
 
 
 def _check_any(target: Operand, rows: int) -> None:

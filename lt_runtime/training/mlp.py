@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._adamw_parameters import LeftOut, Parameter, by_name, load_values
-from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
+from lt_runtime.ops.linear import linear, linear_fwd
 from lt_runtime.problem import (
     Activation,
     Chosen,
@@ -34,39 +34,11 @@ from lt_runtime.problem import (
 )
 from lt_runtime.ranges import range_of
 from lt_runtime.training.device import ComputeDevice
-from lt_runtime.training.narrow import passes_of
+from lt_runtime.training.layers import Linear, NarrowPasses, backward_layer
 
 _Value = TypeVar("_Value")
 _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
 """The arguments of `MLP` except the device, in the order in which saved files list them."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Linear:
-    """One layer: y = dropout(act(x · weightᵀ + bias)).
-
-    Attributes:
-        name: the name of the layer's ranges in profiles.
-        weight: (outputs, inputs).
-        bias: (outputs,); None for a layer without a bias.
-        activation: the function that is applied to x · weightᵀ + bias.
-        dropout: probability of dropout, which is applied after the activation.
-    """
-
-    name: str
-    weight: Parameter
-    bias: Parameter | None
-    activation: Activation
-    dropout: float
-
-    def parameters(self) -> list[Parameter]:
-        """The weight, and the bias if there is one."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
-
-    def __repr__(self) -> str:
-        outputs, inputs = self.weight.data.shape
-        bias = self.bias is not None
-        return f"Linear({self.name}, {inputs} to {outputs}, {self.activation.name}, {bias=}, dropout={self.dropout})"
 
 
 class MLP:
@@ -102,7 +74,7 @@ class MLP:
         layers: list of `Linear`.
         device: the device of the parameters.
         dims, dtype, seed, compute, master_weights: as given.
-        narrow: one-kernel passes for models with few columns; None if the kernels do not support this model.
+        narrow: the passes of a model with few columns, in one kernel each.
 
     Raises:
         ArgumentError: an option that is not accepted.
@@ -144,7 +116,7 @@ class MLP:
             Linear(f"layer{i}", made[f"layer{i}.weight"], made.get(f"layer{i}.bias"), activations[i], dropouts[i])
             for i in range(count)
         ]
-        self.narrow = passes_of(self.layers, self.dims, self.dtype, self.device.ordinal)
+        self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, self.device.ordinal)
 
     def parameters(self) -> list[Parameter]:
         """Weights and biases, layer by layer; a layer without a bias has its weight alone."""
@@ -233,12 +205,12 @@ class MLP:
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
         """
         try:
-            if self.narrow is not None and self.narrow.take(x, backward=False):
+            if self.narrow.take(x, backward=False):
                 return self.narrow.outputs(x, stream)
             y = x
             for each in self.layers:
-                bias = None if each.bias is None else each.bias.data
-                y = linear(y, each.weight.data, bias, activation=each.activation, compute=self.compute, stream=stream)
+                options: dict[str, Any] = {"activation": each.activation, "compute": self.compute, "stream": stream}
+                y = linear(y, each.weight.data, each.bias and each.bias.data, **options)
         except OperandError:
             self._refuse_inputs(x, stream)
             raise
@@ -276,13 +248,13 @@ class MLP:
             )
         elif copies:
             step = self._copied_step(step, x, stream)
-        contexts, options, y = [], {"compute": self.compute, "stream": stream}, x
+        contexts, y = [], x
         try:
             for i, each in enumerate(self.layers, micro_batch * len(self.layers)):
-                bias = None if each.bias is None else each.bias.data
-                asked: dict[str, Any] = {"activation": each.activation, "dropout": each.dropout, **options}
+                options: dict[str, Any] = {"activation": each.activation, "dropout": each.dropout}
+                options |= {"rng": Philox(self.seed, i, step), "compute": self.compute, "stream": stream}
                 with range_of(f"forward/{each.name}"):
-                    y, ctx = linear_fwd(y, each.weight.data, bias, rng=Philox(self.seed, i, step), **asked)
+                    y, ctx = linear_fwd(y, each.weight.data, each.bias and each.bias.data, **options)
                 contexts.append(ctx)
         except OperandError:
             self._refuse_inputs(x, stream)
@@ -401,32 +373,6 @@ def check_model_type(model: MLP, operand: Operand) -> None:
         raise DTypeError(f"{found}: {operand.converted(model.dtype.value)}")
 
 
-def backward_layer(
-    layers: Sequence[Linear], dy: Any, contexts: Sequence[Any], *, accumulate: bool, need_dx: bool, stream: Any
-) -> Any:
-    """Propagates the gradient back through one layer and the activation of the layer below it.
-
-    Later calls, for the layers below, do not read dy or the last context again.
-
-    Args:
-        layers: all layers of the model.
-        dy: for the last layer, the gradient with respect to the outputs; otherwise the result for the layer above.
-        contexts: the contexts of the layers from the first to this one.
-        accumulate, stream: as in `MLP.backward`.
-        need_dx: whether to compute the gradient with respect to the first layer's inputs.
-    """
-    i, last = len(contexts) - 1, len(layers) - 1
-    # Each call also computes the bias gradient of the layer below. Only the last layer, which has no layer above it,
-    # computes its own bias gradient.
-    options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last, "need_dx": i > 0 or need_dx}
-    if i:
-        options |= {"through": contexts[i - 1], "out_db_below": _bias_gradient(layers[i - 1])}
-    options |= {"out_dw": layers[i].weight.grad, "out_db": _bias_gradient(layers[i])}
-    with range_of(f"backward/{layers[i].name}"):
-        dx, *_ = linear_bwd(dy, contexts[i], accumulate=accumulate, stream=stream, **options)
-    return dx
-
-
 def _activations(
     activation: Chosen | Sequence[Chosen], output_activation: Chosen | None, layers: int
 ) -> tuple[Activation | None, list[Activation]]:
@@ -457,7 +403,3 @@ def _as_json(option: Any) -> Any:
     if isinstance(option, DType):
         return option.value
     return asdict(option) if isinstance(option, Activation) else option
-
-
-def _bias_gradient(layer: Linear) -> Any:
-    return None if layer.bias is None else layer.bias.grad

@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from lt_runtime.arguments import Fixed, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
-from lt_runtime.errors import ArgumentError, KindError, ShapeError
+from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._adamw_parameters import HeldArrays, changes
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.body import IGNORE_INDEX, GpuTally, HostTally, Scores, StepBody, Tally, Totals
 from lt_runtime.training.ema import EMA
-from lt_runtime.training.losses import LossName, OwnFunction, read_batch, step_loss
+from lt_runtime.training.losses import LossName, OwnFunction, step_loss
 from lt_runtime.training.mlp import MLP, brief
 
 
@@ -141,13 +143,14 @@ class TrainStep(Fixed):
         self.accumulate: Final = accumulate
         self.ema: Final = ema
         self._held = HeldArrays(model.parameters(), "this step")
-        self._body = StepBody(model, optimizer, step_loss(loss, loss_options, model), ema)
+        measured = step_loss(loss, loss_options, model)
+        self._body = StepBody(model, optimizer, measured, rows=batch_size, parts=accumulate, ema=ema)
         self._gpu: GpuStep | None = None
         self._tally: Tally = HostTally()
         if model.device.ordinal is not None:
             from lt_runtime.training.captured import GpuStep
 
-            self._gpu = GpuStep(self._body, model.device.ordinal, accumulate, graph=graph, tune=tune)
+            self._gpu = GpuStep(self._body, model.device.ordinal, graph=graph, tune=tune)
             self._tally = self._gpu.tally
         self._is_made = True
 
@@ -178,15 +181,13 @@ class TrainStep(Fixed):
             self._held.check()
         batch = (x, target) if row_weights is None else (x, target, row_weights)
         if self._gpu is None:
-            self.model.device.read("x", x, 0)  # refuses anything but an array
-            self._check(batch)
+            self._body.read(batch, 0)
             stream_handle(stream, HOST)  # refuses anything but a stream
             with range_of(STEP):
-                self._body.run(self._cut(batch), self._tally, None)
+                parts = [*zip(*(np.split(each, self.accumulate) for each in batch), strict=True)]
+                self._body.run(parts, self._tally, None)
             return self._tally.mean.copy()
         if not self._gpu.repeat(batch, stream):
-            device_of("x", x)  # refuses anything but an array
-            self._check(batch)
             self._gpu.run(batch, stream)
         return self._tally.mean
 
@@ -206,26 +207,6 @@ class TrainStep(Fixed):
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
-
-    def _check(self, batch: tuple[Any, ...]) -> None:
-        inputs, rows = self.model.dims[0], self.batch_size
-        shape = tuple(getattr(batch[0], "shape", (rows, inputs)))  # without a shape, it is refused when it is read
-        if rows is not None and shape != (rows, inputs):
-            other = "; lt.TrainStep(..., batch_size=None) takes batches of any size" if shape[1:] == (inputs,) else ""
-            raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}{other}")
-        if rows is None and (len(shape) != 2 or shape[1] != inputs or not shape[0] or shape[0] % self.accumulate):
-            multiple = f"a multiple of {self.accumulate}" if self.accumulate > 1 else "at least one"
-            raise ShapeError(f"x has shape {shape}; accepted are (M, {inputs}), M {multiple}")
-        if len(batch) > 2 and self._body.loss.is_own:
-            raise ArgumentError(
-                "row_weights are for losses with a name; the target of a loss of your own may hold them"
-            )
-
-    def _cut(self, batch: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """Checks a batch of NumPy arrays and splits it into micro-batches."""
-        read_batch(self.model, batch, self._body.loss, 0)
-        size = batch[0].shape[0] // self.accumulate
-        return [tuple(each[i : i + size] for each in batch) for i in range(0, size * self.accumulate, size)]
 
 
 def _check_optimizer(optimizer: AdamW, model: MLP) -> None:
@@ -289,8 +270,8 @@ def evaluate(
         if device is not None and stream is None:
             stream = stream_handle(None, device, library_of(x).current_stream)
         outputs = model(x, stream=stream)
-        reuse = not measured.classifies
-        value = measured.compute(outputs, target, None, scale=None, share=1.0, reuse=reuse, stream=stream).loss
+        out = None if measured.classifies else outputs
+        value = measured.compute(outputs, target, out_gradient=out, stream=stream).loss
         scores = Scores(outputs, target, IGNORE_INDEX) if measured.classifies else None
         tallies.append(HostTally() if device is None else GpuTally(device, stream))
         tallies[-1].add(value, scores, 1.0, first=True, stream=stream)

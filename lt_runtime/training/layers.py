@@ -1,0 +1,148 @@
+"""A model's linear layers: their parameters, their backward passes, and passes over all of them in one kernel each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lt_runtime.kernels.losses import ElementwiseLoss
+from lt_runtime.kernels.mlp import supports
+from lt_runtime.ops._adamw_parameters import Parameter
+from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_LOSS, MLP_OUTPUTS, filled
+from lt_runtime.ops.call import perform
+from lt_runtime.ops.first_use import asked_for, before_first_use
+from lt_runtime.ops.linear import linear_bwd
+from lt_runtime.plans import cache
+from lt_runtime.plans.mlp import is_fused
+from lt_runtime.problem import Activation, DType, MLPProblem
+from lt_runtime.ranges import range_of
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Linear:
+    """One layer: y = dropout(act(x · weightᵀ + bias)).
+
+    Attributes:
+        name: the name of the layer's ranges in profiles.
+        weight: (outputs, inputs).
+        bias: (outputs,); None for a layer without a bias.
+        activation: the function that is applied to x · weightᵀ + bias.
+        dropout: probability of dropout, which is applied after the activation.
+    """
+
+    name: str
+    weight: Parameter
+    bias: Parameter | None
+    activation: Activation
+    dropout: float
+
+    def parameters(self) -> list[Parameter]:
+        """The weight, and the bias if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def __repr__(self) -> str:
+        outputs, inputs = self.weight.data.shape
+        bias = self.bias is not None
+        return f"Linear({self.name}, {inputs} to {outputs}, {self.activation.name}, {bias=}, dropout={self.dropout})"
+
+
+def backward_layer(
+    layers: Sequence[Linear], dy: Any, contexts: Sequence[Any], *, accumulate: bool, need_dx: bool, stream: Any
+) -> Any:
+    """Propagates the gradient back through one layer and the activation of the layer below it.
+
+    Later calls, for the layers below, do not read dy or the last context again.
+
+    Args:
+        layers: all layers of the model.
+        dy: for the last layer, the gradient with respect to the outputs; otherwise the result for the layer above.
+        contexts: the contexts of the layers from the first to this one.
+        accumulate, stream: as in `MLP.backward`.
+        need_dx: whether to compute the gradient with respect to the first layer's inputs.
+    """
+    i, last = len(contexts) - 1, len(layers) - 1
+    # Each call also computes the bias gradient of the layer below. Only the last layer, which has no layer above it,
+    # computes its own bias gradient.
+    options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last, "need_dx": i > 0 or need_dx}
+    below, bias = layers[i - 1].bias, layers[i].bias
+    if i:
+        options |= {"through": contexts[i - 1], "out_db_below": below and below.grad}
+    options |= {"out_dw": layers[i].weight.grad, "out_db": bias and bias.grad}
+    with range_of(f"backward/{layers[i].name}"):
+        dx, *_ = linear_bwd(dy, contexts[i], accumulate=accumulate, stream=stream, **options)
+    return dx
+
+
+class NarrowPasses:
+    """The passes of a narrow model on a GPU as one kernel each, where that is faster than layer by layer.
+
+    Args:
+        device: the GPU's ordinal; None for the host, which runs every model layer by layer.
+    """
+
+    def __init__(self, layers: Sequence[Linear], dims: tuple[int, ...], dtype: DType, device: int | None) -> None:
+        biases, hidden = tuple(each.bias is not None for each in layers), {each.activation for each in layers[:-1]}
+        self._layers, self._problem = layers, MLPProblem(dtype, 1, dims, biases, layers[0].activation)
+        is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
+        # None if the kernels support the model with no number of rows.
+        self._device = device if is_plain and device is not None and supports(self._problem, device) else None
+        self._chosen: dict[tuple[int, bool], bool] = {}
+        self._generation: object = None
+
+    def take(self, x: Any, *, backward: bool) -> bool:
+        """Whether to use the one-kernel passes for inputs x.
+
+        False for a model that the kernels do not support with any number of rows, and for inputs that do not fit the
+        model: the layers then raise the error.
+
+        Args:
+            backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.
+        """
+        if self._device is None or (backward and any(each.dropout for each in self._layers)):
+            return False
+        shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
+        if shape[1:] != self._problem.dims[:1]:
+            return False
+        if self._generation is not cache.generation:
+            self._chosen, self._generation = {}, cache.generation
+        key = int(shape[0]), backward
+        if key not in self._chosen or asked_for.get():
+            problem = replace(self._problem, rows=key[0], backward=backward)
+            if supports(problem, self._device):
+                before_first_use(problem, self._device)
+            self._chosen[key] = is_fused(problem, self._device)
+        return self._chosen[key]
+
+    def outputs(self, x: Any, stream: Any) -> Any:
+        """The outputs for inputs x, without dropout."""
+        return perform(MLP_OUTPUTS, (x, None, *self._arrays("data")), self._problem.activation, None, stream)
+
+    def backward(self, x: Any, dy: Any, *, accumulate: bool, stream: Any) -> None:
+        """Writes every parameter's gradient into its buffer, or adds it to the buffer's values.
+
+        Args:
+            dy: the gradient with respect to the outputs.
+        """
+        arrays = x, dy, *self._arrays("data"), *self._arrays("grad")
+        perform(MLP_GRADIENTS, arrays, (self._problem.activation, accumulate, None), 1.0, stream)
+
+    def loss_and_backward(
+        self, x: Any, target: Any, loss: ElementwiseLoss, *, scale: Any, share: float, accumulate: bool, stream: Any
+    ) -> Any:
+        """Runs forward, loss and backward in one pass, without writing the outputs.
+
+        Args:
+            scale, share: as in `StepLoss.compute`.
+
+        Returns:
+            The loss, one FP32 number on the device.
+        """
+        arrays = x, target, *self._arrays("data"), *self._arrays("grad"), scale, None
+        return perform(MLP_LOSS, arrays, (self._problem.activation, accumulate, loss), share, stream)
+
+    def _arrays(self, kind: str) -> tuple[Any, ...]:
+        """Each layer's weight and bias: their values ("data") or their gradients ("grad")."""
+        parameters = itertools.chain.from_iterable((each.weight, each.bias) for each in self._layers)
+        return filled([None if each is None else getattr(each, kind) for each in parameters])
