@@ -18,8 +18,8 @@ import lt_runtime
 PACKAGE = Path(lt_runtime.__file__).parent
 
 FLOORS = (
-    {"environment", "errors", "files", "paths", "tables"},
-    {"arguments", "private"},
+    {"environment", "errors", "paths", "tables"},
+    {"arguments", "files"},
     {"epilogue", "grad_scaler", "layout", "problem", "ranges", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},
     {"kernels", "store"},
