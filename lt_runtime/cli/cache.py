@@ -151,7 +151,7 @@ def _show(arguments: argparse.Namespace) -> _Result:
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     """Names and values of one entry's lines."""
     yield "algorithm" if isinstance(entry, ProductEntry) else "strategy", choice_in_words(entry)
-    if isinstance(entry, ProductEntry) and entry.is_unproven:
+    if entry.barred is None and not entry.is_usable:
         yield "merged", "to be verified before its first use"
     yield "time", time_in_words(entry)
     for other in entry.alternatives if isinstance(entry, LayerEntry) else ():

@@ -78,6 +78,18 @@ class _Checked:
                 raise ArgumentError(f"{name} is {value!r:.200}; accepted are {words}")
 
 
+class _Measured(_Checked):
+    """Base of the entries below."""
+
+    __slots__ = ()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a plan can be made of the entry now: it is not barred, and has no algorithm that must be rebuilt."""
+        entry: Any = self
+        return entry.barred is None and getattr(entry, "algorithm", None) != b""
+
+
 @dataclass(frozen=True, slots=True)
 class RejectedAlgorithm(_Checked):
     """An algorithm that was measured or verified and must not be used.
@@ -109,7 +121,7 @@ class Alternative(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class ProductEntry(_Checked):
+class ProductEntry(_Measured):
     """The best algorithm found for one matrix product.
 
     Attributes:
@@ -140,19 +152,9 @@ class ProductEntry(_Checked):
     when: str = field(default_factory=now)
     barred: str | None = None
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether a plan can be made of it now."""
-        return self.barred is None and self.algorithm != b""
-
-    @property
-    def is_unproven(self) -> bool:
-        """Whether the entry's algorithm must still be rebuilt and verified."""
-        return self.barred is None and self.algorithm == b""
-
 
 @dataclass(frozen=True, slots=True)
-class LayerEntry(_Checked):
+class LayerEntry(_Measured):
     """The best strategy found for one layer.
 
     Attributes:
@@ -173,11 +175,6 @@ class LayerEntry(_Checked):
     when: str = field(default_factory=now)
     barred: str | None = None
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether a plan can be made of it now."""
-        return self.barred is None
-
 
 Entry: TypeAlias = ProductEntry | LayerEntry
 Kind = TypeVar("Kind", ProductEntry, LayerEntry)
@@ -195,14 +192,10 @@ def better(ours: Kind, theirs: Kind) -> Kind:
         return max(ours, theirs, key=_rank)
     if ours.barred is None:
         ours, theirs = theirs, ours
-    rejection: Any
-    if isinstance(ours, ProductEntry):
-        rejection = RejectedAlgorithm(ours.algorithm, ours.config, ours.barred or "")
-    else:
-        rejection = RejectedStrategy(ours.strategy, ours.barred or "")
-    if replace(rejection, reason="") in [replace(each, reason="") for each in theirs.rejected]:
-        return theirs
-    return replace(theirs, rejected=(*theirs.rejected, rejection))
+    choice = (ours.algorithm, ours.config) if isinstance(ours, ProductEntry) else (ours.strategy,)
+    kind: Any = RejectedAlgorithm if isinstance(ours, ProductEntry) else RejectedStrategy
+    known = kind(*choice, "") in [replace(each, reason="") for each in theirs.rejected]
+    return theirs if known else replace(theirs, rejected=(*theirs.rejected, kind(*choice, ours.barred)))
 
 
 def _rank(entry: Entry) -> tuple[str, float, int, bool, str]:

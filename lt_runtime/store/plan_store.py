@@ -123,7 +123,7 @@ class PlanStore:
     def unproven(self, key: str) -> ProductEntry | None:
         """The entry of a product if its algorithm must still be rebuilt and verified; None otherwise."""
         entry = self.choice(key)
-        return entry if isinstance(entry, ProductEntry) and entry.is_unproven else None
+        return entry if isinstance(entry, ProductEntry) and not entry.is_usable else None
 
     @property
     def has_unproven(self) -> bool:

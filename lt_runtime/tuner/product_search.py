@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from lt_runtime.cublaslt import Algorithm, ReductionScheme
@@ -121,9 +122,8 @@ class Candidates:
                 continue
             if not self.plans[name].launches_at_most_two_kernels:
                 self.reject(name, _NOT_LEAN)
-        self._operands = (
-            operand_sets(lambda: ProductOperands(bench.memory, problem), bench.device) if self.plans else []
-        )
+        make = partial(ProductOperands, bench.memory, problem)
+        self._operands = operand_sets(make, bench.device) if self.plans else []
         calls = [each.call(bench.clock.stream) for each in self._operands]
         self._launches = {name: launcher(plan, calls) for name, plan in self.plans.items()}
 
@@ -263,10 +263,8 @@ class Products:
 
     def as_planned(self, plan: Plan) -> dict[MatmulProblem, ProductEntry]:
         """Entries with the algorithms of a layer's plan, for each product whose own entry has another algorithm."""
+        others = {each.problem: (each.blob, entry) for each, entry in self._known(plan) if entry.algorithm != each.blob}
         return {
-            each.problem: replace(
-                entry, algorithm=each.blob, config=configuration(each.blob), us=entry.first_us, when=now()
-            )
-            for each, entry in self._known(plan)
-            if entry.algorithm != each.blob
+            problem: replace(entry, algorithm=blob, config=configuration(blob), us=entry.first_us, when=now())
+            for problem, (blob, entry) in others.items()
         }

@@ -17,7 +17,7 @@ from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProble
 from lt_runtime.products.methods import METHODS
 from lt_runtime.store.entries import Alternative, Entry, ProductEntry, RejectedAlgorithm, RejectedStrategy
 from lt_runtime.store.keys import Remembered, problem_key
-from lt_runtime.tables import table
+from lt_runtime.tables import rendered, table
 
 if TYPE_CHECKING:
     import rich.progress
@@ -41,7 +41,6 @@ _PARTS: Final[Mapping[str, tuple[str, type[int]]]] = {
     "INNER_SHAPE_ID": ("inner shape", MatmulInnerShape),
     "CLUSTER_SHAPE_ID": ("cluster", ClusterShape),
 }
-_WIDTH: Final = 140  # columns of the table as text
 _PREFIXES: Final = ("TILE_", "STAGES_", "SHAPE_")
 
 
@@ -194,13 +193,7 @@ class TuningReport(tuple[Tuned, ...]):
         ]
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=_WIDTH, color_system=None, force_terminal=False)
-        with console.capture() as captured:
-            console.print(self.table())
-            console.print(self.summary, highlight=False)
-        return captured.get().strip("\n")
+        return f"{rendered(self.table())}\n{self.summary}"
 
     def __repr__(self) -> str:
         return f"<TuningReport: {self.summary}>"

@@ -146,7 +146,8 @@ def take_times(
             for name, us in zip(names, _measured(replay, clock, launches, least_us), strict=True):
                 times[name].append(us)
     dropped = {name: Timing(us, 0.0, dropped=True) for name, us in probes.items()}
-    return dropped | {name: _summary(values) for name, values in times.items()}
+    quartiles = {name: statistics.quantiles(values, n=4, method="inclusive") for name, values in times.items()}
+    return dropped | {name: Timing(median, high - low) for name, (low, median, high) in quartiles.items()}
 
 
 def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: int, least_us: float) -> list[float]:
@@ -226,11 +227,6 @@ def _repeat(launch: Launch, launches: int, sets: int, stream: int) -> None:
         launch(number % sets, stream)
 
 
-def _summary(values: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Timing(median, high - low)
-
-
 def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
     """The name of the fastest contender, or `first` where none is clearly faster.
 
@@ -244,13 +240,12 @@ def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
     timed = {name: timing for name, timing in timings.items() if not timing.dropped}
     if first not in timed:
         return min(timed or timings, key=lambda name: timings[name].median_us)
-    winners = {name: timing.median_us for name, timing in timed.items() if _beats(timing, timed[first])}
+    present, winners = timed[first], dict[Name, float]()
+    for name, timing in timed.items():
+        noise = math.hypot(timing.spread_us, present.spread_us)
+        if present.median_us - timing.median_us > max(_LEAST_GAIN * present.median_us, noise):
+            winners[name] = timing.median_us
     return min(winners, key=winners.__getitem__, default=first)
-
-
-def _beats(challenger: Timing, first: Timing) -> bool:
-    noise = math.hypot(challenger.spread_us, first.spread_us)
-    return first.median_us - challenger.median_us > max(_LEAST_GAIN * first.median_us, noise)
 
 
 class Contenders(Protocol[Name]):
