@@ -23,8 +23,7 @@ from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
 from lt_runtime.layout import packed
-from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import make_layer_plan
+from lt_runtime.plans.cache import forget, make_layer_plan
 from lt_runtime.problem import (
     Activation,
     Compute,

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 from benchmarks.layers import Arrays
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.call import Call
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import LayerProblem, make_layer_plan, prior_plan
-from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.cache import LayerProblem, make_layer_plan, prior_plan
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,

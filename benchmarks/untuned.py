@@ -88,7 +88,7 @@ def _by_strategies(problem: Any) -> dict[str, float]:
     """Microseconds of a pass by each of its strategies, the algorithms of its products chosen without a measurement."""
     from benchmarks.splits import DEVICE, strategy_name
     from lt_runtime.errors import PlanError
-    from lt_runtime.plans.decisions import plan_for, priors_of
+    from lt_runtime.plans.cache import plan_for, priors_of
     from lt_runtime.problem import ForwardProblem
     from lt_runtime.products.methods import heuristic_algorithm
     from lt_runtime.tuner.chain import Layer, LayerChain

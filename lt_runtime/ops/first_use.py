@@ -19,7 +19,7 @@ from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
-from lt_runtime.plans.decisions import known_entry, make_plan
+from lt_runtime.plans.cache import known_entry, make_plan
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan

@@ -1,19 +1,37 @@
-"""The cache of plans, prepared calls and launches of repeated calls in memory."""
+"""Makes plans, and keeps plans, prepared calls and launches of repeated calls in memory.
+
+A plan has a problem's measured strategy, or the first of its unmeasured strategies that cuBLASLt accepts.
+"""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
-from lt_runtime.errors import CaptureError
+from lt_runtime.errors import CaptureError, PlanError
 from lt_runtime.gpu.driver import is_capturing
-from lt_runtime.plans.decisions import make_plan
-from lt_runtime.problem import BackwardProblem, Derivative, Saved
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
+from lt_runtime.plans.priors import backward_priors, forward_priors
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, backward_strategies, forward_strategies
+from lt_runtime.problem import BackwardProblem, Derivative, ForwardProblem, MatmulProblem, MLPProblem, Saved
+from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
-from lt_runtime.store.keys import Problem, Remembered
+from lt_runtime.products.product import ProductPlan
+from lt_runtime.store.entries import Entry, LayerEntry
+from lt_runtime.store.entries import Strategy as StoredStrategy
+from lt_runtime.store.keys import Problem, Remembered, problem_key, to_json
+from lt_runtime.store.plan_store import PlanStore, plan_store
 from lt_runtime.store.recording import record
+
+LayerProblem: TypeAlias = ForwardProblem | BackwardProblem
+LayerPlan: TypeAlias = ForwardPlan | BackwardPlan
+Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
+
+FUSED_MLP: Final = "fused_mlp"
+"""Key of an MLP's strategy in the plan cache: True if each pass is one kernel, False if each layer runs by itself."""
 
 OnMiss: TypeAlias = Callable[[Problem, int], None]
 """Hook that runs before a plan is made for a problem and a device; it may measure the problem."""
@@ -85,3 +103,95 @@ def _without_saved(problem: Remembered) -> Remembered:
 
 def _saving_nothing(derivative: Derivative) -> Derivative:
     return replace(derivative, saved=Saved.NOTHING, saved_spec=None)
+
+
+def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -> Plan:
+    """The plan for a problem.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm even for the plain products.
+    """
+    if isinstance(problem, MatmulProblem):
+        return ProductPlan(problem, device, choose)
+    return make_layer_plan(problem, device, choose)
+
+
+def make_layer_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
+    """The plan for a layer's problem, by its measured strategy if it has one, otherwise by the priors."""
+    store = plan_store(device)
+    entry = known_layer(problem, store)
+    if entry is not None:
+        try:
+            return plan_for(problem, device, stored_strategy(problem, entry.strategy), choose)
+        except PlanError as error:
+            store.bar(problem_key(problem), entry, str(error))
+    return prior_plan(problem, device, choose)
+
+
+def plan_for(problem: LayerProblem, device: int, strategy: Strategy, choose: Choose = known_algorithm) -> LayerPlan:
+    """The plan of a layer's problem by one of its strategies.
+
+    Raises:
+        PlanError: cuBLASLt refuses one of the strategy's products.
+    """
+    kind: Any = ForwardPlan if isinstance(problem, ForwardProblem) else BackwardPlan
+    plan: LayerPlan = kind(problem, device, strategy, choose)
+    return plan
+
+
+def strategies_of(problem: LayerProblem) -> Iterable[Strategy]:
+    """All strategies of a problem."""
+    return forward_strategies(problem) if isinstance(problem, ForwardProblem) else backward_strategies(problem)
+
+
+def priors_of(problem: LayerProblem, device: int) -> Iterable[Strategy]:
+    """All strategies of a problem, sorted by the priors."""
+    return forward_priors(problem, device) if isinstance(problem, ForwardProblem) else backward_priors(problem, device)
+
+
+def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
+    """Reads a problem's strategy from an entry of the plan cache.
+
+    Raises:
+        ValueError: the values are not one of the problem's strategies.
+    """
+    for strategy in strategies_of(problem):
+        if to_json(strategy) == values:
+            return strategy
+    raise ValueError(f"{dict(values)} is not one of the strategies of {problem}")
+
+
+def known_entry(problem: Remembered, store: PlanStore) -> Entry | None:
+    """The entry of a problem in the plan cache; None if the problem was not measured, or if the entry is damaged."""
+    return store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
+
+
+def known_layer(problem: LayerProblem | MLPProblem, store: PlanStore) -> LayerEntry | None:
+    """The entry of a layer or of an MLP in the plan cache; None if it was not measured, or if the entry is damaged.
+
+    An entry is damaged if its strategy is not allowed. For a layer a warning is then given, and the entry is not used
+    again.
+    """
+    key = problem_key(problem)
+    entry = store.layer(key)
+    if isinstance(problem, MLPProblem):
+        return entry if entry is not None and entry.strategy in ({FUSED_MLP: True}, {FUSED_MLP: False}) else None
+    if entry is not None:
+        try:
+            stored_strategy(problem, entry.strategy)
+        except ValueError as error:
+            warnings.warn(f"{store.path} has a damaged entry, which is not used ({error})", stacklevel=2)
+            store.bar(key, entry, str(error))
+            return None
+    return entry
+
+
+def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
+    """The plan by the first of the priors that cuBLASLt accepts; ignores measured strategies. Raises as `make_plan`."""
+    refused: PlanError | None = None
+    for strategy in priors_of(problem, device):
+        try:
+            return plan_for(problem, device, strategy, choose)
+        except PlanError as error:
+            refused = error
+    raise refused or PlanError("there is no strategy for the problem")

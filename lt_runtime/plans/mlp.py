@@ -10,7 +10,7 @@ from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import MlpBackward, MlpForward, supports
 from lt_runtime.layout import Layout, packed
-from lt_runtime.plans.decisions import FUSED_MLP, known_layer
+from lt_runtime.plans.cache import FUSED_MLP, known_layer
 from lt_runtime.problem import MLPProblem
 from lt_runtime.products.plan import Plan
 from lt_runtime.store.plan_store import plan_store

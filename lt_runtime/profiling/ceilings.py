@@ -15,7 +15,7 @@ from lt_runtime import paths
 from lt_runtime.files import read_private, replace_private
 from lt_runtime.gpu.driver import call
 from lt_runtime.layout import packed
-from lt_runtime.plans.decisions import make_plan
+from lt_runtime.plans.cache import make_plan
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 from lt_runtime.store.fingerprint import fingerprint
 from lt_runtime.tuner.operands import NORMAL

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from lt_runtime.kernels.resize import Resize
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.call import PreparedCall
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import FUSED_MLP
-from lt_runtime.plans.forward import ForwardPlan, leaves_a_pass
+from lt_runtime.plans.cache import FUSED_MLP
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan, leaves_a_pass
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, MLPProblem, Saved, Spec
 from lt_runtime.products.padded import PaddedPlan

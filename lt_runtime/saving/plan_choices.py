@@ -12,7 +12,7 @@ from typing import Final
 
 from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.plans.decisions import make_plan
+from lt_runtime.plans.cache import make_plan
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan

@@ -11,7 +11,7 @@ from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.kernels.mlp import supports
 from lt_runtime.layout import packed
-from lt_runtime.plans.decisions import LayerProblem, known_layer, strategies_of
+from lt_runtime.plans.cache import LayerProblem, known_layer, strategies_of
 from lt_runtime.plans.strategies import forward_strategies, kept_spec, unchanged
 from lt_runtime.problem import (
     ALIGNMENT,

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
-from lt_runtime.plans.decisions import LayerPlan, LayerProblem
+from lt_runtime.plans.cache import LayerPlan, LayerProblem
 from lt_runtime.plans.mlp import MlpPlan
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import BackwardProblem, DType, ForwardProblem, MLPProblem, Philox, Saved, Spec

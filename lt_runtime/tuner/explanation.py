@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated
-from lt_runtime.plans.decisions import FUSED_MLP, known_layer, make_layer_plan
+from lt_runtime.plans.cache import FUSED_MLP, known_layer, make_layer_plan
 from lt_runtime.plans.mlp import is_fused
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.methods import configuration

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.narrow import supports
-from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
+from lt_runtime.plans.cache import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
 from lt_runtime.problem import BackwardProblem, ForwardProblem
 from lt_runtime.products.methods import Choose, heuristic_algorithm
 from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
 from lt_runtime.gpu.compiler import watchers
-from lt_runtime.plans.decisions import FUSED_MLP
+from lt_runtime.plans.cache import FUSED_MLP
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProblem, Saved
 from lt_runtime.products.methods import METHODS

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from lt_runtime.gpu.devices import device_attributes, device_info
-from lt_runtime.plans.decisions import LayerProblem
+from lt_runtime.plans.cache import LayerProblem
 from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem, MLPProblem, Spec
 from lt_runtime.store.keys import Remembered
 from lt_runtime.tuner.chain_operands import tensors_of

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from lt_runtime.errors import PlanError
-from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import FUSED_MLP, LayerProblem, known_layer, make_layer_plan
+from lt_runtime.plans.cache import FUSED_MLP, LayerProblem, forget, known_layer, make_layer_plan
 from lt_runtime.plans.mlp import mlp_plans
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.product import library_may_fuse, plain_product

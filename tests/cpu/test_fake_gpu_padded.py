@@ -17,7 +17,7 @@ DIMS, ROWS = (19, 33, 27, 7), 21
 @pytest.fixture
 def copies(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Runs every possible product on copies, and dw concurrently with dx; returns the stream memories of the copies."""
-    choose, priors, plan = own("products.methods"), own("plans.decisions"), own("products.padded").PaddedPlan
+    choose, priors, plan = own("products.methods"), own("plans.cache"), own("products.padded").PaddedPlan
     padded_problem, backward_priors = own("products.padded").padded_problem, own("plans.priors").backward_priors
     methods, fastest_first = own("products.methods"), choose.fastest_first
     monkeypatch.setattr(

@@ -135,7 +135,7 @@ def test_only_the_bindings_know_ctypes():
         ("lt_runtime.arrays", "from lt_runtime.gpu import streams", True),
         ("lt_runtime.gpu.streams", "from lt_runtime import arrays", False),
         ("lt_runtime.reference.linear", "def f():\n    from lt_runtime.gpu import streams", False),
-        ("lt_runtime.plans.forward", "if TYPE_CHECKING:\n    from lt_runtime.ops import linear", False),
+        ("lt_runtime.plans.layers", "if TYPE_CHECKING:\n    from lt_runtime.ops import linear", False),
         ("lt_runtime.training.step", "import lt_runtime.profiling.report", False),
         ("lt_runtime.training.step", "from lt_runtime import linear_fwd", False),
         ("lt_runtime.cli.demo", "import lt_runtime as lt", True),

@@ -14,8 +14,8 @@ import pytest
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.kernels.call import Call
-from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.cache import forget
+from lt_runtime.plans.layers import BackwardPlan
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.tuner.chain import LayerChain, Part
 from lt_runtime.tuner.report import Tuned

@@ -13,8 +13,7 @@ from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import packed
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
 from lt_runtime.products.methods import Choose, NarrowPlan, heuristic_algorithm

@@ -16,8 +16,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import packed
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,

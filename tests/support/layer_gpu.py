@@ -15,9 +15,8 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.call import Call
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, strategies_of
-from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.cache import LayerPlan, LayerProblem, Strategy, strategies_of
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.problem import ForwardProblem, MatmulProblem
 from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
@@ -73,7 +72,7 @@ class LayerGpu:
         self._patch(monkeypatch)
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lt_runtime.plans.forward.ForwardPass", lambda *_, **__: None)
+        monkeypatch.setattr("lt_runtime.plans.layers.ForwardPass", lambda *_, **__: None)
         monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
         for kind in (ForwardPlan, BackwardPlan):
             monkeypatch.setattr(kind, "run", lambda plan, call: self._run(plan, call))

@@ -13,8 +13,7 @@ from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.kernel import SCALAR
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.plans.strategies import backward_strategies, forward_strategies, kept_spec, unchanged
 from lt_runtime.problem import (
     ACTIVATIONS,

@@ -16,8 +16,7 @@ from lt_runtime.environment import RECORD_VARIABLE, TUNE_VARIABLE
 from lt_runtime.errors import CaptureError, PlanError
 from lt_runtime.ops import first_use
 from lt_runtime.plans import cache
-from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import LayerProblem, strategies_of
+from lt_runtime.plans.cache import LayerProblem, forget, strategies_of
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, problem_key, to_json

@@ -8,7 +8,7 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.plans.forward import leaves_a_pass
+from lt_runtime.plans.layers import leaves_a_pass
 from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,

@@ -16,9 +16,8 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import prior_plan
-from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.cache import prior_plan
+from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.plans.strategies import MadeBy, backward_strategies, forward_strategies, unchanged
 from lt_runtime.problem import (
     Activation,
@@ -50,7 +49,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     made = FakeLibrary(monkeypatch)
     made.offered = {(WORKSPACE, BOTH): [1]}
     monkeypatch.setattr(MatmulPlan, "launches_at_most_two_kernels_by", lambda *_: True)
-    monkeypatch.setattr("lt_runtime.plans.forward.ForwardPass", lambda *_, **__: None)
+    monkeypatch.setattr("lt_runtime.plans.layers.ForwardPass", lambda *_, **__: None)
     for name in ("_own_pass", "_pass_below"):
         monkeypatch.setattr(BackwardPlan, name, lambda *_: None)
     return made

@@ -51,7 +51,7 @@ def test_a_pass_after_a_product_reads_and_writes_again(
     gpu: FakeGpu, told: list[Any], activation: str, kept: int, fused: str | None
 ) -> None:
     from lt_runtime.errors import PlanError
-    from lt_runtime.plans.decisions import plan_for, strategies_of
+    from lt_runtime.plans.cache import plan_for, strategies_of
 
     x, w, bias = arrays(gpu, (M, K), (N, K), (N,))
     gpu.lt.linear_fwd(x, w, bias, activation=activation)

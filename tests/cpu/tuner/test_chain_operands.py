@@ -12,8 +12,8 @@ import pytest
 from lt_runtime import reference
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import packed
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import LayerProblem, Strategy, plan_for, strategies_of
+from lt_runtime.plans.cache import LayerProblem, Strategy, plan_for, strategies_of
+from lt_runtime.plans.layers import BackwardPlan
 from lt_runtime.problem import Activation, Compute, DType, Saved, Spec
 from lt_runtime.tuner import chain_operands
 from lt_runtime.tuner.chain import Layer, LayerChain, Part
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("host_memory")
 
 @pytest.fixture(autouse=True)
 def without_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_runtime.plans.forward.ForwardPass", lambda *_, **__: None)
+    monkeypatch.setattr("lt_runtime.plans.layers.ForwardPass", lambda *_, **__: None)
     monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
 
 

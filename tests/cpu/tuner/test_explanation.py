@@ -15,7 +15,7 @@ import lt_runtime as lt
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.ops import tuning as requests
-from lt_runtime.plans.decisions import LayerProblem
+from lt_runtime.plans.cache import LayerProblem
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Saved
 from lt_runtime.store.entries import RejectedAlgorithm
