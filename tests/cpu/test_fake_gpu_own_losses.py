@@ -62,9 +62,7 @@ def run(gpu: FakeGpu, step: Any, batches: list[list[NDArray[Any]]]) -> list[floa
     return losses
 
 
-def check(
-    gpu: FakeGpu, batches: list[list[NDArray[Any]]], tolerance: float, make: Callable[[Any, str, bool], Any]
-) -> None:
+def check(gpu: FakeGpu, batches: list[list[NDArray[Any]]], tolerance: float, make: Callable[..., Any]) -> None:
     """Checks that steps give the same bits as a graph and eagerly, and are close to steps on the host."""
     with gpu.others_package() as host_lt:
         host = make(host_lt, "cpu", True)

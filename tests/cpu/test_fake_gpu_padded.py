@@ -77,9 +77,7 @@ def test_a_bound_layer_has_room_for_its_copies(gpu: FakeGpu, copies: list[Any], 
         np.testing.assert_allclose(gpu.host_of(made), wanted, rtol=4e-3, atol=0.05)
 
 
-def test_a_backward_pass_copies_its_gradient_once(
-    gpu: FakeGpu, copies: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_copies_its_gradient_once(gpu: FakeGpu, copies: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     lt, cp = gpu.lt, gpu.cp
     x, w, dy = (cp.asarray(np.ones(shape, np.float32)) for shape in ((21, 19), (33, 19), (21, 33)))
     _, ctx = lt.linear_fwd(x, w, compute="tf32")

@@ -64,12 +64,7 @@ class Run:
     """A model that is trained from the same values on the same batches each time."""
 
     def __init__(
-        self,
-        gpu: FakeGpu,
-        dims: tuple[int, ...] = DIMS,
-        dtype: str = "float32",
-        activation: str = "gelu",
-        **options: Any,
+        self, gpu: FakeGpu, dims: Any = DIMS, dtype: str = "float32", activation: str = "gelu", **options: Any
     ) -> None:
         self.gpu, lt = gpu, gpu.lt
         self.model = lt.MLP(dims, activation, dtype=dtype, seed=3, device="cuda")
@@ -141,9 +136,7 @@ def test_a_step_measures_all_that_it_meets_and_later_ones_find_it(
 
 
 @pytest.mark.parametrize(("activation", "dropout"), [("relu", 0.2), ("gelu", 0.0), ("tanh", 0.0), ("none", 0.2)])
-def test_a_model_meets_the_problems_of_its_chain(
-    process: Process, tmp_path: Path, activation: str, dropout: float
-) -> None:
+def test_a_model_meets_its_chain_s_problems(process: Process, tmp_path: Path, activation: str, dropout: float) -> None:
     """What `lt.tune` measures for the sizes of an MLP is what the MLP runs."""
     dims = (24, 20, 16, 5)
     with process() as gpu:
@@ -198,12 +191,7 @@ def test_a_narrow_mlp_is_measured_as_a_whole_once_its_layers_are_known(process: 
 )
 @pytest.mark.parametrize("graph", [True, False])
 def test_the_argument_decides_before_the_environment(
-    process: Process,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str | None,
-    tune: bool | None,
-    expected: bool,
-    graph: bool,
+    process: Process, monkeypatch: pytest.MonkeyPatch, variable: Any, tune: Any, expected: bool, graph: bool
 ) -> None:
     if variable is not None:
         monkeypatch.setenv(VARIABLE, variable)

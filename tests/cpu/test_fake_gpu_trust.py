@@ -158,9 +158,7 @@ def test_a_strategy_of_another_problem_is_not_used(
 
 
 @pytest.mark.parametrize("epilogue", ["bias", "none"])
-def test_a_measured_strategy_is_used_until_the_library_refuses_it(
-    gpu: FakeGpu, measured: Document, epilogue: str
-) -> None:
+def test_a_measured_strategy_is_used_until_it_is_refused(gpu: FakeGpu, measured: Document, epilogue: str) -> None:
     def change(key: str, entry: Any) -> Entry:
         chosen = {**entry.strategy, "epilogue": epilogue} if key.startswith(FORWARD) else None
         return entry if chosen is None else replace(entry, strategy=chosen)
@@ -234,9 +232,7 @@ CONFIGS: dict[str, Mapping[str, int | None]] = {
 
 
 @pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
-def test_a_configuration_that_nothing_has_is_barred(
-    gpu: FakeGpu, values: Mapping[str, int | None], merge: Merge
-) -> None:
+def test_a_configuration_that_nothing_has_is_barred(gpu: FakeGpu, values: Mapping[str, Any], merge: Merge) -> None:
     merge(with_config(**values))
     check_both(gpu)
     entries = products_of(gpu).values()

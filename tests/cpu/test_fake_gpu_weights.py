@@ -159,9 +159,7 @@ def test_within_a_capture_nothing_is_written(gpu: FakeGpu) -> None:
     before = gpu.host_of(weight.data).tobytes()
     with gpu.stream:
         gpu.stream.begin_capture()
-        with pytest.raises(
-            gpu.lt.errors.CaptureError, match=r"is being captured; layer0.weight.data cannot be read or w"
-        ):
+        with pytest.raises(gpu.lt.errors.CaptureError, match=r"is being captured; layer0.weight.data cannot"):
             weight.assign(np.zeros((16, 8)))
         gpu.stream.end_capture()
     assert gpu.host_of(weight.data).tobytes() == before

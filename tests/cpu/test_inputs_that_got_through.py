@@ -139,9 +139,7 @@ def test_a_factor_that_no_float_holds() -> None:
 def test_another_byte_order_is_named(operation: Any, place: int) -> None:
     arrays = [ones(4, 4), ones(4, 4)]
     arrays[place] = arrays[place].astype(">f4")
-    with pytest.raises(
-        DTypeError, match=rf"[{'xa' if not place else 'wb'}] has byte order '>', as '>f4' says; accepted"
-    ):
+    with pytest.raises(DTypeError, match=rf"[{'xa' if not place else 'wb'}] has byte order '>', as '>f4' says"):
         operation(*arrays)
 
 
@@ -323,9 +321,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "message"), REFUSED)
-def test_device_arrays_that_are_refused(
-    gpu: FakeGpu, name: str, changes: dict[str, Any], error: str, message: str
-) -> None:
+def test_device_arrays_that_are_refused(gpu: FakeGpu, name: str, changes: Any, error: str, message: str) -> None:
     """Nothing is written, and the stream stays usable."""
     place, package = gpu.cp.asarray, gpu.lt
     x, w, bias, written = (place(ones(*shape)) for shape in ((6, 4), (5, 4), (5,), (6, 5)))

@@ -60,9 +60,7 @@ def test_new_files_and_directories_are_private(tmp_path: Path) -> None:
         read_private(path, 6)
 
 
-def test_a_file_that_is_exchanged_while_it_is_opened_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_exchanged_while_opened_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, theirs = tmp_path / "file", tmp_path / "theirs"
     replace_private(path, b"content")
     theirs.write_bytes(b"theirs")

@@ -56,6 +56,5 @@ def test_moments_lie_in_an_arena(options: dict[str, Any], each: int) -> None:
     moments = lt.AdamW(model.parameters(), **options).moments
     assert [len(of_one) for of_one in moments] == [each] * 4
     assert in_one_piece([array for of_one in moments for array in of_one])
-    assert all(
-        array.shape == p.data.shape for p, of_one in zip(model.parameters(), moments, strict=True) for array in of_one
-    )
+    shapes = [[array.shape for array in of_one] for of_one in moments]
+    assert shapes == [[parameter.data.shape] * each for parameter in model.parameters()]

@@ -138,9 +138,7 @@ def test_a_run_continues_and_its_file_is_whole_after_errors_and_interruptions(
         (("--minutes", "-1"), [], False),
     ],
 )
-def test_a_part_of_a_suite_is_not_kept(
-    machine: None, options: tuple[str, ...], rows: list[str], is_written: bool
-) -> None:
+def test_a_part_of_a_suite_is_not_kept(machine: None, options: tuple[str, ...], rows: Any, is_written: bool) -> None:
     assert [*suite.run("some", suite_of("one", "two"), asked(*options))] == rows
     assert (report.RESULTS / "some.json").exists() is is_written
 

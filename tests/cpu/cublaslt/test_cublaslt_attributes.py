@@ -122,9 +122,7 @@ def test_nonsense_is_refused_by_name(make: Callable[[], Any], attribute: Any, no
         (algorithm, CONFIG.CLUSTER_SHAPE_ID, 1, "one of ClusterShape: AUTO"),
     ],
 )
-def test_values_that_the_library_itself_accepts(
-    make: Callable[[], Any], attribute: Any, value: Any, accepted: str
-) -> None:
+def test_values_that_the_library_itself_accepts(make: Any, attribute: Any, value: Any, accepted: str) -> None:
     with pytest.raises(ArgumentError, match=rf"\.{attribute.name} is .*; accepted: .*{accepted}"):
         made(make).set(attribute, value)
 
@@ -148,15 +146,11 @@ def test_values_are_read_as_members_of_their_enum(desc: cublaslt.MatmulDesc) -> 
 
 
 def test_errors_name_the_call_and_the_status(desc: cublaslt.MatmulDesc) -> None:
-    with pytest.raises(
-        CublasLtError, match=r"^cublasLtMatmulDescSetAttribute returned CUBLAS_STATUS_INVALID_VALUE \(7\)"
-    ):
+    with pytest.raises(CublasLtError, match=r"^cublasLtMatmulDescSetAttribute .* CUBLAS_STATUS_INVALID_VALUE \(7\)"):
         library.call("cublasLtMatmulDescSetAttribute", desc.handle, 9999, bytes(4), 4)
 
 
-def test_an_attribute_that_is_newer_than_the_library(
-    desc: cublaslt.MatmulDesc, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attribute_newer_than_the_library(desc: cublaslt.MatmulDesc, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("cublasLtMatmulDescSetAttribute", "cublasLtMatmulDescGetAttribute")
     recorder = Recorder.install(monkeypatch, dict.fromkeys(names, lambda *_: int(cublaslt.Status.INVALID_VALUE)))
     recorder.version = 130002

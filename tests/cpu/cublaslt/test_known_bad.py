@@ -80,9 +80,7 @@ SOUND: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("effect", "changes"), [(effect, each) for effect, cases in AFFECTED.items() for each in cases]
-)
+@pytest.mark.parametrize(("effect", "changes"), [(effect, each) for effect, rows in AFFECTED.items() for each in rows])
 def test_an_affected_candidate_is_refused(effect: str, changes: dict[str, Any]) -> None:
     assert effect in str(is_known_bad(replace(GOOD, **changes)))
 

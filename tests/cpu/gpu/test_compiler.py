@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +140,7 @@ def touch(file: Path) -> None:
     ],
 )
 def test_a_kernel_is_compiled_anew_after_a_change(
-    edited: str,
-    edit: Callable[[Path], None],
-    compiled: list[str],
-    toolkit: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    edited: str, edit: Any, compiled: list[str], toolkit: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     library, sources = tmp_path / "libnvrtc.so.13", tmp_path / "cuda_src"
     library.write_bytes(b"one build")

@@ -143,11 +143,7 @@ def test_a_directory_in_the_place_of_a_kernel_costs_a_warning(cache: Path) -> No
 @pytest.mark.parametrize("make", [belongs_to_somebody, lambda path, _: path.chmod(0o720)])
 @pytest.mark.parametrize("place", ["", "kernels", "kernels/*"])
 def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
-    cache: Path,
-    compiled: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-    make: Callable[[Path, pytest.MonkeyPatch], None],
+    cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch, place: str, make: Callable[..., None]
 ) -> None:
     kernel()
     (path,) = cache.glob(place) if place else [cache]

@@ -140,9 +140,7 @@ def test_a_sweep_covers_the_matrix(rows: int, cols: int, wave: int | None) -> No
 
 
 @given(rows=extents, cols=extents, wave=waves, transposes=st.booleans(), strips=st.booleans())
-def test_a_reduction_covers_the_matrix_in_one_wave(
-    rows: int, cols: int, wave: int, transposes: bool, strips: bool
-) -> None:
+def test_a_reduction_covers_a_matrix_in_a_wave(rows: int, cols: int, wave: int, transposes: bool, strips: bool) -> None:
     done = reduction(packed(rows, cols), wave, transposes=transposes, strips=strips)
     assert_covers(rows, cols, done)
     if not strips:

@@ -71,9 +71,7 @@ def test_what_is_set_can_be_read_and_is_a_number_of_python() -> None:
     optimizer = optimizer_of(parameters())
     optimizer.lr, optimizer.weight_decay = np.float32(0.5), np.int64(1)
     optimizer.parameters[0].lr_scale = np.float16(2)
-    assert [type(each) for each in (optimizer.lr, optimizer.weight_decay, optimizer.parameters[0].lr_scale)] == [
-        float
-    ] * 3
+    assert {*map(type, (optimizer.lr, optimizer.weight_decay, optimizer.parameters[0].lr_scale))} == {float}
     assert (optimizer.lr, optimizer.weight_decay) == (0.5, 1.0)
     assert (optimizer.options.hyper.lr, optimizer.options.hyper.weight_decay) == (0.5, 1.0)
     assert optimizer.schedule == lt.schedules.warmup_linear(2, 9)

@@ -102,9 +102,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("loss", "names", "changes", "error", "message"), REFUSED)
-def test_refused(
-    loss: str, names: tuple[str, str], changes: dict[str, Any], error: type[LtError], message: str
-) -> None:
+def test_refused(loss: str, names: Any, changes: dict[str, Any], error: type[LtError], message: str) -> None:
     target = LABELS if loss == "cross_entropy" else ones(M, C)
     buffers = {"out_gradient": np.full((M, C), SENTINEL, np.float32), "out_loss": np.full((), SENTINEL, np.float32)}
     with pytest.raises(error, match=message):

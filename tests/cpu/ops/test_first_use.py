@@ -172,9 +172,7 @@ def test_what_cannot_be_tuned_runs_untuned(world: World, failure: Exception) -> 
     assert len(world.tuned) == 1
 
 
-def test_problems_are_recorded_when_they_are_planned(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_are_recorded_when_planned(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "met.jsonl"
     monkeypatch.setenv(RECORD_VARIABLE, str(file))
     for _ in range(2):

@@ -118,9 +118,7 @@ def operands(dtype: str) -> tuple[Array, Array, Array, Array]:
     return x, w, bias, dy
 
 
-def einsum_gradients(
-    dy: Array, x: Array, w: Array, z: Array, activation: str, factors: Array | None
-) -> dict[str, Array]:
+def einsum_gradients(dy: Array, x: Array, w: Array, z: Array, activation: str, factors: Any) -> dict[str, Array]:
     """dx, dw, db and dz by explicit sums; only the activation's derivative is the reference's."""
     dz = dy.astype(np.float64) * reference.derivative(z, Activation(activation))
     dz = dz if factors is None else dz * factors

@@ -117,9 +117,7 @@ def test_tune_takes_a_single_layer_with_all_its_gradients(tuner: Tuner) -> None:
 def test_tune_takes_options_by_layer(tuner: Tuner) -> None:
     options = {"activation": ["relu", "gelu", "tanh"], "dropout": (0.0, 0.5, 0.25), "bias": [True, False, True]}
     lt.tune([32, 48, 24, 10], 64, **options)  # type: ignore[arg-type]
-    by_inputs = {
-        (type(each), each.x.layout.cols): each for each in tuner.problems if not isinstance(each, MatmulProblem)
-    }
+    by_inputs = {(type(p), p.x.layout.cols): p for p in tuner.problems if not isinstance(p, MatmulProblem)}
     forwards = [by_inputs[ForwardProblem, k] for k in (32, 48, 24)]
     assert [each.activation.name for each in forwards] == ["relu", "gelu", "tanh"]
     assert [each.dropout for each in forwards] == [False, True, True]

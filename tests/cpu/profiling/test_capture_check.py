@@ -211,9 +211,7 @@ def test_state_begins_each_run_from_the_same_contents(gpu: FakeGpu, check: Any) 
     assert int(gpu.host_of(state)[0]) == 2
 
 
-def test_arguments_of_our_kernels_are_compared_and_other_addresses_are_no_baked_values(
-    gpu: FakeGpu, check: Any
-) -> None:
+def test_arguments_of_our_kernels_are_compared_and_other_addresses_are_not_baked(gpu: FakeGpu, check: Any) -> None:
     x, out = gpu.cp.ones((8, 64), np.float32), gpu.cp.zeros((8, 64), np.float32)
     others = [gpu.cp.zeros((8, 64), np.float32) for _ in range(9)]
     targets, seeds = iter(others), iter(range(99))
@@ -283,9 +281,7 @@ def test_a_run_under_cupti_finds_the_unsafe_calls_after_the_first(gpu: FakeGpu, 
 
     first, *others = check(run).faults
     assert first.what.startswith("cuMemAlloc_v2 allocates memory: DriverError: cuMemAlloc failed")
-    assert [(*fault.range, fault.what) for fault in others] == [
-        (name, f"{name} {does}") for name, does in UNSAFE.items()
-    ]
+    assert [(*each.range, each.what) for each in others] == [(name, f"{name} {does}") for name, does in UNSAFE.items()]
 
 
 def test_a_function_may_import_cupy_itself(gpu: FakeGpu, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:

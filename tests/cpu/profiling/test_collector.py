@@ -84,9 +84,7 @@ def run_in_thread(body: Callable[[], object]) -> None:
         pool.submit(body).result()
 
 
-def test_a_thread_has_its_own_ranges_and_without_any_works_for_the_one_that_profiles(
-    gpu: FakeGpu, collector: Any
-) -> None:
+def test_a_thread_has_its_own_ranges_and_without_any_works_for_the_profiling_one(gpu: FakeGpu, collector: Any) -> None:
     def body() -> None:
         fill(gpu)
         with within("theirs"):

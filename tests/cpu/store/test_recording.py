@@ -99,9 +99,7 @@ def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path, 
     with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be used \(it was recorded by another version"):
         read_recorded(file)
     if schema == "1":  # a longer heading is not read as a whole before a line is written
-        with pytest.warns(
-            UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another version"
-        ):
+        with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another"):
             record(PROBLEMS[0])
         for problem in PROBLEMS:  # a second warning would be an error
             record(problem)
@@ -204,9 +202,7 @@ def test_what_is_no_recording_is_refused_at_once(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "nowhere"])
-def test_a_file_that_cannot_be_written_costs_one_warning(
-    file: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_costs_a_warning(file: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "nowhere":
         monkeypatch.setenv(RECORD_VARIABLE, str(file / "missing" / "met.jsonl"))
     else:

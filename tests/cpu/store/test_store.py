@@ -65,9 +65,7 @@ def test_a_file_is_read_once_and_again_only_if_it_has_changed(path: Path, filled
     assert store.product(OTHER) is not None
 
 
-def test_an_entry_that_is_barred_is_barred_for_all_until_there_is_a_better_one(
-    path: Path, filled: ProductEntry
-) -> None:
+def test_a_barred_entry_is_barred_for_all_until_there_is_a_better_one(path: Path, filled: ProductEntry) -> None:
     store, other = PlanStore(path, H200), PlanStore(path, H200)
     assert other.product(KEY) == filled
     store.bar(KEY, filled, "known to be wrong")

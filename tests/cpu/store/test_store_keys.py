@@ -64,9 +64,7 @@ def test_equal_numbers_of_other_types_have_the_same_key() -> None:
     slopes = (1, 1.0, np.float64(1)), (0, 0.0, -0.0)
     for equal in slopes:
         activations = [Activation("leaky_relu", slope) for slope in equal]
-        made = [
-            ForwardProblem(DType.FLOAT32, Compute.FLOAT32, activation, SPEC, SPEC, SPEC) for activation in activations
-        ]
+        made = [ForwardProblem(DType.FLOAT32, Compute.FLOAT32, each, SPEC, SPEC, SPEC) for each in activations]
         keys = set()
         for problem in made:
             problem_key.cache_clear()  # as a new process would do, because these problems are equal

@@ -25,9 +25,7 @@ from lt_runtime.tuner.chain import Layer, LayerChain, Part, chains_of, derivativ
 from tests.support.chain_problems import backward_of, by_themselves, forward_of
 
 
-def mlp(
-    activation: str = "gelu", rows: int = 64, dims: tuple[int, ...] = (32, 48, 24, 10), **options: Any
-) -> LayerChain:
+def mlp(activation: str = "gelu", rows: int = 64, dims: Any = (32, 48, 24, 10), **options: Any) -> LayerChain:
     return LayerChain.of_mlp(rows, dims, Activation(activation), DType.BFLOAT16, Compute.FLOAT32, **options)
 
 

@@ -141,9 +141,7 @@ def test_what_is_not_written_shows() -> None:
     assert not any(np.isnan(values(found[name])).any() for name in ("dw", "db", "db_below"))
 
 
-def disagreement(
-    actual: dict[str, Any], expected: dict[str, Any], dtype: DType, layers: int = 2
-) -> tuple[str, str] | None:
+def disagreement(actual: dict[str, Any], expected: dict[str, Any], dtype: DType, layers: int = 2) -> Any:
     """`chain_operands.disagreement` of arrays in FP64."""
     found, wanted = ({name: _buffer_of(each) for name, each in side.items()} for side in (actual, expected))
     return chain_operands.disagreement(found, wanted, dtype, layers)

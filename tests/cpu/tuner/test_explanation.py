@@ -113,9 +113,7 @@ def test_a_chain_goes_back_from_what_its_forward_keeps() -> None:
 def test_a_product(store: PlanStore, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = PRODUCT if fuses else replace(PRODUCT, epilogue=Epilogue.NONE, aux=None)
     store.put({problem_key(inside): product()})
-    monkeypatch.setattr(
-        explanation, "ProductPlan", lambda problem, device: SimpleNamespace(product=pretended_product(inside))
-    )
+    monkeypatch.setattr(explanation, "ProductPlan", lambda *_: SimpleNamespace(product=pretended_product(inside)))
     (found,) = lt.explain(PRODUCT)
     assert found.strategy == ("one product of cuBLASLt's" if fuses else "a plain product, then our kernel")
     assert found.us == (52.5 if fuses else None)
@@ -126,9 +124,7 @@ def test_a_product(store: PlanStore, fuses: bool, monkeypatch: pytest.MonkeyPatc
 def test_peaks_that_are_not_known_and_products_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "hardware", lambda device: HARDWARE._replace(capability=130))
     empty = replace(PRODUCT, batch=0)
-    monkeypatch.setattr(
-        explanation, "ProductPlan", lambda problem, device: SimpleNamespace(product=pretended_product(empty))
-    )
+    monkeypatch.setattr(explanation, "ProductPlan", lambda *_: SimpleNamespace(product=pretended_product(empty)))
     (found,) = lt.explain(empty)
     assert found.least_us is None
     assert found.products[0].algorithm == ""

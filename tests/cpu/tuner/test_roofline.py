@@ -33,9 +33,7 @@ PUBLISHED = [  # hardware at its boost clock, type, compute, TFLOP/s of the data
 
 
 @pytest.mark.parametrize(("hardware", "dtype", "compute", "teraflops"), PUBLISHED)
-def test_peaks_are_those_of_the_data_sheets(
-    hardware: Hardware, dtype: DType, compute: Compute, teraflops: float
-) -> None:
+def test_peaks_are_those_of_data_sheets(hardware: Hardware, dtype: DType, compute: Compute, teraflops: float) -> None:
     assert hardware.flops_per_s(dtype, compute) == pytest.approx(teraflops * 1e12, rel=0.02)
 
 

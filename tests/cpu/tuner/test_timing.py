@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -186,9 +186,7 @@ def test_the_winner_is_never_slower_than_the_first(timings: dict[str, Timing], d
 
 
 @pytest.mark.parametrize(("size", "sets"), [(1, 1), (9_000_000, 1), (10_000_000, 15), (75_000_000, 2), (10**9, 1)])
-def test_buffer_sets_exceed_the_cache_where_that_takes_few(
-    size: int, sets: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffer_sets_exceed_the_cache_if_that_takes_few(size: int, sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "device_attributes", lambda *_: (50_000_000,))
     assert buffer_sets(size, 0) == sets
 
@@ -203,9 +201,7 @@ def test_what_is_out_of_reach_after_three_rounds_is_left_alone() -> None:
 class Few:
     """Contenders whose launches take as long as a test says."""
 
-    def __init__(
-        self, clock: FakeClock, launches: dict[str, Callable[[int, int], None]], least_us: float = 0.0
-    ) -> None:
+    def __init__(self, clock: FakeClock, launches: dict[str, Any], least_us: float = 0.0) -> None:
         self.clock, self.launches, self.least_us = clock, launches, least_us
         self.left, self.wrong, self.timed = [*launches], set[str](), list[tuple[str, ...]]()
 
