@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lt_runtime.gpu.compiler import Macros
@@ -22,10 +23,10 @@ class HostKernelError(Exception):
 
 
 class HostKernel:
-    """A kernel built for the CPU; its blocks have at most `max_threads` threads."""
+    """A kernel built for the CPU; its blocks have at most `max_threads` threads, which run in the given order."""
 
-    def __init__(self, library: ctypes.CDLL, entry: str, max_threads: int) -> None:
-        self._max_threads = max_threads
+    def __init__(self, library: ctypes.CDLL, entry: str, max_threads: int, order: int = FORWARD) -> None:
+        self._max_threads, self._order = max_threads, order
         self._run = library[f"run_{entry}"]
         self._run.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7)
         self._run.restype = ctypes.c_char_p
@@ -39,9 +40,10 @@ class HostKernel:
         batch: int = 1,
         shared: int = 0,
         *,
-        order: int = FORWARD,
+        order: int | None = None,
     ) -> None:
-        """Runs the kernel to its end. `batch` is the grid's size in z, `shared` a block's dynamic bytes.
+        """Runs the kernel to its end. `batch` is the grid's size in z, `shared` a block's dynamic bytes, and `order`
+        replaces the kernel's order.
 
         Raises:
             HostKernelError: threads of a block wait at different barriers, or threads of a warp for different shuffles,
@@ -49,7 +51,9 @@ class HostKernel:
         """
         if block[0] * block[1] > self._max_threads:
             raise HostKernelError(f"a block of {block} exceeds the {self._max_threads} threads that the kernel allows")
-        error = self._run(ctypes.addressof(params), *grid, batch, *block, shared, order)
+        error = self._run(
+            ctypes.addressof(params), *grid, batch, *block, shared, self._order if order is None else order
+        )
         if error is not None:
             raise HostKernelError(error.decode())
 
@@ -62,7 +66,7 @@ class HostKernels:
     """Libraries of kernels. Each is built when a test first needs it, and processes build in parallel."""
 
     def __init__(self, builder: Builder) -> None:
-        self._builder = builder
+        self._builder, self._order = builder, FORWARD
         self._libraries: dict[Variant, ctypes.CDLL] = {}
 
     def library(self, variant: Variant) -> ctypes.CDLL:
@@ -77,22 +81,16 @@ class HostKernels:
 
     def kernel(self, variant: Variant, entry: str) -> HostKernel:
         """A kernel of a file in `cuda_src` or in the tests."""
-        return HostKernel(self.library(variant), entry, variant.max_threads[entry])
+        return HostKernel(self.library(variant), entry, variant.max_threads[entry], self._order)
 
-
-class Turns:
-    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
-
-    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
-        self._kernel, self._order = host.get(entry, macros), order
-
-    def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
-        return functools.partial(self._kernel.launch, *arguments, **more, order=self._order)
-
-
-def in_order(host: HostKernels, order: int) -> Callable[[Entry, Macros, int], Turns]:
-    """Stands in for `lt_runtime.kernels.kernel.get_kernel`, with kernels whose threads run in the given order."""
-    return lambda entry, macros, _: Turns(host, entry, macros, order)
+    @contextlib.contextmanager
+    def in_order(self, order: int) -> Iterator[None]:
+        """Within the block, kernels are found whose threads run in the given order."""
+        before, self._order = self._order, order
+        try:
+            yield
+        finally:
+            self._order = before
 
 
 def get_array(library: ctypes.CDLL, count: int) -> list[int]:

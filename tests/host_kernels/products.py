@@ -1,21 +1,21 @@
-"""Helpers for tests of passes and of our own products: a stream's memory, a small GPU, launches on the CPU."""
+"""Helpers for tests of passes and of our own products: a stream's memory, launches of known variants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import pytest
 from hypothesis import assume
+from hypothesis import strategies as st
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.kernels import tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass
@@ -23,34 +23,27 @@ from lt_runtime.kernels.tile_matmul import TileMatmulPass
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import ALIGNMENT, Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import activate, derivative, unpack_mask
-from tests.host_kernels.arrays import EPS32, Guarded, assert_close, mask, numbers, rounding, vector
-from tests.host_kernels.cases import Shape
-from tests.host_kernels.harness import HostKernels, Turns
-from tests.support.strategies import Placement
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
+from tests.host_kernels.build import Variant
+from tests.host_kernels.cases import Shape, orders, seeds
+from tests.host_kernels.harness import FORWARD, HostKernel, HostKernels
+from tests.support.strategies import Placement, placements
 
 _STEEPEST: Final = 1.2
 """Upper bound of the derivatives of all activations."""
-SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_a_small_gpu() -> Iterator[None]:
-    """Fixture under which passes divide their work as on a GPU of three multiprocessors."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
-        yield
 
 
 @contextmanager
-def launching(host: HostKernels, macros: Macros, order: int) -> Iterator[pytest.MonkeyPatch]:
-    """Runs the runtime's launches on the CPU, with the threads in an order; skips cases that need other macros."""
+def launching(host: HostKernels, variants: Collection[Variant], order: int) -> Iterator[pytest.MonkeyPatch]:
+    """Runs the runtime's launches with the threads in an order; skips cases that need a kernel of no variant."""
 
-    def get(entry: Entry, asked: Macros, device: int) -> Turns:
+    def get(entry: Entry, macros: Macros, device: int) -> HostKernel:
         # the CPU's kernels are the same however many blocks a multiprocessor shall hold
-        assume(tuple((name, "1" if name == "BLOCKS" else value) for name, value in asked) == macros)
-        return Turns(host, entry, macros, order)
+        alike = tuple((name, "1" if name == "BLOCKS" else value) for name, value in macros)
+        assume(Variant(entry.source, alike) in variants)
+        return host.get(entry, alike)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, host.in_order(order):
         patch.setattr(kernels, "get_kernel", get)
         yield patch
 
@@ -80,7 +73,8 @@ def spec_of(matrix: Guarded) -> Spec:
 OPERANDS: Final = ("a", "b", "c", "d", "aux")
 
 
-class Case(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Case:
     """A product.
 
     Attributes:
@@ -88,11 +82,23 @@ class Case(Protocol):
         places: of the operands, in the order of `OPERANDS`.
     """
 
-    alpha: float
-    beta: float
-    c: str
-    places: tuple[Placement, ...]
-    seed: int
+    alpha: float = 1.0
+    beta: float = 1.0
+    c: str = "nowhere"
+    places: tuple[Placement, ...] = (FLAT,) * len(OPERANDS)
+    order: int = FORWARD
+    seed: int = 0
+
+
+CASE: Final[dict[str, Any]] = {
+    "alpha": st.sampled_from((1.0, 1.0, -0.75)),
+    "beta": st.sampled_from((1.0, 1.0, 0.0, 0.5)),
+    "c": st.sampled_from(("nowhere", "in place", "apart")),
+    "places": st.tuples(*(placements for _ in OPERANDS)),
+    "order": orders,
+    "seed": seeds,
+}
+"""Strategies of a case's fields."""
 
 
 class Product:

@@ -15,14 +15,12 @@ import pytest
 
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.adamw import Options
 from lt_runtime.ops import _adamw_states
 from lt_runtime.ops._adamw_parameters import Parameter
 from lt_runtime.ops._adamw_states import GpuState, HostState
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import numbers
-from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import HYPER, OPTIONS
 from tests.host_kernels.variants import BF16, F16, F32
 from tests.support.fake_device import HostLibrary, call
@@ -37,7 +35,7 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _on_the_cpu(host: HostKernels) -> Iterator[None]:
+def _in_host_memory() -> Iterator[None]:
     stand_ins = {
         "CUPY": HostLibrary(),
         "call": call,
@@ -47,7 +45,6 @@ def _on_the_cpu(host: HostKernels) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, stand_in in stand_ins.items():
             patch.setattr(_adamw_states, name, stand_in)
-        patch.setattr(kernels, "get_kernel", host.get)
         yield
 
 

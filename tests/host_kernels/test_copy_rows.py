@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.kernel import struct
 from lt_runtime.kernels.resize import COPIED, RowBuffers, RowsCopy
 from tests.host_kernels.arrays import Guarded
 from tests.host_kernels.cases import FEW, axes, orders, seeds
-from tests.host_kernels.harness import HostKernels, in_order
+from tests.host_kernels.harness import HostKernels
 from tests.support.strategies import Placement
 
 
@@ -73,9 +71,7 @@ def test_copies(
 ) -> None:
     generator = np.random.default_rng(seed)
     operands = [_Operands(each, rows, parts, generator) for each in drawn]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "get_kernel", in_order(host, order))
+    with host.in_order(order):
         copies = RowsCopy([each.buffers for each in operands], parts, 0)
     if from_table:
         table = _table(*operands)
@@ -88,8 +84,7 @@ def test_copies(
         each.source.assert_unchanged()
 
 
-def test_a_table_is_left_for_given_arrays(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "get_kernel", host.get)
+def test_a_table_is_left_for_given_arrays() -> None:
     first, second = (_Operands(LABELS, 4, 1, np.random.default_rng(seed)) for seed in range(2))
     copies = RowsCopy([first.buffers], 1, 0)
     table = _table(second)

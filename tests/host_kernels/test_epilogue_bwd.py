@@ -19,6 +19,7 @@ from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Derivative, DType, Philox, Saved, Spec, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
+from tests.host_kernels.build import Variant
 from tests.host_kernels.cases import (
     EXAMPLES_ALONE,
     FEW,
@@ -37,7 +38,6 @@ from tests.host_kernels.cases import (
 )
 from tests.host_kernels.harness import REVERSE, HostKernels
 from tests.host_kernels.products import Memory, launching, spec_of
-from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
 from tests.host_kernels.variants import BACKWARD_EPILOGUES, Backward
 from tests.support.strategies import Placement, placements
 
@@ -169,7 +169,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
         saved_spec = Spec(Layout(*case.shape, Order.ROW, 8 * saved.matrix.row_stride))
     slopes = Derivative(activation, variant.saved, saved_spec, dropout=variant.dropout)
     sums = Sums(case.accumulate) if case.sums else None
-    with launching(host, variant.macros, order) as patch:
+    with launching(host, {Variant(EPILOGUE_BWD.source, variant.macros)}, order) as patch:
         if case.blocks:
             for choice in ("sweep", "reduction"):
                 patch.setattr(epilogue, choice, lambda *_, **__: case.blocks.tiling(case.shape))

@@ -19,6 +19,7 @@ from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, Compute, ForwardProblem, Spec, keep_scale, keep_threshold
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
+from tests.host_kernels.build import Variant
 from tests.host_kernels.cases import (
     FEW,
     NO_DROPOUT,
@@ -35,7 +36,6 @@ from tests.host_kernels.cases import (
 )
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import launching, spec_of
-from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
 from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Forward
 from tests.support.strategies import Placement, placements
 
@@ -135,7 +135,7 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
         bias=16 if case.bias else None,
         dropout=variant.dropout,
     )
-    with launching(host, variant.macros, order) as patch:
+    with launching(host, {Variant(EPILOGUE_FWD.source, variant.macros)}, order) as patch:
         if case.blocks:
             patch.setattr(epilogue, "sweep", lambda *_: case.blocks.tiling(case.shape))
         forward = ForwardPass(

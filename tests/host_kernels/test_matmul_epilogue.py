@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import Layout, Order
@@ -20,19 +18,11 @@ from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, Shape, axes, seeds, shapes
-from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import MATMUL_EPILOGUES, MatmulEpilogue
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
 PITCH = 16  # a mask's pitch is a multiple of these bytes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_the_cpu(host: HostKernels) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "get_kernel", host.get)
-        yield
 
 
 class Batch:

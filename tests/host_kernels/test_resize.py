@@ -9,14 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import resize
 from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import FLAT, Guarded, numbers
 from tests.host_kernels.cases import FEW, orders, seeds, shapes
-from tests.host_kernels.harness import HostKernels, in_order
+from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
 from tests.support.strategies import Placement, placements
 
@@ -71,9 +70,7 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int,
     """Copies with so few blocks that a thread has many rows, or with so many that it has one row."""
     generator = np.random.default_rng(seed)
     operands = [_Operands(each, dtype, generator) for each in drawn]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "get_kernel", in_order(host, order))
+    with pytest.MonkeyPatch.context() as patch, host.in_order(order):
         patch.setattr(resize, "_MOST_BLOCKS", blocks)
         made = ResizePass(dtype, [each.resize for each in operands], 0)
     made.run([(each.source.address, each.target.address) for each in operands], 0)
@@ -84,10 +81,9 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int,
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=lambda each: each.value)
-def test_nan_stays_nan(host: HostKernels, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_stays_nan(dtype: DType) -> None:
     values = np.full((2, 9), np.nan, dtype.numpy)
     source, target = Guarded(values), Guarded(np.ones((2, 16), dtype.numpy))
-    monkeypatch.setattr(kernels, "get_kernel", host.get)
     ResizePass(dtype, [Resize(source.layout, target.layout)], 0).run([(source.address, target.address)], 0)
     assert np.isnan(target.values()[:, :9]).all()
     assert not target.values()[:, 9:].any()

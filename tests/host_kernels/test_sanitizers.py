@@ -57,8 +57,8 @@ SHARED_MEMORY_TESTS = [  # ThreadSanitizer runs their explicit examples alone
     f"test_tally.py::test_rows_are_counted[{BF16}]",
     "test_verify.py::test_expected_results[shape1]",
     "test_verify.py::test_comparisons_count_and_find_bad_elements",
-    *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if each.shares),
-    *(f"test_tile_matmul.py::test_products[{each}]" for each in SANITIZED_TILE),
+    *(f"test_own_products.py::test_narrow[{each}]" for each in SANITIZED_NARROW if each.shares),
+    *(f"test_own_products.py::test_tiles[{each}]" for each in SANITIZED_TILE),
     "test_mlp.py::test_exact_sums[2-dims3-129]",
     "test_mlp.py::test_activations[gelu-DType.FLOAT16]",
     "test_mlp.py::test_blocks_go_from_tile_to_tile[2]",
@@ -78,7 +78,7 @@ TESTS = [
     *(f"test_epilogue_fwd.py::test_forward[{epilogue}]" for epilogue in SANITIZED_FORWARD),
     *(f"test_dropout.py::test_masks_are_the_reference_s[{dropping}]" for dropping in SANITIZED_DROPPING),
     *(f"test_matmul_epilogue.py::test_epilogues[{epilogue}]" for epilogue in SANITIZED_MATMULS),
-    *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if not each.shares),
+    *(f"test_own_products.py::test_narrow[{each}]" for each in SANITIZED_NARROW if not each.shares),
     *(
         f"test_dropout.py::test_factors_from_any_index_on[{probe}]"
         for probe in ("dropout_probe-1", "whole_dropout_probe-8")
@@ -131,7 +131,7 @@ def pass_under(sanitizer: Sanitizer, directory: Path, tests: Sequence[str]) -> N
 def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool) -> None:
     if not is_to_run():
         pytest.skip("nothing has changed since the sanitizers passed; LT_COMPILE_ALL=1 runs them")
-    chosen = [test for test in names_under(sanitizer) if test.startswith("test_narrow") == narrow]
+    chosen = [test for test in names_under(sanitizer) if ("test_narrow" in test) == narrow]
     pass_under(sanitizer, build_directory, chosen)
 
 

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.problem import DType
 from lt_runtime.training.body import HostTally, Scores, Totals
 from tests.host_kernels.arrays import FLAT, Guarded, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds
-from tests.host_kernels.harness import HostKernels, in_order
+from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import BF16, F32, TYPES
 from tests.support.strategies import Placement, placements
 
@@ -37,8 +36,7 @@ class KernelTally:
             layout, logits = scores.logits.layout, scores.logits.address
             wide = scores.labels.array.dtype == np.int64
             labels, kind = scores.labels.address, Labels(wide, scores.ignore_index)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "get_kernel", in_order(self._host, self._order))
+        with self._host.in_order(self._order):
             made = TallyPass(self._dtype, layout, kind, 0)
         addresses = at.address, self._mean.address, self._state.address
         made.run(logits, labels, *addresses, weight=weight, first=first, stream=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.verify import (
     COMPARE,
     EXPECT,
@@ -21,18 +20,12 @@ from lt_runtime.kernels.verify import (
 from lt_runtime.problem import Activation
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import Guarded, assert_close, numbers
-from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import F16, F32
 
 
 def elements(matrix: Guarded) -> Elements:
     at = matrix.matrix
     return Elements(matrix.address, 0, at.row_stride, at.col_stride, TYPES[str(matrix.array.dtype)])
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "get_kernel", host.get)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (65, 130, 35)])

@@ -228,10 +228,6 @@ class Narrow:
         macros = (narrow_macros(self.dtype, self.width, self.aligned, each, self.epilogue) for each in rows)
         return [Variant(f"{self.entry}.cu", each) for each in macros]
 
-    def matches(self, entry: str, macros: Macros) -> bool:
-        """Whether the kernel `entry` with these macros is among the variants."""
-        return Variant(f"{entry}.cu", macros) in self.variants
-
     @property
     def shares(self) -> bool:
         """Whether threads of a block exchange partial sums."""

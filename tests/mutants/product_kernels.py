@@ -6,8 +6,8 @@ from typing import Final
 
 from tests.mutants.fault import Table
 
-_PRODUCTS: Final = "tests/host_kernels/test_narrow_matmul.py::test_products"
-_TILES: Final = "tests/host_kernels/test_tile_matmul.py::test_products"
+_PRODUCTS: Final = "tests/host_kernels/test_own_products.py::test_narrow"
+_TILES: Final = "tests/host_kernels/test_own_products.py::test_tiles"
 
 FAULTS: Final[Table] = {
     "cuda_src/narrow.cuh": {
@@ -38,19 +38,19 @@ FAULTS: Final[Table] = {
         "narrow_k sums what is rounded": (
             "total += out;",
             "for (int i = 0; i < kOctet; ++i) total.v[i] += to_float(from_float<SCALAR>(out.v[i]));",
-            "tests/host_kernels/test_narrow_matmul.py::test_products[narrow_k-float16-1-scattered-drelu_bgrad]",
+            "tests/host_kernels/test_own_products.py::test_narrow[narrow_k-float16-1-scattered-drelu_bgrad]",
         ),
     },
     "cuda_src/narrow_m.cu": {
         "narrow_m loses a part of K": (
             "for (uint32 part = 0; part < gridDim.y; ++part)",
             "for (uint32 part = 1; part < gridDim.y; ++part)",
-            "tests/host_kernels/test_narrow_matmul.py::test_products[narrow_m-float32-16-aligned]",
+            "tests/host_kernels/test_own_products.py::test_narrow[narrow_m-float32-16-aligned]",
         ),
         "narrow_m adds C for each part of K": (
             "from_float<SCALAR>(p.alpha * sum + addend(p, row, col))",
             "from_float<SCALAR>(p.alpha * sum + gridDim.y * addend(p, row, col))",
-            "tests/host_kernels/test_narrow_matmul.py::test_products[narrow_m-float32-16-aligned]",
+            "tests/host_kernels/test_own_products.py::test_narrow[narrow_m-float32-16-aligned]",
         ),
     },
     "cuda_src/tile_matmul.cu": {
