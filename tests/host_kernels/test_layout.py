@@ -19,45 +19,17 @@ from tests.support.kernel_families import ENTRIES
 TABLES = {kernel.struct(name) for name in ("AdamWChunk", "GradientChunk", "EmaChunk")}
 STRUCTS = TABLES | {entry.params for entry in ENTRIES.values()} | set(kernel._structs.values())
 """The structs that kernels take, those within them, and those of tables on the device."""
-MACROS = (
-    ("SCALAR", "float"),
-    ("LOSS", "lt::Huber"),
-    ("WEIGHTED", "1"),
-    ("WEIGHTS", "2"),
-    ("LABEL", "int"),
-    ("ACTIVATION", "lt::Relu"),
-    ("DROPOUT", "1"),
-    ("PRODUCT", "float"),
-    ("KEEP", "1"),
-    ("SAVED", "1"),
-    ("DZ", "2"),
-    ("ALIGNED", "1"),
-    ("BLOCKS", "1"),
-    ("OPERAND", "float"),
-    ("AUX", "1"),
-    ("SUMS", "1"),
-    ("MOMENT", "float"),
-    ("AMSGRAD", "1"),
-    ("STOCHASTIC", "1"),
-    ("ROW_THREADS", "320"),
-    ("ROW_LANES", "32"),
-    ("ROW_BLOCKS", "2"),
-    ("ROW_KEPT", "3"),
-    ("WIDTH", "16"),
-    ("ROWS", "1"),
-    ("INPUTS", "16"),
-    ("OUTPUTS", "16"),
-    ("HIDDEN", "1"),
-    ("ROW_WARPS", "1"),
-    ("ROW_TILES", "1"),
-    ("SUM_WARPS", "1"),
-    ("FIRST", "0"),
-    ("LAST", "1"),
-    ("THREADS", "512"),
-    ("A_ALONG_K", "1"),
-    ("B_ALONG_K", "1"),
-    ("DERIVATIVE", "0"),
+ON = (
+    "WEIGHTED DROPOUT KEEP SAVED ALIGNED BLOCKS AUX SUMS AMSGRAD STOCHASTIC ROWS HIDDEN ROW_WARPS "
+    "ROW_TILES SUM_WARPS LAST A_ALONG_K B_ALONG_K"
 )
+OTHERS = (
+    "SCALAR=float LOSS=lt::Huber WEIGHTS=2 LABEL=int ACTIVATION=lt::Relu PRODUCT=float DZ=2 OPERAND=float "
+    "MOMENT=float ROW_THREADS=320 ROW_LANES=32 ROW_BLOCKS=2 ROW_KEPT=3 WIDTH=16 INPUTS=16 OUTPUTS=16 "
+    "FIRST=0 THREADS=512 DERIVATIVE=0"
+)
+MACROS = dict.fromkeys(ON.split(), "1") | dict(each.split("=") for each in OTHERS.split())
+"""A value of each definition that some kernel file needs."""
 TEMPLATES = ("ColumnSum",)
 TILES = "mma.cuh"
 """Kernels that include this header multiply 16-bit numbers."""
@@ -82,7 +54,7 @@ def members_of(struct: type[Struct]) -> dict[str, int]:
 def test_structs_agree(host: HostKernels, source: str) -> None:
     structs = [struct for struct in STRUCTS if defining_file(struct) == source]
     expected = {member: value for struct in structs for member, value in members_of(struct).items()}
-    macros = dict(MACROS) | ({"SCALAR": "__half"} if TILES in {each.name for each in included(source)} else {})
+    macros = MACROS | ({"SCALAR": "__half"} if TILES in {each.name for each in included(source)} else {})
     library = host.library(Variant(source, (*macros.items(), ("LAYOUT", ", ".join(expected)))))
     assert dict(zip(expected, get_array(library, len(expected)), strict=True)) == expected
 

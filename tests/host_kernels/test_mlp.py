@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.losses import ElementwiseLoss
@@ -23,7 +22,7 @@ from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
-from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels, in_order
+from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels
 from tests.host_kernels.variants import BF16, F16, F32
 from tests.support.strategies import Placement
 
@@ -65,42 +64,40 @@ class _Network:
         pairs = zip(self.weights, self.biases, strict=True)
         return [each.address if each else 0 for pair in pairs for each in pair]
 
-    def forward(self, host: HostKernels, monkeypatch: pytest.MonkeyPatch, placement: Placement, order: int) -> Array:
+    def forward(self, host: HostKernels, order: int, placement: Placement = FLAT) -> Array:
         y = Guarded(np.full((self.problem.rows, self.problem.dims[-1]), 7.0), placement, self.problem.dtype)
-        monkeypatch.setattr(kernels, "get_kernel", in_order(host, order))
-        made = MlpForward(self.problem, self.x.matrix, y.matrix, 0)
+        with host.in_order(order):
+            made = MlpForward(self.problem, self.x.matrix, y.matrix, 0)
         made.run(Call((self.x.address, y.address, *self.parameters), 0), _Memory())
         self._check_unchanged()
         return y.values()
 
+    def loss(self, host: HostKernels, order: int, loss: ElementwiseLoss, scale: float) -> tuple[float, list[Array]]:
+        """The loss of the outputs against `dy` as targets, and the gradients, multiplied by half the scale."""
+        value, factor = vector(np.full(1, np.nan), F32), vector(np.full(1, scale), F32)
+        gradients = self.backward(host, order, None, loss, (value.address,), ((0.5, factor.address),))
+        return float(value.values()[0, 0]), gradients
+
     def backward(
-        self, host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int, start: float | None = None
+        self, host: HostKernels, order: int, start: float | None = None, loss: Any = None, more: Any = (), by: Any = ()
     ) -> list[Array]:
-        """Gradients of each weight and bias, added to `start`."""
-        kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
+        """Gradients of each weight and bias, added to `start`. A loss has one more address, and is scaled `by` two."""
         fill = np.nan if start is None else start
+        kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
         grads = [each and Guarded(np.full(each.array.shape, fill), FLAT, self.problem.dtype) for each in kinds]
-        monkeypatch.setattr(kernels, "get_kernel", in_order(host, order))
-        made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, start is not None, 0)
+        with host.in_order(order):
+            made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, start is not None, 0, loss)
         places = [each.address if each else 0 for each in grads]
-        made.run(Call((self.x.address, self.dy.address, *self.parameters, *places), 0), _Memory())
+        addresses = self.x.address, self.dy.address, *self.parameters, *places, *more
+        made.run(Call(addresses, 0, *by), _Memory())
         self._check_unchanged()
         return [each.values() for each in grads if each]
 
-    def loss(
-        self, host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int, loss: ElementwiseLoss, scale: float
-    ) -> tuple[float, list[Array]]:
-        """The loss of the outputs against `dy` as targets, and the gradients, multiplied by half the scale."""
-        kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
-        grads = [each and Guarded(np.full(each.array.shape, np.nan), FLAT, self.problem.dtype) for each in kinds]
-        value, factor = vector(np.full(1, np.nan), F32), vector(np.full(1, scale), F32)
-        monkeypatch.setattr(kernels, "get_kernel", in_order(host, order))
-        made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, False, 0, loss)
-        places = [each.address if each else 0 for each in grads]
-        addresses = self.x.address, self.dy.address, *self.parameters, *places, value.address
-        made.run(Call(addresses, 0, (0.5, factor.address)), _Memory())
-        self._check_unchanged()
-        return float(value.values()[0, 0]), [each.values() for each in grads if each]
+    def check(self, host: HostKernels, order: int, placement: Placement = FLAT) -> None:
+        """Compares outputs and gradients with the exact ones, which need only be rounded once."""
+        found = [self.forward(host, order, placement), *self.backward(host, order)]
+        for made, exact in zip(found, [self.exact[1][-1], *self.exact_gradients], strict=True):
+            assert np.array_equal(made, exact.astype(self.problem.dtype.numpy).astype(np.float64))
 
     def _check_unchanged(self) -> None:
         for each in (self.x, self.dy, *self.weights, *self.biases):
@@ -204,46 +201,33 @@ SHAPES = (
 
 @pytest.mark.parametrize(("dims", "rows"), SHAPES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_exact_sums(
-    host: HostKernels, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, ...], rows: int, order: int
-) -> None:
-    network = _telling(dims, rows)
-    outputs, gradients = network.exact[1][-1], network.exact_gradients
-    made = network.forward(host, monkeypatch, FLAT, order)
-    assert np.array_equal(made, outputs.astype(ml_dtypes.bfloat16).astype(np.float64))
-    for gradient, expected in zip(network.backward(host, monkeypatch, order), gradients, strict=True):
-        assert np.array_equal(gradient, expected.astype(ml_dtypes.bfloat16).astype(np.float64))
+def test_exact_sums(host: HostKernels, dims: tuple[int, ...], rows: int, order: int) -> None:
+    _telling(dims, rows).check(host, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_blocks_go_from_tile_to_tile(host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int) -> None:
+def test_blocks_go_from_tile_to_tile(host: HostKernels, order: int) -> None:
     """There are more rows than all warps process at a time."""
-    network = _network((8, 16, 8), 900, _integers(0))
-    assert np.array_equal(network.forward(host, monkeypatch, FLAT, order), network.exact[1][-1])
-    for made, exact in zip(network.backward(host, monkeypatch, order), network.exact_gradients, strict=True):
-        assert np.array_equal(made, exact.astype(ml_dtypes.bfloat16).astype(np.float64))
+    _network((8, 16, 8), 900, _integers(0)).check(host, order)
 
 
 def test_the_sums_of_many_blocks_are_added_up(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = replace(SMALL_GPU, multiprocessors=19)
-    monkeypatch.setattr(mlp, "device_info", lambda _: many)
-    network = _network((8, 16, 8), 900, _integers(0))
-    for made, exact in zip(network.backward(host, monkeypatch, FORWARD), network.exact_gradients, strict=True):
-        assert np.array_equal(made, exact.astype(ml_dtypes.bfloat16).astype(np.float64))
+    monkeypatch.setattr(mlp, "device_info", lambda _: replace(SMALL_GPU, multiprocessors=19))
+    _network((8, 16, 8), 900, _integers(0)).check(host, FORWARD)
 
 
 ACTIVATIONS_AND_TYPES = [(name, (BF16, F16)[i % 2]) for i, name in enumerate(ACTIVATIONS)]
 
 
 @pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_TYPES, ids=str)
-def test_activations(host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, dtype: DType) -> None:
+def test_activations(host: HostKernels, activation: str, dtype: DType) -> None:
     """The error is within the sum of the layers' roundings: half a unit for each layer, passed on with a gain of about
     one.
     """
     network = _network((20, 32, 24, 5), 75, _normal(7), dtype=dtype, activation=activation)
     outputs, gradients = network.exact[1][-1], network.exact_gradients
-    assert _off(network.forward(host, monkeypatch, FLAT, SHUFFLED), outputs) < 4 * EPSILON[dtype]
-    for made, exact in zip(network.backward(host, monkeypatch, SHUFFLED), gradients, strict=True):
+    assert _off(network.forward(host, SHUFFLED), outputs) < 4 * EPSILON[dtype]
+    for made, exact in zip(network.backward(host, SHUFFLED), gradients, strict=True):
         assert _off(made, exact) < 12 * EPSILON[dtype]
 
 
@@ -262,26 +246,24 @@ LOSSES = {
     ],
     ids=str,
 )
-def test_losses(
-    host: HostKernels, monkeypatch: pytest.MonkeyPatch, name: str, dtype: DType, dims: tuple[int, ...]
-) -> None:
+def test_losses(host: HostKernels, name: str, dtype: DType, dims: tuple[int, ...]) -> None:
     """The rows do not fill their last chunk, nor the outputs their last tile; all warps together hold fewer rows."""
     network, (loss, exact_loss) = _network(dims, 299, _normal(2), dtype=dtype, activation="tanh"), LOSSES[name]
     outputs = network.exact[1][-1]
     value, dy = exact_loss(outputs, _values(network.dy))
     for order in ORDERS:
-        made, gradients = network.loss(host, monkeypatch, order, loss, 64.0)
+        made, gradients = network.loss(host, order, loss, 64.0)
         assert made == pytest.approx(value, rel=2 * EPSILON[dtype])
         for gradient, exact in zip(gradients, network.gradients_from(32 * dy), strict=True):
             assert _off(gradient, exact) < 12 * EPSILON[dtype]
 
 
-def test_a_loss_is_that_of_rounded_outputs(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_that_of_rounded_outputs(host: HostKernels) -> None:
     """The loss compares rounded outputs, as a layer stores them: with these as targets, loss and gradients are 0."""
     network = _network((16, 16, 8), 20, _normal(5))
-    outputs = network.forward(host, monkeypatch, FLAT, FORWARD)
+    outputs = network.forward(host, FORWARD)
     exact = replace(network, dy=Guarded(outputs, FLAT, BF16))
-    made, gradients = exact.loss(host, monkeypatch, FORWARD, ElementwiseLoss("mse"), 1.0)
+    made, gradients = exact.loss(host, FORWARD, ElementwiseLoss("mse"), 1.0)
     assert made == 0.0
     assert not any(each.any() for each in gradients)
 
@@ -291,34 +273,20 @@ def _off(made: Array, exact: Array) -> float:
     return float(np.linalg.norm(made - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [
-        Placement(column_major=False, gap=3, offset=1),
-        Placement(column_major=False, gap=8, offset=0),
-        Placement(column_major=True, gap=0, offset=0),
-    ],
-    ids=str,
-)
-def test_any_layout(host: HostKernels, monkeypatch: pytest.MonkeyPatch, placement: Placement) -> None:
-    network = _telling((24, 32, 16, 8), 50, placement=placement)
-    assert np.array_equal(network.forward(host, monkeypatch, placement, FORWARD), network.exact[1][-1])
-    for made, exact in zip(network.backward(host, monkeypatch, REVERSE), network.exact_gradients, strict=True):
-        assert np.array_equal(made, exact)
+@pytest.mark.parametrize("placement", [Placement(False, 3, 1), Placement(False, 8, 0), Placement(True, 0, 0)], ids=str)
+def test_any_layout(host: HostKernels, placement: Placement) -> None:
+    _telling((24, 32, 16, 8), 50, placement=placement).check(host, REVERSE, placement)
 
 
 @pytest.mark.parametrize("biases", list(itertools.product((False, True), repeat=3)), ids=str)
-def test_absent_biases(host: HostKernels, monkeypatch: pytest.MonkeyPatch, biases: tuple[bool, ...]) -> None:
-    network = _telling((16, 16, 16, 4), 40, biases=biases)
-    assert np.array_equal(network.forward(host, monkeypatch, FLAT, FORWARD), network.exact[1][-1])
-    for made, exact in zip(network.backward(host, monkeypatch, FORWARD), network.exact_gradients, strict=True):
-        assert np.array_equal(made, exact)
+def test_absent_biases(host: HostKernels, biases: tuple[bool, ...]) -> None:
+    _telling((16, 16, 16, 4), 40, biases=biases).check(host, FORWARD)
 
 
-def test_gradients_are_added(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_added(host: HostKernels) -> None:
     network = _telling((16, 16, 4), 40)
-    alone = network.backward(host, monkeypatch, FORWARD)
-    for made, exact in zip(network.backward(host, monkeypatch, FORWARD, start=3.0), alone, strict=True):
+    alone = network.backward(host, FORWARD)
+    for made, exact in zip(network.backward(host, FORWARD, start=3.0), alone, strict=True):
         assert np.array_equal(made, exact + 3.0)
 
 
@@ -326,15 +294,13 @@ def test_gradients_are_added(host: HostKernels, monkeypatch: pytest.MonkeyPatch)
 def test_the_order_of_turns_changes_no_bit(
     host: HostKernels, monkeypatch: pytest.MonkeyPatch, multiprocessors: int
 ) -> None:
-    few = replace(SMALL_GPU, multiprocessors=multiprocessors)
-    monkeypatch.setattr(mlp, "device_info", lambda _: few)
+    monkeypatch.setattr(mlp, "device_info", lambda _: replace(SMALL_GPU, multiprocessors=multiprocessors))
     network = _network((20, 32, 24, 5), 300, _normal(3), activation="gelu")
-    first, *others = (network.backward(host, monkeypatch, order) for order in ORDERS)
-    for other in others:
-        assert all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
+    first, *others = (network.backward(host, order) for order in ORDERS)
+    assert all(np.array_equal(*pair) for other in others for pair in zip(first, other, strict=True))
 
 
-def test_infinities_stay_in_their_rows_and_columns(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infinities_stay_in_their_rows_and_columns(host: HostKernels) -> None:
     """An infinite input makes a ReLU's output infinite or zero, depending on the weight's sign, and affects no other
     row.
     """
@@ -352,7 +318,7 @@ def test_infinities_stay_in_their_rows_and_columns(host: HostKernels, monkeypatc
         exact = network.exact[1][-1].astype(ml_dtypes.bfloat16).astype(np.float64)
     assert not np.isfinite(exact[7]).all()
     assert np.isfinite(np.delete(exact, 7, axis=0)).all()
-    assert np.array_equal(network.forward(host, monkeypatch, FLAT, FORWARD), exact, equal_nan=True)
+    assert np.array_equal(network.forward(host, FORWARD), exact, equal_nan=True)
 
 
 def _taken(*dims: int, dtype: DType = BF16, rows: int = 8, backward: bool = True) -> bool:
@@ -405,8 +371,8 @@ def test_parts_make_what_one_launch_does(
     for each in ([(0, 2)], parts):
         chosen = tuple(Part(*layers, block) for layers in each)
         monkeypatch.setattr(mlp, "fitting_parts", lambda *_, chosen=chosen: chosen)
-        value, gradients = network.loss(host, monkeypatch, SHUFFLED, ElementwiseLoss("mse"), 1.0)
-        found.append([np.array(value), *gradients, *network.backward(host, monkeypatch, SHUFFLED)])
+        value, gradients = network.loss(host, SHUFFLED, ElementwiseLoss("mse"), 1.0)
+        found.append([np.array(value), *gradients, *network.backward(host, SHUFFLED)])
     assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
 
 
