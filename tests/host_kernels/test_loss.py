@@ -223,33 +223,22 @@ def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Eleme
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("loss", ["mse", "huber", "bce_with_logits"])
 @FEW
-@example(case=LossCase((3, 200)), by_row=False)
-@example(case=LossCase((3, 200)), by_row=True)
-@example(case=LossCase((9, 5)), by_row=True)  # octets that extend over several rows
-@example(case=LossCase((8, 9)), by_row=True)
-@example(case=LossCase((24, 5), False, 0, COLUMNS, COLUMNS, COLUMNS), by_row=True)
-@example(case=LossCase((3, 16), prediction=Placement(column_major=False, gap=8, offset=0)), by_row=False)
-@given(case=cases, by_row=st.booleans())
-def test_mse(runner: Runner, dtype: DType, case: LossCase, by_row: bool) -> None:
-    check_elementwise(runner, dtype, case, Elementwise("mse", by_row=by_row))
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@FEW
-@example(case=LossCase((3, 200)), delta=0.5, by_row=True)
-@given(case=cases, delta=st.sampled_from((1.0, 0.25, 7.0)), by_row=st.booleans())
-def test_huber(runner: Runner, dtype: DType, case: LossCase, delta: float, by_row: bool) -> None:
-    check_elementwise(runner, dtype, case, Elementwise("huber", delta, by_row=by_row))
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@FEW
-@example(case=LossCase((3, 203)), by_row=False, by_column=False)
-@example(case=LossCase((203, 1)), by_row=True, by_column=True)
-@given(case=cases, by_row=st.booleans(), by_column=st.booleans())
-def test_bce_with_logits(runner: Runner, dtype: DType, case: LossCase, by_row: bool, by_column: bool) -> None:
-    check_elementwise(runner, dtype, case, Elementwise("bce_with_logits", by_row=by_row, by_column=by_column))
+@example(case=LossCase((3, 200)), delta=1.0, weighted=(False, False))
+@example(case=LossCase((3, 200)), delta=0.5, weighted=(True, False))
+@example(case=LossCase((9, 5)), delta=1.0, weighted=(True, False))  # octets that extend over several rows
+@example(case=LossCase((8, 9)), delta=1.0, weighted=(True, False))
+@example(case=LossCase((24, 5), False, 0, COLUMNS, COLUMNS, COLUMNS), delta=1.0, weighted=(True, False))
+@example(case=LossCase((3, 16), prediction=Placement(False, 8, 0)), delta=1.0, weighted=(False, False))
+@example(case=LossCase((3, 203)), delta=1.0, weighted=(False, False))
+@example(case=LossCase((203, 1)), delta=1.0, weighted=(True, True))
+@given(case=cases, delta=st.sampled_from((1.0, 0.25, 7.0)), weighted=st.tuples(st.booleans(), st.booleans()))
+def test_means_over_elements(
+    runner: Runner, loss: str, dtype: DType, case: LossCase, delta: float, weighted: tuple[bool, bool]
+) -> None:
+    by_row, by_column = weighted
+    check_elementwise(runner, dtype, case, Elementwise(loss, delta, by_row, by_column and loss == "bce_with_logits"))
 
 
 @pytest.mark.parametrize("shape", [(5, 24), (24, 5), (1, 40)], ids=str)

@@ -9,86 +9,82 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
-from lt_runtime.problem import DType
 from tests.host_kernels.build import BUILD_DIRECTORY, HERE, Builder, Sanitizer
 from tests.host_kernels.probes import PROBE
 from tests.host_kernels.sanitized import covered_files, is_to_run, of_the_day
-from tests.host_kernels.variants import (
-    BF16,
-    F16,
-    F32,
-    SANITIZED_ADAMW,
-    SANITIZED_BACKWARD,
-    SANITIZED_DROPPING,
-    SANITIZED_FORWARD,
-    SANITIZED_LOSSES,
-    SANITIZED_MATMULS,
-    SANITIZED_NARROW,
-    SANITIZED_TILE,
-)
+from tests.host_kernels.variants import BF16, F16, F32, FULL_ADAMW, NARROW, PLAIN_ADAMW, TILE
 
 REPOSITORY = HERE.parent.parent
-SHARED_MEMORY_TESTS = [  # ThreadSanitizer runs their explicit examples alone
-    *(f"test_epilogue_bwd.py::test_backward[{epilogue}]" for epilogue in SANITIZED_BACKWARD),
-    *(f"test_loss.py::test_{loss}[{F32}]" for loss in ("mse", "huber", "bce_with_logits")),
-    *(
-        f"test_loss.py::test_weights_of_many_rows_and_classes[{shape}-{smoothing}-both]"
-        for shape, smoothing in (("(21, 504)", 0.0), ("(21, 504)", 0.1), ("(4, 3000)", 0.1))
+NARROW_PRODUCTS = [each for each in NARROW if (each.dtype, each.width) in ((F32, 16), (BF16, 16), (F16, 1))]
+WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {  # ThreadSanitizer runs their explicit examples alone
+    "test_epilogue_bwd.py::test_backward": (
+        *("float32-gelu-dropout-scattered-preactivation-sum", "float32-gelu-dropout-aligned-preactivation-transposed"),
+        *("float16-tanh-dropout-scattered-output-dz", "bfloat16-relu-whole-scattered-output-transposed"),
+        *("bfloat16-none-dropout-aligned-nothing-dz", "float32-relu-whole-scattered-mask-dz"),
+        *("bfloat16-relu-whole-aligned-mask-transposed", "bfloat16-gelu-whole-flat-preactivation-dz"),
+        "float16-none-dropout-flat-nothing-dz",
     ),
-    *(f"test_loss.py::test_bits_depend_on_neither_order_nor_memory[shape{i}]" for i in range(3)),
-    *(
-        f"test_loss.py::test_labels_far_out_of_range[{case}-4294967297]"
-        for case in ("7-in place", "20-apart", "20-in place")
+    "test_loss.py::test_means_over_elements": [f"{loss}-{F32}" for loss in ("mse", "huber", "bce_with_logits")],
+    "test_loss.py::test_weights_of_many_rows_and_classes": (
+        *("(21, 504)-0.0-both", "(21, 504)-0.1-both", "(4, 3000)-0.1-both"),
     ),
-    *(
-        f"test_loss.py::test_a_block_goes_from_row_to_row[{case}]"
-        for case in (f"40-{F32}", f"1000-{BF16}", f"3000-{F32}")
+    "test_loss.py::test_bits_depend_on_neither_order_nor_memory": ("shape0", "shape1", "shape2"),
+    "test_loss.py::test_labels_far_out_of_range": [
+        f"{case}-4294967297" for case in ("7-in place", "20-apart", "20-in place")
+    ],
+    "test_loss.py::test_a_block_goes_from_row_to_row": (f"40-{F32}", f"1000-{BF16}", f"3000-{F32}"),
+    "test_loss.py::test_the_ignored_are_counted": ("300-3", "300-17"),
+    "test_adamw.py::test_updates": (PLAIN_ADAMW, FULL_ADAMW),
+    "test_adamw.py::test_scaling_clipping_and_skipping": (),
+    "test_gradient_norm.py::test_norms": (),
+    "test_tally.py::test_rows_are_counted": (BF16,),
+    "test_verify.py::test_expected_results": ("shape1",),
+    "test_verify.py::test_comparisons_count_and_find_bad_elements": (),
+    "test_own_products.py::test_narrow": [each for each in NARROW_PRODUCTS if each.shares],
+    "test_own_products.py::test_tiles": TILE[:3],
+    "test_mlp.py::test_exact_sums": ("2-dims3-129",),
+    "test_mlp.py::test_activations": (f"gelu-{F16}",),
+    "test_mlp.py::test_blocks_go_from_tile_to_tile": (2,),
+    "test_mlp.py::test_parts_make_what_one_launch_does": ("relu-parts2",),
+    "test_mlp.py::test_losses": (
+        *(f"mse-{BF16}-(20, 32, 24, 5)", f"huber-{F16}-(20, 32, 24, 5)", f"bce_with_logits-{BF16}-(20, 32, 24, 5)"),
+        *(f"mse-{BF16}-(64, 64, 64, 64, 3)", f"mse-{BF16}-(16, 16, 40)"),
     ),
-    *(f"test_loss.py::test_the_ignored_are_counted[300-{classes}]" for classes in (3, 17)),
-    *(f"test_adamw.py::test_updates[{variant}]" for variant in SANITIZED_ADAMW),
-    "test_adamw.py::test_scaling_clipping_and_skipping",
-    "test_gradient_norm.py::test_norms",
-    f"test_tally.py::test_rows_are_counted[{BF16}]",
-    "test_verify.py::test_expected_results[shape1]",
-    "test_verify.py::test_comparisons_count_and_find_bad_elements",
-    *(f"test_own_products.py::test_narrow[{each}]" for each in SANITIZED_NARROW if each.shares),
-    *(f"test_own_products.py::test_tiles[{each}]" for each in SANITIZED_TILE),
-    "test_mlp.py::test_exact_sums[2-dims3-129]",
-    "test_mlp.py::test_activations[gelu-DType.FLOAT16]",
-    "test_mlp.py::test_blocks_go_from_tile_to_tile[2]",
-    "test_mlp.py::test_parts_make_what_one_launch_does[relu-parts2]",
-    *(
-        f"test_mlp.py::test_losses[{case}-(20, 32, 24, 5)]"
-        for case in (f"mse-{BF16}", f"huber-{F16}", f"bce_with_logits-{BF16}")
+}
+OTHERS: dict[str, Iterable[object]] = {
+    "test_loss.py::test_cross_entropy": (F32, BF16),
+    "test_loss.py::test_few_classes": (F32, BF16),
+    "test_loss.py::test_many_classes": (f"{BF16}-50304-1-held", f"{BF16}-50304-1-read again"),
+    "test_loss.py::test_the_ignored_are_counted": ("5000-17",),
+    "test_epilogue_fwd.py::test_forward": (
+        *("float32-gelu-dropout-scattered-kept", "bfloat16-silu-whole-aligned-kept"),
+        "bfloat16-gelu-whole-flat-kept-once",
     ),
-    *(f"test_mlp.py::test_losses[mse-{BF16}-{dims}]" for dims in ("(64, 64, 64, 64, 3)", "(16, 16, 40)")),
-]
-TESTS = [
-    *SHARED_MEMORY_TESTS,
-    *(f"test_loss.py::test_cross_entropy[{dtype}]" for dtype in SANITIZED_LOSSES),
-    *(f"test_loss.py::test_few_classes[{dtype}]" for dtype in SANITIZED_LOSSES),
-    *(f"test_loss.py::test_many_classes[{BF16}-50304-1-{memory}]" for memory in ("held", "read again")),
-    "test_loss.py::test_the_ignored_are_counted[5000-17]",
-    *(f"test_epilogue_fwd.py::test_forward[{epilogue}]" for epilogue in SANITIZED_FORWARD),
-    *(f"test_dropout.py::test_masks_are_the_reference_s[{dropping}]" for dropping in SANITIZED_DROPPING),
-    *(f"test_matmul_epilogue.py::test_epilogues[{epilogue}]" for epilogue in SANITIZED_MATMULS),
-    *(f"test_own_products.py::test_narrow[{each}]" for each in SANITIZED_NARROW if not each.shares),
-    *(
-        f"test_dropout.py::test_factors_from_any_index_on[{probe}]"
-        for probe in ("dropout_probe-1", "whole_dropout_probe-8")
-    ),
-    "test_dropout.py::test_known_answers",
-    f"test_resize.py::test_copies[{DType.FLOAT16.value}]",
-    "test_copy_rows.py::test_copies",
-    f"test_scale.py::test_products_are_rounded_once[{F16}]",
-    "test_adamw.py::test_schedules",
-]
+    "test_dropout.py::test_masks_are_the_reference_s": ("float32-scattered", "float16-aligned"),
+    "test_matmul_epilogue.py::test_epilogues": ("float32-float32-relu",),
+    "test_own_products.py::test_narrow": [each for each in NARROW_PRODUCTS if not each.shares],
+    "test_dropout.py::test_factors_from_any_index_on": ("dropout_probe-1", "whole_dropout_probe-8"),
+    "test_dropout.py::test_known_answers": (),
+    "test_resize.py::test_copies": (F16.value,),
+    "test_copy_rows.py::test_copies": (),
+    "test_scale.py::test_products_are_rounded_once": (F16,),
+    "test_adamw.py::test_schedules": (),
+}
+
+
+def names_of(cases: Mapping[str, Iterable[object]]) -> list[str]:
+    """Ids of the tests of a table, whose values are the tests' parameters; a test without parameters has none."""
+    return [name for test, names in cases.items() for name in [f"{test}[{each}]" for each in names] or [test]]
+
+
+SHARED_MEMORY_TESTS = names_of(WITH_SHARED_MEMORY)
+TESTS = [*SHARED_MEMORY_TESTS, *names_of(OTHERS)]
 
 
 def names_under(sanitizer: Sanitizer) -> list[str]:

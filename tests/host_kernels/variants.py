@@ -325,28 +325,3 @@ ADAMW: Final = (
     AdamWVariant(BF16, amsgrad=False, stochastic=False),
     FULL_ADAMW,
 )
-SANITIZED_ADAMW: Final = (PLAIN_ADAMW, FULL_ADAMW)
-
-SANITIZED_FORWARD: Final = (
-    Forward(F32, "gelu", dropout=True, access=ANY, keeps=True),
-    Forward(BF16, "silu", dropout=False, access=ALIGNED, keeps=True),
-    Forward(BF16, "gelu", dropout=False, access=FLAT, keeps=True, once=True),
-)
-SANITIZED_BACKWARD: Final = (
-    Backward(F32, "gelu", dropout=True, access=ANY, saved=Saved.PREACTIVATION, dz=0),
-    Backward(F32, "gelu", dropout=True, access=ALIGNED, saved=Saved.PREACTIVATION, dz=2),
-    Backward(F16, "tanh", dropout=True, access=ANY, saved=Saved.OUTPUT),
-    Backward(BF16, "relu", dropout=False, access=ANY, saved=Saved.OUTPUT, dz=2),
-    Backward(BF16, "none", dropout=True, access=ALIGNED, saved=Saved.NOTHING),
-    Backward(F32, "relu", dropout=False, access=ANY, saved=Saved.MASK),
-    Backward(BF16, "relu", dropout=False, access=ALIGNED, saved=Saved.MASK, dz=2),
-    Backward(BF16, "gelu", dropout=False, access=FLAT, saved=Saved.PREACTIVATION),
-    Backward(F16, "none", dropout=True, access=FLAT, saved=Saved.NOTHING),
-)
-SANITIZED_DROPPING: Final = (Dropping(F32, aligned=False), Dropping(F16, aligned=True))
-SANITIZED_LOSSES: Final = (F32, BF16)
-SANITIZED_MATMULS: Final = (MatmulEpilogue(F32, F32, "relu"),)
-SANITIZED_NARROW: Final = tuple(
-    each for each in NARROW if (each.dtype, each.width) in ((F32, 16), (BF16, 16), (F16, 1))
-)
-SANITIZED_TILE: Final = TILE[:3]

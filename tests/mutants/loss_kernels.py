@@ -31,17 +31,17 @@ FAULTS: Final[Table] = {
         "places behind the last element have a loss": (
             "if (!LOSS::kZeroAtZero && i >= count) terms[i].value = 0.0f;",
             "if (!LOSS::kZeroAtZero && i > count) terms[i].value = 0.0f;",
-            f"{_LOSS}::test_bce_with_logits[DType.FLOAT32]",
+            f"{_LOSS}::test_means_over_elements[bce_with_logits-DType.FLOAT32]",
         ),
         "matrices with gaps are taken for whole ones": (
             "p.rows == 1 && in_one_row % kOctet == 0 && contiguous",
             "in_one_row % kOctet == 0 && contiguous",
-            f"{_LOSS}::test_mse[DType.FLOAT32]",
+            f"{_LOSS}::test_means_over_elements[mse-DType.FLOAT32]",
         ),
         "an octet over two rows has the first one's weight": (
             "const int64 in_one_row = WEIGHTED ? p.width : p.cols;",
             "const int64 in_one_row = p.cols;",
-            f"{_LOSS}::test_mse[DType.FLOAT32]",
+            f"{_LOSS}::test_means_over_elements[mse-DType.FLOAT32]",
         ),
         "a misaligned target is taken for an aligned one": (
             "reinterpret_cast<uint64>(p.prediction.data) | reinterpret_cast<uint64>(p.target.data) |",
@@ -112,7 +112,7 @@ FAULTS: Final[Table] = {
         "a block's sum leaves out its last warp": (
             "lane < blockDim.x / kWarp ? scratch[lane] : 0.0f",
             "lane + 1 < blockDim.x / kWarp ? scratch[lane] : 0.0f",
-            f"{_LOSS}::test_mse[DType.FLOAT32]",
+            f"{_LOSS}::test_means_over_elements[mse-DType.FLOAT32]",
         ),
         "parts beyond a block's threads are lost": (
             "first < count; first += kInFlight * blockDim.x) {",
