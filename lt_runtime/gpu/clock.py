@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from cuda.bindings import driver
 
@@ -51,12 +50,7 @@ class Clock:
 
     def once(self, run: Callable[[int], object]) -> float:
         """Microseconds that `run(stream)` takes. Where the GPU waits for the host to launch, that time counts too."""
-        with _events(2) as (start, end):
-            call("cuEventRecord", start, self.stream)
-            run(self.stream)
-            call("cuEventRecord", end, self.stream)
-            self.wait()
-            return _microseconds(start, end)
+        return self._time([run], untimed=0)[0]
 
     def capture(self, run: Callable[[int], object]) -> Graph:
         """A graph for `replay` of the work that `run(stream)` puts on the stream."""
@@ -72,31 +66,25 @@ class Clock:
             behind_itself: launch every graph once, untimed, before its timed launch. The timed launch then finds in the
                 caches what the graph itself leaves there.
         """
-        with _events(2 * len(graphs)) as events:
-            for index, graph in enumerate(graphs):
-                if index == 0 or behind_itself:
-                    graph.launch(self.stream)
-                call("cuEventRecord", events[2 * index], self.stream)
-                graph.launch(self.stream)
-                call("cuEventRecord", events[2 * index + 1], self.stream)
+        return self._time([graph.launch for graph in graphs], untimed=len(graphs) if behind_itself else 1)
+
+    def _time(self, runs: Sequence[Callable[[int], object]], untimed: int) -> list[float]:
+        """Microseconds that each run takes; the first `untimed` of them run once more before they are timed."""
+        with contextlib.ExitStack() as stack:
+            events = []
+            for _ in range(2 * len(runs)):
+                events.append(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT))
+                stack.callback(call, "cuEventDestroy", events[-1])
+            pairs = [*zip(events[::2], events[1::2], strict=True)]
+            for index, (run, (start, end)) in enumerate(zip(runs, pairs, strict=True)):
+                if index < untimed:
+                    run(self.stream)
+                call("cuEventRecord", start, self.stream)
+                run(self.stream)
+                call("cuEventRecord", end, self.stream)
             self.wait()
-            return [_microseconds(*events[2 * index : 2 * index + 2]) for index in range(len(graphs))]
+            return [1e3 * float(call("cuEventElapsedTime", *pair)) for pair in pairs]
 
     def wait(self) -> None:
         """Waits until the stream has done all its work."""
         call("cuStreamSynchronize", self.stream)
-
-
-@contextlib.contextmanager
-def _events(count: int) -> Iterator[list[Any]]:
-    """Events that are destroyed at the end."""
-    with contextlib.ExitStack() as stack:
-        events = []
-        for _ in range(count):
-            events.append(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT))
-            stack.callback(call, "cuEventDestroy", events[-1])
-        yield events
-
-
-def _microseconds(start: Any, end: Any) -> float:
-    return 1e3 * float(call("cuEventElapsedTime", start, end))

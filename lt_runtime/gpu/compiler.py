@@ -67,23 +67,28 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
     cache = KernelCache(directory / "kernels")
     for library in nvrtc_libraries():
         key = _key(source, code, options, library)
-        try:
-            cached = cache.get(key)
-        except UntrustedError as error:
-            cached = None
-            _warn_of_no_cache(directory, str(error))
-        if cached is not None:
-            return cached
+        with _warning_of_no_cache(directory):
+            if (cached := cache.get(key)) is not None:
+                return cached
     for tell in watchers:
         tell(source)
-    cubin = compile_cubin(source, code, [*options, *_include_paths()])
-    try:
+    include_paths = [f"--include-path={each}".encode() for each in (kernel_sources(), runtime_headers())]
+    cubin = compile_cubin(source, code, [*options, *include_paths])
+    with _warning_of_no_cache(directory):
         cache.put(key, cubin)
-    except UntrustedError as error:
-        _warn_of_no_cache(directory, str(error))
-    except OSError as error:
-        _warn_of_no_cache(directory, f"cannot write to {directory} ({error})")
     return cubin
+
+
+@contextlib.contextmanager
+def _warning_of_no_cache(directory: Path) -> Iterator[None]:
+    """Warns, once for each directory, if the block fails because the kernel cache cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        if directory not in _warned:
+            _warned.add(directory)
+            reason = error if isinstance(error, UntrustedError) else f"cannot write to {directory} ({error})"
+            warnings.warn(f"kernels are compiled anew in each process: {reason}", stacklevel=4)
 
 
 def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
@@ -93,10 +98,6 @@ def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
     fixed = f"-arch={architecture}", "--std=c++17", "--minimal", "--diag-error=177"
     flushes = ["--ftz=true"] if source in _FLUSHED else []
     return [each.encode() for each in (*fixed, *flushes, *(f"--define-macro={name}={value}" for name, value in macros))]
-
-
-def _include_paths() -> list[bytes]:
-    return [f"--include-path={directory}".encode() for directory in (kernel_sources(), runtime_headers())]
 
 
 def _key(source: str, code: bytes, options: Sequence[bytes], library: Path) -> str:
@@ -135,22 +136,17 @@ def _included_files() -> bytes:
     return digest.digest()
 
 
-def _warn_of_no_cache(directory: Path, reason: str) -> None:
-    """Warns, once for each directory, that the kernel cache cannot be used."""
-    if directory not in _warned:
-        _warned.add(directory)
-        warnings.warn(f"kernels are compiled anew in each process: {reason}", stacklevel=3)
-
-
 def nvrtc_libraries() -> Iterator[Path]:
     """Yields the file of NVRTC that would be loaded, if it can be found without loading it; then the loaded file.
 
     Raises:
         MissingLibraryError: NVRTC is not installed.
     """
-    expected = None if _is_loaded() else _expected_nvrtc()
-    if expected is not None:
-        yield expected
+    header = None if _is_loaded() else pathfinder.locate_nvidia_header_directory("nvrtc")
+    if header is not None and header.found_via in _SEARCHED_FIRST:
+        library = Path(header.abs_path or "").parent / "lib" / _NVRTC  # as a wheel or a conda package has it
+        if library.is_file():
+            yield library
     try:
         yield Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path or "")
     except pathfinder.DynamicLibNotFoundError as error:
@@ -164,15 +160,6 @@ def _is_loaded() -> bool:
     except OSError:
         return False
     return True
-
-
-def _expected_nvrtc() -> Path | None:
-    """The library in the wheel or conda package whose headers pathfinder finds; None if there is no such package."""
-    header = pathfinder.locate_nvidia_header_directory("nvrtc")
-    if header is None or header.found_via not in _SEARCHED_FIRST:
-        return None
-    library = Path(header.abs_path or "").parent / "lib" / _NVRTC
-    return library if library.is_file() else None
 
 
 def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:

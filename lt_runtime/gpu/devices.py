@@ -126,27 +126,28 @@ def _primary_context(ordinal: int) -> driver.CUcontext:
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
 
 
-def current_device() -> int:
-    """Ordinal of the calling thread's current device; 0, CUDA's default, if the thread has none yet."""
+def _device_of_thread() -> int | None:
+    """Ordinal of the device of the calling thread's context; None if the thread has no context yet."""
     _initialise()
     status, device = driver.cuCtxGetDevice()
-    return int(device) if status == driver.CUresult.CUDA_SUCCESS else 0
+    return int(device) if status == driver.CUresult.CUDA_SUCCESS else None
+
+
+def current_device() -> int:
+    """Ordinal of the calling thread's current device; 0, CUDA's default, if the thread has none yet."""
+    return _device_of_thread() or 0
 
 
 def make_context_current() -> None:
     """Gives the calling thread the context of its current device if it has none, as any library's first call does."""
-    _initialise()
-    status, _ = driver.cuCtxGetDevice()
-    if status != driver.CUresult.CUDA_SUCCESS:
-        call("cuCtxSetCurrent", _primary_context(current_device()))
+    if _device_of_thread() is None:
+        call("cuCtxSetCurrent", _primary_context(0))
 
 
 @contextlib.contextmanager
 def activated(ordinal: int) -> Iterator[None]:
     """Makes a device's primary context current for the calling thread, and restores the previous one at the end."""
-    _initialise()
-    status, device = driver.cuCtxGetDevice()
-    if status == driver.CUresult.CUDA_SUCCESS and int(device) == ordinal:
+    if _device_of_thread() == ordinal:
         yield
         return
     call("cuCtxPushCurrent", _primary_context(ordinal))

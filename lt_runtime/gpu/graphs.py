@@ -147,14 +147,12 @@ class Graph:
         self.ranges, self.template = nodes.paths, 0
         try:
             self.executable = int(call("cuGraphInstantiate", graph, 0))
-        except DriverError:
-            _destroy(graph)
-            raise
-        if self.ranges:
-            self.template = int(graph)
-            _with_ranges.add(self)
-        else:
-            _destroy(graph)
+            if self.ranges:
+                self.template = int(graph)
+                _with_ranges.add(self)
+        finally:
+            if not self.template:
+                _destroy(graph)
 
     def launch(self, stream: int) -> None:
         """Puts the work on `stream`.

@@ -102,7 +102,14 @@ def beside_captures(device: int) -> Iterator[None]:
         CaptureError: CuPy's current stream is being captured, or a stream that the default stream waits for.
     """
     for stream in {0, stream_handle(None, device)}:
-        if _holds_capture(stream):
+        try:
+            is_held = is_capturing(stream)
+        except DriverError as error:
+            # The driver's answer for the default stream while a blocking stream is captured; the capture survives.
+            is_held = error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+            if not is_held:
+                raise
+        if is_held:
             raise CaptureError(
                 f"stream {stream:#x} is being captured, or one that it waits for; measure before the capture"
             )
@@ -119,16 +126,6 @@ def relaxed_captures() -> Iterator[None]:
         yield
     finally:
         call("cuThreadExchangeStreamCaptureMode", previous)
-
-
-def _holds_capture(stream: int) -> bool:
-    try:
-        return is_capturing(stream)
-    except DriverError as error:
-        # The driver's answer for the default stream while a blocking stream is captured; the capture survives.
-        if error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT):
-            return True
-        raise
 
 
 def order_after(stream: int, producer: int) -> None:
