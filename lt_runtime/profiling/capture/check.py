@@ -17,8 +17,7 @@ from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.errors import DriverError, KindError, LtError
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.graph_nodes import differ, exchange_values, host_values, pageable_ends
-from lt_runtime.gpu.graphs import no_collection, node_type
+from lt_runtime.gpu.graphs import differ, exchange_values, host_values, no_collection, node_type, pageable_ends
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.profiling.capture.results import Arrays, arrays_of, read_arrays, write_arrays
 from lt_runtime.profiling.capture.watch import Place, Watch
