@@ -6,21 +6,20 @@ import ctypes
 import struct
 import sys
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Self
 
 from lt_runtime.cublaslt import library
 from lt_runtime.cublaslt.attributes import ARRAYS, AlgoCapAttribute, AlgoConfigAttribute
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, MatrixLayout
-from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
+from lt_runtime.cublaslt.enums import ComputeType, DataType, Status, tile_shape
 from lt_runtime.cublaslt.library import ALGO_BYTES, Handle, pointer
-from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.cublaslt.validation import validate
 from lt_runtime.errors import ArgumentError, CublasLtError
 
 _CAP, _CONFIG = "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmulAlgoConfig"
 Types = tuple[ComputeType, DataType, DataType, DataType, DataType, DataType]
 """The compute type, the scale type, and the types of A, B, C and D."""
-_LISTED: Final = {
+_LISTED = {
     AlgoConfigAttribute.TILE_ID: AlgoCapAttribute.TILE_IDS,
     AlgoConfigAttribute.STAGES_ID: AlgoCapAttribute.STAGES_IDS,
 }

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import enums
-from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.errors import AlignmentError, ArgumentError
 
-MAX_ADDRESS: Final = 2**64 - 1
 Enum: TypeAlias = type[enum.IntEnum | enum.IntFlag]
 
 
@@ -90,7 +88,7 @@ class Attribute(enum.IntEnum):
         except (TypeError, struct.error, OverflowError):
             pass
         c_type = "float" if self.code == "f" else f"{'u' * self.code.isupper()}int{8 * self.size}_t"
-        is_misaligned = self.accepted.alignment and isinstance(value, int) and 0 <= value <= MAX_ADDRESS
+        is_misaligned = self.accepted.alignment and isinstance(value, int) and 0 <= value < 2**64
         kind, given = (AlignmentError, f"{value:#x}") if is_misaligned else (ArgumentError, repr(value))
         raise kind(f"{self} is {given}; accepted: {self.accepted.described} ({c_type})")
 
@@ -129,7 +127,7 @@ def one_of(*values: enum.IntEnum | enum.IntFlag) -> Accepted:
 def address(alignment: int) -> Accepted:
     """The null pointer, and the addresses that are multiples of `alignment`."""
     described = f"0, or an address that is a multiple of {alignment}"
-    return Accepted(range(0, MAX_ADDRESS, alignment).__contains__, described, alignment=alignment)
+    return Accepted(range(0, 2**64, alignment).__contains__, described, alignment=alignment)
 
 
 def _tile(number: int) -> Any:
@@ -140,7 +138,7 @@ def _tile(number: int) -> Any:
 
 _R = enums.ReductionScheme
 _TYPE_OR_UNSET: Final = member(enums.DataType, -1)
-_TILE: Final = Accepted(lambda value: not value or tile_shape(value) is not None, "one of MatmulTile", _tile)
+_TILE: Final = Accepted(lambda value: not value or enums.tile_shape(value) is not None, "one of MatmulTile", _tile)
 _COUNT: Final = Accepted(lambda value: value >= 0, "0 or more")
 _FLAG: Final = Accepted((0, 1).__contains__, "0 to 1")
 _ANYTHING: Final = Accepted(lambda _: True, "any number")

@@ -8,12 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from lt_runtime.cublaslt.algorithms import Algorithm
-from lt_runtime.cublaslt.attributes import (
-    MAX_ADDRESS,
-    MatmulDescAttribute,
-    MatrixLayoutAttribute,
-    MatrixTransformDescAttribute,
-)
+from lt_runtime.cublaslt.attributes import MatmulDescAttribute, MatrixLayoutAttribute, MatrixTransformDescAttribute
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout, MatrixTransformDesc
 from lt_runtime.cublaslt.enums import BatchMode, DataType, PointerMode
 from lt_runtime.cublaslt.library import Handle, call, failure, function, pointer
@@ -86,7 +81,7 @@ def matmul(
     if c == d and any(c_layout.recall(each) != d_layout.recall(each) for each in _LAYOUT):
         raise ArgumentError("c is d, and their layouts differ; accepted: equal layouts, or another place for C")
     least = 0 if algorithm is None else algorithm.workspace_size
-    if not least <= workspace_size <= MAX_ADDRESS:
+    if not least <= workspace_size < 2**64:
         raise ArgumentError(f"workspace_size is {workspace_size}; accepted: {least} or more, which the algorithm needs")
     if workspace_size:
         _check_address("workspace", workspace, _WORKSPACE_ALIGNMENT)
@@ -239,7 +234,7 @@ def _check_address(name: str, address: object, alignment: int) -> int:
         ArgumentError: it is not an int, or not positive, or too large.
         AlignmentError: it is not a multiple of `alignment`.
     """
-    if not isinstance(address, int) or not 0 < address <= MAX_ADDRESS:
+    if not isinstance(address, int) or not 0 < address < 2**64:
         raise ArgumentError(f"{name} is {address!r}; accepted: a device address")
     if address % alignment:
         raise AlignmentError(f"{name} is {address:#x}; accepted: a multiple of {alignment}")

@@ -10,7 +10,6 @@ from lt_runtime.cublaslt.enums import ComputeType, DataType, Epilogue
 
 _STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # how much of K one pipeline stage covers, by stages id
 _MAX_INT32: Final = 2**31 - 1
-_ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
     ),
     # Seen in one version. The library does not check it before 13.2.
     (
-        lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < _ALIGNMENT,
+        lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < 16,
         "a fault where the bias is not aligned to 16 bytes: the heuristic is not told of its alignment",
     ),
     # Seen on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32. No version is known to be cured.

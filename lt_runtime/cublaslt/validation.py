@@ -62,12 +62,8 @@ def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout
         DTypeError: the library does not support this combination of types.
     """
     state = (desc.revision, a.revision, b.revision, c.revision, d.revision)
-    if state != desc.validated:
-        _validate(desc, a, b, c, d)
-        desc.validated = state
-
-
-def _validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout, d: MatrixLayout) -> None:
+    if state == desc.validated:
+        return
     layouts = {"A": a, "B": b, "C": c, "D": d}
     if not any(layout.recall(_L.BATCH_MODE) == BatchMode.GROUPED for layout in layouts.values()):
         for name, layout in layouts.items():
@@ -77,6 +73,7 @@ def _validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayou
     types = [layout.recall(_L.TYPE) for layout in layouts.values()]
     _check_types(desc.recall(_M.COMPUTE_TYPE), desc.recall(_M.SCALE_TYPE), *types)
     _check_epilogue(desc, a, d)
+    desc.validated = state
 
 
 def check_pointers(desc: MatmulDesc) -> None:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 from cuda.bindings import driver
 
@@ -21,12 +21,9 @@ from lt_runtime.gpu.driver import call, check, function
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.ranges import listening
 
-StandIn: TypeAlias = "Callable[[Graph, Callable[[], Graph]], Graph]"
-"""Takes a graph that is to be launched, and a function that captures the same work again; returns the graph to
-launch."""
-
-stand_in: StandIn | None = None
-"""Set by a profile, which launches training steps from copies of their graphs with events inside."""
+stand_in: Callable[[Graph, Callable[[], Graph]], Graph] | None = None
+"""Set by a profile, which launches training steps from copies of their graphs with events inside. The function takes a
+graph that is to be launched, and a function that captures the same work again. It returns the graph to launch."""
 
 _lock = threading.Lock()
 _with_ranges: weakref.WeakSet[Graph] = weakref.WeakSet()

@@ -12,7 +12,7 @@ import pytest
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoCapAttribute, AlgoConfigAttribute, Algorithm, Status
 from lt_runtime.cublaslt.attributes import ARRAYS
-from lt_runtime.cublaslt.tiles import tile_shape
+from lt_runtime.cublaslt.enums import tile_shape
 from lt_runtime.errors import ArgumentError, CublasLtError, ShapeError
 from tests.support.cublaslt_product import HANDLE, Product
 from tests.support.cublaslt_recorder import Recorder, offers
