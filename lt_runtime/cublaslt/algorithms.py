@@ -6,7 +6,7 @@ import ctypes
 import struct
 import sys
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 from lt_runtime.cublaslt import library
 from lt_runtime.cublaslt.attributes import ARRAYS, AlgoCapAttribute, AlgoConfigAttribute
@@ -19,7 +19,7 @@ from lt_runtime.errors import ArgumentError, CublasLtError
 _CAP, _CONFIG = "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmulAlgoConfig"
 Types = tuple[ComputeType, DataType, DataType, DataType, DataType, DataType]
 """The compute type, the scale type, and the types of A, B, C and D."""
-_LISTED = {
+_LISTED: Final = {
     AlgoConfigAttribute.TILE_ID: AlgoCapAttribute.TILE_IDS,
     AlgoConfigAttribute.STAGES_ID: AlgoCapAttribute.STAGES_IDS,
 }

@@ -20,7 +20,7 @@ from lt_runtime.cublaslt.attributes import (
     PreferenceAttribute,
 )
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
-from lt_runtime.cublaslt.library import call, read_bytes
+from lt_runtime.cublaslt.library import Owner, call, read_bytes
 from lt_runtime.errors import ArgumentError
 
 A = TypeVar("A", bound=Attribute)
@@ -30,7 +30,7 @@ _TILE_COLS: Final = 32
 _TILE_ROWS: Final = {Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.COL32_2R_4R4: 32}
 
 
-class Descriptor(Generic[A, V]):
+class Descriptor(Owner, Generic[A, V]):
     """The base of all descriptors. A subclass has the name of its C functions without "cublasLt".
 
     Attributes:
@@ -60,17 +60,6 @@ class Descriptor(Generic[A, V]):
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
         self._free.atexit = False  # at exit the system frees the memory, and the library may be unloaded by then
-
-    @property
-    def handle(self) -> int:
-        """The C pointer.
-
-        Raises:
-            ArgumentError: the descriptor is closed.
-        """
-        if self._handle is None:
-            raise ArgumentError(f"this {type(self).__name__} is closed")
-        return self._handle
 
     def set(self, attribute: A, value: V) -> None:
         """Sets one attribute.
@@ -112,16 +101,10 @@ class Descriptor(Generic[A, V]):
             raise ArgumentError(f"{type(self).__name__} has no attribute {attribute!r}")
 
     def close(self) -> None:
-        """Frees the descriptor; a second call does nothing."""
+        """See `Owner`."""
         self._handle = None
         self.revision = next(_revisions)
         self._free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class MatmulDesc(Descriptor[MatmulDescAttribute, int], attributes=MatmulDescAttribute):

@@ -287,13 +287,9 @@ TILE_NAMES: Final = """
 """Names of the tiles in the order of the header, which numbers them from 0 without gaps."""
 
 
+@functools.cache
 def tile_shape(tile: int) -> tuple[int, int] | None:
     """Rows and columns of a tile, of the column-major D; None if the tile is not known."""
-    names = _tile_names()
+    names = TILE_NAMES.split()
     rows, _, cols = (names[tile] if 0 <= tile < len(names) else "").removeprefix("TILE_").partition("x")
     return (int(rows), int(cols)) if cols else None
-
-
-@functools.cache
-def _tile_names() -> list[str]:
-    return TILE_NAMES.split()

@@ -19,8 +19,6 @@ Scalar = int | float | complex
 _Reader = Callable[[Scalar], bytes | int | None]
 """Converts α or β to the form that the library reads: the number's bytes, or its address."""
 
-_WORKSPACE_ALIGNMENT: Final = 256
-_POINTER_BYTES: Final = 8
 _LAYOUT: Final = [attribute for attribute in MatrixLayoutAttribute if attribute <= MatrixLayoutAttribute.BATCH_MODE]
 _SCALARS: Final = {
     # "=" rather than native: a native float turns a number that is too large into infinity.
@@ -84,7 +82,7 @@ def matmul(
     if not least <= workspace_size < 2**64:
         raise ArgumentError(f"workspace_size is {workspace_size}; accepted: {least} or more, which the algorithm needs")
     if workspace_size:
-        _check_address("workspace", workspace, _WORKSPACE_ALIGNMENT)
+        _check_address("workspace", workspace, 256)
     prepared(alpha, a, b, beta, c, d, workspace, workspace_size, stream)
 
 
@@ -245,4 +243,4 @@ def _alignment_of(layout: MatrixLayout) -> int:
     """Required alignment of a matrix's address: an element's size, or a pointer's for an array of pointers."""
     if layout.recall(MatrixLayoutAttribute.BATCH_MODE) == BatchMode.STRIDED:
         return element_bytes(layout.recall(MatrixLayoutAttribute.TYPE))
-    return _POINTER_BYTES
+    return 8

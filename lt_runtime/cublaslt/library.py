@@ -185,7 +185,36 @@ def read_bytes(name: str, owner: Any, attribute: Attribute) -> bytes:
     return cell.raw
 
 
-class Handle:
+class Owner:
+    """The base of objects that own a pointer of the library: context managers that free it at the end.
+
+    A subclass stores the pointer in `_handle`, and None once it is closed.
+    """
+
+    _handle: int | None = None
+
+    @property
+    def handle(self) -> int:
+        """The C pointer.
+
+        Raises:
+            ArgumentError: the object is closed.
+        """
+        if self._handle is None:
+            raise ArgumentError(f"this {type(self).__name__} is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """Frees the pointer; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Handle(Owner):
     """`cublasLtHandle_t` for the device that is current when the handle is made; close it with that device current.
 
     Closing a handle synchronises the device, so it must not happen while a stream is captured. For the same reason the
@@ -196,36 +225,22 @@ class Handle:
         CublasLtError: the library could not be initialised. Without a GPU the status is NOT_INITIALIZED.
     """
 
-    _value: int | None = None
-
     def __init__(self) -> None:
-        self._value = _create()
+        self._handle = _create()
 
     @property
     def value(self) -> int:
-        """The C pointer.
-
-        Raises:
-            ArgumentError: the handle is closed.
-        """
-        if self._value is None:
-            raise ArgumentError("this Handle is closed")
-        return self._value
+        """The same as `handle`."""
+        return self.handle
 
     def close(self) -> None:
-        """Destroys the handle; a second call does nothing."""
-        value, self._value = self._value, None
+        """See `Owner`."""
+        value, self._handle = self._handle, None
         if value is not None:
             call("cublasLtDestroy", value)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
-        if self._value is not None:
+        if self._handle is not None:
             warnings.warn("a cuBLASLt Handle was never closed", ResourceWarning, source=self, stacklevel=2)
 
 
@@ -237,9 +252,6 @@ def handle(device: int) -> int:
     Raises:
         CublasLtError: the library could not be initialised.
     """
-    known = _handles.get(device)
-    if known is not None:
-        return known
     with _lock:
         if device not in _handles:
             _handles[device] = _create()
@@ -248,7 +260,7 @@ def handle(device: int) -> int:
 
 def pointer(owner: Handle | int) -> int:
     """The C pointer of a `Handle`, or of the int that `handle` returns."""
-    return owner if isinstance(owner, int) else owner.value
+    return owner if isinstance(owner, int) else owner.handle
 
 
 def _create() -> int:
@@ -302,8 +314,6 @@ def heuristics_cache_set_capacity(capacity: int) -> None:
     call("cublasLtHeuristicsCacheSetCapacity", capacity)
 
 
-_MAX_LEVEL: Final = 5
-_MAX_MASK: Final = 31
 Callback = Callable[[int, str, str], None]
 _callback: Callback | None = None
 
@@ -342,8 +352,8 @@ def logger_set_level(level: int) -> None:
     Raises:
         ArgumentError: the level is not 0 to 5. The library itself would accept 6.
     """
-    if not 0 <= level <= _MAX_LEVEL:
-        raise ArgumentError(f"level is {level}; accepted: 0 (off) to {_MAX_LEVEL} (API trace)")
+    if not 0 <= level <= 5:
+        raise ArgumentError(f"level is {level}; accepted: 0 (off) to 5 (API trace)")
     call("cublasLtLoggerSetLevel", level)
 
 
@@ -353,8 +363,8 @@ def logger_set_mask(mask: int) -> None:
     Raises:
         ArgumentError: the mask has other bits.
     """
-    if not 0 <= mask <= _MAX_MASK:
-        raise ArgumentError(f"mask is {mask}; accepted: 0 (off) to {_MAX_MASK}, the sum of 1, 2, 4, 8 and 16")
+    if not 0 <= mask <= 31:
+        raise ArgumentError(f"mask is {mask}; accepted: 0 (off) to 31, the sum of 1, 2, 4, 8 and 16")
     call("cublasLtLoggerSetMask", mask)
 
 

@@ -234,7 +234,7 @@ class KernelCache:
         return code
 
     def put(self, key: str, code: bytes) -> None:
-        """Stores machine code under a key, replacing any file there.
+        """Stores machine code under a key, replacing any file there, and deletes what exceeds the limit.
 
         Raises:
             UntrustedError: other users can write to the directory.
@@ -242,25 +242,20 @@ class KernelCache:
         """
         replace_private(self._path(key), _head(key, code) + code)
         remove_abandoned(self._directory, ".*")
-        self._shrink()
-
-    def _path(self, key: str) -> Path:
-        return self._directory / f"{key}{_SUFFIX}"
-
-    def _shrink(self) -> None:
-        """Deletes the least recently used files until the rest is within the limit."""
         files = []
         for path in self._directory.iterdir():
             if path.suffix in _SUFFIXES:
                 with contextlib.suppress(FileNotFoundError):  # another process may be deleting files too
                     status = path.lstat()
                     files.append((status.st_mtime_ns, status.st_size, path))
-        excess = sum(size for _, size, _ in files) - self._limit
-        for _, size, path in sorted(files):
-            if excess <= 0:
-                return
-            path.unlink(missing_ok=True)
-            excess -= size
+        total = 0
+        for _, size, path in sorted(files, reverse=True):
+            total += size
+            if total > self._limit:
+                path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / f"{key}{_SUFFIX}"
 
 
 def _head(key: str, code: bytes) -> bytes:

@@ -20,11 +20,9 @@ _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _POINTER: Final = ctypes.c_void_p
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuCtxGetDevice": (ctypes.POINTER(ctypes.c_int),),
-    "cuEventRecord": (_POINTER, _POINTER),
-    "cuGraphLaunch": (_POINTER, _POINTER),
+    **dict.fromkeys(("cuEventRecord", "cuGraphLaunch", "cuStreamIsCapturing"), (_POINTER, _POINTER)),
     "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
     "cuMemcpyHtoDAsync_v2": (_POINTER, _POINTER, ctypes.c_size_t, _POINTER),
-    "cuStreamIsCapturing": (_POINTER, _POINTER),
 }
 
 

@@ -29,7 +29,6 @@ _lock = threading.Lock()
 _with_ranges: weakref.WeakSet[Graph] = weakref.WeakSet()
 _HOST: Final = driver.CUmemorytype.CU_MEMORYTYPE_HOST
 _UNIFIED: Final = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-_MEMORY_TYPE: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _PREFIX: Final = "CU_GRAPH_NODE_TYPE_"
 _ATTEMPTS: Final = 3
 _INVALIDATED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -136,7 +135,8 @@ def _is_address(word: bytes) -> bool:
 def memory_type(address: int) -> Any:
     """The `CUmemorytype` of an address; None if CUDA does not know the address, as with pageable host memory."""
     try:
-        return driver.CUmemorytype(call("cuPointerGetAttribute", _MEMORY_TYPE, address))
+        kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        return driver.CUmemorytype(call("cuPointerGetAttribute", kind, address))
     except DriverError:
         return None
 

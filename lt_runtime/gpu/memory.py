@@ -49,8 +49,7 @@ class StreamMemory:
     """
 
     def __init__(self, device: int, stream: int) -> None:
-        self.stream = stream
-        self._device = device
+        self.stream, self._device = stream, device
         self._branch: StreamMemory | None = None
         # Address and size of each buffer; shared with the views that `on` returns.
         self._buffers: dict[str, tuple[int, int]] = {}

@@ -47,8 +47,7 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
         handle = int(stream)
     else:
         kind = ArgumentError if isinstance(stream, int) and not isinstance(stream, bool) else KindError
-        accepted = "None, an int handle, or an object with __cuda_stream__"
-        raise kind(f"stream is {shown(stream)}; accepted are {accepted}")
+        raise kind(f"stream is {shown(stream)}; accepted are None, an int handle, or an object with __cuda_stream__")
     if (device, handle) not in _placed:
         _check_place(stream, handle, device)
     return handle
