@@ -111,18 +111,16 @@ class RowsCopy:
         self._launches = Launches(COPY_ROWS, (), device, tiling, params)
         self._lock = threading.Lock()
 
-    def run(self, places: Sequence[Place], stream: int) -> None:
-        """Puts the copies of arrays at these places on a stream."""
-        self._run(0, tuple(places), stream)
+    def run(self, places: Sequence[Place], stream: int, table: int = 0) -> None:
+        """Puts the copies of arrays at these places on a stream.
 
-    def run_by_table(self, table: int, stream: int) -> None:
-        """Puts copies on a stream that find their arrays when they run, in the table at this address of the device."""
-        self._run(table, (), stream)
-
-    def _run(self, table: int, sources: tuple[Place, ...], stream: int) -> None:
+        Args:
+            table: device address of a table from which the kernel reads the places when it runs, instead of `places`;
+                0 for none.
+        """
         with self._lock:
             params, launch = self._launches[stream]
-            params.table, params.sources = table, sources
+            params.table, params.sources = table, tuple(places)
             launch()
 
 

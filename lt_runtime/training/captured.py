@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -91,24 +90,24 @@ class StepBuffers:
     """
 
     def __init__(self, batch: Batch, parts: int, stream: int) -> None:
-        self._buffers = [_zeros(operand, parts, stream) for operand in batch]
-        self.parts = [*zip(*self._buffers, strict=True)]
+        device, made, targets = batch[0].device, list[list[Any]](), list[RowBuffers]()
+        for rows, dtype, rest in ((each.shape[0] // parts, np.dtype(each.dtype), each.shape[1:]) for each in batch):
+            shapes = [(rows, *rest)] * parts
+            flat = CUPY.zeros((arena_size(shapes, dtype.itemsize),), dtype, device, stream)
+            made.append(arena_views(flat, shapes))
+            # Equal parts of an arena begin at equal distances.
+            targets.append(RowBuffers(flat.data.ptr, rows, dtype.itemsize * math.prod(rest), flat.nbytes // parts))
+        self.parts = [*zip(*made, strict=True)]
         self.graph: Graph | None = None
-        device = batch[0].device
         self._table = CUPY.zeros((TABLE_BYTES,), np.dtype(np.uint8), device, stream)
-        self._copy = RowsCopy([_targets(*each) for each in zip(batch, self._buffers, strict=True)], parts, device)
+        self._copy = RowsCopy(targets, parts, device)
         self._written: tuple[Any, ...] | None = None
         self._range = range_of("input")
 
     def fill(self, places: Sequence[Place], stream: int) -> None:
-        """Copies the arrays of a batch into the buffers."""
+        """Copies the arrays of a batch into the buffers; without places, from the places that the table then holds."""
         with self._range:
-            self._copy.run(places, stream)
-
-    def fill_by_table(self, stream: int) -> None:
-        """Copies a batch's arrays into the buffers; the kernel reads their addresses from the table when it runs."""
-        with self._range:
-            self._copy.run_by_table(self._table.data.ptr, stream)
+            self._copy.run(places, stream, 0 if places else self._table.data.ptr)
 
     def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
         """Writes the addresses of a batch's arrays into the table, in the order of the stream, if they have changed."""
@@ -123,19 +122,6 @@ class StepBuffers:
 def _pitch(array: Operand) -> int:
     """Bytes from the start of one row to the next; the length of the row if there is only one row."""
     return array.itemsize * (array.strides[0] if array.shape[0] > 1 else math.prod(array.shape[1:]))
-
-
-def _targets(array: Operand, buffers: Sequence[Any]) -> RowBuffers:
-    width, first, last = array.itemsize * math.prod(array.shape[1:]), buffers[0], buffers[-1]
-    stride = (last.data.ptr - first.data.ptr) // max(len(buffers) - 1, 1)
-    return RowBuffers(first.data.ptr, first.shape[0], width, stride)
-
-
-def _zeros(operand: Operand, parts: int, stream: int) -> list[Any]:
-    rows, *rest = operand.shape
-    shapes, dtype = [(rows // parts, *rest)] * parts, np.dtype(operand.dtype)
-    flat = CUPY.zeros((arena_size(shapes, dtype.itemsize),), dtype, operand.device, stream)
-    return arena_views(flat, shapes)
 
 
 class Replay(NamedTuple):
@@ -200,7 +186,7 @@ class GpuStep:
         if handle and is_capturing(handle):
             return False
         if ranges.is_heard:
-            with _heard_step(handle):
+            with _step(handle):
                 return self._launch(replay, addresses, handle)
         return self._launch(replay, addresses, handle)
 
@@ -324,19 +310,15 @@ class GpuStep:
         with _memory_from(self._pool), ranges.on(captured):
 
             def run(handle: int) -> None:
-                buffers.fill_by_table(handle)
+                buffers.fill((), handle)
                 self._body.run(buffers.parts, self.tally, handle)
 
             return Graph(run, captured)
 
 
-def _step(stream: int) -> AbstractContextManager[Any]:
-    """The range of a step; listeners are told its stream."""
-    return _heard_step(stream) if ranges.is_heard else range_of(ranges.STEP)
-
-
 @contextlib.contextmanager
-def _heard_step(stream: int) -> Iterator[None]:
+def _step(stream: int) -> Iterator[None]:
+    """The range of a step; listeners are told its stream."""
     with ranges.on(stream), range_of(ranges.STEP):
         yield
 

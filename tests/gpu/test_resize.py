@@ -53,7 +53,7 @@ def test_rows_are_copied_from_where_a_table_says(gap: int) -> None:
     cp.cuda.Device().synchronize()
     for i in range(2):
         write_table(table.data.ptr, [(x[i].data.ptr, x.strides[1]), (labels[i].data.ptr, 8)], stream.ptr)
-        copies.run_by_table(table.data.ptr, stream.ptr)
+        copies.run((), stream.ptr, table.data.ptr)
         stream.synchronize()
         assert (buffers[0] == x[i]).all()
         assert (buffers[1] == labels[i]).all()

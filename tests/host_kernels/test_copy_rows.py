@@ -75,7 +75,7 @@ def test_copies(
         copies = RowsCopy([each.buffers for each in operands], parts, 0)
     if from_table:
         table = _table(*operands)
-        copies.run_by_table(table.ctypes.data, 0)
+        copies.run((), 0, table.ctypes.data)
     else:
         copies.run([each.place for each in operands], 0)
     for each in operands:
@@ -89,7 +89,7 @@ def test_a_table_is_left_for_given_arrays() -> None:
     copies = RowsCopy([first.buffers], 1, 0)
     table = _table(second)
     for run, expected in (
-        (lambda: copies.run_by_table(table.ctypes.data, 0), second),
+        (lambda: copies.run((), 0, table.ctypes.data), second),
         (lambda: copies.run([first.place], 0), first),
     ):
         run()
