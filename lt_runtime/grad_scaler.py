@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from lt_runtime.arguments import Fixed, integer, number, shown
@@ -76,8 +76,7 @@ class GradScaler(Fixed):
     @property
     def options(self) -> dict[str, float]:
         """The arguments that the scaler was made with, by name."""
-        names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-        return {name: getattr(self, name) for name in names}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
     @property
     def is_bound(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import Activation
 from lt_runtime.reference.activations import Array, activate, derivative
+
+Values: TypeAlias = NDArray[Any]
+"""An array of any type of numbers, which is converted to float64."""
+
+_LINEAR: Final = Activation()
 
 
 class LinearGradients(NamedTuple):
@@ -22,11 +27,7 @@ class LinearGradients(NamedTuple):
 
 
 def linear_fwd(
-    x: NDArray[Any],
-    w: NDArray[Any],
-    bias: NDArray[Any] | None = None,
-    activation: Activation = Activation(),  # noqa: B008 (frozen)
-    dropout: Array | None = None,
+    x: Values, w: Values, bias: Values | None = None, activation: Activation = _LINEAR, dropout: Array | None = None
 ) -> tuple[Array, Array]:
     """y = dropout(act(z)), z = x · wᵀ + bias.
 
@@ -44,21 +45,14 @@ def linear_fwd(
     return (y if dropout is None else y * dropout), z
 
 
-def through_activation(
-    dy: NDArray[Any], z: NDArray[Any], activation: Activation, dropout: Array | None = None
-) -> Array:
+def through_activation(dy: Values, z: Values, activation: Activation, dropout: Array | None = None) -> Array:
     """The gradient dz of the pre-activation z, from the gradient dy of the output dropout(act(z)); all (M, N)."""
     dz = dy.astype(np.float64) * derivative(z, activation)
     return dz if dropout is None else dz * dropout
 
 
 def linear_bwd(
-    dy: NDArray[Any],
-    x: NDArray[Any],
-    w: NDArray[Any],
-    z: NDArray[Any],
-    activation: Activation = Activation(),  # noqa: B008 (frozen)
-    dropout: Array | None = None,
+    dy: Values, x: Values, w: Values, z: Values, activation: Activation = _LINEAR, dropout: Array | None = None
 ) -> LinearGradients:
     """The gradients of `linear_fwd`, from the gradient dy of its output (M, N) and the pre-activation z (M, N)."""
     dz = through_activation(dy, z, activation, dropout)
@@ -77,15 +71,15 @@ class MatmulResult(NamedTuple):
 
 
 def matmul(
-    a: NDArray[Any],
-    b: NDArray[Any],
-    c: NDArray[Any] | None = None,
+    a: Values,
+    b: Values,
+    c: Values | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
     epilogue: Epilogue = Epilogue.NONE,
-    bias: NDArray[Any] | None = None,
-    aux: NDArray[Any] | None = None,
+    bias: Values | None = None,
+    aux: Values | None = None,
 ) -> MatmulResult:
     """D = epilogue(α·A·B + β·C + bias).
 

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
@@ -17,7 +17,7 @@ from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.document import Document, UnusableError
-from lt_runtime.store.entries import Entry, LayerEntry
+from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import PlanStore, plan_store
 from lt_runtime.training.body import chains_of
@@ -46,9 +46,10 @@ def choices_of(model: MLP) -> str | None:
     made = Document(store.fingerprint)
     for rows in _known_rows(model, store):
         for problem in _problems(model, rows, device, store):
-            entry = store.choice(problem_key(problem))
+            entry: Any = store.choice(problem_key(problem))
             if entry is not None:
-                made.add(problem_key(problem), _chosen(entry))
+                others = {"alternatives": ()} if isinstance(entry, LayerEntry) else {}
+                made.add(problem_key(problem), replace(entry, rejected=(), **others))
     if not made.raw:
         return None
     with contextlib.suppress(OSError):  # raised for more entries than a plan file may hold
@@ -78,13 +79,6 @@ def take_choices(path: object, text: object, model: MLP) -> None:
         store.merge(Document(theirs.fingerprint, {key: raw for key, raw in theirs.raw.items() if key not in known}))
     except UnusableError as error:
         _logger.info("%s: its plan choices are not used: what they hold %s", path, error)
-
-
-def _chosen(entry: Entry) -> Entry:
-    """An entry without its alternatives and rejected candidates."""
-    if isinstance(entry, LayerEntry):
-        return replace(entry, alternatives=(), rejected=())
-    return replace(entry, rejected=())
 
 
 def _known_rows(model: MLP, store: PlanStore) -> list[int]:

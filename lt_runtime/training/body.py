@@ -6,7 +6,6 @@ import contextlib
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,8 +44,7 @@ class Totals(NamedTuple):
 _NOTHING: Final = Totals(0, 0.0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(NamedTuple):
     """The logits and labels of a batch.
 
     Attributes:
@@ -139,7 +137,6 @@ class GpuTally:
 
 
 Tally: TypeAlias = HostTally | GpuTally
-
 
 IGNORE_INDEX: Final = -100
 
