@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lt_runtime.ranges import range as range  # noqa: A004  # outside of __all__, where it would hide Python's
     from lt_runtime.saving.checkpoints import load_checkpoint, load_model, save_checkpoint, save_model
     from lt_runtime.schedules import Schedule
-    from lt_runtime.training.ema import EMA
+    from lt_runtime.training.averages import EMA
     from lt_runtime.training.mlp import MLP
     from lt_runtime.training.prefetch import Prefetcher, prefetch
     from lt_runtime.training.step import Metrics, TrainStep, evaluate
@@ -53,7 +53,7 @@ _EXPORTS = {
     "ranges": "range",
     "profiling.capture.check": "CaptureReport check_capture",
     "schedules": "Schedule",
-    "training.ema": "EMA",
+    "training.averages": "EMA",
     "training.mlp": "MLP",
     "saving.checkpoints": "load_checkpoint load_model save_checkpoint save_model",
     "training.prefetch": "Prefetcher prefetch",

@@ -100,17 +100,22 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """
     mode = _mode(path) if mode is None else mode
     remove_abandoned(path.parent, re.escape(path.name))
-    temporary, handle = _new_temporary(path, 0o666 if mode is None else 0o600)
-    try:
+    while True:
+        temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
         with os.fdopen(handle, "wb") as file:  # locked until it is closed
-            yield file
-            file.flush()
-            if mode is not None:
-                os.fchmod(handle, mode)
-            os.fsync(handle)
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            if try_lock(handle) is False or not os.fstat(handle).st_nlink:
+                continue  # another process found it unlocked, took it for abandoned, and removes it
+            try:
+                yield file
+                file.flush()
+                if mode is not None:
+                    os.fchmod(handle, mode)
+                os.fsync(handle)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            return
 
 
 def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
@@ -130,20 +135,6 @@ def _mode(path: Path) -> int | None:
     if not stat.S_ISREG(mode):  # renaming would replace even a device
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return stat.S_IMODE(mode)
-
-
-def _new_temporary(path: Path, mode: int) -> tuple[Path, int]:
-    """Makes a temporary file beside `path`; returns its path, and a handle that locks it until it is closed."""
-    while True:
-        temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        try:
-            if try_lock(handle) is not False and os.fstat(handle).st_nlink:
-                return temporary, handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # another process found it unlocked, took it for abandoned, and removes it
 
 
 def try_lock(handle: int) -> bool | None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from lt_runtime.arguments import check_instance
@@ -49,7 +50,7 @@ def tell(work: Any) -> None:
 
 _listeners: tuple[Listener, ...] = ()
 _lock = threading.Lock()
-_place = threading.local()
+_stream: Final[ContextVar[int | None]] = ContextVar("lt_runtime_stream", default=None)
 
 
 class Range:
@@ -176,17 +177,16 @@ def listening(listener: Listener) -> Iterator[None]:
 @contextlib.contextmanager
 def on(stream: int) -> Iterator[None]:
     """Declares that this thread's ranges hold work on `stream`, which need not be any library's current stream."""
-    before = placed()
-    _place.stream = stream
+    token = _stream.set(stream)
     try:
         yield
     finally:
-        _place.stream = before
+        _stream.reset(token)
 
 
 def placed() -> int | None:
     """The stream that this thread has declared by `on`; None outside of its block."""
-    return getattr(_place, "stream", None)
+    return _stream.get()
 
 
 PHASES: Final = ("input", "forward", "loss", "backward", "optimizer")

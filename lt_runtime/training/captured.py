@@ -28,7 +28,8 @@ from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, 
 from lt_runtime.ops._adamw_parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.ranges import range_of
-from lt_runtime.training.body import GpuTally, StepBody, Totals, chains_of
+from lt_runtime.training.averages import GpuTally, Totals
+from lt_runtime.training.body import StepBody, chains_of
 from lt_runtime.training.losses import Batch
 
 MAX_GRAPHS: Final = 8

@@ -33,8 +33,7 @@ from lt_runtime.problem import (
     probability,
 )
 from lt_runtime.ranges import range_of
-from lt_runtime.training.device import ComputeDevice
-from lt_runtime.training.layers import Linear, NarrowPasses, backward_layer
+from lt_runtime.training.parts import ComputeDevice, Linear, NarrowPasses, backward_layer
 
 _Value = TypeVar("_Value")
 _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")

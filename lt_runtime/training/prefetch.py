@@ -24,7 +24,7 @@ from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import aligned
 from lt_runtime.gpu.streams import order_after, private_stream, stream_handle
-from lt_runtime.training.device import ComputeDevice
+from lt_runtime.training.parts import ComputeDevice
 
 Batch: TypeAlias = Any
 """A NumPy array, or a tuple, list or dict of batches."""
@@ -65,16 +65,6 @@ def is_pinned(array: NDArray[Any]) -> bool:
         return int(call("cuPointerGetAttribute", _MEMORY_TYPE, array.ctypes.data)) == _HOST_MEMORY
     except DriverError:  # pageable memory, which the driver does not know
         return False
-
-
-@contextlib.contextmanager
-def _event() -> Iterator[int]:
-    """Yields a CUDA event, which is destroyed at the end of the block."""
-    event = call("cuEventCreate", _NO_TIMING)
-    try:
-        yield event
-    finally:
-        call("cuEventDestroy", event)
 
 
 @dataclass(eq=False)
@@ -203,7 +193,10 @@ class _GpuLane(_HostLane):
             self._copies = private_stream(device, "prefetch")
             # CuPy's pool may give the copies memory that work on the user's stream has used until now.
             order_after(self._copies, stream_handle(stream, device))
-            events = [stack.enter_context(_event()) for _ in range(4 * depth)]
+            events = list[int]()
+            for _ in range(4 * depth):
+                events.append(call("cuEventCreate", _NO_TIMING))
+                stack.callback(call, "cuEventDestroy", events[-1])
             self._events = stack.pop_all()
         self._slots = [*map(Slot, events[::2], events[1::2])]
         self._turns = itertools.cycle(self._slots)

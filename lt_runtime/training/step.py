@@ -15,8 +15,8 @@ from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._adamw_parameters import HeldArrays, changes
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ranges import STEP, range_of
-from lt_runtime.training.body import IGNORE_INDEX, GpuTally, HostTally, Scores, StepBody, Tally, Totals
-from lt_runtime.training.ema import EMA
+from lt_runtime.training.averages import EMA, GpuTally, HostTally, Scores, Tally, Totals
+from lt_runtime.training.body import IGNORE_INDEX, StepBody
 from lt_runtime.training.losses import LossName, OwnFunction, step_loss
 from lt_runtime.training.mlp import MLP, brief
 

@@ -11,7 +11,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import CaptureError
-from lt_runtime.training.body import GpuTally, HostTally, Scores
+from lt_runtime.training.averages import GpuTally, HostTally, Scores
 from tests.support.gpu_memory import memory_taken
 
 ROWS, INPUTS, CLASSES = 96, 40, 10

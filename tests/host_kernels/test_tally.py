@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.problem import DType
-from lt_runtime.training.body import HostTally, Scores, Totals
+from lt_runtime.training.averages import HostTally, Scores, Totals
 from tests.host_kernels.arrays import FLAT, Guarded, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels

@@ -10,7 +10,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, FixedError, OperandError, ShapeError
-from lt_runtime.training.body import HostTally, Scores
+from lt_runtime.training.averages import HostTally, Scores
 from tests.support.numpy_cases import DTYPES, Array
 
 ROWS, INPUTS, CLASSES = 24, 6, 4
