@@ -101,10 +101,7 @@ def comparisons(suite: str) -> Iterator[Comparison]:
 _KEEPS: Final = ("torch_eager_recording",)
 _PRODUCTS: Final = ("torch_eager", "torch_linear")
 _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
-    "matmul": {
-        "lt": ("matmul{}", (*_PRODUCTS, "cupy")),
-        "lt_bound": ("matmul{}, through lt.bind", _PRODUCTS),
-    },
+    "matmul": {"lt": ("matmul{}", (*_PRODUCTS, "cupy")), "lt_bound": ("matmul{}, through lt.bind", _PRODUCTS)},
     "linear_fwd": {
         "lt_inference": ("linear{}, which keeps nothing for backward", ("torch_eager",)),
         "lt": ("linear_fwd{}", _KEEPS),

@@ -190,14 +190,7 @@ def run_block(block: Block, at: Arrays, stream: Any = None) -> object:
     _, first = lt.linear_fwd(at.x, at.w1, at.b1, activation=block.activation, out=at.y1, **how)
     _, second = lt.linear_fwd(at.y1, at.w2, at.b2, out=at.y2, **how)
     lt.linear_bwd(
-        at.dy,
-        second,
-        through=first,
-        out_dx=at.dz1,
-        out_dw=at.dw2,
-        out_db=at.db2,
-        out_db_below=at.db1,
-        stream=stream,
+        at.dy, second, through=first, out_dx=at.dz1, out_dw=at.dw2, out_db=at.db2, out_db_below=at.db1, stream=stream
     )
     lt.linear_bwd(at.dz1, first, before_activation=True, need_db=False, out_dx=at.dx, out_dw=at.dw1, stream=stream)
     return first, second

@@ -139,11 +139,7 @@ def split_first(chain: LayerChain) -> Plans:
     return _plans(chain, forward, lambda each: BackwardPlan(each, DEVICE, next(_in_turn(each)), first_algorithm))
 
 
-def _plans(
-    chain: LayerChain,
-    forward: Callable[[Any], Any],
-    backward: Callable[[Any], Any] | None = None,
-) -> Plans:
+def _plans(chain: LayerChain, forward: Callable[[Any], Any], backward: Callable[[Any], Any] | None = None) -> Plans:
     """Makes the plans of both forward passes, and then of backward, which depends on the saved tensor.
 
     Args:

@@ -221,11 +221,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    builders: Mapping[str, Callable[[], Contender]],
-    sets: int,
-    repetitions: int,
-    rounds: int,
-    stream: Any,
+    builders: Mapping[str, Callable[[], Contender]], sets: int, repetitions: int, rounds: int, stream: Any
 ) -> Measured:
     """Captures every contender and lets the contenders take turns; those that fail are left out with their reason.
 

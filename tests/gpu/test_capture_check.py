@@ -53,10 +53,7 @@ def torch_item() -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [device_allocation, pageable_copy, pytest.param(torch_item, marks=NEEDS_TORCH)],
-)
+@pytest.mark.parametrize("plant", [device_allocation, pageable_copy, pytest.param(torch_item, marks=NEEDS_TORCH)])
 def test_calls_that_no_capture_allows(plant: Callable[[], Run]) -> None:
     run = plant()
     report = lt.check_capture(run)

@@ -25,16 +25,7 @@ from lt_runtime.plans.strategies import (
     forward_strategies,
     unchanged,
 )
-from lt_runtime.problem import (
-    Activation,
-    BackwardProblem,
-    Compute,
-    Derivative,
-    DType,
-    ForwardProblem,
-    Saved,
-    Spec,
-)
+from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
 from lt_runtime.products.methods import heuristic_algorithm
 from tests.host_kernels.arrays import assert_close
 from tests.support.calls import call_of

@@ -94,13 +94,7 @@ def limits(old: AdamWTensor, gradient: Array, hyper: AdamWHyper, step: int) -> t
 
 
 def check_update(
-    tensor: HostTensor,
-    index: int,
-    old: AdamWTensor,
-    seed: int,
-    hyper: AdamWHyper,
-    step: int,
-    factor: float = 1.0,
+    tensor: HostTensor, index: int, old: AdamWTensor, seed: int, hyper: AdamWHyper, step: int, factor: float = 1.0
 ) -> None:
     """Compares a tensor after an update of `old` with the reference, including the rounding to low precision."""
     hyper, gradient = tensor.hyper(hyper), tensor.gradient.array.astype(np.float64) * factor

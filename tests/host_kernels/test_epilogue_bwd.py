@@ -189,11 +189,7 @@ def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
         return derivative(saved, Activation(variant.activation, slope))
     if variant.saved is Saved.MASK:
         return saved
-    from_output = {
-        "relu": (saved > 0).astype(np.float64),
-        "sigmoid": saved * (1.0 - saved),
-        "tanh": 1.0 - saved**2,
-    }
+    from_output = {"relu": (saved > 0).astype(np.float64), "sigmoid": saved * (1.0 - saved), "tanh": 1.0 - saved**2}
     return from_output[variant.activation]
 
 

@@ -202,10 +202,7 @@ def check_forward(product: Product, epilogue: Epilogue) -> None:
     address, spec = (mask.bytes.ctypes.data, mask.spec) if is_mask else (kept.address, kept.spec)
     keeps = epilogue.has_aux_output
     product.run(
-        epilogue,
-        of=bias if epilogue.has_bias else None,
-        aux=address if keeps else 0,
-        aux_spec=spec if keeps else None,
+        epilogue, of=bias if epilogue.has_bias else None, aux=address if keeps else 0, aux_spec=spec if keeps else None
     )
     expected = activate(z, Activation(variant.activation))
     assert_close("d", product.d.values(), expected, rounding(variant.dtype, expected) + 8 * EPS32 * size)
