@@ -16,20 +16,11 @@ from functools import partial
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels import tile_matmul
+from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
 from lt_runtime.kernels.kernel import SCALAR
 from lt_runtime.kernels.losses import LOSSES
-from lt_runtime.kernels.mlp import (
-    MAX_LAYERS,
-    TYPES,
-    WIDTHS,
-    backward_macros,
-    fitting_parts,
-    forward_macros,
-    gradients_macros,
-)
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.tile_matmul import tile_macros
 from lt_runtime.kernels.tiling import Access, access_macros
@@ -158,24 +149,27 @@ def _tile() -> list[Variant]:
 
 def _mlp() -> list[Variant]:
     return [
-        *(Variant("mlp_fwd.cu", forward_macros(*each)) for each in itertools.product(TYPES, ACTIVATIONS, WIDTHS)),
+        *(
+            Variant("mlp_fwd.cu", mlp.forward_macros(*each))
+            for each in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS)
+        ),
         *dict.fromkeys(_mlp_bwd()),
-        *(Variant("mlp_gradients.cu", gradients_macros(dtype)) for dtype in TYPES),
+        *(Variant("mlp_gradients.cu", mlp.gradients_macros(dtype)) for dtype in mlp.TYPES),
     ]
 
 
 def _mlp_bwd() -> Iterator[Variant]:
     """Every type, activation and width; every loss; and for each choice of blocks the deepest model."""
-    for dtype, name, width in itertools.product(TYPES, ACTIVATIONS, WIDTHS):
-        for hidden in (1, 2) if width == WIDTHS[-1] else (2,):
+    for dtype, name, width in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS):
+        for hidden in (1, 2) if width == mlp.WIDTHS[-1] else (2,):
             yield from _backward_variants(_narrow_model(width, hidden, name, dtype))
-    for loss, name, width in itertools.product(LOSSES, ("relu", "gelu_erf"), WIDTHS):
+    for loss, name, width in itertools.product(LOSSES, ("relu", "gelu_erf"), mlp.WIDTHS):
         yield from _backward_variants(_narrow_model(width, 1, name), loss)
-    for name, width in itertools.product(("relu", "gelu_erf"), WIDTHS):
+    for name, width in itertools.product(("relu", "gelu_erf"), mlp.WIDTHS):
         deepest = {}
-        for hidden, rows in itertools.product(range(1, MAX_LAYERS), (1, 1 << 20)):
+        for hidden, rows in itertools.product(range(1, mlp.MAX_LAYERS), (1, 1 << 20)):
             problem = _narrow_model(width, hidden, name, rows=rows)
-            blocks = tuple(part.block for part in fitting_parts(problem, _SHARED, _MULTIPROCESSORS))
+            blocks = tuple(part.block for part in mlp.fitting_parts(problem, _SHARED, _MULTIPROCESSORS))
             deepest[blocks] = problem
         for problem in deepest.values():
             yield from _backward_variants(problem, "bce_with_logits")
@@ -189,8 +183,8 @@ def _narrow_model(
 
 
 def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator[Variant]:
-    for part in fitting_parts(problem, _SHARED, _MULTIPROCESSORS):
-        yield Variant("mlp_bwd.cu", backward_macros(problem, part, loss))
+    for part in mlp.fitting_parts(problem, _SHARED, _MULTIPROCESSORS):
+        yield Variant("mlp_bwd.cu", mlp.backward_macros(problem, part, loss))
 
 
 VARIANTS: Final = (

@@ -10,29 +10,16 @@ import numpy as np
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt import (
-    AlgoCapAttribute,
-    AlgoConfigAttribute,
-    ComputeType,
-    DataType,
-    MatmulDesc,
-    MatmulPreference,
-    MatrixLayout,
-    MatrixTransformDesc,
-    MatrixTransformDescAttribute,
-    Operation,
-    PreferenceAttribute,
-)
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.problem import DType
 
 M, N, K = 64, 48, 32
 KINDS = {
-    "float32": (ComputeType.COMPUTE_32F, DataType.R_32F, DataType.R_32F),
-    "tf32": (ComputeType.COMPUTE_32F_FAST_TF32, DataType.R_32F, DataType.R_32F),
-    "bfloat16": (ComputeType.COMPUTE_32F, DataType.R_32F, DataType.R_16BF),
-    "float16": (ComputeType.COMPUTE_32F, DataType.R_32F, DataType.R_16F),
-    "float64": (ComputeType.COMPUTE_64F, DataType.R_64F, DataType.R_64F),
+    "float32": (cublaslt.ComputeType.COMPUTE_32F, cublaslt.DataType.R_32F, cublaslt.DataType.R_32F),
+    "tf32": (cublaslt.ComputeType.COMPUTE_32F_FAST_TF32, cublaslt.DataType.R_32F, cublaslt.DataType.R_32F),
+    "bfloat16": (cublaslt.ComputeType.COMPUTE_32F, cublaslt.DataType.R_32F, cublaslt.DataType.R_16BF),
+    "float16": (cublaslt.ComputeType.COMPUTE_32F, cublaslt.DataType.R_32F, cublaslt.DataType.R_16F),
+    "float64": (cublaslt.ComputeType.COMPUTE_64F, cublaslt.DataType.R_64F, cublaslt.DataType.R_64F),
 }
 
 
@@ -49,15 +36,15 @@ def test_every_capability_and_configuration_of_every_algorithm_is_readable(kind:
     types = (compute, scale, data, data, data, data)
     ids = cublaslt.algo_get_ids(handle, types)
     assert ids
-    known = [attribute for attribute in AlgoCapAttribute if attribute.name not in ("TILE_IDS", "STAGES_IDS")]
+    known = [attribute for attribute in cublaslt.AlgoCapAttribute if attribute.name not in ("TILE_IDS", "STAGES_IDS")]
     for algo_id in ids:
         algorithm = cublaslt.algo_init(handle, types, algo_id)
-        assert algorithm.get(AlgoConfigAttribute.ID) == algo_id
+        assert algorithm.get(cublaslt.AlgoConfigAttribute.ID) == algo_id
         for attribute in known:
             _read(lambda each=attribute, algo=algorithm: algo.capability(each))
-        for attribute in (AlgoCapAttribute.TILE_IDS, AlgoCapAttribute.STAGES_IDS):
+        for attribute in (cublaslt.AlgoCapAttribute.TILE_IDS, cublaslt.AlgoCapAttribute.STAGES_IDS):
             assert isinstance(algorithm.capabilities(attribute), tuple)
-        for config in AlgoConfigAttribute:
+        for config in cublaslt.AlgoConfigAttribute:
             _read(lambda each=config, algo=algorithm: algo.get(each))
 
 
@@ -73,9 +60,9 @@ def test_a_heuristic_passes_the_check_and_multiplies(kind: str, handle: cublaslt
     a, b = cp.ones((K, M), dtype), cp.ones((N, K), dtype)  # as column-major matrices: M×K and K×N
     d = cp.zeros((N, M), dtype)
     workspace = cp.empty(1 << 20, cp.uint8)
-    with MatmulDesc(compute, scale) as desc, MatmulPreference() as preference:
-        preference.set(PreferenceAttribute.MAX_WORKSPACE_BYTES, workspace.nbytes)
-        layouts = [MatrixLayout(data, *shape) for shape in ((M, K, M), (K, N, K), (M, N, M))]
+    with cublaslt.MatmulDesc(compute, scale) as desc, cublaslt.MatmulPreference() as preference:
+        preference.set(cublaslt.PreferenceAttribute.MAX_WORKSPACE_BYTES, workspace.nbytes)
+        layouts = [cublaslt.MatrixLayout(data, *shape) for shape in ((M, K, M), (K, N, K), (M, N, M))]
         for algorithm in cublaslt.get_heuristics(handle, desc, *layouts, layouts[2], preference, 4):
             checked = cublaslt.algo_check(handle, desc, *layouts, layouts[2], algorithm)
             assert checked.workspace_size == algorithm.workspace_size
@@ -90,9 +77,9 @@ def test_a_heuristic_passes_the_check_and_multiplies(kind: str, handle: cublaslt
 def test_the_transform_transposes_and_scales(handle: cublaslt.Handle) -> None:
     source = cp.arange(M * N, dtype=cp.float32).reshape(N, M)  # column-major M×N
     target = cp.empty((M, N), cp.float32)  # column-major N×M
-    with MatrixTransformDesc(DataType.R_32F) as desc:
-        desc.set(MatrixTransformDescAttribute.TRANSA, Operation.T)
-        layouts = [MatrixLayout(DataType.R_32F, M, N, M), MatrixLayout(DataType.R_32F, N, M, N)]
+    with cublaslt.MatrixTransformDesc(cublaslt.DataType.R_32F) as desc:
+        desc.set(cublaslt.MatrixTransformDescAttribute.TRANSA, cublaslt.Operation.T)
+        layouts = [cublaslt.MatrixLayout(cublaslt.DataType.R_32F, *shape) for shape in ((M, N, M), (N, M, N))]
         cublaslt.matrix_transform(
             handle, desc, 3.0, source.data.ptr, layouts[0], 0.0, 0, None, target.data.ptr, layouts[1], 0
         )

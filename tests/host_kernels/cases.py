@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from hypothesis import Phase, settings
@@ -128,3 +128,34 @@ class Drops:
 
 
 drops = st.builds(Drops, st.sampled_from((0.1, 0.5, 0.0, 0.93)), generators, st.booleans())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A pass over a matrix.
+
+    Attributes:
+        in_place: whether the result overwrites an operand.
+        slope: of a leaky ReLU.
+        blocks: None lets the runtime choose the blocks.
+    """
+
+    shape: Shape
+    in_place: bool = False
+    slope: float = 0.25
+    drops: Drops
+    blocks: Blocks | None
+    order: int = 0
+    seed: int = 0
+
+
+LAUNCH: Final[dict[str, Any]] = {
+    "shape": shapes,
+    "in_place": st.booleans(),
+    "slope": st.sampled_from((0.01, 0.25, 1.5, -0.5)),
+    "drops": drops,
+    "blocks": st.one_of(st.none(), blocks),
+    "order": orders,
+    "seed": seeds,
+}
+"""Strategies of a launch's fields."""

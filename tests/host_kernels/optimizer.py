@@ -12,19 +12,7 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels.adamw import (
-    ADAMW,
-    GRADIENT_NORM,
-    UPDATE_TICKETS,
-    OptimizerState,
-    Options,
-    Tensor,
-    adamw_params,
-    norm_table,
-    settings_words,
-    update_table,
-    update_tiling,
-)
+from lt_runtime.kernels import adamw
 from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper, AdamWTensor
@@ -34,7 +22,7 @@ from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import BF16, F32, TYPES, AdamWVariant
 
 HYPER: Final = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, constant())
-OPTIONS: Final = Options(
+OPTIONS: Final = adamw.Options(
     HYPER,
     amsgrad=False,
     max_norm=None,
@@ -117,7 +105,7 @@ class HostTensor:
         """The settings with the tensor's own learning rate and weight decay."""
         return replace(hyper, lr=hyper.lr * self.case.lr_scale, weight_decay=self.case.weight_decay)
 
-    def row(self) -> Tensor:
+    def row(self) -> adamw.Tensor:
         """The tensor as the kernels' tables describe it."""
         arrays = {"value": self.updated[0], "gradient": self.gradient, "m": self.m, "v": self.v}
         if self.master:
@@ -125,7 +113,7 @@ class HostTensor:
         if self.v_max:
             arrays["v_max"] = self.v_max
         types = {name: (array.address, array.dtype) for name, array in arrays.items()}
-        return Tensor(self.case.size, types)
+        return adamw.Tensor(self.case.size, types)
 
 
 class HostOptimizer:
@@ -135,39 +123,39 @@ class HostOptimizer:
         state: the optimizer's state, as it lies on the device. scale, growth_tracker: of the loss scaler.
     """
 
-    def __init__(self, host: HostKernels, variant: AdamWVariant, options: Options, first: int = 0) -> None:
-        self._update = host.get(ADAMW, variant.macros)
-        self._norm = host.get(GRADIENT_NORM)
+    def __init__(self, host: HostKernels, variant: AdamWVariant, options: adamw.Options, first: int = 0) -> None:
+        self._update = host.get(adamw.ADAMW, variant.macros)
+        self._norm = host.get(adamw.GRADIENT_NORM)
         self._options = replace(options, moments=variant.moments, amsgrad=variant.amsgrad)
-        self.state = np.zeros(1, np.dtype(OptimizerState))
+        self.state = np.zeros(1, np.dtype(adamw.OptimizerState))
         self.state["steps"] = first
-        self.tickets = np.zeros(UPDATE_TICKETS, np.uint32)
+        self.tickets = np.zeros(adamw.UPDATE_TICKETS, np.uint32)
         scaler = options.scaler or GradScaler()
         self.scale = np.array([scaler.init_scale], np.float32)
         self.growth_tracker = np.zeros(1, np.int32)
 
     def measure(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
         """Launches gradient_norm."""
-        table = norm_table([tensor.row() for tensor in tensors])
+        table = adamw.norm_table([tensor.row() for tensor in tensors])
         partial = Guarded(np.full((1, table.size), np.nan, np.float32))
         scale = self.scale.ctypes.data if self._options.scaler else 0
-        params = GRADIENT_NORM.params(table.ctypes.data, partial.address, self.state.ctypes.data, scale)
+        params = adamw.GRADIENT_NORM.params(table.ctypes.data, partial.address, self.state.ctypes.data, scale)
         self._norm.launch((table.size, 1), (THREADS, 1), params, order=order)
         partial.values()
         assert self.state["norm_ticket"] == 0
 
     def update(self, tensors: Sequence[HostTensor], order: int = 0, octet: int = 0) -> None:
         """Launches adamw; `octet` is added to the index of each tensor's first octet of elements."""
-        table = update_table([tensor.row() for tensor in tensors])
+        table = adamw.update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
         options = self._options
-        words = settings_words(options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
-        params = adamw_params(options, words.ctypes.data, len(tensors))
+        words = adamw.settings_words(options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
+        params = adamw.adamw_params(options, words.ctypes.data, len(tensors))
         params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
         params.tickets = self.tickets.ctypes.data
         if self._options.scaler:
             params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
-        tiling = update_tiling(table.size)
+        tiling = adamw.update_tiling(table.size)
         self._update.launch(tiling.grid, tiling.block, params, order=order)
         assert not self.tickets.any()
         assert self.state["update_ticket"] == self.state["nonfinite"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,7 @@ from lt_runtime.reference import dropout_mask
 from lt_runtime.reference.philox import philox4x32
 from tests.host_kernels.arrays import Guarded, assert_close, numbers, rounding
 from tests.host_kernels.build import Variant
-from tests.host_kernels.cases import (
-    MORE,
-    Blocks,
-    Drops,
-    Shape,
-    blocks,
-    drops,
-    orders,
-    seeds,
-    shapes,
-    suit_place,
-    suit_shape,
-)
+from tests.host_kernels.cases import LAUNCH, MORE, Launch, seeds, suit_place, suit_shape
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import DROPPING, Dropping
 from tests.support.strategies import Placement, generators, placements
@@ -104,48 +93,34 @@ def lane_of(philox: Philox, index: int) -> int:
     return int(words[index % 8 // 2]) >> 16 * (index % 2) & 0xFFFF
 
 
-def run_dropout(
-    host: HostKernels, variant: Dropping, x: Guarded, out: Guarded, case: Drops, blocks: Blocks | None, order: int
-) -> None:
-    state, step = case.state()
+@dataclass(frozen=True, kw_only=True)
+class DropoutCase(Launch):
+    x: Placement
+    out: Placement
+
+
+def run_dropout(host: HostKernels, variant: Dropping, x: Guarded, out: Guarded, case: DropoutCase) -> None:
+    state, step = case.drops.state()
     rows, cols = x.array.shape
     params = DROPOUT.params(x.matrix, out.matrix, rows, cols, state.block())
-    tiling = blocks.tiling((rows, cols)) if blocks else sweep(packed(rows, cols), None)
-    host.get(DROPOUT, variant.macros).launch(*tiling, params, order=order)
-    assert step[0] == case.philox.step
+    tiling = case.blocks.tiling((rows, cols)) if case.blocks else sweep(packed(rows, cols), None)
+    host.get(DROPOUT, variant.macros).launch(*tiling, params, order=case.order)
+    assert step[0] == case.drops.philox.step
 
 
 @pytest.mark.parametrize("variant", DROPPING, ids=str)
 @MORE
-@given(
-    shape=shapes,
-    case=drops,
-    blocks=st.one_of(st.none(), blocks),
-    order=orders,
-    places=st.tuples(placements, placements),
-    in_place=st.booleans(),
-    seed=seeds,
-)
-def test_masks_are_the_reference_s(
-    host: HostKernels,
-    variant: Dropping,
-    shape: Shape,
-    case: Drops,
-    blocks: Blocks | None,
-    order: int,
-    places: tuple[Placement, Placement],
-    in_place: bool,
-    seed: int,
-) -> None:
-    shape = suit_shape(shape, aligned=variant.aligned)
-    x: NDArray[Any] = numbers(np.random.default_rng(seed), shape, variant.dtype)
-    at, apart = (suit_place(place, shape, variant.dtype, aligned=variant.aligned) for place in places)
+@given(case=st.builds(DropoutCase, x=placements, out=placements, **LAUNCH))
+def test_masks_are_the_reference_s(host: HostKernels, variant: Dropping, case: DropoutCase) -> None:
+    shape = suit_shape(case.shape, aligned=variant.aligned)
+    x: NDArray[Any] = numbers(np.random.default_rng(case.seed), shape, variant.dtype)
+    at, apart = (suit_place(place, shape, variant.dtype, aligned=variant.aligned) for place in (case.x, case.out))
     source = Guarded(x, at)
-    out = source if in_place else Guarded(np.zeros(shape), apart, variant.dtype)
-    run_dropout(host, variant, source, out, case, blocks, order)
-    expected = x.astype(np.float64) * case.factors(shape)
+    out = source if case.in_place else Guarded(np.zeros(shape), apart, variant.dtype)
+    run_dropout(host, variant, source, out, case)
+    expected = x.astype(np.float64) * case.drops.factors(shape)
     assert_close("y", out.values(), expected, 2 * rounding(variant.dtype, expected))
-    kept = dropout_mask(shape, case.p, case.philox) & (x != 0)
+    kept = dropout_mask(shape, case.drops.p, case.drops.philox) & (x != 0)
     assert np.array_equal(out.values() != 0, kept)
-    if not in_place:
+    if not case.in_place:
         source.assert_unchanged()

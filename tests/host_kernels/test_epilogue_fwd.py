@@ -20,20 +20,7 @@ from lt_runtime.problem import Activation, Compute, ForwardProblem, Spec, keep_s
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.build import Variant
-from tests.host_kernels.cases import (
-    FEW,
-    NO_DROPOUT,
-    Blocks,
-    Drops,
-    Shape,
-    blocks,
-    drops,
-    orders,
-    seeds,
-    shapes,
-    suit_places,
-    suit_shape,
-)
+from tests.host_kernels.cases import FEW, LAUNCH, NO_DROPOUT, Launch, suit_places, suit_shape
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import launching, spec_of
 from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Forward
@@ -47,21 +34,14 @@ SPECIAL = np.array(
 )
 
 
-@dataclass(frozen=True)
-class ForwardCase:
-    shape: Shape
+@dataclass(frozen=True, kw_only=True)
+class ForwardCase(Launch):
     bias: bool
     bias_offset: int
     kept_in_place: bool  # the pre-activation overwrites the product
-    in_place: bool  # y overwrites the product
-    slope: float
-    drops: Drops
-    blocks: Blocks | None  # None lets the runtime choose the blocks
-    order: int
     product: Placement
     preactivation: Placement
     y: Placement
-    seed: int
 
     def suited(self, variant: Forward) -> ForwardCase:
         """The case, changed as little as possible, so that the variant supports it."""
@@ -86,19 +66,13 @@ class ForwardCase:
 
 cases = st.builds(
     ForwardCase,
-    shape=shapes,
     bias=st.booleans(),
     bias_offset=st.sampled_from((0, 0, 1, 3)),
     kept_in_place=st.booleans(),
-    in_place=st.booleans(),
-    slope=st.sampled_from((0.01, 0.25, 1.5, -0.5)),
-    drops=drops,
-    blocks=st.one_of(st.none(), blocks),
-    order=orders,
     product=placements,
     preactivation=placements,
     y=placements,
-    seed=seeds,
+    **LAUNCH,
 )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -32,50 +35,59 @@ def test_atomics_count(host: HostKernels) -> None:
     assert run_probe(host.kernel(PROBE, "turns"), block=(8, 4), grid=(3, 2))[1] == 8 * 4 * 3 * 2
 
 
-@pytest.mark.parametrize("order", range(5))
-def test_barriers_hold(host: HostKernels, order: int) -> None:
-    assert np.array_equal(run_probe(host.kernel(PROBE, "mirror"), order=order)[0][0], MIRRORED)
+@pytest.fixture(params=range(5))
+def run(host: HostKernels, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Runs a kernel of the probe, its threads in each of several orders; returns what each thread wrote."""
+    return lambda entry, **more: run_probe(host.kernel(PROBE, entry), order=request.param, **more)[0]
 
 
-@pytest.mark.parametrize("order", range(5))
-def test_barriers_count(host: HostKernels, order: int) -> None:
-    assert (run_probe(host.kernel(PROBE, "votes"), grid=(2, 1), order=order)[0] == 604).all()
+LANES = np.arange(64) % 32
+SHUFFLED_DOWN = np.where(LANES % 8 < 6, LANES + 2, LANES)
+WRITTEN: dict[str, tuple[dict[str, Any], Any]] = {
+    "mirror": ({}, MIRRORED),
+    "votes": ({"grid": (2, 1)}, 604),
+    "early_return": ({}, np.where(np.arange(16) < 8, MIRRORED, -1.0)),  # a returned thread counts as arrived
+    "named_barriers": ({"block": (64, 1)}, [*[0.0] * 32, *(100.0 + 2 * np.arange(32)[::-1])]),
+    # Warps count threads with x fastest; the last warp has few of them.
+    "warp_sum": ({"block": (8, 12), "grid": (2, 1)}, np.arange(192.0).reshape(2, 3, 32).sum(axis=2).repeat(32, axis=1)),
+    "segments": ({"block": (64, 1)}, 10000 * (LANES ^ 3) + 100 * SHUFFLED_DOWN + LANES // 8 * 8 + 5),
+    "beyond_the_segment": ({"block": (64, 1)}, np.where(LANES & 8, LANES ^ 8, LANES)),
+    "warp_barrier": ({"block": (64, 1)}, np.arange(64) ^ 15),
+}
+"""Launches of kernels that work together, with the expected numbers."""
 
 
-@pytest.mark.parametrize("order", range(5))
-def test_a_missing_barrier_shows_as_nan(host: HostKernels, order: int) -> None:
-    out, _ = run_probe(host.kernel(PROBE, "missing_barrier"), order=order)
-    assert np.isnan(out).sum() == 8
+@pytest.mark.parametrize("entry", WRITTEN)
+def test_threads_work_together(run: Callable[..., Any], entry: str) -> None:
+    launch, expected = WRITTEN[entry]
+    found = run(entry, **launch)
+    assert np.array_equal(found, np.broadcast_to(expected, found.shape))
 
 
-@pytest.mark.parametrize("order", range(5))
-def test_a_divergent_barrier_is_an_error(host: HostKernels, order: int) -> None:
+@pytest.mark.parametrize(
+    ("entry", "threads", "poisoned"),
+    [
+        ("missing_barrier", 16, 8),
+        ("barrier_of_warps_alone", 64, 32),  # the first warp to run reads what the other has not written
+    ],
+)
+def test_a_missing_barrier_shows_as_nan(run: Callable[..., Any], entry: str, threads: int, poisoned: int) -> None:
+    assert np.isnan(run(entry, block=(threads, 1))).sum() == poisoned
+
+
+def test_a_divergent_barrier_is_an_error(run: Callable[..., Any]) -> None:
     with pytest.raises(
         HostKernelError, match=r"block \(0, 0, 0\): divergent barrier: thread .* waits at shim_probe.cu"
     ):
-        run_probe(host.kernel(PROBE, "divergent_barrier"), order=order)
-    # the next kernel runs correctly after the failure
-    assert np.array_equal(run_probe(host.kernel(PROBE, "mirror"), order=order)[0][0], MIRRORED)
+        run("divergent_barrier")
+    assert np.array_equal(run("mirror")[0], MIRRORED), "the next kernel runs correctly after the failure"
 
 
-@pytest.mark.parametrize("order", range(5))
-def test_threads_that_have_returned_count_as_arrived(host: HostKernels, order: int) -> None:
-    out, _ = run_probe(host.kernel(PROBE, "early_return"), order=order)
-    assert np.array_equal(out[0], np.where(np.arange(16) < 8, MIRRORED, -1.0))
-
-
-@pytest.mark.parametrize("order", range(5))
-def test_barriers_of_some_warps_hold(host: HostKernels, order: int) -> None:
-    out, _ = run_probe(host.kernel(PROBE, "named_barriers"), block=(64, 1), order=order)
-    assert np.array_equal(out[0], [*[0.0] * 32, *(100.0 + 2 * np.arange(32)[::-1])])
-
-
-@pytest.mark.parametrize("order", range(3))
-def test_barriers_that_never_open_are_errors(host: HostKernels, order: int) -> None:
+def test_barriers_that_never_open_are_errors(run: Callable[..., Any]) -> None:
     with pytest.raises(HostKernelError, match="for ever: 32 of 64 threads have come to barrier 1"):
-        run_probe(host.kernel(PROBE, "named_barrier_without_all"), block=(64, 1), order=order)
+        run("named_barrier_without_all", block=(64, 1))
     with pytest.raises(HostKernelError, match=r"barrier 1 is not one of (64|96) threads"):
-        run_probe(host.kernel(PROBE, "named_barrier_of_two_sizes"), block=(64, 1), order=order)
+        run("named_barrier_of_two_sizes", block=(64, 1))
 
 
 def test_shared_memory_is_poisoned_in_every_block(host: HostKernels) -> None:
@@ -93,42 +105,10 @@ def test_impossible_launches_are_errors(host: HostKernels, entry: str, threads: 
             run_probe(kernel, block=block)
 
 
-@pytest.mark.parametrize("order", range(5))
-def test_warps_exchange_among_themselves(host: HostKernels, order: int) -> None:
-    """Warps count threads with x fastest; the last has few of them."""
-    out, _ = run_probe(host.kernel(PROBE, "warp_sum"), block=(8, 12), grid=(2, 1), order=order)
-    sums = np.arange(2 * 96.0).reshape(2, 3, 32).sum(axis=2)
-    assert np.array_equal(out, np.repeat(sums, 32, axis=1))
-
-
-@pytest.mark.parametrize("order", range(5))
-def test_shuffles_in_segments(host: HostKernels, order: int) -> None:
-    lanes = np.arange(64) % 32
-    segment = lanes // 8 * 8
-    down = np.where(lanes % 8 < 6, lanes + 2, lanes)
-    out, _ = run_probe(host.kernel(PROBE, "segments"), block=(64, 1), order=order)
-    assert np.array_equal(out[0], 10000 * (lanes ^ 3) + 100 * down + segment + 5)
-    out, _ = run_probe(host.kernel(PROBE, "beyond_the_segment"), block=(64, 1), order=order)
-    assert np.array_equal(out[0], np.where(lanes & 8, lanes ^ 8, lanes))
-
-
-@pytest.mark.parametrize("order", range(5))
-def test_parts_of_a_warp_exchange_by_themselves(host: HostKernels, order: int) -> None:
-    out, _ = run_probe(host.kernel(PROBE, "parted_halves"), block=(32, 1), order=order)
+def test_parts_of_a_warp_exchange_by_themselves(run: Callable[..., Any]) -> None:
+    out = run("parted_halves", block=(32, 1))
     assert np.array_equal(out[0, :16], [5.0] * 16)
     assert np.array_equal(out[0, 16:29], np.arange(19.0, 32.0))
-
-
-def test_a_barrier_of_warps(host: HostKernels) -> None:
-    for order in range(5):
-        out, _ = run_probe(host.kernel(PROBE, "warp_barrier"), block=(64, 1), order=order)
-        assert np.array_equal(out[0], np.arange(64) ^ 15)
-
-
-@pytest.mark.parametrize("order", range(5))
-def test_a_barrier_of_warps_is_none_of_the_block(host: HostKernels, order: int) -> None:
-    out, _ = run_probe(host.kernel(PROBE, "barrier_of_warps_alone"), block=(64, 1), order=order)
-    assert np.isnan(out).sum() == 32, "the first warp to run reads what the other has not written"
 
 
 @pytest.mark.parametrize(
@@ -139,12 +119,10 @@ def test_a_barrier_of_warps_is_none_of_the_block(host: HostKernels, order: int) 
         ("shuffle_of_no_width", range(16)),
     ],
 )
-def test_lanes_that_cannot_be_read_give_nan(host: HostKernels, entry: str, poisoned: list[int]) -> None:
-    out, _ = run_probe(host.kernel(PROBE, entry))
-    assert np.flatnonzero(np.isnan(out[0])).tolist() == list(poisoned)
+def test_lanes_that_cannot_be_read_give_nan(run: Callable[..., Any], entry: str, poisoned: list[int]) -> None:
+    assert np.flatnonzero(np.isnan(run(entry)[0])).tolist() == list(poisoned)
 
 
-@pytest.mark.parametrize("order", range(5))
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
@@ -154,9 +132,7 @@ def test_lanes_that_cannot_be_read_give_nan(host: HostKernels, entry: str, poiso
         ("shuffle_without_itself", r"thread \(1, 0, 0\) waits at .* for lanes 0x00000001, not its own"),
     ],
 )
-def test_a_divergent_exchange_is_an_error(host: HostKernels, entry: str, complaint: str, order: int) -> None:
+def test_a_divergent_exchange_is_an_error(run: Callable[..., Any], entry: str, complaint: str) -> None:
     with pytest.raises(HostKernelError, match=rf"block \(0, 0, 0\): divergent exchange in a warp: {complaint}"):
-        run_probe(host.kernel(PROBE, entry), order=order)
-    # the next kernel runs correctly after the failure
-    out, _ = run_probe(host.kernel(PROBE, "warp_sum"), block=(32, 1), order=order)
-    assert np.array_equal(out[0], [496.0] * 32)
+        run(entry)
+    assert np.array_equal(run("warp_sum", block=(32, 1))[0], [496.0] * 32), "the next kernel runs correctly"

@@ -5,27 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lt_runtime.kernels.verify import (
-    COMPARE,
-    EXPECT,
-    TYPES,
-    Comparison,
-    Elements,
-    Results,
-    Rounding,
-    compare_blocks,
-    launch_compare,
-    launch_expect,
-)
+from lt_runtime.kernels import verify
 from lt_runtime.problem import Activation
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import Guarded, assert_close, numbers
 from tests.host_kernels.variants import F16, F32
 
 
-def elements(matrix: Guarded) -> Elements:
+def elements(matrix: Guarded) -> verify.Elements:
     at = matrix.matrix
-    return Elements(matrix.address, 0, at.row_stride, at.col_stride, TYPES[str(matrix.array.dtype)])
+    return verify.Elements(matrix.address, 0, at.row_stride, at.col_stride, verify.TYPES[str(matrix.array.dtype)])
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (65, 130, 35)])
@@ -37,11 +26,11 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
     d, limits, kept, kept_limits = (Guarded(np.full((m, n), np.nan)) for _ in range(4))
     tiles = -(-m // 64)
     sums = Guarded(np.full((3 * tiles, n), np.nan))
-    params = EXPECT.params(elements(a), elements(b), bias=elements(bias), sums=sums.address)
-    params.d, params.kept = Results(d.address, limits.address), Results(kept.address, kept_limits.address)
-    params.rounding, params.activation = Rounding(2.0**-11, 0.0, np.inf), 2
+    params = verify.EXPECT.params(elements(a), elements(b), bias=elements(bias), sums=sums.address)
+    params.d, params.kept = verify.Results(d.address, limits.address), verify.Results(kept.address, kept_limits.address)
+    params.rounding, params.activation = verify.Rounding(2.0**-11, 0.0, np.inf), 2
     params.rows, params.cols, params.depth = shape
-    launch_expect(params, 1, 0, 0)
+    verify.launch_expect(params, 1, 0, 0)
 
     z = a.array.astype(np.float64) @ b.array.astype(np.float64) + bias.array
     y = activate(z, Activation("gelu"))
@@ -58,11 +47,13 @@ def test_comparisons_count_and_find_bad_elements() -> None:
     wanted = Guarded(numbers(np.random.default_rng(0), (40, 67), F32))
     found = Guarded(wanted.array.copy())
     found.array[7, 5], found.array[39, 66] = np.nan, 1e3
-    blocks = compare_blocks(found.array.size)
+    blocks = verify.compare_blocks(found.array.size)
     parts = Guarded(np.zeros((blocks, 4), np.uint64))
-    params = COMPARE.params(elements(found), elements(wanted), 0, parts.address, 1, *found.array.shape, relative=1e-6)
-    launch_compare(params, 0, 0)
+    params = verify.COMPARE.params(
+        elements(found), elements(wanted), 0, parts.address, 1, *found.array.shape, relative=1e-6
+    )
+    verify.launch_compare(params, 0, 0)
     parts.values()
-    judged = (Comparison * blocks).from_address(parts.address)
+    judged = (verify.Comparison * blocks).from_address(parts.address)
     assert sum(each.bad for each in judged) == 2
     assert min(each.first for each in judged) == 7 * 67 + 5
