@@ -118,8 +118,15 @@ class BackwardPlan(Plan):
         self._dz = dz_spec(problem)
         wants_product = problem.dx is not None or problem.dw is not None
         self._needs_dz = problem.dz is not None or (not problem.output_derivative.is_identity and wants_product)
-        self._product_dz = self._dz if self._needs_dz else problem.dy
-        self._first, self._last = self._own_pass(), self._pass_below()
+        dz = self._dz if self._needs_dz else None
+        self._first = self._pass(problem.output_derivative, problem.dy, dz, sums=strategy.db is MadeBy.KERNEL)
+        self._last, below = None, problem.input_derivative
+        if below is not None and problem.dx is not None:
+            # The pass for the layer below multiplies dx in place by the derivative of that layer's activation, sums
+            # that layer's bias gradient, or does both.
+            derives, sums = strategy.derivative is MadeBy.KERNEL, strategy.db_below is MadeBy.KERNEL
+            derivative, target = (below, problem.dx) if derives else (unchanged(below.db), None)
+            self._last = self._pass(derivative, problem.dx, target, sums=sums)
         keeps_dz = self._needs_dz and problem.dz is None
         self._dz_bytes = aligned(self._dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
         # The two passes use the same memory for their partial sums, one after the other.
@@ -134,61 +141,37 @@ class BackwardPlan(Plan):
         # have few blocks too, and start before the bias gradient's pass; other products end sooner after that pass.
         self._dx_first = problem.dy.layout.cols > problem.dy.layout.rows
         self._sums_last = not are_whole(problem.dtype, problem.dy, problem.x)
-        problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
-        made = {name: choose(each, device) for name, each in problems.items() if each is not None}
-        self.products, self.shared = sharing_copy(made)
+        products = self._product_problems(dz or problem.dy)
+        self.products, self.shared = sharing_copy({name: choose(each, device) for name, each in products.items()})
         self._copy = ResizePass(problem.dtype, [self.shared], device) if self.shared else None
         self._copy_bytes = self.shared.target.size * problem.dtype.itemsize if self.shared else 0
         self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
 
-    def _own_pass(self) -> BackwardPass | None:
-        problem, own = self.problem, self.problem.output_derivative
-        sums = self.strategy.db is MadeBy.KERNEL
-        if not problem.dy.layout.size or not (sums or self._needs_dz):
+    def _pass(self, derivative: Derivative, dy: Spec, dz: Spec | None, *, sums: bool) -> BackwardPass | None:
+        """A kernel of ours that computes dz, a bias gradient or both; None if it has no work."""
+        if not dy.layout.size or (dz is None and not sums):
             return None
-        dz = self._dz if self._needs_dz else None
-        return self._pass(own, problem.dy, dz, sums=sums)
-
-    def _pass_below(self) -> BackwardPass | None:
-        """Our kernel for the layer below; None if it has no work.
-
-        The kernel multiplies dx in place by the derivative of that layer's activation, sums that layer's bias gradient,
-        or does both.
-        """
-        problem, strategy, below = self.problem, self.strategy, self.problem.input_derivative
-        if below is None or problem.dx is None or not problem.dx.layout.size:
-            return None
-        derives, sums = strategy.derivative is MadeBy.KERNEL, strategy.db_below is MadeBy.KERNEL
-        if derives:
-            return self._pass(below, problem.dx, problem.dx, sums=sums)
-        return self._pass(unchanged(below.db), problem.dx, None, sums=True) if sums else None
-
-    def _pass(self, derivative: Derivative, dy: Spec, dz: Spec | None, *, sums: bool) -> BackwardPass:
         kind = Sums(self.problem.accumulate) if sums else None
         return BackwardPass(self.problem.dtype, derivative, dy, dz, self.device, sums=kind)
 
-    def _dx_problem(self) -> MatmulProblem | None:
-        problem, below, strategy = self.problem, self.problem.input_derivative, self.strategy
-        if problem.dx is None:
-            return None
-        plain = MatmulProblem(problem.dtype, problem.dtype, problem.compute, self._product_dz, problem.w, problem.dx)
-        if below is None or strategy.derivative is not MadeBy.EPILOGUE:
-            return plain
-        sums = strategy.db_below is MadeBy.EPILOGUE
-        epilogue = Epilogue(f"d{below.activation.name}{'_bgrad' if sums else ''}")
-        vector = below.db if sums and below.db is not None else 256
-        return replace(plain, epilogue=epilogue, aux=below.saved_spec, bias_alignment=vector)
-
-    def _dw_problem(self) -> MatmulProblem | None:
-        problem = self.problem
-        if problem.dw is None:
-            return None
-        c = problem.dw if problem.accumulate else None
-        dz, kind = self._product_dz.transposed, problem.dtype
-        plain = MatmulProblem(kind, kind, problem.compute, dz, problem.x, problem.dw, c=c)
-        if self.strategy.db is not MadeBy.EPILOGUE:
-            return plain
-        return replace(plain, epilogue=Epilogue.BGRADA, bias_alignment=problem.output_derivative.db or 256)
+    def _product_problems(self, dz: Spec) -> dict[str, MatmulProblem]:
+        """The products that compute the requested gradients from dz; cuBLASLt's epilogues are those of the strategy."""
+        problem, strategy, below = self.problem, self.strategy, self.problem.input_derivative
+        kinds, found = (problem.dtype, problem.dtype, problem.compute), dict[str, MatmulProblem]()
+        if problem.dx is not None:
+            found["dx"] = MatmulProblem(*kinds, dz, problem.w, problem.dx)
+            if below is not None and strategy.derivative is MadeBy.EPILOGUE:
+                sums = strategy.db_below is MadeBy.EPILOGUE
+                epilogue = Epilogue(f"d{below.activation.name}{'_bgrad' if sums else ''}")
+                vector = (below.db if sums else None) or found["dx"].bias_alignment
+                found["dx"] = replace(found["dx"], epilogue=epilogue, aux=below.saved_spec, bias_alignment=vector)
+        if problem.dw is not None:
+            c = problem.dw if problem.accumulate else None
+            found["dw"] = MatmulProblem(*kinds, dz.transposed, problem.x, problem.dw, c=c)
+            if strategy.db is MadeBy.EPILOGUE:
+                vector = problem.output_derivative.db or found["dw"].bias_alignment
+                found["dw"] = replace(found["dw"], epilogue=Epilogue.BGRADA, bias_alignment=vector)
+        return found
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""

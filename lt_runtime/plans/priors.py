@@ -53,20 +53,19 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStra
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     wanted: dict[str, Any] = {}
     if problem.backward:
-        tree = _tree(device, "forward", _kind(problem), problem.activation.name, is_ours=is_ours)
+        tree = _tree(device, "forward", problem, problem.activation.name, is_ours=is_ours)
         wanted |= leaf_of(tree, forward_features(problem))
     if is_ours and problem.y.layout.cols <= _FEW_COLUMNS:
         wanted["epilogue"] = Epilogue.BIAS.value
     if wanted and problem.bias is None:
         wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
-    strategies = sorted(forward_strategies(problem), key=lambda each: each.epilogue.has_aux_output)
-    return sorted(strategies, key=lambda each: to_json(each) != wanted)
+    return sorted(forward_strategies(problem), key=lambda each: (to_json(each) != wanted, each.epilogue.has_aux_output))
 
 
 def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
     """Backward strategies sorted by distance from the table's choice; ties prefer our kernels."""
     features, is_ours = backward_features(problem), is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
-    wanted = dict(leaf_of(_tree(device, "backward", _kind(problem), _below(problem), is_ours=is_ours), features))
+    wanted = dict(leaf_of(_tree(device, "backward", problem, _below(problem), is_ours=is_ours), features))
     # If dz differs from dy, our kernel reads dy in any case, and sums it at hardly any cost. cuBLASLt's kernels that
     # sum 16-bit rows of no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
     sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
@@ -75,19 +74,22 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
         wanted |= {"derivative": MadeBy.KERNEL.value, "db_below": MadeBy.KERNEL.value} if wanted else {}
     if not problem.output_derivative.is_identity or sums_slowly:
         wanted["db"] = MadeBy.KERNEL.value
-    strategies = sorted(backward_strategies(problem), key=_by_library)
-    return sorted(strategies, key=lambda each: _differences(each, wanted))
+    return sorted(backward_strategies(problem), key=lambda each: _distance(each, wanted))
 
 
-def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tree:
+def _tree(device: int, part: str, problem: ForwardProblem | BackwardProblem, rest: str, *, is_ours: bool) -> Tree:
     """The table's decision tree for problems of this kind; an empty tree if the table has none.
 
+    Both 16-bit types share a tree: they move equally many bytes.
+
     Args:
+        rest: the part of the tree's name after the type.
         is_ours: whether our kernel for ragged rows computes the products. In that kernel an epilogue that sums or
             takes a derivative costs little, unless many blocks share the work. The table may therefore have separate
             trees for it.
     """
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
+    kind = "bf16" if problem.dtype.itemsize == 2 else "tf32" if problem.compute is Compute.TF32 else "fp32"
     kinds = [f"{RAGGED} {kind}"] * is_ours + [kind]
     names = [f"{each} {name}" for name in (rest, OTHER) for each in kinds]
     return next((trees[name] for name in names if name in trees), {})
@@ -121,13 +123,6 @@ def leaf_of(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
     return tree
 
 
-def _kind(problem: ForwardProblem | BackwardProblem) -> str:
-    """The name of the problem's type in the tables. Both 16-bit types share a name: they move equally many bytes."""
-    if problem.dtype.itemsize == 2:
-        return "bf16"
-    return "tf32" if problem.compute is Compute.TF32 else "fp32"
-
-
 def _below(problem: BackwardProblem) -> str:
     """Table key: the input layer's activation and its saved tensor, or "products" if only the two products run."""
     below, output = problem.input_derivative, problem.output_derivative
@@ -136,14 +131,11 @@ def _below(problem: BackwardProblem) -> str:
     return "products" if output.db is None and output.is_identity else f"none {Saved.NOTHING.value}"
 
 
-def _by_library(strategy: BackwardStrategy) -> int:
-    return (strategy.db, strategy.derivative, strategy.db_below).count(MadeBy.EPILOGUE)
-
-
-def _differences(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> int:
-    """The distance between two backward strategies: the number of parts with different makers; absent parts agree."""
+def _distance(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> tuple[int, int]:
+    """The number of parts with different makers, where absent parts agree; then the number of cuBLASLt's epilogues."""
     parts = {name: value for name, value in to_json(strategy).items() if value != MadeBy.NOBODY.value}
-    return sum(wanted.get(name, value) != value for name, value in parts.items())
+    differences = sum(wanted.get(name, value) != value for name, value in parts.items())
+    return differences, [*parts.values()].count(MadeBy.EPILOGUE.value)
 
 
 @functools.cache

@@ -66,12 +66,17 @@ class BackwardStrategy:
 def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
     """The allowed strategies, sorted by the work left to our kernel, least first.
 
-    cuBLASLt may refuse any strategy but the last, which has a product without epilogue.
+    cuBLASLt may refuse any strategy but the last, which has a product without epilogue. A bias that cuBLASLt is known
+    to get wrong is refused later, by the plan of the product.
     """
     name, saved = problem.activation.name, _saved_by_kernel(problem)
     suffix = "_bias" if problem.bias is not None else ""
-    if _fits_library(problem):
-        if _activation_fuses(problem):
+    # cuBLASLt's bias and mask run along rows: its outputs must be row-major. With K = 0 there is no product that could
+    # have an epilogue.
+    is_row_major = all(spec.layout.order is Order.ROW for spec in (problem.y, problem.preactivation or problem.y))
+    if is_row_major and problem.x.layout.cols:
+        is_fused = name == "gelu" or (name == "relu" and not problem.propagate_nan)
+        if is_fused and not problem.dropout:
             if saved is not Saved.PREACTIVATION and problem.preactivation is None:
                 yield ForwardStrategy(Epilogue(f"{name}{suffix}"), saved)
             if aux := _saved_by_library(problem):
@@ -79,22 +84,6 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
         if suffix:
             yield ForwardStrategy(Epilogue.BIAS, saved)
     yield ForwardStrategy(Epilogue.NONE, saved)
-
-
-def _fits_library(problem: ForwardProblem) -> bool:
-    """Whether cuBLASLt's epilogues are possible.
-
-    Outputs must be row-major, because bias and mask run along rows. With K = 0 there is no product that could have an
-    epilogue. A bias that cuBLASLt is known to get wrong is refused later, by the plan of the product.
-    """
-    targets = (problem.y, problem.preactivation or problem.y)
-    return problem.x.layout.cols > 0 and all(spec.layout.order is Order.ROW for spec in targets)
-
-
-def _activation_fuses(problem: ForwardProblem) -> bool:
-    if problem.dropout:
-        return False
-    return problem.activation.name == "gelu" or (problem.activation.name == "relu" and not problem.propagate_nan)
 
 
 def _saved_by_kernel(problem: ForwardProblem) -> Saved:
@@ -172,10 +161,9 @@ def _padded(layout: Layout, step: int) -> Layout:
 
 def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
     """The allowed strategies; the first has no epilogue, and works whenever cuBLASLt accepts the plain products."""
-    two_products = problem.dx is not None and problem.dw is not None
-    ways = itertools.product((False, True)[: 1 + two_products], _makers_below(problem), _makers_of_db(problem))
-    for dw_concurrent, (derivative, db_below), db in ways:
-        yield BackwardStrategy(db, derivative, db_below, dw_concurrent)
+    branches = (False, True) if problem.dx is not None and problem.dw is not None else (False,)
+    for dw_concurrent, below, db in itertools.product(branches, _makers_below(problem), _makers_of_db(problem)):
+        yield BackwardStrategy(db, *below, dw_concurrent)
 
 
 def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
@@ -185,8 +173,8 @@ def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
     yield MadeBy.KERNEL
     # cuBLASLt overwrites the bias gradient, and needs a row-major dz. If dw's product is empty, cuBLASLt is not called,
     # and would leave the bias gradient unwritten.
-    writes = problem.dw is not None and problem.dw.layout.order is Order.ROW and _multiplies(problem)
-    if writes and not problem.accumulate and dz_spec(problem).layout.order is Order.ROW:
+    is_row_major = problem.dw is not None and problem.dw.layout.order is dz_spec(problem).layout.order is Order.ROW
+    if is_row_major and not problem.accumulate and _multiplies(problem):
         yield MadeBy.EPILOGUE
 
 

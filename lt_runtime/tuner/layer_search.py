@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.narrow import supports
 from lt_runtime.plans.cache import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
-from lt_runtime.problem import BackwardProblem, ForwardProblem
+from lt_runtime.problem import BackwardProblem, ForwardProblem, Saved
 from lt_runtime.products.methods import Choose, heuristic_algorithm
 from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy
 from lt_runtime.store.keys import problem_key, to_json
@@ -83,7 +83,13 @@ class _Search:
 
     def __init__(self, bench: Bench, store: PlanStore, part: LayerChain) -> None:
         self._bench, self._part = bench, part
-        self._variants, self._layers = variants_of(part), [layer for layer, _ in part.runs]
+        self._layers = [layer for layer, _ in part.runs]
+        # The problems, forward first; the backward problem once for each tensor that forward may save.
+        self._variants: list[tuple[LayerProblem, ...]] = [(problem,) for problem in part.problems]
+        self._readers: dict[Saved, LayerProblem] = {}
+        if part.reader(0) is not None:
+            self._readers = {kind: part.keeping({0: kind}).problems[-1] for kind in saved_kinds(part.forwards[0])}
+            self._variants[-1] = (*self._readers.values(),)
         known = {problem: store.layer(problem_key(problem)) for problem in itertools.chain(*self._variants)}
         self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
         self._products, self._operands = Products(store), OperandSets(bench, part)
@@ -122,15 +128,10 @@ class _Search:
         """All splits that these plans can be combined into, in the order of their strategies."""
         keys = [[(each, one) for each in variants for one in order(each)] for variants in self._variants]
         there = ([plans[key] for key in of_layer if key in plans] for of_layer in keys)
-        return [split for split in itertools.product(*there) if self._goes_together(split)]
-
-    def _goes_together(self, split: _Split) -> bool:
-        """Whether backward reads the tensor that forward saves."""
-        reader = self._part.reader(0)
-        if reader is None:
-            return True
-        forward, backward = split
-        return getattr(backward.problem, reader[1]).saved is forward.strategy.saved
+        splits = [*itertools.product(*there)]
+        if not self._readers:
+            return splits
+        return [split for split in splits if split[-1].problem == self._readers[split[0].strategy.saved]]
 
     def _untuned_and_plainest(self, plans: _Plans) -> list[_Split]:
         """The split that the priors rank first, and the split of plain products and our kernels.
@@ -177,11 +178,9 @@ class _Search:
         """
         times = self._times(self.before)
         limit = _PROMISING * min(times.values())
-        best = {
-            problem: min(each.median_us for each in self._timings_of(problem).values()) for problem, _ in self._timings
-        }
-        near = [plan for split, us in times.items() if us <= limit for plan in split]
-        near = [plan for plan in near if self._us(plan) <= _PROMISING * best[plan.problem]]
+        near = {plan for split, us in times.items() if us <= limit for plan in split}
+        best = {plan: min(each.median_us for each in self._timings_of(plan.problem).values()) for plan in near}
+        near = {plan for plan in near if self._us(plan) <= _PROMISING * best[plan]}
         ours = [plan for plan in self.before.values() if any(supports(each.problem) for each in plan.products.values())]
         untuned, _ = self._untuned_and_plainest(self.before)
         return {_key(plan) for plan in (*near, *ours, *untuned)}
@@ -286,14 +285,6 @@ class _Search:
 
 def _key(plan: LayerPlan) -> _Key:
     return plan.problem, plan.strategy
-
-
-def variants_of(part: LayerChain) -> list[tuple[LayerProblem, ...]]:
-    """The problems of a part, forward first; the backward problem once for each tensor that forward may save."""
-    found: list[tuple[LayerProblem, ...]] = [(problem,) for problem in part.problems]
-    if part.reader(0) is not None:
-        found[-1] = tuple(part.keeping({0: saved}).problems[-1] for saved in saved_kinds(part.forwards[0]))
-    return found
 
 
 def _plainest_first(problem: LayerProblem) -> Iterable[Strategy]:

@@ -50,8 +50,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     made.offered = {(WORKSPACE, BOTH): [1]}
     monkeypatch.setattr(MatmulPlan, "launches_at_most_two_kernels_by", lambda *_: True)
     monkeypatch.setattr("lt_runtime.plans.layers.ForwardPass", lambda *_, **__: None)
-    for name in ("_own_pass", "_pass_below"):
-        monkeypatch.setattr(BackwardPlan, name, lambda *_: None)
+    monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
     return made
 
 
