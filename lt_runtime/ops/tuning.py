@@ -175,17 +175,10 @@ def mlp_chain(
     activations = _activations(activation, output_activation, dims)
     _, dropouts = by_layer("dropout", dropout, layers, probability, 0.0)
     _, biases = by_layer("bias", bias, layers, flag)
-    kind = DType.parse("the chain", dtype)
-    return LayerChain.of_mlp(
-        integer("rows", rows),
-        integers("dims", dims),
-        activations,
-        kind,
-        Compute.parse(compute, kind),
-        dropout=[p > 0 for p in dropouts],
-        bias=biases,
-        input_gradient=layers == 1 if input_gradient is None else flag("input_gradient", input_gradient),
-    )
+    drops, kind = [p > 0 for p in dropouts], DType.parse("the chain", dtype)
+    sizes, types = (integer("rows", rows), integers("dims", dims)), (kind, Compute.parse(compute, kind))
+    has_dx = layers == 1 if input_gradient is None else flag("input_gradient", input_gradient)
+    return LayerChain.of_mlp(*sizes, activations, *types, dropout=drops, bias=biases, input_gradient=has_dx)
 
 
 def _activations(

@@ -130,9 +130,8 @@ class BackwardPlan(Plan):
         keeps_dz = self._needs_dz and problem.dz is None
         self._dz_bytes = aligned(self._dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
         # The two passes use the same memory for their partial sums, one after the other.
-        self._partial_bytes = aligned(
-            max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
-        )
+        passes = [each for each in (self._first, self._last) if each is not None]
+        self._partial_bytes = aligned(max((each.partial_bytes for each in passes), default=0))
         # If the first pass computes only a bias gradient, no kernel waits for it: it runs in dw's branch, beside dx.
         self._sums_beside = strategy.dw_concurrent and not self._needs_dz
         # If a kernel starts while another kernel fills the GPU, its blocks crowd on the few multiprocessors that become

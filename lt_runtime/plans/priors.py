@@ -20,13 +20,7 @@ from lt_runtime.gpu.devices import device_info
 from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.kernels.tiling import OCTET
 from lt_runtime.layout import Layout
-from lt_runtime.plans.strategies import (
-    BackwardStrategy,
-    ForwardStrategy,
-    MadeBy,
-    backward_strategies,
-    forward_strategies,
-)
+from lt_runtime.plans import strategies
 from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, Saved
 from lt_runtime.store.keys import to_json
 
@@ -45,7 +39,7 @@ _FEW_COLUMNS: Final = OCTET
 """Number of columns up to which, for ragged products, our kernel for narrow products beats the one for ragged rows."""
 
 
-def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStrategy]:
+def forward_priors(problem: ForwardProblem, device: int) -> Iterable[strategies.ForwardStrategy]:
     """Forward strategies, the table's choice first.
 
     Next come the strategies in which our kernel does the work for which cuBLASLt would need an auxiliary output.
@@ -59,11 +53,13 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStra
         wanted["epilogue"] = Epilogue.BIAS.value
     if wanted and problem.bias is None:
         wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
-    return sorted(forward_strategies(problem), key=lambda each: (to_json(each) != wanted, each.epilogue.has_aux_output))
+    allowed = strategies.forward_strategies(problem)
+    return sorted(allowed, key=lambda each: (to_json(each) != wanted, each.epilogue.has_aux_output))
 
 
-def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
+def backward_priors(problem: BackwardProblem, device: int) -> Iterable[strategies.BackwardStrategy]:
     """Backward strategies sorted by distance from the table's choice; ties prefer our kernels."""
+    kernel = strategies.MadeBy.KERNEL.value
     features, is_ours = backward_features(problem), is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
     wanted = dict(leaf_of(_tree(device, "backward", problem, _below(problem), is_ours=is_ours), features))
     # If dz differs from dy, our kernel reads dy in any case, and sums it at hardly any cost. cuBLASLt's kernels that
@@ -71,10 +67,10 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
     sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
     # In FP32 65536x40x24 takes 44 µs with the derivative in the product's epilogue, and 32 with our kernel.
     if problem.dtype.itemsize == 4 and features["whole"] and features["rows"] >= _TALL:
-        wanted |= {"derivative": MadeBy.KERNEL.value, "db_below": MadeBy.KERNEL.value} if wanted else {}
+        wanted |= {"derivative": kernel, "db_below": kernel} if wanted else {}
     if not problem.output_derivative.is_identity or sums_slowly:
-        wanted["db"] = MadeBy.KERNEL.value
-    return sorted(backward_strategies(problem), key=lambda each: _distance(each, wanted))
+        wanted["db"] = kernel
+    return sorted(strategies.backward_strategies(problem), key=lambda each: _distance(each, wanted))
 
 
 def _tree(device: int, part: str, problem: ForwardProblem | BackwardProblem, rest: str, *, is_ours: bool) -> Tree:
@@ -131,11 +127,11 @@ def _below(problem: BackwardProblem) -> str:
     return "products" if output.db is None and output.is_identity else f"none {Saved.NOTHING.value}"
 
 
-def _distance(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> tuple[int, int]:
+def _distance(strategy: strategies.BackwardStrategy, wanted: Mapping[str, Any]) -> tuple[int, int]:
     """The number of parts with different makers, where absent parts agree; then the number of cuBLASLt's epilogues."""
-    parts = {name: value for name, value in to_json(strategy).items() if value != MadeBy.NOBODY.value}
+    parts = {name: value for name, value in to_json(strategy).items() if value != strategies.MadeBy.NOBODY.value}
     differences = sum(wanted.get(name, value) != value for name, value in parts.items())
-    return differences, [*parts.values()].count(MadeBy.EPILOGUE.value)
+    return differences, [*parts.values()].count(strategies.MadeBy.EPILOGUE.value)
 
 
 @functools.cache

@@ -57,9 +57,8 @@ def fingerprint(device: int) -> Fingerprint:
         DriverError: there is no such GPU.
     """
     info = device_info(device)
-    return Fingerprint(
-        info.name, info.capability, info.multiprocessors, cublaslt.get_version(), driver_version(), kernels_digest()
-    )
+    gpu = info.name, info.capability, info.multiprocessors
+    return Fingerprint(*gpu, cublaslt.get_version(), driver_version(), kernels_digest())
 
 
 @functools.cache

@@ -17,7 +17,6 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -66,44 +65,34 @@ def record(problem: Problem) -> None:
 
 
 def _append(path: str, line: str) -> None:
-    """Appends all of a line, or nothing."""
+    """Appends all of a line, or nothing, under a lock against other writers if the file system has locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock for longer than a write can take.
+    """
     # Opening does not block, even if the path is a FIFO without a reader.
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
-        with _locked(handle):
-            if _is_of_another_version(os.pread(handle, len(_HEADING), 0).decode(errors="replace")):
-                raise OSError(errno.EEXIST, _ANOTHER_VERSION)
-            size = os.fstat(handle).st_size
-            is_cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            text = ("\n" if is_cut_off else "" if size else _HEADING).encode() + line.encode()
-            if os.write(handle, text) < len(text):
-                os.ftruncate(handle, size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while try_lock(handle) is False:
+            if time.monotonic() > deadline:
+                raise BlockingIOError(errno.EAGAIN, "another process has it locked")
+            time.sleep(_POLL_SECONDS)
+        if _is_of_another_version(os.pread(handle, len(_HEADING), 0).decode(errors="replace")):
+            raise OSError(errno.EEXIST, _ANOTHER_VERSION)
+        size = os.fstat(handle).st_size
+        is_cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        text = ("\n" if is_cut_off else "" if size else _HEADING).encode() + line.encode()
+        if os.write(handle, text) < len(text):
+            os.ftruncate(handle, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _locked(handle: int) -> Iterator[None]:
-    """Locks the file against other writers; does nothing if the file system has no locks.
-
-    Raises:
-        BlockingIOError: another process holds the lock for longer than a write can take.
-    """
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while try_lock(handle) is False:
-        if time.monotonic() > deadline:
-            raise BlockingIOError(errno.EAGAIN, "another process has it locked")
-        time.sleep(_POLL_SECONDS)
-    try:
-        yield
-    finally:
+        # A child process that was forked meanwhile holds the handle too, and with it the lock.
         with contextlib.suppress(OSError):
-            fcntl.flock(
-                handle, fcntl.LOCK_UN
-            )  # A child process that was forked meanwhile holds the handle too, and with it the lock.
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
 
 
 def _is_of_another_version(head: str) -> bool:

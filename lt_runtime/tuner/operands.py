@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -17,17 +18,8 @@ from lt_runtime.arrays.operand import CUPY
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import device_attributes
 from lt_runtime.gpu.driver import call
+from lt_runtime.kernels import verify
 from lt_runtime.kernels.kernel import Struct
-from lt_runtime.kernels.verify import (
-    COMPARE,
-    TYPES,
-    Comparison,
-    Elements,
-    compare_blocks,
-    elements_of,
-    launch_compare,
-    launch_expect,
-)
 from lt_runtime.layout import packed
 from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
 
@@ -80,32 +72,24 @@ class Memory(NamedTuple):
 
     def expect(self, params: Struct, batch: int) -> None:
         """Computes a product's expected results in FP64; see verify.cu."""
-        launch_expect(params, batch, self.device, self.stream)
+        verify.launch_expect(params, batch, self.device, self.stream)
 
     def compare(
-        self,
-        found: Elements,
-        shape: tuple[int, int, int],
-        wanted: Elements | None = None,
-        *,
-        constant: float = 0.0,
-        limits: int = 0,
-        limit: float = 0.0,
-        relative: float = 0.0,
+        self, found: verify.Elements, shape: Sequence[int], wanted: verify.Elements | None = None, **tolerance: float
     ) -> Difference:
         """Compares every element of a batch of matrices with the expected element, in FP64.
 
         Args:
             shape: (batch, rows, cols).
-            wanted: the expected elements; None if every element must be `constant`.
-            limits: address of each element's tolerance, FP64, row-major without gaps. If 0, the tolerance is `limit`
-                plus `relative` times the magnitude of the expected element.
+            wanted: the expected elements; None if every element must be `constant`, one of the tolerances.
+            tolerance: `limits` is the address of each element's tolerance, FP64, row-major without gaps. Without it,
+                the tolerance is `limit` plus `relative` times the magnitude of the expected element.
         """
-        parts = np.dtype(Comparison)
-        blocks = compare_blocks(shape[0] * shape[1] * shape[2])
+        parts, blocks = np.dtype(verify.Comparison), verify.compare_blocks(math.prod(shape))
         made = self.allocate(blocks * parts.itemsize)
-        params = COMPARE.params(found, wanted or Elements(), limits, made.data.ptr, *shape, constant, limit, relative)
-        launch_compare(params, self.device, self.stream)
+        params = verify.COMPARE.params(found, wanted or verify.Elements(), parts=made.data.ptr, **tolerance)
+        params.batch, params.rows, params.cols = shape
+        verify.launch_compare(params, self.device, self.stream)
         of_blocks = self.read(made.data.ptr, blocks, parts)
         sums = (of_blocks[name].sum() for name in ("error_squares", "wanted_squares"))
         return Difference(int(of_blocks["bad"].sum()), int(of_blocks["first"].min()), *map(float, sums))
@@ -192,9 +176,9 @@ class Buffer:
         self.address = self.start + self._offset
 
     @property
-    def elements(self) -> Elements:
+    def elements(self) -> verify.Elements:
         """The operand as the struct `Elements`, which the kernels that verify results read."""
-        return elements_of(self.address, self._strides, self.dtype)
+        return verify.elements_of(self.address, self._strides, self.dtype)
 
     def fill(self, data: Data, number: int, seed: int) -> None:
         """Fills the memory from end to end, margin and gaps included.
@@ -231,7 +215,7 @@ class Buffer:
         ours, theirs = (_flat(each.start, size) for each in (self, other))
         return self._memory.compare(ours, (1, 1, self.size // size), theirs).bad == 0
 
-    def compare(self, wanted: Buffer, **tolerance: Any) -> Difference:
+    def compare(self, wanted: Buffer, **tolerance: float) -> Difference:
         """Compares the elements with a buffer of as many rows and columns; for `tolerance` see `Memory.compare`."""
         return self._memory.compare(self.elements, self.shape, wanted.elements, **tolerance)
 
@@ -249,8 +233,8 @@ class Buffer:
         return float(self._memory.read(self.address + place * self.itemsize, 1, self.dtype.numpy)[0])
 
 
-def _flat(address: int, itemsize: int) -> Elements:
-    return Elements(address, 0, 0, 1, TYPES[f"uint{_BITS * itemsize}"])
+def _flat(address: int, itemsize: int) -> verify.Elements:
+    return verify.Elements(address, 0, 0, 1, verify.TYPES[f"uint{_BITS * itemsize}"])
 
 
 class Operands:

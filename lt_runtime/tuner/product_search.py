@@ -14,16 +14,8 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.problem import MatmulProblem
+from lt_runtime.products import methods
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.methods import (
-    METHODS,
-    Method,
-    configuration,
-    fastest_first,
-    known_algorithm,
-    plan_from_blob,
-    plan_from_config,
-)
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm, now
@@ -68,7 +60,7 @@ def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGE
     first_us = timings.get(_FIRST, timing).median_us
     measured = sum(not each.dropped for each in timings.values())
     times, rejected = (timing.median_us, first_us, timing.spread_us), tuple(candidates.rejected)
-    return ProductEntry(blob, configuration(blob), *times, measured, rejected)
+    return ProductEntry(blob, methods.configuration(blob), *times, measured, rejected)
 
 
 def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
@@ -110,13 +102,13 @@ class Candidates:
         self.refusals: list[str] = []
         self._deadline = bench.clock.watch.seconds + budget_s
         self._least_us = floor_us([problem], bench.device)
-        methods = sorted(METHODS, key=[*fastest_first(problem), *METHODS].index)
-        blobs = [blob for method in methods if not method.is_own for blob in self._offered(method)]
+        ranked = sorted(methods.METHODS, key=[*methods.fastest_first(problem), *methods.METHODS].index)
+        blobs = [blob for method in ranked if not method.is_own for blob in self._offered(method)]
         self._blobs = {f"candidate {number}" if number else _FIRST: blob for number, blob in enumerate(blobs)}
-        self._blobs |= {each.name: each.mark for each in METHODS if each.is_own and each.supports(problem)}
+        self._blobs |= {each.name: each.mark for each in methods.METHODS if each.is_own and each.supports(problem)}
         for name, blob in self._blobs.items():
             try:
-                self.plans[name] = plan_from_blob(problem, bench.device, blob)
+                self.plans[name] = methods.plan_from_blob(problem, bench.device, blob)
             except PlanError as error:
                 self.reject(name, str(error))
                 continue
@@ -127,7 +119,7 @@ class Candidates:
         calls = [each.call(bench.clock.stream) for each in self._operands]
         self._launches = {name: launcher(plan, calls) for name, plan in self.plans.items()}
 
-    def _offered(self, method: Method) -> list[bytes]:
+    def _offered(self, method: methods.Method) -> list[bytes]:
         """cuBLASLt's algorithms for the product, the best first: on the operands, or on a method's padded copies."""
         try:
             built = method.build(self.problem, self._bench.device)
@@ -161,7 +153,7 @@ class Candidates:
         """Moves a candidate from `plans` to `rejected`."""
         self.plans.pop(name, None)
         blob = self._blobs[name]
-        self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))
+        self.rejected.append(RejectedAlgorithm(blob, methods.configuration(blob), reason))
 
     def reject_slow(self, timings: Mapping[str, Timing]) -> None:
         """Rejects candidates that were not timed because time was up, or were dropped after a single slow launch."""
@@ -205,13 +197,13 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
         MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
     """
     try:
-        plan = plan_from_config(problem, device, entry.config)
+        plan = methods.plan_from_config(problem, device, entry.config)
         fault = _fault(plan, device) if plan.launches_at_most_two_kernels else _NOT_LEAN
     except PlanError as error:
         fault = str(error)
     if fault is not None:
         return replace(entry, barred=fault)
-    return replace(entry, algorithm=plan.blob, config=configuration(plan.blob))
+    return replace(entry, algorithm=plan.blob, config=methods.configuration(plan.blob))
 
 
 def _fault(plan: AlgorithmPlan, device: int) -> str | None:
@@ -250,7 +242,9 @@ class Products:
         if problem in self._useless:
             raise PlanError(self._useless[problem])
         entry = self.found.get(problem)
-        return known_algorithm(problem, device) if entry is None else plan_from_blob(problem, device, entry.algorithm)
+        if entry is None:
+            return methods.known_algorithm(problem, device)
+        return methods.plan_from_blob(problem, device, entry.algorithm)
 
     def _known(self, plan: Plan) -> list[tuple[AlgorithmPlan, ProductEntry]]:
         """The products of a layer's plan that have an entry, each with its entry."""
@@ -265,6 +259,6 @@ class Products:
         """Entries with the algorithms of a layer's plan, for each product whose own entry has another algorithm."""
         others = {each.problem: (each.blob, entry) for each, entry in self._known(plan) if entry.algorithm != each.blob}
         return {
-            problem: replace(entry, algorithm=blob, config=configuration(blob), us=entry.first_us, when=now())
+            problem: replace(entry, algorithm=blob, config=methods.configuration(blob), us=entry.first_us, when=now())
             for problem, (blob, entry) in others.items()
         }

@@ -185,12 +185,9 @@ class TuningReport(tuple[Tuned, ...]):
 
     def to_json(self) -> list[dict[str, Any]]:
         """The report as plain data for JSON; each problem has a name for people and a key of the plan cache."""
-        return [
-            asdict(each)
-            | {"gain": each.gain}
-            | {name: [*map(word, each.problems)] for name, word in (("problems", describe), ("keys", problem_key))}
-            for each in self
-        ]
+        words: dict[str, Callable[[Remembered], str]] = {"problems": describe, "keys": problem_key}
+        named = [{name: [*map(word, each.problems)] for name, word in words.items()} for each in self]
+        return [asdict(each) | {"gain": each.gain} | names for each, names in zip(self, named, strict=True)]
 
     def __str__(self) -> str:
         return f"{rendered(self.table())}\n{self.summary}"

@@ -18,6 +18,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.plans.cache import LayerPlan, LayerProblem, Strategy, strategies_of
 from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.problem import ForwardProblem, MatmulProblem
+from lt_runtime.products import methods
 from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
@@ -82,9 +83,9 @@ class LayerGpu:
             monkeypatch.setattr(module, "find_algorithm", self._find_algorithm)
         monkeypatch.setattr(layer_search, "heuristic_algorithm", self._plan)
         monkeypatch.setattr(layer_search, "floor_us", lambda *_: 0.0)
-        monkeypatch.setattr(product_search, "configuration", lambda _: {"ID": 2})
-        monkeypatch.setattr(product_search, "known_algorithm", self._tuned_or_known)
-        monkeypatch.setattr(product_search, "plan_from_blob", self._tuned_plan)
+        monkeypatch.setattr(methods, "configuration", lambda _: {"ID": 2})
+        monkeypatch.setattr(methods, "known_algorithm", self._tuned_or_known)
+        monkeypatch.setattr(methods, "plan_from_blob", self._tuned_plan)
         monkeypatch.setattr(operands, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(chain_operands, "ChainOperands", self._allocate)
         monkeypatch.setattr(search, "workbench", self._workbench)
