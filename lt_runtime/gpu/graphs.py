@@ -144,13 +144,10 @@ def memory_type(address: int) -> Any:
 def pageable_ends(node: int) -> list[str]:
     """The ends of a copy that are in pageable host memory: "from", "to", both or none."""
     copy = call("cuGraphMemcpyNodeGetParams", node)
-    ends = {
-        "from": (copy.srcMemoryType, copy.srcHost, copy.srcDevice),
-        "to": (copy.dstMemoryType, copy.dstHost, copy.dstDevice),
-    }
+    ends = (copy.srcMemoryType, copy.srcHost, copy.srcDevice), (copy.dstMemoryType, copy.dstHost, copy.dstDevice)
     return [
         end
-        for end, (kind, host, device) in ends.items()
+        for end, (kind, host, device) in zip(("from", "to"), ends, strict=True)
         if kind in (_HOST, _UNIFIED) and memory_type(int(host if kind == _HOST else device)) is None
     ]
 

@@ -26,10 +26,9 @@ from lt_runtime.arrays.checks import check_device, check_no_overlap, check_same,
 from lt_runtime.arrays.libraries import Library, Signature, current_streams, signature_of
 from lt_runtime.arrays.operand import HOST, Operand, read_call
 from lt_runtime.errors import ArgumentError, CaptureError, GpuError, OperandError, OverlapError
-from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import is_current
-from lt_runtime.gpu.memory import StreamMemory, memories, stream_memory
+from lt_runtime.gpu.memory import BoundPlan, StreamMemory, memories, stream_memory
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import overlaps_itself, packed

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lt_runtime.cublaslt import Algorithm
-from lt_runtime.gpu.bound import BoundPlan
-from lt_runtime.gpu.memory import StreamMemory, stream_memory
+from lt_runtime.gpu.memory import BoundPlan, StreamMemory, stream_memory
 from lt_runtime.kernels.call import Call
 
 

@@ -119,7 +119,7 @@ def test_a_repeated_call_that_cannot_be_captured_stays_as_it_was(gpu: FakeGpu, m
 
     call = Repeated(gpu)
     call()
-    monkeypatch.setattr("lt_runtime.gpu.bound.BoundPlan.__init__", fail)
+    monkeypatch.setattr("lt_runtime.gpu.memory.BoundPlan.__init__", fail)
     with pytest.warns(UserWarning, match=r"could not be bound and stays as it was \(no memory\)"):
         call()
     call(times=3)

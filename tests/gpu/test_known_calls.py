@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.gpu.bound import BoundPlan
+from lt_runtime.gpu.memory import BoundPlan
 from lt_runtime.plans import cache
 
 M, N, K = 96, 64, 80

@@ -115,7 +115,7 @@ def test_a_synchronisation_of_the_device_waits_for_captures(gpu: FakeGpu, monkey
 
 
 def bound(memory: Any) -> Any:
-    return own("gpu.bound").BoundPlan(put, 0, memory.stream, lambda memory: memory.scratch(16))
+    return own("gpu.memory").BoundPlan(put, 0, memory.stream, lambda memory: memory.scratch(16))
 
 
 def test_a_bound_plan_is_captured_once_and_launched_at_each_call(gpu: FakeGpu, fresh: Any) -> None:
