@@ -267,4 +267,4 @@ class AlgoCapAttribute(Attribute):
 
 
 ARRAYS: Final = frozenset((AlgoCapAttribute.TILE_IDS, AlgoCapAttribute.STAGES_IDS))
-"""The capabilities that have several """
+"""The capabilities that have several values."""

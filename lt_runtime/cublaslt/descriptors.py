@@ -49,14 +49,14 @@ class Descriptor(Owner, Generic[A, V]):
     def __init__(self) -> None:
         self._create(f"{self._prefix}Create", {})
 
-    def _create(self, name: str, arguments: dict[A, Any]) -> None:
+    def _create(self, name: str, arguments: dict[A, V]) -> None:
         """Makes the object by the function `name`, whose arguments are the values of attributes."""
         for attribute, value in arguments.items():
             attribute.pack(value)
         created = ctypes.c_void_p()
         call(name, ctypes.byref(created), *arguments.values())
         self._handle = created.value
-        self._values = arguments
+        self._values: dict[A, V] = arguments
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
         self._free.atexit = False  # at exit the system frees the memory, and the library may be unloaded by then
@@ -93,8 +93,7 @@ class Descriptor(Owner, Generic[A, V]):
         """Does the same as `get`, but asks the library only the first time."""
         if attribute not in self._values:
             self._values[attribute] = self.get(attribute)
-        value: V = self._values[attribute]
-        return value
+        return self._values[attribute]
 
     def _check_kind(self, attribute: A) -> None:
         if not isinstance(attribute, self._attributes):

@@ -141,29 +141,26 @@ def _check_types(compute: int, scale: int, a: int, b: int, c: int, d: int) -> No
 
 
 def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
-    epilogue = Epilogue(desc.recall(_M.EPILOGUE))
+    epilogue, own = Epilogue(desc.recall(_M.EPILOGUE)), d.recall(_L.TYPE)
+    is_batch = d.recall(_L.BATCH_COUNT) > 1
     if epilogue.has_aux:
-        _check_aux(desc, epilogue, d)
-    if epilogue.has_bias_gradient and d.recall(_L.BATCH_COUNT) > 1:
+        unit = 8 if epilogue.has_gelu else 128  # elements of GELU's input, or bits of ReLU's mask
+        rows, leading = d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
+        if leading % unit or leading < rows:
+            raise ArgumentError(
+                f"{_M.EPILOGUE_AUX_LD} is {leading}; accepted with epilogue {epilogue.name}: a multiple of {unit}, "
+                f"at least {rows}, the rows of D"
+            )
+        if is_batch:
+            least = 0 if epilogue.has_derivative else leading * d.recall(_L.COLS)
+            _check_stride(desc, _M.EPILOGUE_AUX_BATCH_STRIDE, epilogue, unit, least)
+    if epilogue.has_bias_gradient and is_batch:
         length = d.recall(_L.COLS if epilogue == Epilogue.BGRADB else _L.ROWS)
         _check_stride(desc, _M.BIAS_BATCH_STRIDE, epilogue, 1, length)
     if (epilogue.has_bias or epilogue.has_bias_gradient) and a.recall(_L.TYPE) not in (*_NARROW, DataType.R_8I):
-        kind, own = desc.recall(_M.BIAS_DATA_TYPE), d.recall(_L.TYPE)
+        kind = desc.recall(_M.BIAS_DATA_TYPE)
         if kind not in (-1, own):
             raise DTypeError(f"{_M.BIAS_DATA_TYPE} is {DataType(kind).name}; accepted: D's type, {DataType(own).name}")
-
-
-def _check_aux(desc: MatmulDesc, epilogue: Epilogue, d: MatrixLayout) -> None:
-    unit = 8 if epilogue.has_gelu else 128  # elements of GELU's input, or bits of ReLU's mask
-    rows, leading = d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
-    if leading % unit or leading < rows:
-        raise ArgumentError(
-            f"{_M.EPILOGUE_AUX_LD} is {leading}; accepted with epilogue {epilogue.name}: a multiple of {unit}, "
-            f"at least {rows}, the rows of D"
-        )
-    if d.recall(_L.BATCH_COUNT) > 1:
-        least = 0 if epilogue.has_derivative else leading * d.recall(_L.COLS)
-        _check_stride(desc, _M.EPILOGUE_AUX_BATCH_STRIDE, epilogue, unit, least)
 
 
 def _check_stride(desc: MatmulDesc, attribute: MatmulDescAttribute, epilogue: Epilogue, unit: int, least: int) -> None:

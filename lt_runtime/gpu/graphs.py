@@ -12,7 +12,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from cuda.bindings import driver
 
@@ -204,7 +204,7 @@ class CapturedNodes:
             self.paths.update(dict.fromkeys(new, tuple(self._open)))
 
 
-class Graph:
+class Graph(contextlib.AbstractContextManager["Graph"]):
     """Work captured from a stream, to be launched any number of times; a context manager that frees it.
 
     The capture restricts only the calls of this thread (capture mode THREAD_LOCAL).
@@ -254,9 +254,6 @@ class Graph:
             _destroy(self.template)
             self.template = 0
         call("cuGraphExecDestroy", self.executable)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -249,10 +249,10 @@ class BoundPlan:
 
 def _free_ended() -> None:
     """Frees the graphs of plans that have ended."""
-    while True:
-        try:
+    with contextlib.suppress(
+        IndexError
+    ):  # of an empty list; `while _ended` could race with threads that free graphs too
+        while True:
             graph, device = _ended.pop()
-        except IndexError:  # the list is empty; `while _ended` could race with other threads that free graphs too
-            return
-        with activated(device):
-            graph.close()
+            with activated(device):
+                graph.close()
