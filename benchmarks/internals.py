@@ -21,7 +21,7 @@ from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.memory import MAX_TICKETS, stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
+from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
 from lt_runtime.layout import packed
 from lt_runtime.plans.cache import forget, make_layer_plan
 from lt_runtime.problem import (
@@ -68,7 +68,7 @@ def backward_pass(
     spec = Spec(packed(rows, cols))
     dz_spec = Spec(packed(cols, rows)).transposed if transposed else spec
     derivative = Derivative(Activation("gelu"), Saved.PREACTIVATION, spec, dropout=dropout > 0)
-    backward = BackwardPass(DType.BFLOAT16, derivative, spec, dz_spec, 0, sums=Sums() if db else None)
+    backward = BackwardPass(DType.BFLOAT16, derivative, spec, dz_spec, 0, sums=db)
     state = _state(dropout, rng)
     partial, sums = cp.empty(backward.partial_bytes, cp.uint8), cp.empty(cols, DType.BFLOAT16.numpy)
     tickets = cp.zeros(MAX_TICKETS, cp.uint32)

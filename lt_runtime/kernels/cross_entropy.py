@@ -64,8 +64,7 @@ class RowGroup(enum.Enum):
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        of_block = {RowGroup.BLOCK: _BLOCK_ROW_THREADS, RowGroup.MULTIPROCESSOR: _LONG_ROW_THREADS}
-        return of_block.get(self, _WARP_ROW_THREADS)
+        return {"warp": _WARP_ROW_THREADS, "block": _BLOCK_ROW_THREADS, "multiprocessor": _LONG_ROW_THREADS}[self.value]
 
     @property
     def blocks_per_multiprocessor(self) -> int:
@@ -90,6 +89,12 @@ class Labels(NamedTuple):
 
     wide: bool = False
     ignore_index: int | None = None
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """The fields of an argument block that state the form."""
+        ignores = self.ignore_index is not None
+        return {"wide_labels": self.wide, "ignore_index": self.ignore_index or 0, "ignores": ignores}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ class RowSharing:
         """Batches that stay in registers: a row that has fewer than one more needs none.
 
         If smoothing spreads the weights of classes, registers have no room for batches: on sm_75 the BF16 kernel would
-            spill.
+        spill.
         """
         has_more = self.row_group is not RowGroup.WARP and self.batches > _KEPT_BATCHES
         return _KEPT_BATCHES if has_more and not self.spreads else 0
@@ -162,7 +167,11 @@ class RowSharing:
 
 
 class CrossEntropyPass:
-    """Softmax cross-entropy of the rows of one matrix, and its gradient."""
+    """Softmax cross-entropy of the rows of one matrix, and its gradient.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory for partial sums.
+    """
 
     def __init__(
         self,
@@ -176,28 +185,24 @@ class CrossEntropyPass:
     ) -> None:
         weights = weighting.mode(smoothing)
         self._rows = logits.rows
-        self._sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD)
+        self._sharing = sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD)
         few = logits.cols <= _FEW_CLASSES
-        holds = logits.order is Order.ROW and not few
-        held = self._sharing.held_packets(device) if holds else 0
+        held = sharing.held_packets(device) if logits.order is Order.ROW and not few else 0
         self._streams = self._can_stream(dtype, (logits, gradient), held)
         tiling = self._tiling(few, device)
-        self._blocks = tiling.grid[0]
-        self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
-        macros = (*define(SCALAR=dtype), *row_macros(self._sharing.row_group, self._sharing.kept, weights))
-        entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
-        params = entry.params(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
-        params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
-        params.smoothing, params.wide_labels = smoothing, labels.wide
-        params.lanes, params.held = self._sharing.lanes, held
-        shared = held * self._sharing.held_bytes
-        self._launches = Launches(entry, macros, device, tiling, params, shared=shared)
+        macros = (*define(SCALAR=dtype), *row_macros(sharing.row_group, sharing.kept, weights))
+        entry, of_labels = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY, {"cols": logits.cols, **labels.fields}
+        params = entry.params(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, **of_labels)
+        params.smoothing, params.lanes, params.held = smoothing, sharing.lanes, held
+        self._launches = Launches(entry, macros, device, tiling, params, shared=held * sharing.held_bytes)
         # Few labels are counted by the blocks themselves, which costs less than a launch.
         self._counts = (bool(params.ignores) or weighting.classes) and logits.rows > _COUNTED_IN_BLOCKS
-        count = COUNT_LABELS.params(rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
-        count.ignore_index, count.ignores = params.ignore_index, params.ignores
-        counting = Tiling((self._count_blocks, 1), (THREADS, 1))
+        counting = Tiling((min(-(-logits.rows // THREADS), _MAX_BLOCKS), 1), (THREADS, 1))
+        count = COUNT_LABELS.params(rows=logits.rows, **of_labels)
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
+        # The scratch memory holds the number of rows that count, then losses of blocks or rows.
+        keeps_rows = self._streams and sharing.row_group is not RowGroup.WARP
+        self.scratch_bytes = 4 * (1 + max(tiling.grid[0], counting.grid[0], keeps_rows * logits.rows))
 
     def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
         """Whether a row can be copied while the previous row is computed.
@@ -221,13 +226,6 @@ class CrossEntropyPass:
             blocks = min(blocks, device_info(device).multiprocessors * row_group.blocks_per_multiprocessor)
         return Tiling((blocks, 1), (threads, 1))
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of scratch memory: the number of rows that count, then losses of blocks or rows."""
-        keeps_rows = self._streams and self._sharing.row_group is not RowGroup.WARP
-        sums = max(self._blocks, self._rows) if keeps_rows else self._blocks
-        return 4 * (1 + max(sums, self._count_blocks))
-
     def run(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
@@ -236,8 +234,13 @@ class CrossEntropyPass:
                 are 0 where there are none.
         """
         logits, labels, gradient, loss, row_weights, class_weights = call.addresses
-        scratch, tickets = memory.scratch(self.scratch_bytes), memory.tickets
-        counted = self._count_labels(labels, class_weights, scratch, tickets, memory.stream)
+        scratch, tickets, counted = memory.scratch(self.scratch_bytes), memory.tickets, 0
+        if self._counts:  # the number of rows that count, or the sum of the weights of their labels
+            params, launch = self._count_launches[memory.stream]
+            counted = scratch
+            params.labels, params.class_weights = labels, class_weights
+            params.partial, params.counted, params.ticket = scratch + 4, counted, tickets
+            launch()
         params, launch = self._launches[memory.stream]
         params.logits.data, params.gradient.data = logits, gradient
         params.labels, params.counted = labels, counted
@@ -247,16 +250,3 @@ class CrossEntropyPass:
         params.ticket, params.claimed = tickets, tickets + 4
         params.streams = self._streams and (logits | gradient) % VECTOR_BYTES == 0
         launch()
-
-    def _count_labels(self, labels: int, class_weights: int, counted: int, ticket: int, stream: int) -> int:
-        """Launches the count of labels, or the sum of their weights, if a separate launch pays.
-
-        Returns the number's address, or 0 without a launch.
-        """
-        if not self._counts:
-            return 0
-        params, launch = self._count_launches[stream]
-        params.labels, params.class_weights = labels, class_weights
-        params.partial, params.counted, params.ticket = counted + 4, counted, ticket
-        launch()
-        return counted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
@@ -100,17 +99,6 @@ class ForwardPass:
         launch()
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Option of a backward pass that computes the bias gradient.
-
-    Attributes:
-        accumulate: whether the sums are added to the bias gradient's present values.
-    """
-
-    accumulate: bool = False
-
-
 class BackwardPass:
     """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix.
 
@@ -119,43 +107,50 @@ class BackwardPass:
         dy: how the gradient lies.
         dz: how dz lies, apart from dy in any layout or in dy's place and layout; None where only the bias gradient is
             wanted.
-        sums: None where the bias gradient is not wanted.
+        sums: whether the bias gradient is wanted.
+        accumulate: whether the bias gradient is added to the present values of its buffer.
+
+    Attributes:
+        partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
     """
 
     def __init__(
-        self, dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, device: int, *, sums: Sums | None
+        self,
+        dtype: DType,
+        derivative: Derivative,
+        dy: Spec,
+        dz: Spec | None,
+        device: int,
+        *,
+        sums: bool,
+        accumulate: bool = False,
     ) -> None:
         self._makes_dz, self._sums = dz is not None, sums
         self._reads_saved = derivative.saved_spec is not None
         transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
         access = _access(dtype, derivative, dy, dz, transposes=transposes)
-        self._is_flat, blocks = access is Access.FLAT, _backward_blocks(dtype, access, derivative.dropout)
+        is_flat, blocks = access is Access.FLAT, _backward_blocks(dtype, access, derivative.dropout)
         macros = (
             *_macros(dtype, derivative.activation, derivative.dropout),
             *define(SAVED=_SAVED[derivative.saved], DZ=0 if dz is None else 1 + transposes),
             *access_macros(access, blocks),
         )
         layout, wave = dy.layout, wave_of(device, blocks)
-        if sums is not None or transposes:
+        if sums or transposes:
             # In FP32 a single block is too slow for a whole strip of columns: on an H200 two passes over 256x512 took
             # 1.2 µs more in a step.
-            strips = dtype is not DType.FLOAT32 and not self._is_flat
-            self._tiling = reduction(layout, wave, transposes=transposes, strips=strips)
+            strips = dtype is not DType.FLOAT32 and not is_flat
+            tiling = reduction(layout, wave, transposes=transposes, strips=strips)
         else:
-            self._tiling = sweep(layout, wave)
+            tiling = sweep(layout, wave)
+        (columns, parts), (x, _) = tiling
+        keeps_parts = sums and (parts > 1 or is_flat)
+        self.partial_bytes = 4 * parts * columns * (x + 2 * is_flat) * OCTET if keeps_parts else 0
         params = EPILOGUE_BWD.params(dy=Matrix.of(layout), dz=Matrix.of(dz), rows=layout.rows, cols=layout.cols)
         params.saved = Matrix.of(derivative.saved_spec, is_mask=derivative.saved is Saved.MASK)
-        params.db.accumulate = sums is not None and sums.accumulate
+        params.db.accumulate = sums and accumulate
         params.slope = derivative.activation.negative_slope
-        self._launches = Launches(EPILOGUE_BWD, macros, device, self._tiling, params)
-
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of scratch memory for the bias gradient's partial sums."""
-        (columns, parts), (x, _) = self._tiling
-        if self._sums is None or (parts == 1 and not self._is_flat):
-            return 0
-        return 4 * parts * columns * (x + 2 * self._is_flat) * OCTET
+        self._launches = Launches(EPILOGUE_BWD, macros, device, tiling, params)
 
     def run(
         self,
@@ -181,7 +176,7 @@ class BackwardPass:
             params.saved.data = saved
         if self._makes_dz:
             params.dz.data = dz
-        if self._sums is not None:
+        if self._sums:
             sums = params.db
             sums.sum, sums.partial, sums.tickets = db, partial, tickets
         if dropout is not None:

@@ -52,7 +52,11 @@ def loss_macros(dtype: DType, name: str, *, weighted: bool) -> Macros:
 
 
 class ElementwiseLossPass:
-    """The mean of a loss of one matrix against another, and its gradient."""
+    """The mean of a loss of one matrix against another, and its gradient.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory for the blocks' partial sums.
+    """
 
     def __init__(
         self, dtype: DType, prediction: Layout, gradient: Layout, target: Layout, loss: ElementwiseLoss, device: int
@@ -60,16 +64,12 @@ class ElementwiseLossPass:
         layouts = flattened((prediction, target, gradient), weighted=loss.weighted)
         rows, cols = layouts[0].shape
         self._size = rows * cols
-        self._blocks = min(-(-rows * -(-cols // OCTET) // (_OCTETS * THREADS)), _MAX_BLOCKS)
+        blocks = min(-(-rows * -(-cols // OCTET) // (_OCTETS * THREADS)), _MAX_BLOCKS)
+        self.scratch_bytes = 4 * blocks
         params = ELEMENTWISE_LOSS.params(*map(Matrix.of, layouts), rows=rows, cols=cols, width=prediction.cols)
         params.size, params.delta = self._size, loss.delta
-        tiling, macros = Tiling((self._blocks, 1), (THREADS, 1)), loss_macros(dtype, loss.name, weighted=loss.weighted)
+        tiling, macros = Tiling((blocks, 1), (THREADS, 1)), loss_macros(dtype, loss.name, weighted=loss.weighted)
         self._launches = Launches(ELEMENTWISE_LOSS, macros, device, tiling, params)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of scratch memory for the blocks' partial sums."""
-        return 4 * self._blocks
 
     def run(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
@@ -138,8 +138,7 @@ class TallyPass:
     def __init__(self, dtype: DType, logits: Layout | None, labels: Labels, device: int) -> None:
         params, blocks = TALLY.params(), 1
         if logits is not None:
-            params = TALLY.params(Matrix.of(logits), rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
-            params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
+            params = TALLY.params(Matrix.of(logits), rows=logits.rows, cols=logits.cols, **labels.fields)
             blocks = max(1, min(-(-logits.rows // _TALLY_ROWS), _TALLY_BLOCKS))
         tiling = Tiling((blocks, 1), (THREADS, 1))
         self._launches = Launches(TALLY, define(SCALAR=dtype), device, tiling, params)

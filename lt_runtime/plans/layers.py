@@ -9,7 +9,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.memory import StreamMemory, aligned, branch
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
+from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
 from lt_runtime.kernels.resize import ResizePass
 from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import packed
@@ -150,8 +150,8 @@ class BackwardPlan(Plan):
         """A kernel of ours that computes dz, a bias gradient or both; None if it has no work."""
         if not dy.layout.size or (dz is None and not sums):
             return None
-        kind = Sums(self.problem.accumulate) if sums else None
-        return BackwardPass(self.problem.dtype, derivative, dy, dz, self.device, sums=kind)
+        problem = self.problem
+        return BackwardPass(problem.dtype, derivative, dy, dz, self.device, sums=sums, accumulate=problem.accumulate)
 
     def _product_problems(self, dz: Spec) -> dict[str, MatmulProblem]:
         """The products that compute the requested gradients from dz; cuBLASLt's epilogues are those of the strategy."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.kernels import epilogue
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.epilogue import EPILOGUE_BWD, BackwardPass, Sums
+from lt_runtime.kernels.epilogue import EPILOGUE_BWD, BackwardPass
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Derivative, DType, Philox, Saved, Spec, keep_scale, keep_threshold
@@ -151,12 +151,12 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
     if variant.saved is Saved.MASK:  # counted in bits, as by cuBLASLt
         saved_spec = Spec(Layout(*case.shape, Order.ROW, 8 * saved.matrix.row_stride))
     slopes = Derivative(activation, variant.saved, saved_spec, dropout=variant.dropout)
-    sums = Sums(case.accumulate) if case.sums else None
     with launching(host, {Variant(EPILOGUE_BWD.source, variant.macros)}, order) as patch:
         if case.blocks:
             for choice in ("sweep", "reduction"):
                 patch.setattr(epilogue, choice, lambda *_, **__: case.blocks.tiling(case.shape))
-        backward = BackwardPass(variant.dtype, slopes, spec_of(operands.dy), spec_of(dz) if dz else None, 0, sums=sums)
+        specs = spec_of(operands.dy), spec_of(dz) if dz else None
+        backward = BackwardPass(variant.dtype, slopes, *specs, 0, sums=case.sums, accumulate=case.accumulate)
     memory = Memory(backward.partial_bytes)
     addresses = operands.dy.address, saved.address, dz.address if dz else 0, operands.db.address
     backward.run(*addresses, memory.workspace, memory.tickets, state if variant.dropout else None, 0)

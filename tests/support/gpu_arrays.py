@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.memory import MAX_TICKETS
-from lt_runtime.kernels.epilogue import BackwardPass, Sums
+from lt_runtime.kernels.epilogue import BackwardPass
 from lt_runtime.layout import Layout, Order, layout_of
 from lt_runtime.problem import ALIGNMENT, Activation, Derivative, DType, Saved, Spec
 
@@ -35,7 +35,7 @@ class MaskPass:
         layout = layout_of("dy", dy.shape, [stride // dy.itemsize for stride in dy.strides])
         spec, bits = Spec(layout, 16), Spec(Layout(m, n, Order.ROW, 8 * mask.shape[1]))
         derivative = Derivative(Activation("relu"), Saved.MASK, bits)
-        self._mask, self._pass = mask, BackwardPass(dtype, derivative, spec, spec, 0, sums=Sums())
+        self._mask, self._pass = mask, BackwardPass(dtype, derivative, spec, spec, 0, sums=True)
         self._partial, self._tickets = cp.empty(self._pass.partial_bytes, cp.uint8), cp.zeros(MAX_TICKETS, cp.uint32)
 
     def run(self, dy: Any, dz: Any, db: Any) -> None:
