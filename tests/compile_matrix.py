@@ -19,7 +19,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
-from lt_runtime.kernels.kernel import SCALAR
+from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.tile_matmul import tile_macros
@@ -154,7 +154,7 @@ def _mlp() -> list[Variant]:
             for each in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS)
         ),
         *dict.fromkeys(_mlp_bwd()),
-        *(Variant("mlp_gradients.cu", mlp.gradients_macros(dtype)) for dtype in mlp.TYPES),
+        *(Variant("mlp_gradients.cu", define(SCALAR=dtype)) for dtype in mlp.TYPES),
     ]
 
 

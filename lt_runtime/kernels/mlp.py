@@ -113,18 +113,13 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
     Args:
         loss: one of `LOSSES`; None if the gradient of the outputs is given.
     """
-    block, (inputs, outputs) = part.block, _ends(problem)
+    block, (inputs, width, *_, outputs) = part.block, _sizes(problem)
     of_layers = define(INPUTS=inputs, OUTPUTS=outputs, HIDDEN=len(problem.dims) - 2, SAVED=_SAVED[_saved(problem)])
     of_part = define(FIRST=part.first, LAST=part.last)
     of_block = define(ROW_WARPS=block.row_warps, ROW_TILES=block.row_tiles, SUM_WARPS=block.sum_warps)
     of_loss = define(THREADS=block.threads, WEIGHTED=False) + (define(LOSS=LOSSES[loss]) if loss else ())
-    forward = forward_macros(problem.dtype, problem.activation.name, _width_of(problem))
+    forward = forward_macros(problem.dtype, problem.activation.name, width)
     return (*forward, *of_layers, *of_part, *of_block, *of_loss)
-
-
-def gradients_macros(dtype: DType) -> Macros:
-    """The definitions that mlp_gradients is compiled for."""
-    return define(SCALAR=dtype)
 
 
 class MlpForward:
@@ -133,15 +128,12 @@ class MlpForward:
     scratch_bytes: Final = 0
 
     def __init__(self, problem: MLPProblem, x: Matrix, y: Matrix, device: int) -> None:
-        self._layers = len(problem.dims) - 1
-        warps, rows = _FORWARD_WARPS, _FORWARD_WARPS * _warp_rows(problem)
-        shared = _forward_bytes(problem)
+        shared, (_, width, *_) = _forward_bytes(problem), _sizes(problem)
         wave = device_info(device).multiprocessors * _blocks(device, shared, _FORWARD_BLOCKS)
-        blocks = min(-(-problem.rows // rows), wave)
-        params = _params(problem, x, y)
-        macros = forward_macros(problem.dtype, problem.activation.name, _width_of(problem))
-        tiling = Tiling((blocks, 1), (warps * WARP, 1))
-        self._launches = Launches(MLP_FWD, macros, device, tiling, params, shared=shared)
+        blocks = min(-(-problem.rows // (_FORWARD_WARPS * _warp_rows(problem))), wave)
+        macros = forward_macros(problem.dtype, problem.activation.name, width)
+        tiling = Tiling((blocks, 1), (_FORWARD_WARPS * WARP, 1))
+        self._launches = Launches(MLP_FWD, macros, device, tiling, _params(problem, x, y), shared=shared)
 
     def run(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
@@ -162,6 +154,9 @@ class MlpBackward:
         y: dy or, with a loss, the targets.
         accumulate: whether the gradients are added to the present values of their buffers.
         loss: compares the outputs with their targets; None if dy is given.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory for the blocks' sums.
     """
 
     def __init__(
@@ -177,26 +172,19 @@ class MlpBackward:
         assert parts, "nobody asks for what `supports` refuses"
         self._layers, self._has_loss = len(problem.dims) - 1, loss is not None
         self._size = problem.rows * problem.dims[-1]
-        self._blocks = min(-(-problem.rows // parts[0].block.chunk), device_info(device).multiprocessors)
-        self._sums = sum(_sums(problem)) + (_LOSS_PLACES if loss else 0)
-        self._parts = [self._launches_of(problem, x, y, part, device, loss) for part in parts]
-        last = MLP_GRADIENTS.params(_layers_of(problem), blocks=self._blocks, sums=self._sums, size=self._size)
-        last.count, last.width, last.accumulate = self._layers, _width_of(problem), accumulate
-        tiling = Tiling((-(-self._sums // _GRADIENTS_BLOCK[0]), 1), _GRADIENTS_BLOCK)
-        self._last = Launches(MLP_GRADIENTS, gradients_macros(problem.dtype), device, tiling, last)
-
-    def _launches_of(
-        self, problem: MLPProblem, x: Matrix, y: Matrix, part: Part, device: int, loss: ElementwiseLoss | None
-    ) -> Launches:
-        macros, params = backward_macros(problem, part, loss and loss.name), _params(problem, x, y)
-        params.delta = loss.delta if loss else 0.0
-        tiling, shared = Tiling((self._blocks, 1), (part.block.threads, 1)), _backward_bytes(problem, part)
-        return Launches(MLP_BWD, macros, device, tiling, params, shared=shared)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of scratch memory for the blocks' sums."""
-        return 4 * self._blocks * self._sums
+        blocks = min(-(-problem.rows // parts[0].block.chunk), device_info(device).multiprocessors)
+        sums, (_, width, *_) = sum(_sums(problem)) + (_LOSS_PLACES if loss else 0), _sizes(problem)
+        self.scratch_bytes = 4 * blocks * sums
+        self._parts = list[Launches]()
+        for part in parts:
+            macros, params = backward_macros(problem, part, loss and loss.name), _params(problem, x, y)
+            params.delta = loss.delta if loss else 0.0
+            tiling, shared = Tiling((blocks, 1), (part.block.threads, 1)), _backward_bytes(problem, part)
+            self._parts.append(Launches(MLP_BWD, macros, device, tiling, params, shared=shared))
+        last = MLP_GRADIENTS.params(_layers_of(problem), blocks=blocks, sums=sums, size=self._size)
+        last.count, last.width, last.accumulate = self._layers, width, accumulate
+        tiling = Tiling((-(-sums // _GRADIENTS_BLOCK[0]), 1), _GRADIENTS_BLOCK)
+        self._last = Launches(MLP_GRADIENTS, define(SCALAR=problem.dtype), device, tiling, last)
 
     def run(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
@@ -239,45 +227,36 @@ def _fill(params: Struct, addresses: list[int]) -> None:
         layer.weight, layer.bias = addresses[i], addresses[i + 1]
 
 
-def _padded(columns: int) -> int:
-    return -(-columns // _STEP) * _STEP
-
-
-def _width_of(problem: MLPProblem) -> int:
-    """Columns of the hidden layers, as the kernels are compiled for them."""
-    widest = max(problem.dims[1:-1])
-    return next(each for each in WIDTHS if each >= widest)
-
-
-def _ends(problem: MLPProblem) -> tuple[int, int]:
-    """Columns of inputs and outputs, padded."""
-    return _padded(problem.dims[0]), _padded(problem.dims[-1])
+def _sizes(problem: MLPProblem) -> list[int]:
+    """Columns of the inputs, of each hidden layer and of the outputs, padded as in the kernels."""
+    first, *hidden, last = problem.dims
+    inputs, outputs = (-(-columns // _STEP) * _STEP for columns in (first, last))
+    width = next(each for each in WIDTHS if each >= max(hidden))
+    return [inputs, *[width] * len(hidden), outputs]
 
 
 def _warp_rows(problem: MLPProblem) -> int:
-    return _STEP * (2 if _width_of(problem) <= _NARROWER else 1)
+    return _STEP * (2 if _sizes(problem)[1] <= _NARROWER else 1)
 
 
 def _resident_bytes(problem: MLPProblem, biases: int) -> int:
     """Bytes of shared memory for the weights of all layers and `biases` biases."""
-    (inputs, outputs), width, hidden = _ends(problem), _width_of(problem), len(problem.dims) - 2
+    (inputs, width, *_, outputs), hidden = _sizes(problem), len(problem.dims) - 2
     weights = width * (inputs + _SKEW) + ((hidden - 1) * width + outputs) * (width + _SKEW)
     return 2 * weights + 4 * biases
 
 
 def _forward_bytes(problem: MLPProblem) -> int:
     """How many bytes of shared memory a block of mlp_fwd takes: for weights, biases, and two tiles of each warp."""
-    inputs, outputs = _ends(problem)
-    biases = (len(problem.dims) - 2) * _width_of(problem) + outputs
-    tiles = 2 * _FORWARD_WARPS * _warp_rows(problem) * (max(inputs, outputs) + _SKEW)
-    return _resident_bytes(problem, biases) + 2 * tiles
+    inputs, *others = _sizes(problem)
+    tiles = 2 * _FORWARD_WARPS * _warp_rows(problem) * (max(inputs, others[-1]) + _SKEW)
+    return _resident_bytes(problem, sum(others)) + 2 * tiles
 
 
 def _sums(problem: MLPProblem) -> list[int]:
     """How many sums each layer's gradients take: 16 x 8 tiles of the weight's, and a tile in each row for the bias."""
-    (inputs, outputs), width = _ends(problem), _width_of(problem)
-    sizes = [inputs, *[width] * (len(problem.dims) - 2), outputs]
-    return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in itertools.pairwise(sizes)]
+    pairs = itertools.pairwise(_sizes(problem))
+    return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in pairs]
 
 
 def _parts_for(problem: MLPProblem, device: int) -> tuple[Part, ...]:
@@ -306,9 +285,8 @@ def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...
     """
     found, last = list[Part](), len(problem.dims) - 2
     while last >= 0:
-        part = next(
-            (each for first in range(last + 1) if _fits(problem, each := Part(first, last, block), shared)), None
-        )
+        parts = (Part(first, last, block) for first in range(last + 1))
+        part = next((each for each in parts if _fits(problem, each, shared)), None)
         if part is None:
             return ()
         found.append(part)
@@ -319,7 +297,7 @@ def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...
 def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
     """If there are few enough rows, each row warp processes a single tile, which gives the shortest time."""
     is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
-    most = 1 if is_small or _width_of(problem) > _NARROWER else _BLOCKS[0].row_tiles
+    most = 1 if is_small or _sizes(problem)[1] > _NARROWER else _BLOCKS[0].row_tiles
     return [block for block in _BLOCKS if block.row_tiles <= most]
 
 
@@ -340,7 +318,7 @@ def _backward_bytes(problem: MLPProblem, part: Part) -> int:
 
     It holds the weights and biases, and the `WarpBuffers` of each row warp; mlp_bwd.cu has a drawing.
     """
-    (inputs, outputs), width, hidden = _ends(problem), _width_of(problem), len(problem.dims) - 2
+    (inputs, width, *_, outputs), hidden = _sizes(problem), len(problem.dims) - 2
     first, last, saved = part.first, part.last, _saved(problem)
     x, makes_last = 2 if first == 0 else 1, last == hidden
     kept = (hidden if saved is Saved.OUTPUT else last) - max(0, first - 1)
@@ -353,10 +331,8 @@ def _backward_bytes(problem: MLPProblem, part: Part) -> int:
 
 def _sums_each(problem: MLPProblem, part: Part) -> int:
     """How many sums of gradients a thread of mlp_bwd keeps in its registers, see `split_of` there."""
-    (inputs, outputs), width, warps = _ends(problem), _width_of(problem), part.block.sum_warps
-    sizes = [inputs, *[width] * (len(problem.dims) - 2), outputs]
-    found = 0
-    for above, below in itertools.pairwise(sizes[part.first : part.last + 2]):
+    found, warps = 0, part.block.sum_warps
+    for above, below in itertools.pairwise(_sizes(problem)[part.first : part.last + 2]):
         parts = [(-(-below // _STEP // i), -(-above // _STEP // (warps // i))) for i in range(1, warps + 1)]
         down, across = min(parts, key=lambda each: (each[0] * each[1], sum(each), each[0]))
         found += 4 * down * (2 * across + 1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
@@ -32,24 +32,18 @@ NARROW_K: Final = Entry("narrow_k", "narrow_k.cu")
 NARROW_M: Final = Entry("narrow_m", "narrow_m.cu")
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A product as one of the kernels takes it: all matrices row-major.
+class _Form(NamedTuple):
+    """A product as one of the kernels takes it.
 
     Attributes:
         entry: the kernel, whose name says the tiny dimension.
-        a, b: the operands; narrow_n takes B's transpose, narrow_m takes A's.
-        c, aux: None where the product has no such operand.
         width: size of the tiny dimension.
+        matrices: A, B, C and D, all row-major, with D for an absent C. narrow_n takes B's transpose, narrow_m A's.
     """
 
     entry: Entry
-    a: Spec
-    b: Spec
-    c: Spec | None
-    d: Spec
-    aux: Spec | None
     width: int
+    matrices: list[Spec]
 
 
 def supports(problem: MatmulProblem) -> bool:
@@ -60,21 +54,19 @@ def supports(problem: MatmulProblem) -> bool:
 def _form_of(problem: MatmulProblem) -> _Form | None:
     """The product in the form of the first kernel that takes it; None if no kernel does."""
     alike = problem.dtype is problem.d_dtype is not DType.FLOAT64
-    empty = 0 in (problem.m, problem.n, problem.k)
-    if not alike or empty or problem.batch != 1 or problem.device_scalars or not _fits_aux(problem):
+    if not alike or problem.is_empty or problem.batch != 1 or problem.device_scalars or not _fits_aux(problem):
         return None
-    a, b, c, d = problem.a, problem.b, problem.c, problem.d
-    none = Epilogue.NONE
+    a, b, d = problem.a, problem.b, problem.d
     kinds = (
-        (NARROW_N, problem.n, a, b.transposed, (none, Epilogue.BIAS)),
-        (NARROW_K, problem.k, a, b, (none, *_DERIVATIVES)),
-        (NARROW_M, problem.m, a.transposed, b, (none, Epilogue.BGRADA)),
+        (NARROW_N, problem.n, a, b.transposed, (Epilogue.BIAS,)),
+        (NARROW_K, problem.k, a, b, _DERIVATIVES),
+        (NARROW_M, problem.m, a.transposed, b, (Epilogue.BGRADA,)),
     )
     for entry, width, first, second, epilogues in kinds:
-        x, w, addend, out = _row_major(first), _row_major(second), _row_major(c or d), _row_major(d)
-        fits = width <= MAX_WIDTH and problem.epilogue in epilogues
-        if fits and x is not None and w is not None and addend is not None and out is not None:
-            return _Form(entry, x, w, addend if c else None, out, problem.aux, width)
+        lying = [_row_major(each) for each in (first, second, problem.c or d, d)]
+        matrices = [each for each in lying if each is not None]
+        if width <= MAX_WIDTH and problem.epilogue in (Epilogue.NONE, *epilogues) and len(matrices) == len(lying):
+            return _Form(entry, width, matrices)
     return None
 
 
@@ -98,18 +90,12 @@ def _row_major(spec: Spec) -> Spec | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """How a kernel's threads share a product.
+_Geometry: TypeAlias = tuple[Tiling, int | None, int]
+"""How a kernel's threads share a product: its tiling, the rows of a thread, and the partial sums of a thread.
 
-    Attributes:
-        rows: rows that a thread has at a time; None for a kernel that is not compiled for a number of rows.
-        sums: partial sums of a thread, which the blocks of a grid's column add up; 0 where the blocks share no sums.
-    """
-
-    tiling: Tiling
-    rows: int | None
-    sums: int = 0
+The rows are those that a thread has at a time, None for a kernel that is not compiled for their number. The blocks of a
+grid's column add up the partial sums, of which there are 0 if blocks share no sums.
+"""
 
 
 def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) -> _Geometry:
@@ -128,7 +114,7 @@ def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) 
     while threads > max(WARP, lanes) and 2 * problem.m * lanes < threads * rows * wave_of(device, 1):
         threads //= 2
     y = threads // lanes
-    return _Geometry(Tiling((-(-problem.m // (y * rows)), 1), (lanes, y)), rows)
+    return Tiling((-(-problem.m // (y * rows)), 1), (lanes, y)), rows, 0
 
 
 def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
@@ -139,7 +125,7 @@ def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
     x = min(WARP, next_power_of_two(octets))
     lines = -(-problem.m // rows)
     y = min(_K_THREADS // x, next_power_of_two(lines))
-    return _Geometry(Tiling((-(-octets // x), min(-(-lines // y), MAX_GRID_Y)), (x, y)), rows)
+    return Tiling((-(-octets // x), min(-(-lines // y), MAX_GRID_Y)), (x, y)), rows, 0
 
 
 def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
@@ -157,7 +143,7 @@ def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
     most = 1 if is_alone else max(1, wave // strips)
     rows = _SHARED_ROWS if aligned and problem.m > most * y else 1
     parts = min(most, -(-problem.m // (rows * y)))
-    return _Geometry(Tiling((strips, parts), (x, y)), rows, OCTET)
+    return Tiling((strips, parts), (x, y)), rows, OCTET
 
 
 def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
@@ -172,41 +158,38 @@ def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
         y = THREADS // x
         parts = max(1, min(wave // -(-quads // x), -(-problem.k // (_PART * y)), MAX_GRID_Y))
     y = min(THREADS // x, max(WARP // x, next_power_of_two(problem.k)))
-    return _Geometry(Tiling((-(-quads // x), parts), (x, y)), None, _QUAD * problem.m)
+    return Tiling((-(-quads // x), parts), (x, y)), None, _QUAD * problem.m
 
 
 class NarrowPass:
     """A product that `supports` accepts, in one kernel.
 
+    Attributes:
+        tiling: blocks and threads.
+        scratch_bytes: bytes for sums over parts of K or M. They lie in a stream's workspace, because its scratch memory
+            may hold an operand.
+        tickets: counters of the blocks that share sums.
+
     Raises:
-        ValueError: no kernel takes the product.
+        PlanError: no kernel takes the product.
     """
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         form = _form_of(problem)
         if form is None:
-            raise ValueError(f"no dimension of {problem} is tiny, or its matrices do not lie as they have to")
-        self._form, self._has_vector = form, problem.epilogue is not Epilogue.NONE
+            raise PlanError(f"the kernel for narrow products does not take {problem}")
+        entry, epilogue = form.entry, problem.epilogue
+        self._has_c, self._has_aux = problem.c is not None, problem.aux is not None
+        self._has_vector = epilogue is not Epilogue.NONE
         aligned, width = _is_aligned(form, problem), next_power_of_two(form.width)
-        geometry = _geometry(form, problem, aligned, width, device)
-        self._tiling, self._sums = geometry.tiling, geometry.sums
-        derivative = problem.epilogue if form.entry is NARROW_K else None
-        macros = narrow_macros(problem.dtype, width, aligned, geometry.rows, derivative)
-        params = form.entry.params(*map(Matrix.of, (form.a, form.b, form.c, form.d)))
-        params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
-        params.aux = Matrix.of(form.aux, is_mask=_reads_mask(problem.epilogue))
-        self._launches = Launches(form.entry, macros, device, self._tiling, params)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes for sums over parts of K or M, in a stream's workspace: its scratch memory may hold an operand."""
-        (columns, parts), (x, _) = self._tiling
-        return 4 * parts * columns * x * self._sums if parts > 1 else 0
-
-    @property
-    def tickets(self) -> int:
-        """Counters that the blocks need which share sums."""
-        return self._tiling.grid[0] if self.scratch_bytes else 0
+        self.tiling, rows, sums = _geometry(entry, problem, aligned, width, device)
+        (columns, parts), (x, _) = self.tiling
+        self.scratch_bytes = 4 * parts * columns * x * sums if parts > 1 else 0
+        self.tickets = columns if self.scratch_bytes else 0
+        macros = narrow_macros(problem.dtype, width, aligned, rows, epilogue if entry is NARROW_K else None)
+        params = entry.params(*map(Matrix.of, form.matrices), rows=problem.m, cols=problem.n, depth=problem.k)
+        params.aux = Matrix.of(problem.aux, is_mask=_reads_mask(epilogue))
+        self._launches = Launches(entry, macros, device, self.tiling, params)
 
     def run(self, call: Call, memory: StreamMemory) -> None:
         """Puts the product on the memory's stream; the caller holds the memory's lock."""
@@ -214,19 +197,19 @@ class NarrowPass:
         a, b, c, vector, aux, d = call.addresses
         alpha, beta = call.scalars
         params.a.data, params.b.data, params.d.data = a, b, d
-        params.c.data = c if self._form.c and beta else 0
+        params.c.data = c if self._has_c and beta else 0
         params.vector = vector if self._has_vector else 0
-        params.aux.data = aux if self._form.aux else 0
+        params.aux.data = aux if self._has_aux else 0
         params.alpha, params.beta = alpha, beta
         if self.scratch_bytes:
             params.partial, params.tickets = memory.workspace, memory.tickets
         launch()
 
 
-def _geometry(form: _Form, problem: MatmulProblem, aligned: bool, width: int, device: int) -> _Geometry:
-    if form.entry is NARROW_N:
+def _geometry(entry: Entry, problem: MatmulProblem, aligned: bool, width: int, device: int) -> _Geometry:
+    if entry is NARROW_N:
         return _share_rows(problem, width, aligned, device)
-    if form.entry is NARROW_M:
+    if entry is NARROW_M:
         return _share_terms(problem, device)
     share = _share_strips if problem.epilogue.has_bias_gradient else _share_octets
     return share(problem, aligned, device)
@@ -238,8 +221,8 @@ def _reads_mask(epilogue: Epilogue) -> bool:
 
 def _is_aligned(form: _Form, problem: MatmulProblem) -> bool:
     """Whether all rows that the kernel moves in vectors are whole octets and begin at multiples of 16 bytes."""
-    aux = None if _reads_mask(problem.epilogue) else form.aux
-    moved = {NARROW_N: (form.a, form.b), NARROW_K: (form.b, form.c, form.d, aux), NARROW_M: (form.b,)}
+    (a, b, c, d), aux = form.matrices, None if _reads_mask(problem.epilogue) else problem.aux
+    moved = {NARROW_N: (a, b), NARROW_K: (b, c, d, aux), NARROW_M: (b,)}
     return are_aligned(problem.dtype, *moved[form.entry])
 
 

@@ -79,8 +79,6 @@ class NarrowPlan(OwnPlan):
     """A product with one tiny dimension."""
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
-        if not narrow.supports(problem):
-            raise PlanError(f"the kernel for narrow products does not take {problem}")
         super().__init__(problem, device, NARROW_MATMUL, NarrowPass(problem, device))
 
 

@@ -111,7 +111,7 @@ class _Recorded:
         monkeypatch.setattr(kernels, "get_kernel", get)
         monkeypatch.setattr(tiling, "device_info", lambda _: H200)
         made = NarrowPass(problem, 0)
-        (self.grid, self.block), self.scratch_bytes, self.tickets = made._tiling, made.scratch_bytes, made.tickets
+        (self.grid, self.block), self.scratch_bytes, self.tickets = made.tiling, made.scratch_bytes, made.tickets
         self.blocks, self.threads = self.grid[0] * self.grid[1], self.block[0] * self.block[1]
 
 
