@@ -49,20 +49,23 @@ def launching(host: HostKernels, variants: Collection[Variant], order: int) -> I
 
 
 class Memory:
-    """A stream's workspace, just as large as it is needed, and tickets."""
+    """A stream's tickets, and a workspace that is just as large as it is needed."""
 
-    def __init__(self, size: int) -> None:
-        self._workspace = vector(np.full(size // 4, np.nan), DType.FLOAT32) if size else None
-        self.workspace = 0 if self._workspace is None else self._workspace.address
-        self.stream = 0
+    stream = 0
+
+    def __init__(self, size: int = 0) -> None:
         self._tickets = vector(np.zeros(MAX_TICKETS), DType.FLOAT32)
-        self.tickets = self._tickets.address
+        self.tickets, self.workspace = self._tickets.address, self.scratch(size)
+
+    def scratch(self, size: int) -> int:
+        """Makes the workspace."""
+        self._workspace = vector(np.full(size // 4, np.nan), DType.FLOAT32)
+        return self._workspace.address if size else 0
 
     def check(self) -> None:
         """Fails if anything around the workspace was written, or tickets are not zero again."""
         self._tickets.assert_unchanged()
-        if self._workspace is not None:
-            self._workspace.values()
+        self._workspace.values()
 
 
 def spec_of(matrix: Guarded) -> Spec:

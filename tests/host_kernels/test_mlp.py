@@ -23,6 +23,7 @@ from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
 from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels
+from tests.host_kernels.products import Memory
 from tests.host_kernels.variants import BF16, F16, F32
 from tests.support.strategies import Placement
 
@@ -30,16 +31,6 @@ Array = NDArray[np.float64]
 SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=1, memory=0)
 SHARED = 227 << 10
 ORDERS = (FORWARD, REVERSE, SHUFFLED)
-
-
-class _Memory:
-    """A stream's scratch memory, just as large as it is needed."""
-
-    stream = 0
-
-    def scratch(self, size: int) -> int:
-        self._sums = vector(np.full(size // 4, np.nan), F32)
-        return self._sums.address
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +59,9 @@ class _Network:
         y = Guarded(np.full((self.problem.rows, self.problem.dims[-1]), 7.0), placement, self.problem.dtype)
         with host.in_order(order):
             made = MlpForward(self.problem, self.x.matrix, y.matrix, 0)
-        made.run(Call((self.x.address, y.address, *self.parameters), 0), _Memory())
+        memory = Memory()
+        made.run(Call((self.x.address, y.address, *self.parameters), 0), memory)
+        memory.check()
         self._check_unchanged()
         return y.values()
 
@@ -89,7 +82,9 @@ class _Network:
             made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, start is not None, 0, loss)
         places = [each.address if each else 0 for each in grads]
         addresses = self.x.address, self.dy.address, *self.parameters, *places, *more
-        made.run(Call(addresses, 0, *by), _Memory())
+        memory = Memory()
+        made.run(Call(addresses, 0, *by), memory)
+        memory.check()
         self._check_unchanged()
         return [each.values() for each in grads if each]
 
