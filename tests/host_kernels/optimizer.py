@@ -66,9 +66,13 @@ def tensors(in_place: bool) -> st.SearchStrategy[TensorCase]:
 
 
 class HostTensor:
-    """One parameter's arrays."""
+    """One parameter's arrays, drawn at random unless the gradient is given."""
 
-    def __init__(self, case: TensorCase, variant: AdamWVariant, generator: np.random.Generator) -> None:
+    def __init__(
+        self, case: TensorCase, variant: AdamWVariant, seed: np.random.Generator | int, gradient: Any = None
+    ) -> None:
+        generator = np.random.default_rng(seed)
+
         def draw(dtype: DType, offset: int) -> Guarded:
             return vector(numbers(generator, (case.size,), dtype), dtype, offset)
 
@@ -81,7 +85,8 @@ class HostTensor:
         self.v_max = draw(variant.moments, other) if variant.amsgrad else None
         for second in filter(None, (self.v, self.v_max)):
             second.array[...] = np.abs(second.array)
-        self.set_gradient(numbers(generator, (case.size,), case.gradient_dtype))
+        drawn = numbers(generator, (case.size,), case.gradient_dtype)
+        self.set_gradient(drawn if gradient is None else np.asarray(gradient))
 
     def set_gradient(self, values: NDArray[Any]) -> None:
         self.gradient = vector(values, self.case.gradient_dtype, self.case.offsets[1])
@@ -134,6 +139,11 @@ class HostOptimizer:
         self.scale = np.array([scaler.init_scale], np.float32)
         self.growth_tracker = np.zeros(1, np.int32)
 
+    def step(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
+        """Launches gradient_norm, then adamw."""
+        self.measure(tensors, order)
+        self.update(tensors, order)
+
     def measure(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
         """Launches gradient_norm."""
         table = adamw.norm_table([tensor.row() for tensor in tensors])
@@ -159,6 +169,11 @@ class HostOptimizer:
         self._update.launch(tiling.grid, tiling.block, params, order=order)
         assert not self.tickets.any()
         assert self.state["update_ticket"] == self.state["nonfinite"] == 0
+
+
+def bits(tensors: Sequence[HostTensor]) -> list[bytes]:
+    """The bytes of all arrays that an update may write."""
+    return [array.array.tobytes() for tensor in tensors for array in tensor.written]
 
 
 def rounded(values: NDArray[np.float32], dtype: DType, lanes: NDArray[np.uint16]) -> NDArray[np.float64]:

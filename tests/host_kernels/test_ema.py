@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -17,44 +15,29 @@ from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import sizes
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
 
-
-@dataclass(frozen=True)
-class Case:
-    """Sizes, types of the values, and elements before the average and the value."""
-
-    tensors: list[tuple[int, DType, int, int]]
-    weight: float
-    order: int
-    seed: int
-
-
 shifts = st.sampled_from((0, 0, 1, 4, 8))
-cases = st.builds(
-    Case,
-    tensors=st.lists(st.tuples(sizes, st.sampled_from(TYPES), shifts, shifts), min_size=1, max_size=4),
-    weight=st.sampled_from((1.0, 0.5, 0.1, 1e-4)),
-    order=orders,
-    seed=seeds,
-)
+tensors = st.tuples(sizes, st.sampled_from(TYPES), shifts, shifts)
+"""Size, type of the values, and elements before the average and the value."""
 
 
 @MORE
-@example(Case([(300, F32, 0, 0), (7, BF16, 1, 0), (0, F16, 0, 0), (2500, F16, 0, 8)], 0.1, 0, 0))
-@given(case=cases)
-def test_averages(host: HostKernels, case: Case) -> None:
-    generator = np.random.default_rng(case.seed)
-    averages = [vector(numbers(generator, (size,), F32), F32, first) for size, _, first, _ in case.tensors]
-    values = [vector(numbers(generator, (size,), dtype), dtype, first) for size, dtype, _, first in case.tensors]
+@example([(300, F32, 0, 0), (7, BF16, 1, 0), (0, F16, 0, 0), (2500, F16, 0, 8)], 0.1, 0, 0)
+@given(st.lists(tensors, min_size=1, max_size=4), st.sampled_from((1.0, 0.5, 0.1, 1e-4)), orders, seeds)
+def test_averages(
+    host: HostKernels, drawn: list[tuple[int, DType, int, int]], weight: float, order: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    averages = [vector(numbers(generator, (size,), F32), F32, first) for size, _, first, _ in drawn]
+    values = [vector(numbers(generator, (size,), dtype), dtype, first) for size, dtype, _, first in drawn]
     before = [average.array.astype(np.float64) for average in averages]
-    table = ema_table(
-        [
-            Tensor(size, {"average": (average.address, F32), "value": (value.address, dtype)})
-            for average, value, (size, dtype, *_) in zip(averages, values, case.tensors, strict=True)
-        ]
-    )
-    params = EMA.params(table.ctypes.data, case.weight)
-    host.get(EMA).launch((table.size, 1), (THREADS, 1), params, order=case.order)
-    weight = float(np.float32(case.weight))
+    rows = [
+        Tensor(size, {"average": (average.address, F32), "value": (value.address, dtype)})
+        for average, value, (size, dtype, *_) in zip(averages, values, drawn, strict=True)
+    ]
+    table = ema_table(rows)
+    params = EMA.params(table.ctypes.data, weight)
+    host.get(EMA).launch((table.size, 1), (THREADS, 1), params, order=order)
+    weight = float(np.float32(weight))
     for average, value, old in zip(averages, values, before, strict=True):
         new = value.array.astype(np.float64)
         bound = 3 * EPS32 * (np.abs(old) + weight * (np.abs(old) + np.abs(new))) + 1e-44

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,25 +21,9 @@ from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import OPTIONS, HostOptimizer, HostTensor, TensorCase
 from tests.host_kernels.variants import BF16, F16, F32, PLAIN_ADAMW, TYPES
 
-
-@dataclass(frozen=True)
-class NormCase:
-    tensors: list[tuple[int, DType, int]]  # size, type, and number of elements before the first
-    scale: float | None
-    order: int
-    seed: int
-
-
 sizes = st.one_of(st.integers(0, 40), st.sampled_from((255, 1024, 5000, 16384, 16385, 40000)))
-cases = st.builds(
-    NormCase,
-    tensors=st.lists(
-        st.tuples(sizes, st.sampled_from(TYPES), st.sampled_from((0, 0, 1, 4, 8))), min_size=1, max_size=4
-    ),
-    scale=st.sampled_from((None, 1.0, 65536.0, 3.0, 2.0**-20)),
-    order=orders,
-    seed=seeds,
-)
+tensors = st.tuples(sizes, st.sampled_from(TYPES), st.sampled_from((0, 0, 1, 4, 8)))
+"""Size, type, and number of elements before the first."""
 
 
 def measured(
@@ -49,8 +34,7 @@ def measured(
     for gradient, offset in zip(gradients, offsets, strict=True):
         dtype = DType.parse("gradient", gradient.dtype)
         case = TensorCase(gradient.size, gradient_dtype=dtype, offsets=(0, offset, 0))
-        tensors.append(HostTensor(case, PLAIN_ADAMW, np.random.default_rng(0)))
-        tensors[-1].set_gradient(gradient)
+        tensors.append(HostTensor(case, PLAIN_ADAMW, 0, gradient))
     scaler = None if scale is None else GradScaler(scale)
     optimizer = HostOptimizer(host, PLAIN_ADAMW, replace(OPTIONS, scaler=scaler))
     optimizer.measure(tensors, order)
@@ -60,14 +44,13 @@ def measured(
 
 
 @FEW
-@example(case=NormCase([(16500, F32, 0), (70, BF16, 1), (0, F16, 0), (2049, F16, 0)], 4.0, 0, 0))
-@given(case=cases)
-def test_norms(host: HostKernels, case: NormCase) -> None:
-    generator = np.random.default_rng(case.seed)
-    gradients = [generator.standard_normal(size).astype(dtype.numpy) for size, dtype, _ in case.tensors]
-    offsets = [offset for *_, offset in case.tensors]
-    norm, nonfinite = measured(host, gradients, offsets, case.scale, case.order)
-    expected, _ = reference.gradient_norm(gradients, case.scale or 1.0)
+@example([(16500, F32, 0), (70, BF16, 1), (0, F16, 0), (2049, F16, 0)], 4.0, 0, 0)
+@given(st.lists(tensors, min_size=1, max_size=4), st.sampled_from((None, 1.0, 65536.0, 3.0, 2.0**-20)), orders, seeds)
+def test_norms(host: HostKernels, drawn: list[tuple[int, DType, int]], scale: Any, order: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    gradients = [generator.standard_normal(size).astype(dtype.numpy) for size, dtype, _ in drawn]
+    norm, nonfinite = measured(host, gradients, [offset for *_, offset in drawn], scale, order)
+    expected, _ = reference.gradient_norm(gradients, scale or 1.0)
     assert norm == pytest.approx(expected, rel=8 * EPS32)
     assert nonfinite == 0
 
@@ -117,10 +100,7 @@ def test_the_largest_numbers_are_finite(host: HostKernels) -> None:
 
 def test_more_chunks_than_a_block_adds_up_at_once(host: HostKernels) -> None:
     """A thread of the last block adds up eight of the blocks' sums at a time."""
-    tensor = HostTensor(TensorCase(1), PLAIN_ADAMW, np.random.default_rng(0))
-    last = HostTensor(TensorCase(1), PLAIN_ADAMW, np.random.default_rng(0))
-    tensor.set_gradient(np.zeros(1, np.float32))
-    last.set_gradient(np.full(1, 3.0, np.float32))
+    tensor, last = (HostTensor(TensorCase(1), PLAIN_ADAMW, 0, [value]) for value in (0.0, 3.0))
     optimizer = HostOptimizer(host, PLAIN_ADAMW, OPTIONS)
     optimizer.measure([*[tensor] * (8 * THREADS), last])
     assert optimizer.state["norm"] == 3.0
