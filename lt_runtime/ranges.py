@@ -86,8 +86,8 @@ _SILENT: Final = Range.__enter__, Range.__exit__
 
 
 def _enter(self: Range) -> None:
-    if _push is not None:
-        _push(self._attributes)
+    if _domain is not None:
+        _domain.push_range(self._attributes)
     for listener in _listeners:
         listener.enter(self.name)
 
@@ -95,14 +95,12 @@ def _enter(self: Range) -> None:
 def _exit(self: Range, kind: object, error: object, trace: object) -> None:
     for listener in _listeners:
         listener.exit(self.name)
-    if _pop is not None:
-        _pop()
+    if _domain is not None:
+        _domain.pop_range()
 
 
-_push: Callable[[Any], object] | None = None
-_pop: Callable[[], object] | None = None
-"""NVTX's functions; None if no tool is attached."""
-
+_domain: Any = None
+"""The package's NVTX domain; None if no tool is attached."""
 
 is_heard = False
 """Whether there is a listener or a tool. Code that opens ranges at a cost does so only if this is true."""
@@ -110,11 +108,9 @@ is_heard = False
 
 def _settle() -> None:
     """Sets the methods of `Range` by whether there are listeners or a tool."""
-    global is_heard, _push, _pop
-    domain = _nvtx_domain()
-    if domain is not None:
-        _push, _pop = domain.push_range, domain.pop_range
-    is_heard = bool(_listeners) or domain is not None
+    global is_heard, _domain
+    _domain = _nvtx_domain()
+    is_heard = bool(_listeners) or _domain is not None
     Range.__enter__, Range.__exit__ = (_enter, _exit) if is_heard else _SILENT
 
 

@@ -14,8 +14,6 @@ from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.cache import make_plan
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.methods import known_algorithm
-from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.document import Document, UnusableError
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, Remembered, problem_key
@@ -102,13 +100,7 @@ def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[
 
 
 def _products(problem: Problem, device: int) -> list[MatmulProblem]:
-    """The products of a problem's plan; fewer if the plan cannot be made."""
-    met: list[MatmulProblem] = []
-
-    def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:
-        met.append(product)
-        return known_algorithm(product, on)
-
+    """The products of a problem's plan; none if the plan cannot be made."""
     with activated(device), contextlib.suppress(LtError, MemoryError):
-        make_plan(problem, device, choose)
-    return met
+        return [product.problem for product in make_plan(problem, device).products.values()]
+    return []

@@ -351,13 +351,18 @@ def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
         assert entries(gpu).keys() == brought.keys()
 
 
+def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint's description and arrays."""
+    with own("saving.checkpoint_file").reading(path) as file:
+        return json.loads(file.text), file.load(file.kinds)
+
+
 def test_what_is_measured_here_is_not_taken_from_a_checkpoint(process: Process, tmp_path: Path) -> None:
     with process() as gpu:
         run = Run(gpu)
         run.train()
         gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        text, values = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
-        described = json.loads(text)
+        described, values = content(tmp_path / "run")
         theirs = own("store.document").Document.parse(described["plans"].encode())
         for key in [*theirs.raw]:
             theirs.add(
@@ -385,8 +390,7 @@ def test_plan_choices_that_cannot_be_used_are_left_alone(
         run.train()
         caplog.clear()
         gpu.lt.save_checkpoint(path, run.model, run.optimizer)
-        saved = own("saving.checkpoint_file").read(path, lambda _, kinds: kinds)
-        described = json.loads(saved[0])
+        described, values = content(path)
         assert "MatmulProblem" in described["plans"]
         changed = {
             "of another GPU": described["plans"].replace('"gpu": "', '"gpu": "another '),
@@ -395,7 +399,7 @@ def test_plan_choices_that_cannot_be_used_are_left_alone(
             "a number": 7,
         }
         assert changed[what] != described["plans"]
-        own("saving.checkpoint_file").write(path, saved[1], json.dumps(described | {"plans": changed[what]}))
+        own("saving.checkpoint_file").write(path, values, json.dumps(described | {"plans": changed[what]}))
     with process("elsewhere") as gpu:
         run = Run(gpu, tune=False)
         gpu.lt.load_checkpoint(path, run.model, run.optimizer)
@@ -409,8 +413,7 @@ def test_plan_choices_of_other_models_stay_where_they_are(process: Process, tmp_
         Run(gpu, (8, 3)).train()
         run = Run(gpu, tune=False)
         gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        text, _ = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
-        assert "plans" not in json.loads(text)
+        assert "plans" not in content(tmp_path / "run")[0]
 
 
 def test_of_many_sizes_of_batch_the_latest_are_taken_along(
@@ -422,8 +425,7 @@ def test_of_many_sizes_of_batch_the_latest_are_taken_along(
             run.train(rows, steps=1)
         monkeypatch.setattr(own("saving.plan_choices"), "_MOST_SIZES", 2)
         gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        text, _ = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
-        plans = json.loads(text)["plans"].replace("\\", "")  # keys are JSON within JSON
+        plans = content(tmp_path / "run")[0]["plans"].replace("\\", "")  # keys are JSON within JSON
         assert [f'"rows": {rows}, "cols": 8,' in plans for rows in (5, 6, 7)] == [False, True, True]
 
 
@@ -436,5 +438,4 @@ def test_plan_choices_that_are_too_long_are_left_out(
         monkeypatch.setattr(own("saving.plan_choices"), "_LARGEST", 1000)
         with pytest.warns(UserWarning, match=r"the plan choices are \d+: too many for a checkpoint"):
             gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        text, _ = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
-        assert "plans" not in json.loads(text)
+        assert "plans" not in content(tmp_path / "run")[0]
