@@ -16,7 +16,7 @@ from lt_runtime.gpu.driver import is_capturing
 from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.plans.priors import backward_priors, forward_priors
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, backward_strategies, forward_strategies
-from lt_runtime.problem import BackwardProblem, Derivative, ForwardProblem, MatmulProblem, MLPProblem, Saved
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem, Saved
 from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
@@ -97,12 +97,9 @@ def forget(problems: Iterable[Remembered], device: int) -> None:
 def _without_saved(problem: Remembered) -> Remembered:
     if not isinstance(problem, BackwardProblem):
         return problem
-    through = problem.input_derivative and _saving_nothing(problem.input_derivative)
-    return replace(problem, output_derivative=_saving_nothing(problem.output_derivative), input_derivative=through)
-
-
-def _saving_nothing(derivative: Derivative) -> Derivative:
-    return replace(derivative, saved=Saved.NOTHING, saved_spec=None)
+    derivatives = {name: getattr(problem, name) for name in ("output_derivative", "input_derivative")}
+    bare = {name: each and replace(each, saved=Saved.NOTHING, saved_spec=None) for name, each in derivatives.items()}
+    return replace(problem, **bare)
 
 
 def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -> Plan:

@@ -103,15 +103,12 @@ def _saved_by_kernel(problem: ForwardProblem) -> Saved:
 def _saved_by_library(problem: ForwardProblem) -> Saved | None:
     """Kind of the tensor that an epilogue with an auxiliary output would save; None if the epilogue cannot be used."""
     kept = problem.preactivation
+    if problem.activation.name == "relu":
+        return Saved.MASK if problem.backward and kept is None else None
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
-    fits = _fits_aux(kept or Spec(_preactivation(problem)), _AUX_ELEMENTS, is_ours=is_ours)
-    if kept is not None and not fits:
+    if not _fits_aux(kept or Spec(_preactivation(problem)), _AUX_ELEMENTS, is_ours=is_ours):
         return None
-    if problem.activation.name == "gelu":
-        if problem.backward:
-            return Saved.PREACTIVATION if fits else None
-        return Saved.NOTHING if kept is not None else None
-    return Saved.MASK if problem.backward and kept is None else None
+    return Saved.PREACTIVATION if problem.backward else Saved.NOTHING if kept is not None else None
 
 
 def _fits_aux(spec: Spec, step: int, *, is_ours: bool) -> bool:

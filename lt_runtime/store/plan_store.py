@@ -44,9 +44,9 @@ def plan_store(device: int) -> PlanStore:
 @functools.cache
 def _opened(directory: Path, known: Fingerprint) -> PlanStore:
     path = directory / known.file_name
-    pattern = "" if path.exists() else f"{known.file_name.rpartition('-')[0]}-*.json"
+    others = [] if path.exists() else directory.glob(f"{known.file_name.rpartition('-')[0]}-*.json")
     with contextlib.suppress(OSError, ValueError):
-        for other in directory.glob(pattern) if pattern else ():
+        for other in others:
             if f'"schema": {SCHEMA},'.encode() not in read_regular(other, LARGEST)[:40]:
                 warnings.warn(f"{other} is of another version of lt_runtime: it stays and is not used", stacklevel=4)
                 break

@@ -89,18 +89,14 @@ class LayerChain:
             ArgumentError: there are fewer than two dims; or `rows` or one of the dims is not a positive integer.
         """
         _check_sizes(rows, dims)
-        options: Any = [
-            value if isinstance(value, (list, tuple)) else [*[value] * (len(dims) - 2), of_last]
-            for value, of_last in ((activation, output_activation), (bias, bias), (dropout, False))
+        given: Any = (activation, output_activation), (bias, bias), (dropout, False)
+        options = [
+            value if isinstance(value, (list, tuple)) else [*[value] * (len(dims) - 2), last] for value, last in given
         ]
-        forwards = [
-            ForwardProblem(
-                *(dtype, compute, kind, _spec(rows, k), _spec(n, k), _spec(rows, n), ALIGNMENT if has_bias else None),
-                dropout=drops,
-                backward=True,
-            )
-            for (k, n), kind, has_bias, drops in zip(itertools.pairwise(dims), *options, strict=True)
-        ]
+        forwards = []
+        for (k, n), kind, has_bias, drops in zip(itertools.pairwise(dims), *options, strict=True):
+            specs, alignment = (_spec(rows, k), _spec(n, k), _spec(rows, n)), ALIGNMENT if has_bias else None
+            forwards.append(ForwardProblem(dtype, compute, kind, *specs, alignment, dropout=drops, backward=True))
         backwards = [*map(plain_backward, forwards)]
         if not input_gradient:
             backwards[0] = replace(backwards[0], dx=None)
@@ -285,15 +281,11 @@ def _joined(items: Iterable[_Item], follows: Callable[[_Item, _Item], bool]) -> 
     """Splits items into runs, in which each item follows the item before it."""
     runs: list[list[_Item]] = []
     for item in items:
-        for run in runs:
-            if follows(run[-1], item):
-                run.append(item)
-                break
-            if follows(item, run[0]):
-                run.insert(0, item)
-                break
-        else:
+        run = next((each for each in runs if follows(each[-1], item) or follows(item, each[0])), None)
+        if run is None:
             runs.append([item])
+        else:
+            run.insert(len(run) if follows(run[-1], item) else 0, item)
     return runs
 
 
@@ -311,34 +303,34 @@ def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[Forw
     """A chain of backward problems, given from the top layer down, and of the forward problems that fit them.
 
     If several forward problems fit, the top layer takes the last of them, the layer below the one before, and so on.
-    Equal layers share one problem.
+    Equal layers share one problem. Below the lowest backward problem there may be one more forward problem.
     """
     layers: list[Layer] = []
     above: BackwardProblem | None = None
     latest = len(forwards)
-    for backward in backwards:
+    for backward in (*backwards, None):
         fitting = [number for number, each in enumerate(forwards) if _is_same_layer(each, backward, above)]
         latest = max((number for number in fitting if number <= latest), default=fitting[-1] if fitting else latest)
-        layers.insert(0, Layer(forwards[latest] if fitting else None, backward))
+        if fitting or backward is not None:
+            layers.insert(0, Layer(forwards[latest] if fitting else None, backward))
         above = backward
-    if above is not None and above.input_derivative is not None:
-        below = next((each for each in reversed(forwards) if _is_layer_below(each, above)), None)
-        layers[:0] = [] if below is None else [Layer(below)]
     return LayerChain(tuple(layers))
 
 
-def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem, above: BackwardProblem | None) -> bool:
-    if _types(forward) != _types(backward) or (forward.x, forward.w) != (backward.x, backward.w):
+def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem | None, above: BackwardProblem | None) -> bool:
+    """Whether a forward problem fits a layer.
+
+    Args:
+        backward, above: the backward problems of the layer and of the layer above; None for a problem that is absent.
+    """
+    if backward and (_types(forward), forward.x, forward.w) != (_types(backward), backward.x, backward.w):
         return False
     if above is not None and above.input_derivative is not None:
-        return _is_layer_below(forward, above)
-    has_shape = forward.y.layout.shape == backward.dy.layout.shape
-    return has_shape and (backward.output_derivative.is_identity or _fits(forward, backward.output_derivative))
-
-
-def _is_layer_below(forward: ForwardProblem, above: BackwardProblem) -> bool:
-    fits = above.input_derivative is not None and _fits(forward, above.input_derivative)
-    return fits and _types(forward) == _types(above) and forward.y == above.x
+        is_below = _types(forward) == _types(above) and forward.y == above.x
+        return is_below and _fits(forward, above.input_derivative)
+    if backward is None or forward.y.layout.shape != backward.dy.layout.shape:
+        return False
+    return backward.output_derivative.is_identity or _fits(forward, backward.output_derivative)
 
 
 def _fits(forward: ForwardProblem, derivative: Derivative) -> bool:
