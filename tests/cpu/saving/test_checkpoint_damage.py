@@ -28,16 +28,18 @@ from tests.support.training_runs import Run, assert_same, content_of, rewrite, r
 TEXT, DIGEST = "lt_runtime", "lt_runtime.sha256"
 
 
-def every_kind() -> Run:
-    """A run with every array that a checkpoint may have."""
-    return run_of("float16", scaled=True, amsgrad=True, max_norm=1.0)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run"
 
 
-def saved(path: Path, run: Run) -> dict[str, Array]:
-    """Trains a run for a few steps and saves it; returns its state."""
-    train(run, range(2))
-    lt.save_checkpoint(path, *run)
-    return state(run)
+@pytest.fixture
+def run(path: Path) -> Run:
+    """A run of a few steps with every array that a checkpoint may have, saved at `path`."""
+    made = run_of("float16", scaled=True, amsgrad=True, max_norm=1.0)
+    train(made, range(2))
+    lt.save_checkpoint(path, *made)
+    return made
 
 
 def forge(path: Path, change: Callable[[dict[str, Array]], object]) -> None:
@@ -60,8 +62,7 @@ def refused(path: Path, run: Run, message: str) -> str:
     return said
 
 
-def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "run"
+def test_a_flipped_bit_is_seen_wherever_it_is(path: Path) -> None:
     model = lt.MLP([2, 2], seed=3, device="cpu")
     run = model, lt.AdamW(model.parameters(), scaler=lt.GradScaler())
     lt.save_checkpoint(path, *run)
@@ -74,34 +75,28 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer0.weight", "layer1.weight.master", "layer0.bias.m", "layer1.bias.v_max"])
-def test_a_flipped_bit_of_a_tensor_is_called_damage(tmp_path: Path, name: str) -> None:
-    path, run = tmp_path / "run", every_kind()
-    saved(path, run)
+def test_a_flipped_bit_of_a_tensor_is_called_damage(path: Path, run: Run, name: str) -> None:
     rewrite(path, lambda arrays, _: arrays[name].reshape(-1).view(np.uint8).__setitem__(2, 77))
     refused(path, run, "is damaged: its content does not have the digest")
 
 
-def test_the_digest_stays_as_it_was_defined(tmp_path: Path) -> None:
-    path, run = tmp_path / "run", every_kind()
-    saved(path, run)
+def test_the_digest_stays_as_it_was_defined(path: Path, run: Run) -> None:
     arrays, metadata = content_of(path)
     described = [metadata[TEXT], *([name, str(arrays[name].dtype), [*arrays[name].shape]] for name in sorted(arrays))]
     content = json.dumps(described).encode() + b"".join(arrays[name].tobytes() for name in sorted(arrays))
     assert metadata == {TEXT: metadata[TEXT], DIGEST: hashlib.sha256(content).hexdigest()}
 
 
-def test_another_tool_may_write_it_again(tmp_path: Path) -> None:
-    path, run = tmp_path / "run", every_kind()
-    expected = saved(path, run)
+def test_another_tool_may_write_it_again(path: Path, run: Run) -> None:
+    expected = state(run)
     rewrite(path, lambda *_: None)
     train(run, range(5, 7))
     lt.load_checkpoint(path, *run)
     assert_same(state(run), expected)
 
 
-def test_a_file_of_an_earlier_version_costs_one_warning(tmp_path: Path) -> None:
-    path, run = tmp_path / "run", every_kind()
-    expected = saved(path, run)
+def test_a_file_of_an_earlier_version_costs_one_warning(path: Path, run: Run) -> None:
+    expected = state(run)
     arrays, metadata = content_of(path)
     safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # checkpoints as earlier versions wrote them
     train(run, range(5, 7))
@@ -113,9 +108,7 @@ def test_a_file_of_an_earlier_version_costs_one_warning(tmp_path: Path) -> None:
     assert_same(state(run), expected)
 
 
-def test_a_damaged_name_of_the_digest_makes_no_older_file(tmp_path: Path) -> None:
-    path, run = tmp_path / "run", every_kind()
-    saved(path, run)
+def test_a_damaged_name_of_the_digest_makes_no_older_file(path: Path, run: Run) -> None:
     path.write_bytes(path.read_bytes().replace(b"lt_runtime.sha256", b"lt_runtime.sha257"))
     refused(path, run, "was not written by lt.save_checkpoint")
 
@@ -134,9 +127,7 @@ OUTSIDE: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "accepted"), OUTSIDE)
-def test_values_that_training_cannot_reach(tmp_path: Path, name: str, value: Any, accepted: str) -> None:
-    path, run = tmp_path / "run", every_kind()
-    saved(path, run)
+def test_values_that_training_cannot_reach(path: Path, run: Run, name: str, value: Any, accepted: str) -> None:
     forge(path, lambda arrays: arrays[name].reshape(-1).__setitem__(-1, value))
     found = str(content_of(path)[0][name].dtype.type(value))
     refused(path, run, re.escape(f"cannot be used: {name} has the value {found}; accepted are {accepted}") + "$")
@@ -154,12 +145,10 @@ INSIDE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), INSIDE)
-def test_values_that_training_can_reach(tmp_path: Path, name: str, value: Any) -> None:
-    path, run = tmp_path / "run", every_kind()
-    saved(path, run)
+def test_values_that_training_can_reach(path: Path, run: Run, name: str, value: Any) -> None:
     forge(path, lambda arrays: arrays[name].reshape(-1).__setitem__(-1, value))
     lt.load_checkpoint(path, *run)
-    again = tmp_path / "again"
+    again = path.parent / "again"
     lt.save_checkpoint(again, *run)
     assert path.read_bytes() == again.read_bytes()
     found = content_of(again)[0][name].reshape(-1)[-1]
@@ -167,31 +156,27 @@ def test_values_that_training_can_reach(tmp_path: Path, name: str, value: Any) -
 
 
 @pytest.mark.parametrize(("value", "in_float16"), [(math.nan, math.nan), (-math.inf, -math.inf), (1e6, math.inf)])
-def test_data_and_master_copies_go_together(tmp_path: Path, value: float, in_float16: float) -> None:
-    path, run = tmp_path / "run", every_kind()
-    saved(path, run)
+def test_data_and_master_copies_go_together(path: Path, run: Run, value: float, in_float16: float) -> None:
     forge(path, lambda arrays: arrays["layer0.weight.master"].__setitem__((3, 2), value))
     copy = r"its master copy (nan|-inf|1e\+06|1000000.0)"
     refused(path, run, rf"cannot be used: layer0.weight.data has -?0\.\d+ at \(3, 2\), but {copy}")
     forge(path, lambda arrays: arrays["layer0.weight"].__setitem__((3, 2), in_float16))
     lt.load_checkpoint(path, *run)
-    again = tmp_path / "again"
+    again = path.parent / "again"
     lt.save_checkpoint(again, *run)
     assert path.read_bytes() == again.read_bytes()
     np.testing.assert_equal(float(content_of(again)[0]["layer0.weight"][3, 2]), in_float16)
     np.testing.assert_equal(float(content_of(again)[0]["layer0.weight.master"][3, 2]), value)
 
 
-def test_a_state_that_would_be_refused_is_not_saved(tmp_path: Path) -> None:
-    path, run = tmp_path / "run", every_kind()
-    saved(path, run)
+def test_a_state_that_would_be_refused_is_not_saved(path: Path, run: Run) -> None:
     older, optimizer = path.read_bytes(), run[1]
     assert optimizer.scaler is not None
     optimizer.scaler.scale[...] = 0.0
     with pytest.raises(CheckpointError, match=r"run is not written: scaler.scale has the value 0.0; accepted are 1\."):
         lt.save_checkpoint(path, *run)
     assert path.read_bytes() == older
-    assert [*tmp_path.iterdir()] == [path]
+    assert [*path.parent.iterdir()] == [path]
 
 
 DESCRIPTIONS: list[tuple[str, str]] = [
@@ -219,10 +204,9 @@ DESCRIPTIONS: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("text", "message"), DESCRIPTIONS, ids=range(len(DESCRIPTIONS)))
-def test_descriptions_of_every_kind(tmp_path: Path, text: str, message: str) -> None:
-    path, run = tmp_path / "run", run_of()
+def test_descriptions_of_every_kind(path: Path, text: str, message: str) -> None:
     checkpoint_file.write(path, {}, text)
-    refused(path, run, message)
+    refused(path, run_of(), message)
 
 
 def with_header(header: bytes, length: int | None = None) -> bytes:
@@ -230,42 +214,37 @@ def with_header(header: bytes, length: int | None = None) -> bytes:
 
 
 LIMIT = "its header would have [0-9]+ bytes; at most 4194304 are accepted"
+NO_FILE = "is damaged or no safetensors file"
 HEADERS: list[tuple[bytes, str]] = [
     (with_header(b"{}", 2**64 - 1), LIMIT),
     (with_header(b"{}", 99_000_000), LIMIT),
     (with_header(b"{}", (4 << 20) + 1), LIMIT),
-    (with_header(b"{}", 4 << 20), "is damaged or no safetensors file"),
-    (with_header(b"[" * 100_000), "is damaged or no safetensors file"),
-    (with_header(b'{"__metadata__":' * 100_000), "is damaged or no safetensors file"),
-    (with_header(b'{"__metadata__": {"lt_runtime": "\\ud800"}}'), "is damaged or no safetensors file"),
-    (with_header(b'{"__metadata__": {"lt_runtime": "\xff"}}'), "is damaged or no safetensors file"),
-    (with_header(b'{"__metadata__": {"lt_runtime": 3}}'), "is damaged or no safetensors file"),
-    (
-        with_header(b'{"w": {"dtype": "F32", "shape": [1' + b"0" * 400 + b'], "data_offsets": [0, 4]}}'),
-        "is damaged or no safetensors file",
-    ),
+    (with_header(b"{}", 4 << 20), NO_FILE),
+    (with_header(b"[" * 100_000), NO_FILE),
+    (with_header(b'{"__metadata__":' * 100_000), NO_FILE),
+    (with_header(b'{"__metadata__": {"lt_runtime": "\\ud800"}}'), NO_FILE),
+    (with_header(b'{"__metadata__": {"lt_runtime": "\xff"}}'), NO_FILE),
+    (with_header(b'{"__metadata__": {"lt_runtime": 3}}'), NO_FILE),
+    (with_header(b'{"w": {"dtype": "F32", "shape": [1' + b"0" * 400 + b'], "data_offsets": [0, 4]}}'), NO_FILE),
     (with_header(b"{}"), "was not written by lt.save_checkpoint"),
-    (b"\x00" * 8, "is damaged or no safetensors file"),
-    (os.urandom(100_000), "is damaged or no safetensors file"),
+    (b"\x00" * 8, NO_FILE),
+    (os.urandom(100_000), NO_FILE),
 ]
 
 
 @pytest.mark.parametrize(("content", "message"), HEADERS, ids=range(len(HEADERS)))
-def test_headers_of_every_kind(tmp_path: Path, content: bytes, message: str) -> None:
-    path, run = tmp_path / "run", run_of()
+def test_headers_of_every_kind(path: Path, content: bytes, message: str) -> None:
     path.write_bytes(content)
-    refused(path, run, message)
+    refused(path, run_of(), message)
 
 
-def test_types_that_no_checkpoint_has(tmp_path: Path) -> None:
-    path, run = tmp_path / "run", run_of()
-    saved(path, run)
+def test_types_that_no_checkpoint_has(path: Path, run: Run) -> None:
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"dtype": "F32"', b'"dtype": "F4" '))
-    refused(path, run, "is damaged or no safetensors file")
+    refused(path, run, NO_FILE)
     path.write_bytes(content)
     rewrite(path, lambda arrays, _: arrays.update({"layer1.bias": np.zeros(3, np.int8)}))
-    refused(path, run, r"layer1.bias is I8 \(3,\); here it is float32 \(3,\)")
+    refused(path, run, r"layer1.bias is I8 \(3,\); here it is float16 \(3,\)")
 
 
 SHORTENED = """
