@@ -55,21 +55,19 @@ class Weighting(NamedTuple):
 
 
 class RowGroup(enum.Enum):
-    """The threads that share a row: at most a warp, a block, or the only block of a multiprocessor."""
+    """The threads that share a row: at most a warp, a block, or the only block of a multiprocessor.
 
-    WARP = "warp"
-    BLOCK = "block"
-    MULTIPROCESSOR = "multiprocessor"
+    Attributes:
+        threads: threads of a block.
+        blocks_per_multiprocessor: blocks that share the memory of a multiprocessor.
+    """
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return {"warp": _WARP_ROW_THREADS, "block": _BLOCK_ROW_THREADS, "multiprocessor": _LONG_ROW_THREADS}[self.value]
+    WARP = "warp", _WARP_ROW_THREADS, _BLOCKS_PER_MULTIPROCESSOR
+    BLOCK = "block", _BLOCK_ROW_THREADS, _BLOCKS_PER_MULTIPROCESSOR
+    MULTIPROCESSOR = "multiprocessor", _LONG_ROW_THREADS, 1
 
-    @property
-    def blocks_per_multiprocessor(self) -> int:
-        """Blocks that share the memory of a multiprocessor."""
-        return 1 if self is RowGroup.MULTIPROCESSOR else _BLOCKS_PER_MULTIPROCESSOR
+    def __init__(self, _: str, threads: int, blocks_per_multiprocessor: int) -> None:
+        self.threads, self.blocks_per_multiprocessor = threads, blocks_per_multiprocessor
 
 
 def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:

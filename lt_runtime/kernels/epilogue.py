@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
 from lt_runtime.kernels.tiling import (
@@ -20,7 +19,7 @@ from lt_runtime.kernels.tiling import (
     wave_of,
 )
 from lt_runtime.layout import Order, packed
-from lt_runtime.problem import ACTIVATIONS, Activation, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.problem import ACTIVATIONS, Derivative, DType, ForwardProblem, Saved, Spec
 
 ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
 """The struct of `activations.cuh` for each activation."""
@@ -36,10 +35,6 @@ _DROPOUT_WAVES: Final = 4
 
 EPILOGUE_FWD: Final = Entry("epilogue_fwd", "epilogue_fwd.cu")
 EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu")
-
-
-def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
-    return define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation.name], DROPOUT=dropout)
 
 
 class ForwardPass:
@@ -65,13 +60,11 @@ class ForwardPass:
         self._keeps, self._adds_bias = kept is not None, adds_bias
         dtype, layout = problem.dtype, problem.y.layout
         access = Access.of((product_dtype, product), (dtype, problem.y), (dtype, kept))
-        macros = (
-            *_macros(dtype, problem.activation, problem.dropout),
-            *define(PRODUCT=product_dtype, KEEP=self._keeps),
-            *access_macros(access, _FORWARD_BLOCKS - self._keeps),
-        )
+        function, keeps, drops = ACTIVATION_NAMES[problem.activation.name], self._keeps, problem.dropout
+        macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product_dtype, KEEP=keeps)
+        macros += access_macros(access, _FORWARD_BLOCKS - keeps)
         # The random numbers make a 16-bit pass compute-bound: one persistent wave of blocks is faster.
-        busy = problem.dropout and dtype is not DType.FLOAT32
+        busy = drops and dtype is not DType.FLOAT32
         params = EPILOGUE_FWD.params(*map(Matrix.of, (product, kept, layout)), 0, *layout.shape)
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
@@ -130,11 +123,9 @@ class BackwardPass:
         transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
         access = _access(dtype, derivative, dy, dz, transposes=transposes)
         is_flat, blocks = access is Access.FLAT, _backward_blocks(dtype, access, derivative.dropout)
-        macros = (
-            *_macros(dtype, derivative.activation, derivative.dropout),
-            *define(SAVED=_SAVED[derivative.saved], DZ=0 if dz is None else 1 + transposes),
-            *access_macros(access, blocks),
-        )
+        function, stores = ACTIVATION_NAMES[derivative.activation.name], 0 if dz is None else 1 + transposes
+        macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=derivative.dropout)
+        macros += define(SAVED=_SAVED[derivative.saved], DZ=stores) + access_macros(access, blocks)
         layout, wave = dy.layout, wave_of(device, blocks)
         if sums or transposes:
             # In FP32 a single block is too slow for a whole strip of columns: on an H200 two passes over 256x512 took

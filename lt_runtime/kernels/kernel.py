@@ -21,7 +21,7 @@ from lt_runtime.errors import GpuError
 from lt_runtime.gpu.compiler import Macros, compile_kernel
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import Launch, call
-from lt_runtime.kernels.tiling import Tiling
+from lt_runtime.kernels.tiling import Pair, Tiling
 from lt_runtime.layout import Layout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.problem import DType, Spec
@@ -142,15 +142,7 @@ class Kernel:
         if size != expected:
             raise GpuError(f"{entry.name} takes {size} bytes of parameters, {entry.params.__name__} has {expected}")
 
-    def prepare(
-        self,
-        grid: tuple[int, int],
-        block: tuple[int, int],
-        params: Struct,
-        stream: int,
-        batch: int = 1,
-        shared: int = 0,
-    ) -> Launch:
+    def prepare(self, grid: Pair, block: Pair, params: Struct, stream: int, batch: int = 1, shared: int = 0) -> Launch:
         """A launch that may be repeated; each one reads the present contents of `params`.
 
         Args:

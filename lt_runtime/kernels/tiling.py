@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.compiler import Macros
@@ -42,11 +42,15 @@ _SQUARE_ELEMENTS: Final = 1 << 25
 _TURNING_BLOCK: Final = (4, 64)
 
 
-class Tiling(NamedTuple):
-    """Blocks of a grid and threads of a block, in x and y."""
+Pair: TypeAlias = tuple[int, int]
+"""A number in x and one in y."""
 
-    grid: tuple[int, int]
-    block: tuple[int, int]
+
+class Tiling(NamedTuple):
+    """Blocks of a grid and threads of a block."""
+
+    grid: Pair
+    block: Pair
 
 
 def moves_vectors(spec: Spec, dtype: DType) -> bool:
@@ -114,7 +118,7 @@ def access_macros(access: Access, blocks: int) -> Macros:
     return ("ALIGNED", str(int(access))), ("BLOCKS", str(blocks if access else 1))
 
 
-def tile(rows: int, cols: int) -> tuple[int, int]:
+def tile(rows: int, cols: int) -> Pair:
     """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix, up to a warp."""
     octets = -(-cols // OCTET)
     x = min(WARP, next_power_of_two(octets))
@@ -175,7 +179,7 @@ def reduction(layout: Layout, wave: int, *, transposes: bool, strips: bool = Tru
     return _cover(layout, block, max(1, min(wave // columns, MAX_GRID_Y)))
 
 
-def _sum_block(layout: Layout) -> tuple[int, int]:
+def _sum_block(layout: Layout) -> Pair:
     """Threads of a block that sums up columns, in x and y."""
     for block, most in ((_UPRIGHT_BLOCK, _UPRIGHT_ELEMENTS), (_SQUARE_BLOCK, _SQUARE_ELEMENTS)):
         x, y = block
@@ -184,7 +188,7 @@ def _sum_block(layout: Layout) -> tuple[int, int]:
     return tile(layout.rows, layout.cols)
 
 
-def _cover(layout: Layout, block: tuple[int, int], limit: int) -> Tiling:
+def _cover(layout: Layout, block: Pair, limit: int) -> Tiling:
     """The grid of blocks that covers a matrix, with at most `limit` blocks in y."""
     x, y = block
     return Tiling((-(-layout.cols // (OCTET * x)), min(-(-layout.rows // y), limit)), block)

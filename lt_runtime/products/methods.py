@@ -60,8 +60,6 @@ class OwnPlan(AlgorithmPlan):
         PlanError: the kernel does not support the problem or the GPU, or its partial sums exceed the workspace.
     """
 
-    adds_memsets, launches_at_most_two_kernels = False, True  # it is one kernel
-
     def __init__(
         self, problem: MatmulProblem, device: int, algorithm: Algorithm, kernel: NarrowPass | TileMatmulPass
     ) -> None:

@@ -65,15 +65,15 @@ class AlgorithmPlan(Plan):
         return self.algorithm.blob
 
     @property
-    @abstractmethod
     def adds_memsets(self) -> bool:
-        """Whether a run puts memsets on the stream besides its kernels."""
+        """Whether a run puts memsets on the stream besides its kernels; a kernel of ours needs none."""
+        return False
 
     @property
-    @abstractmethod
     def launches_at_most_two_kernels(self) -> bool:
         """Whether a launch succeeds, and consists of at most two kernels (one with `no_split_k`) and of memsets.
 
         The fastest algorithms on Hopper have a memset before the kernel of a large product: it clears the counter from
-        which the kernel's blocks draw tiles. Measured times include the memset.
+        which the kernel's blocks draw tiles. Measured times include the memset. A product of ours is one kernel.
         """
+        return True

@@ -32,17 +32,13 @@ def library_may_fuse(problem: MatmulProblem) -> bool:
     if problem.aux is not None and problem.aux.alignment < _AUX_ALIGNMENT:
         return False
     if epilogue.sums_operand:
-        return problem.batch == 1 and _is_read_plainly(problem)
+        # The operand that is summed over K must be contiguous along its other axis.
+        is_a = epilogue is Epilogue.BGRADA
+        order = (problem.a if is_a else problem.b).layout.order
+        return problem.batch == 1 and order is (Order.COLUMN if is_a else Order.ROW)
     if epilogue.has_bias or epilogue.has_bias_gradient:
         return row_major and (problem.batch == 1 or not epilogue.has_bias_gradient)
     return True
-
-
-def _is_read_plainly(problem: MatmulProblem) -> bool:
-    """Whether the operand that is summed over K is contiguous along its other axis, as cuBLASLt requires."""
-    if problem.epilogue is Epilogue.BGRADA:
-        return problem.a.layout.order is Order.COLUMN
-    return problem.b.layout.order is Order.ROW
 
 
 def plain_product(problem: MatmulProblem) -> MatmulProblem:
