@@ -72,8 +72,7 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
                 return cached
     for tell in watchers:
         tell(source)
-    include_paths = [f"--include-path={each}".encode() for each in (kernel_sources(), runtime_headers())]
-    cubin = compile_cubin(source, code, [*options, *include_paths])
+    cubin = compile_cubin(source, code, [*options, *_include_paths()])
     with _warning_of_no_cache(directory):
         cache.put(key, cubin)
     return cubin
@@ -98,6 +97,10 @@ def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
     fixed = f"-arch={architecture}", "--std=c++17", "--minimal", "--diag-error=177"
     flushes = ["--ftz=true"] if source in _FLUSHED else []
     return [each.encode() for each in (*fixed, *flushes, *(f"--define-macro={name}={value}" for name, value in macros))]
+
+
+def _include_paths() -> list[bytes]:
+    return [f"--include-path={directory}".encode() for directory in (kernel_sources(), runtime_headers())]
 
 
 def _key(source: str, code: bytes, options: Sequence[bytes], library: Path) -> str:
