@@ -19,7 +19,7 @@ from lt_runtime.arrays.transfer import replace_all
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
-from lt_runtime.ops._adamw_parameters import check_rounding, write_values
+from lt_runtime.ops._parameters import check_rounding, write_values
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file

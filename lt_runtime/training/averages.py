@@ -18,7 +18,7 @@ from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels import adamw as kernels
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.losses import TallyPass, TallyState
-from lt_runtime.ops._adamw_parameters import HeldArrays, write_values
+from lt_runtime.ops._parameters import HeldArrays, write_values
 from lt_runtime.problem import DType
 from lt_runtime.training.mlp import MLP, brief
 

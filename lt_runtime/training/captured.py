@@ -25,7 +25,7 @@ from lt_runtime.gpu.driver import call, check, function, is_capturing, is_curren
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
-from lt_runtime.ops._adamw_parameters import changes, check_masters
+from lt_runtime.ops._parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import GpuTally, Totals

@@ -19,7 +19,7 @@ from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.ops._adamw_parameters import LeftOut, Parameter, by_name, load_values
+from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
 from lt_runtime.ops.linear import linear, linear_fwd
 from lt_runtime.problem import (
     Activation,

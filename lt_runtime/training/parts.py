@@ -18,8 +18,8 @@ from lt_runtime.errors import CaptureError, DeviceError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import supports
-from lt_runtime.ops._adamw_parameters import Parameter
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_LOSS, MLP_OUTPUTS, filled
+from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.ops.linear import linear_bwd
