@@ -64,7 +64,8 @@ class Algorithm:
     def tile(self) -> tuple[int, int] | None:
         """Rows and columns of D that one block computes; None if the tile is not known."""
         raw = library.read_bytes(f"{_CONFIG}GetAttribute", self.blob, AlgoConfigAttribute.TILE_ID)
-        return tile_shape(int.from_bytes(raw, sys.byteorder))  # Making the enum `MatmulTile` takes milliseconds.
+        # `get` would return a member of `MatmulTile`, and making that enum takes milliseconds.
+        return tile_shape(int.from_bytes(raw, sys.byteorder))
 
     def set(self, attribute: AlgoConfigAttribute, value: int) -> Self:
         """A copy with one attribute of the configuration changed, and with unknown workspace size and waves.

@@ -50,7 +50,7 @@ class Descriptor(Owner, Generic[A, V]):
         self._create(f"{self._prefix}Create", {})
 
     def _create(self, name: str, arguments: dict[A, V]) -> None:
-        """Makes the object by the function `name`, whose arguments are the values of attributes."""
+        """Creates the C object by the function `name`, which takes the values of `arguments` in their order."""
         for attribute, value in arguments.items():
             attribute.pack(value)
         created = ctypes.c_void_p()

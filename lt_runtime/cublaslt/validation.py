@@ -1,4 +1,4 @@
-"""Checks of a whole product that involve several descriptors, and that the library does not make.
+"""Checks of a product that compare its descriptor and its layouts. The library does not make these checks.
 
 The table of types, `RULES`, follows cuBLAS's documentation of cublasLtMatmul.
 """
@@ -80,7 +80,7 @@ def check_pointers(desc: MatmulDesc) -> None:
     """Refuses an epilogue whose bias or auxiliary pointer is not set: the kernels would dereference address 0.
 
     Raises:
-        ArgumentError: names the attribute.
+        ArgumentError: a pointer that the epilogue needs is 0.
     """
     epilogue = Epilogue(desc.recall(_M.EPILOGUE))
     needed = {

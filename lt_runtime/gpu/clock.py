@@ -28,7 +28,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Counts the time within."""
+        """Adds the time that the `with` block takes."""
         started = time.monotonic()
         try:
             yield

@@ -45,8 +45,8 @@ _SEARCHED_FIRST: Final = ("site-packages", "conda")
 """Where pathfinder looks for a library before it asks the system's loader, which would load the library."""
 _HEAD_BYTES: Final = 4096
 
-_LIMIT: Final = 256 << 20  # bytes of all files
-_LARGEST: Final = 16 << 20  # bytes of one; our kernels have some 100 kB
+_LIMIT: Final = 256 << 20  # bytes of all files of the kernel cache together
+_LARGEST: Final = 16 << 20  # bytes of the largest file that is read; a kernel of ours has about 100 kB
 _SUFFIX: Final = ".kernel"
 _SUFFIXES: Final = (_SUFFIX, ".cubin")  # earlier versions stored the machine code alone as .cubin
 
@@ -248,7 +248,7 @@ class KernelCache:
         files = []
         for path in self._directory.iterdir():
             if path.suffix in _SUFFIXES:
-                with contextlib.suppress(FileNotFoundError):  # another process may be deleting files too
+                with contextlib.suppress(FileNotFoundError):  # another process may delete files at the same time
                     status = path.lstat()
                     files.append((status.st_mtime_ns, status.st_size, path))
         total = 0

@@ -75,7 +75,7 @@ def nodes_of(graph: Any) -> list[int]:
 def host_values(node: int) -> tuple[bytes, ...]:
     """The values that the host gave a node at its capture: a kernel's arguments or a memset's value.
 
-    Other nodes have no values; neither has a kernel whose arguments the driver does not reveal.
+    The result is empty for nodes of other types, and for a kernel whose arguments the driver does not reveal.
     """
     kind = node_type(node)
     if kind == "MEMSET":
@@ -97,7 +97,7 @@ def exchange_values(executable: Any, node: int, source: int) -> None:
         source: the node to copy from, of the same type, in any graph.
 
     Raises:
-        DriverError: the two nodes are too different.
+        DriverError: the driver cannot give the values of `source` to `node`, for example of another kernel.
     """
     if node_type(node) == "MEMSET":
         context = call("cuCtxGetCurrent")
@@ -265,7 +265,7 @@ def graphs_with_ranges() -> list[Graph]:
 
 
 def _destroy(graph: driver.CUgraph | int) -> None:
-    with contextlib.suppress(DriverError):  # a failure here can only report earlier work
+    with contextlib.suppress(DriverError):  # the status can only be an error of earlier work on the GPU
         call("cuGraphDestroy", graph)
 
 
