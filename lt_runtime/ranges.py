@@ -12,12 +12,9 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 from lt_runtime.arguments import check_instance
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 STEP: Final = "step"
 """The name of the range around one training step. A profile counts steps by it."""
@@ -53,13 +50,11 @@ _lock = threading.Lock()
 _stream: Final[ContextVar[int | None]] = ContextVar("lt_runtime_stream", default=None)
 
 
-class Range:
+class Range(contextlib.ContextDecorator):
     """A range, as a context manager or as a decorator of a function whose calls are in the range.
 
     A range may be entered again before it has ended, and by several threads at once.
     """
-
-    __slots__ = ("_attributes", "name")
 
     # Methods for ranges without listeners and tools: one reverses an empty list, the other releases an empty
     # memoryview, and both ignore their arguments. Two Python functions would take three times as long.
@@ -70,16 +65,6 @@ class Range:
         self.name = name
         domain = _nvtx_domain()
         self._attributes = None if domain is None else domain.get_event_attributes(message=name)
-
-    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Returns a function that calls `function` in the range."""
-
-        @functools.wraps(function)
-        def within(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self:
-                return function(*args, **kwargs)
-
-        return within
 
 
 _SILENT: Final = Range.__enter__, Range.__exit__

@@ -294,7 +294,11 @@ class MLP:
         """Raises an error that names x if x does not fit the model; a layer's error would name the layer's weight."""
         device = self.device.ordinal
         with contextlib.nullcontext() if device is None else activated(device):
-            read_inputs(self, x, 0 if device is None else stream_handle(stream, device, library_of(x).current_stream))
+            handle = 0 if device is None else stream_handle(stream, device, library_of(x).current_stream)
+            operand = self.device.read("x", x, handle)
+        if len(operand.shape) != 2 or operand.shape[1] != self.dims[0]:
+            raise ShapeError(f"x has shape {operand.shape}; the model takes (M, {self.dims[0]})")
+        check_model_type(self, operand)
 
     def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
         """The number of the step, copied if it is an array; on a GPU the copy is in the order of the stream."""
@@ -349,20 +353,6 @@ def shapes_of(dims: Sequence[int], biases: Sequence[bool]) -> dict[str, tuple[in
 def brief(model: MLP) -> str:
     """A model in a few words, such as "MLP 784-64-10 on cuda:0"."""
     return f"MLP {'-'.join(map(str, model.dims))} on {model.device.name}"
-
-
-def read_inputs(model: MLP, x: Any, stream: int) -> Operand:
-    """Reads and checks a model's inputs.
-
-    Raises:
-        OperandError: x is not a matrix (M, inputs) of the model's type on the model's device. The message names x, its
-            shape or type, and the accepted shape or type.
-    """
-    operand = model.device.read("x", x, stream)
-    if len(operand.shape) != 2 or operand.shape[1] != model.dims[0]:
-        raise ShapeError(f"x has shape {operand.shape}; the model takes (M, {model.dims[0]})")
-    check_model_type(model, operand)
-    return operand
 
 
 def check_model_type(model: MLP, operand: Operand) -> None:
