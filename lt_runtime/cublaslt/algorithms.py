@@ -6,7 +6,7 @@ import ctypes
 import struct
 import sys
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Self
 
 from lt_runtime.cublaslt import library
 from lt_runtime.cublaslt.attributes import ARRAYS, AlgoCapAttribute, AlgoConfigAttribute
@@ -19,10 +19,6 @@ from lt_runtime.errors import ArgumentError, CublasLtError
 _CAP, _CONFIG = "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmulAlgoConfig"
 Types = tuple[ComputeType, DataType, DataType, DataType, DataType, DataType]
 """The compute type, the scale type, and the types of A, B, C and D."""
-_LISTED: Final = {
-    AlgoConfigAttribute.TILE_ID: AlgoCapAttribute.TILE_IDS,
-    AlgoConfigAttribute.STAGES_ID: AlgoCapAttribute.STAGES_IDS,
-}
 
 
 class _HeuristicResult(ctypes.Structure):
@@ -76,7 +72,7 @@ class Algorithm:
             ArgumentError: the value is not accepted. A tile or a number of stages that these bindings do not know is
                 accepted if the algorithm lists it among its capabilities.
         """
-        listed = _LISTED.get(attribute)
+        listed = AlgoCapAttribute.__members__.get(f"{attribute.name}S")  # TILE_IDS of TILE_ID, STAGES_IDS of STAGES_ID
         if listed and not attribute.accepted.allows(value) and value in self.capabilities(listed):
             packed = value.to_bytes(attribute.size, "little")
         else:
