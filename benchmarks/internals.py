@@ -37,7 +37,7 @@ from lt_runtime.problem import (
 )
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.training import captured, narrow
+from lt_runtime.training import captured, parts
 
 Call = Callable[[], object]
 
@@ -47,13 +47,13 @@ Call = Callable[[], object]
 @contextlib.contextmanager
 def one_kernel_a_pass(fused: bool) -> Iterator[None]:
     """Runs narrow MLPs in one kernel a pass or layer by layer within the block, whatever was measured."""
-    kept = narrow.is_fused
-    narrow.is_fused = lambda *_: fused
+    kept = parts.is_fused
+    parts.is_fused = lambda *_: fused
     forget((), DEVICE)  # decisions that models have made before
     try:
         yield
     finally:
-        narrow.is_fused = kept
+        parts.is_fused = kept
         forget((), DEVICE)
 
 

@@ -69,23 +69,14 @@ PROBLEMS = {
     "bf16 gelu aux": a_problem(4096, 1024, 256, BF16, Epilogue.GELU_AUX_BIAS),
     "bf16 dgelu": a_problem(4096, 1024, 256, BF16, Epilogue.DGELU, w_transposed=False),
     "bf16 batch": MatmulProblem(
-        BF16,
-        FP32,
-        Compute.FLOAT32,
-        Spec(packed(128, 256), batch_stride=128 * 256),
-        Spec(packed(256, 192)),
-        Spec(packed(128, 192), batch_stride=128 * 192),
+        *(BF16, FP32, Compute.FLOAT32, Spec(packed(128, 256), batch_stride=128 * 256), Spec(packed(256, 192))),
+        *(Spec(packed(128, 192), batch_stride=128 * 192), Epilogue.NONE),
         batch=6,
     ),
     "fp16 c": a_problem(512, 768, 768, FP16, c=Spec(packed(512, 768))),
     "bf16 wgrad bgradb": MatmulProblem(
-        BF16,
-        BF16,
-        Compute.FLOAT32,
-        Spec(packed(4096, 512).transposed),
-        Spec(packed(4096, 256)),
-        Spec(packed(512, 256)),
-        Epilogue.BGRADB,
+        *(BF16, BF16, Compute.FLOAT32, Spec(packed(4096, 512).transposed), Spec(packed(4096, 256))),
+        *(Spec(packed(512, 256)), Epilogue.BGRADB),
     ),
     "bf16 few rows": a_problem(16, 4096, 4096, BF16, Epilogue.BIAS),
     "bf16 odd": a_problem(77, 104, 129, FP32, Epilogue.RELU_BIAS),
@@ -180,9 +171,8 @@ def test_a_planted_fault_is_rejected(
     number: int, planted: Planted, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = plant(monkeypatch, planted, only=number)
-    verdict = tune(
-        a_problem(4096, 4096, 1024)
-    )  # the product takes so long that a launch of nothing is faster even on a busy GPU
+    # the product takes so long that a launch of nothing is faster even on a busy GPU
+    verdict = tune(a_problem(4096, 4096, 1024))
     assert len(blobs) > number, "the heuristic offers too few candidates for this test"
     found = {each.algorithm: each.reason for each in verdict.rejected}
     assert found[blobs[number]].startswith(reason)

@@ -88,17 +88,9 @@ def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], m
     outputs, layer, (m, n, _) = 16, Layer(dtype, shape), shape
     _, mask = layer.run()
     below = Derivative(Activation("relu"), Saved.MASK, layer.plan.kept_spec, db=256)
-    problem = BackwardProblem(
-        dtype,
-        Compute.FLOAT32,
-        spec(m, n),
-        spec(outputs, n),
-        spec(m, outputs),
-        unchanged(None),
-        dx=spec(m, n),
-        dw=None,
-        input_derivative=below,
-    )
+    specs = spec(m, n), spec(outputs, n), spec(m, outputs)
+    gradients = {"dx": spec(m, n), "dw": None, "input_derivative": below}
+    problem = BackwardProblem(dtype, Compute.FLOAT32, *specs, unchanged(None), **gradients)
     generator = np.random.default_rng(2)
     dy, w = lattice(generator, (m, outputs), dtype), lattice(generator, (outputs, n), dtype)
     arrays = [cp.asarray(each) for each in (dy, w)]

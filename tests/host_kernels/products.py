@@ -160,17 +160,9 @@ class Product:
     @property
     def problem(self) -> MatmulProblem:
         a, b, c, d = (spec_of(self.operands[name]) for name in "abcd")
-        return MatmulProblem(
-            self.dtype,
-            self.dtype,
-            Compute.FLOAT32,
-            a,
-            b,
-            d,
-            self.epilogue,
-            c=None if self.case.c == "nowhere" else c,
-            aux=self._aux_spec() if self.epilogue.is_derivative or self.epilogue.has_aux_output else None,
-        )
+        has_c, has_aux = self.case.c != "nowhere", self.epilogue.is_derivative or self.epilogue.has_aux_output
+        optional = {"c": c if has_c else None, "aux": self._aux_spec() if has_aux else None}
+        return MatmulProblem(self.dtype, self.dtype, Compute.FLOAT32, a, b, d, self.epilogue, **optional)
 
     def _aux_spec(self) -> Spec:
         """How the auxiliary matrix lies; a mask's strides count bits."""

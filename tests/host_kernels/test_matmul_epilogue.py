@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
@@ -57,9 +57,9 @@ class BitMask:
         rows, cols = positive.shape[1:]
         self.spec = Spec(Layout(rows, cols, order, 8 * pitch), batch_stride=8 * lines * pitch)
 
-    def fill(self) -> None:
-        """Writes the expected bits, as cuBLASLt would."""
-        self.bytes[:] = self.expected()
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
 
     def expected(self) -> NDArray[np.uint8]:
         bits = np.packbits(self._by_line, axis=-1, bitorder="little")
@@ -126,47 +126,22 @@ class Product:
     def vector(self, count: int) -> Guarded:
         return vector(numbers(self.generator, (count,), self.variant.dtype), self.variant.dtype)
 
-    def run(
-        self,
-        epilogue: Epilogue,
-        *,
-        a: Batch | None = None,
-        b: Batch | None = None,
-        of: Guarded | None = None,
-        aux: int = 0,
-        aux_spec: Spec | None = None,
-    ) -> None:
-        """Runs the pass; `of` is the bias or the bias gradient."""
-        (m, n), k = self.case.shape, self.case.k
-        a_spec = a.spec if a else Spec(Layout(m, k, Order.ROW, k))
-        b_spec = b.spec if b else Spec(Layout(k, n, Order.ROW, n))
+    def run(self, epilogue: Epilogue, of: Guarded | None, aux: Batch | BitMask | None, *operands: Batch) -> None:
+        """Runs the pass; `of` is the bias or the bias gradient, and the operands are A and B, if they are read."""
+        (m, n), k, in_memory = self.case.shape, self.case.k, self.case.beta_in_memory
+        a, b = operands or (None, None)
+        specs = a.spec if a else Spec(packed(m, k)), b.spec if b else Spec(packed(k, n)), self.d.spec
+        types, c = (self.variant.operand, self.variant.dtype, Compute.FLOAT32), self.c.spec if self.case.beta else None
+        options = {"batch": self.case.batch, "aux": aux.spec if aux else None, "device_scalars": in_memory}
+        problem = MatmulProblem(*types, *specs, epilogue, c=c, **options)
         beta = np.array([self.case.beta], np.float32)
-        problem = MatmulProblem(
-            self.variant.operand,
-            self.variant.dtype,
-            Compute.FLOAT32,
-            a_spec,
-            b_spec,
-            self.d.spec,
-            epilogue,
-            c=self.c.spec if self.case.beta else None,
-            batch=self.case.batch,
-            aux=aux_spec,
-            device_scalars=self.case.beta_in_memory,
-        )
-        operands = (a, b, self.c, of)
-        addresses = (*(each.address if each else 0 for each in operands), aux, self.d.address)
-        call = Call(addresses, 0, (1.0, beta.ctypes.data if self.case.beta_in_memory else self.case.beta))
+        addresses = tuple(each.address if each else 0 for each in (a, b, self.c, of, aux, self.d))
+        call = Call(addresses, 0, (1.0, beta.ctypes.data if in_memory else self.case.beta))
         product = self.source.spec if self.variant.once else None
         MatmulPass(problem, 0, product).run(call, self.source.address, 0)
         self.c.guarded.assert_unchanged()
         if self.variant.once:
             self.source.guarded.assert_unchanged()
-
-    def positive(self, bias: Array) -> NDArray[np.bool_]:
-        """Whether the product + β·C + bias is positive, with the kernel's roundings."""
-        positive: NDArray[np.bool_] = self.in_fp32(bias) > 0
-        return positive
 
     def in_fp32(self, bias: Array) -> NDArray[np.float32]:
         """The product + β·C + bias, added in the kernel's order."""
@@ -196,14 +171,11 @@ def check_forward(product: Product, epilogue: Epilogue) -> None:
     added = bias.array[0].astype(np.float64) if epilogue.has_bias else np.zeros(product.case.shape[1])
     z = product.before + added
     size = product.size + np.abs(added)
-    mask = BitMask(product.positive(added), product.d.spec.layout.order)
+    mask = BitMask(product.in_fp32(added) > 0, product.d.spec.layout.order)
     kept = Batch(np.zeros(z.shape), product.aux_place, variant.dtype)
     is_mask = variant.activation == "relu"
-    address, spec = (mask.bytes.ctypes.data, mask.spec) if is_mask else (kept.address, kept.spec)
     keeps = epilogue.has_aux_output
-    product.run(
-        epilogue, of=bias if epilogue.has_bias else None, aux=address if keeps else 0, aux_spec=spec if keeps else None
-    )
+    product.run(epilogue, bias if epilogue.has_bias else None, (mask if is_mask else kept) if keeps else None)
     expected = activate(z, Activation(variant.activation))
     assert_close("d", product.d.values(), expected, rounding(variant.dtype, expected) + 8 * EPS32 * size)
     once = product.in_fp32(added).astype(variant.dtype.numpy).astype(np.float64) if variant.once else None
@@ -222,15 +194,10 @@ def check_backward(product: Product, epilogue: Epilogue) -> None:
     z = product.batch(product.before.shape, variant.dtype, product.aux_place)
     values = z.values()
     mask = BitMask(values > 0.0, product.d.spec.layout.order)
-    mask.fill()
-    is_mask = variant.activation == "relu"
+    mask.bytes[:] = mask.expected()  # as cuBLASLt would write them
     gradient = product.vector(product.case.batch * product.case.shape[1])
-    product.run(
-        epilogue,
-        of=gradient if epilogue.has_bias_gradient else None,
-        aux=mask.bytes.ctypes.data if is_mask else z.address,
-        aux_spec=mask.spec if is_mask else z.spec,
-    )
+    of = gradient if epilogue.has_bias_gradient else None
+    product.run(epilogue, of, mask if variant.activation == "relu" else z)
     expected = product.before * derivative(values, Activation(variant.activation))
     limit = 16 * EPS32 * product.size * (1.0 + np.abs(values))
     assert_close("d", product.d.values(), expected, rounding(variant.dtype, expected) + limit)
@@ -246,18 +213,10 @@ def test_the_mask_of_nan_is_set(variant: MatmulEpilogue) -> None:
     d = Batch(values, place, variant.dtype)
     product = Batch(values, place, DType.FLOAT32)
     bits = BitMask(~(values <= 0), Order.ROW)
-    problem = MatmulProblem(
-        variant.operand,
-        variant.dtype,
-        Compute.FLOAT32,
-        Spec(Layout(1, 4, Order.ROW, 4)),
-        Spec(Layout(4, 8, Order.ROW, 8)),
-        d.spec,
-        Epilogue.RELU_AUX,
-        aux=bits.spec,
-    )
+    types, specs = (variant.operand, variant.dtype, Compute.FLOAT32), (Spec(packed(1, 4)), Spec(packed(4, 8)), d.spec)
+    problem = MatmulProblem(*types, *specs, Epilogue.RELU_AUX, aux=bits.spec)
     own_pass = MatmulPass(problem, 0, product.spec if variant.once else None)
-    call = Call((0, 0, 0, 0, bits.bytes.ctypes.data, d.address), 0)
+    call = Call((0, 0, 0, 0, bits.address, d.address), 0)
     own_pass.run(call, product.address if variant.once else d.address, 0)
     assert np.array_equal(bits.bytes, bits.expected())
     assert np.array_equal(d.values(), np.where(values <= 0, 0.0, values), equal_nan=True)
@@ -270,7 +229,7 @@ def check_operand_sum(product: Product, epilogue: Epilogue) -> None:
     b = product.batch((case.batch, k, n), variant.operand, case.operand)
     of_a = epilogue is Epilogue.BGRADA
     sums = product.vector(case.batch * (m if of_a else n))
-    product.run(epilogue, a=a, b=b, of=sums)
+    product.run(epilogue, sums, None, a, b)
     terms = a.values().swapaxes(1, 2) if of_a else b.values()
     check_sums(sums, terms, np.zeros(terms.shape), written=True)
     for operand in (a, b, product.d):

@@ -70,17 +70,9 @@ class Product:
         self.vector, self.vector_gpu = draw(1, m if epilogue is Epilogue.BGRADA else n)
         self._mask = cp.asarray(pack_mask(self.z > 0)) if epilogue.activation == "relu" else None
         a, b, d, c_spec = (spec_of(each.array) for each in (self.a_gpu, self.b_gpu, self.d_gpu, self.c_gpu))
-        self.problem = MatmulProblem(
-            dtype,
-            dtype,
-            compute,
-            a,
-            b,
-            d,
-            epilogue,
-            c=c_spec if self.has_c else None,
-            aux=self._aux_spec() if epilogue.is_derivative or epilogue.has_aux_output else None,
-        )
+        has_aux = epilogue.is_derivative or epilogue.has_aux_output
+        optional = {"c": c_spec if self.has_c else None, "aux": self._aux_spec() if has_aux else None}
+        self.problem = MatmulProblem(dtype, dtype, compute, a, b, d, epilogue, **optional)
         self.plan = kind(self.problem, 0)
 
     def _aux_spec(self) -> Spec:
