@@ -21,9 +21,8 @@ from lt_runtime.cli.output import show
 from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
-from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.store.document import Document, Fingerprint, UnusableError, machine
 from lt_runtime.store.entries import Entry, LayerEntry, ProductEntry, entry_of
-from lt_runtime.store.fingerprint import Fingerprint, machine
 from lt_runtime.store.keys import Json, parse_key, to_json
 from lt_runtime.store.plan_store import PlanStore, plans_directory
 from lt_runtime.tables import Line, table

@@ -17,7 +17,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.layout import packed
 from lt_runtime.plans.cache import make_plan
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
-from lt_runtime.store.fingerprint import fingerprint
+from lt_runtime.store.document import fingerprint
 from lt_runtime.tuner.operands import NORMAL
 from lt_runtime.tuner.timing import Bench, workbench
 from lt_runtime.tuner.verification import ProductOperands

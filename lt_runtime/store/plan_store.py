@@ -18,9 +18,8 @@ from typing import Final
 
 from lt_runtime.files import Signature, free_name, make_private_directory, read_regular, replace_private, signature
 from lt_runtime.paths import cache_directory
-from lt_runtime.store.document import LARGEST, Document, UnusableError
+from lt_runtime.store.document import LARGEST, Document, Fingerprint, UnusableError, fingerprint
 from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
-from lt_runtime.store.fingerprint import Fingerprint, fingerprint
 from lt_runtime.store.keys import SCHEMA
 
 _LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a dead process holds no lock

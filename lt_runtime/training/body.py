@@ -30,15 +30,10 @@ def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
     """
     from lt_runtime.tuner.chain import LayerChain  # imported here, because only tuning needs it
 
-    chain = LayerChain.of_mlp(
-        rows,
-        model.dims,
-        [each.activation for each in model.layers],
-        model.dtype,
-        Compute(model.compute),
-        dropout=[each.dropout > 0 for each in model.layers],
-        bias=[each.bias is not None for each in model.layers],
-    )
+    layers, types = model.layers, (model.dtype, Compute(model.compute))
+    dropout, bias = [each.dropout > 0 for each in layers], [each.bias is not None for each in layers]
+    activations = [each.activation for each in layers]
+    chain = LayerChain.of_mlp(rows, model.dims, activations, *types, dropout=dropout, bias=bias)
     return [chain, chain.accumulating] if accumulates else [chain]
 
 

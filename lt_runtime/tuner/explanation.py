@@ -39,18 +39,18 @@ class ProductExplanation:
     algorithm: str
     entry: ProductEntry | None
 
-    def lines(self) -> Iterator[str]:
-        """The product as lines of text for people."""
-        yield _line(self.name, self.problem)
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The product as labels and texts for people."""
+        yield self.name, self.problem
         if self.algorithm:
-            yield _line("", self.algorithm)
+            yield "", self.algorithm
         if self.entry is None:
-            yield _line("", "chosen without a measurement")
+            yield "", "chosen without a measurement"
             return
-        yield _line("", f"alone {report.time_in_words(self.entry)}")
+        yield "", f"alone {report.time_in_words(self.entry)}"
         reasons = {each.reason.partition(":")[0]: report.rejection_in_words(each) for each in self.entry.rejected}
         for kind, count in Counter(each.reason.partition(":")[0] for each in self.entry.rejected).items():
-            yield _line("", f"rejected: {reasons[kind] if count == 1 else f'{count} algorithms, {kind}'}")
+            yield "", f"rejected: {reasons[kind] if count == 1 else f'{count} algorithms, {kind}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +81,22 @@ class Explanation:
         return self.least_us / self.us if self.us and self.least_us else None
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        lines = (f"  {label:<{_LABEL}}{text}" for label, text in self._lines())
+        return "\n".join([report.describe(self.problem), *lines])
 
-    def _lines(self) -> Iterator[str]:
-        yield report.describe(self.problem)
-        yield _line("strategy", self.strategy)
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        yield "strategy", self.strategy
         measured, least = "not measured" if self.us is None else f"{self.us:.2f} µs", "this GPU's peaks are not known"
         if self.least_us is not None:
             reached = "" if self.roofline_fraction is None else f"{self.roofline_fraction:.0%} of the roofline: "
             least = f"{reached}at its peaks the GPU needs {self.least_us:.2f} µs"
-        yield _line("time", f"{measured}; {least}")
+        yield "time", f"{measured}; {least}"
         for product in self.products:
             yield from product.lines()
         for words, us in self.alternatives:
             lost = f", {us / self.us - 1.0:.0%} slower" if self.us else ""
-            yield _line("slower", f"{words}: {us:.2f} µs{lost}")
-        for reason in self.rejected:
-            yield _line("rejected", reason)
-
-
-def _line(label: str, text: str) -> str:
-    return f"  {label:<{_LABEL}}{text}"
+            yield "slower", f"{words}: {us:.2f} µs{lost}"
+        yield from (("rejected", reason) for reason in self.rejected)
 
 
 class Explanations(tuple[Explanation, ...]):

@@ -27,14 +27,12 @@ from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words
 from lt_runtime.tuner.roofline import floor_us
 from lt_runtime.tuner.timing import Bench, Timing, fastest, race
 
-# Seconds of timing after which a stage times no further plan; see `Stopwatch`.
-_SCREENING_S: Final = 0.5
+# Rounds of a stage's timing, and seconds after which the stage times no further plan; see `Stopwatch`.
+_SCREENING: Final = 3, 0.5
+_PLANS: Final = 5, 0.8
+_FINALS: Final = 7, 0.8
 _PRODUCTS_S: Final = 2.0
-_FINALS_S: Final = 0.8
 _LEAST_PRODUCT_S: Final = 0.05
-_SCREENING_ROUNDS: Final = 3
-_PLANS_ROUNDS: Final = 5
-_FINAL_ROUNDS: Final = 7
 # Algorithms differ by 1 to 8 %, seldom by more: a plan that is further behind with untuned algorithms will not win with
 # tuned ones.
 _PROMISING: Final = 1.4
@@ -62,7 +60,7 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
     search = _Search(bench, store, part)
     while True:
         plans = len(search.before)
-        search.time_alone(search.before, _SCREENING_ROUNDS, _SCREENING_S)
+        search.time_alone(search.before, *_SCREENING)
         promising = search.promising()
         search.tune_products(promising)
         search.plan_tuned(promising)
@@ -198,7 +196,7 @@ class _Search:
     def plan_tuned(self, keys: Iterable[_Key]) -> None:
         """Makes and times the given plans and the plans of the plainest split with tuned algorithms."""
         self.after = self._plans(self._products.plan, {*keys, *map(_key, self._plainest)})
-        self.time_alone(self.after, _PLANS_ROUNDS, _FINALS_S)
+        self.time_alone(self.after, *_PLANS)
 
     def conclude(self) -> Decided:
         """Times the best splits against the untuned split; returns the report and the entries for the plan cache.
@@ -243,7 +241,8 @@ class _Search:
     def take_times(self, names: Collection[_Split]) -> dict[_Split, Timing]:
         """Times the splits; the untuned split is timed for the report even if it is rejected. See `Contenders`."""
         placed = {split: self._placed(split) for split in (*names, self._untuned)}
-        return self._operands.take_times(placed, _FINALS_S, _FINAL_ROUNDS, least_us=sum(self._floors_us))
+        rounds, budget_s = _FINALS
+        return self._operands.take_times(placed, budget_s, rounds, least_us=sum(self._floors_us))
 
     def reject_wrong(self, names: Collection[_Split]) -> list[_Split]:
         """Compares the results of each split with the results of the plainest split; see `Contenders`.

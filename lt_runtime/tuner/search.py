@@ -30,10 +30,7 @@ _MLP_BUDGET_S: Final = 0.4
 
 
 def tune_chains(
-    chains: Iterable[LayerChain | MatmulProblem],
-    device: int,
-    *,
-    progress: Progress | None = None,
+    chains: Iterable[LayerChain | MatmulProblem], device: int, *, progress: Progress | None = None
 ) -> Iterator[Tuned]:
     """Decides chains of layers, and single products, by measurement, and saves each group of problems when it is done.
 

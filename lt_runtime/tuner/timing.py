@@ -138,9 +138,12 @@ def take_times(
         runs = {name: partial(_repeat, contenders[name], launches, sets) for name in times}
         graphs = {name: stack.enter_context(clock.capture(run)) for name, run in runs.items()}
         for number in range(rounds):
-            if number >= _FEWEST_ROUNDS and clock.watch.seconds > deadline:
-                break
-            names = _within_reach(times) if number >= _FEWEST_ROUNDS else list(graphs)
+            names = [*graphs]
+            if number >= _FEWEST_ROUNDS:
+                if clock.watch.seconds > deadline:
+                    break
+                limit = _OUT_OF_REACH * min(map(statistics.median, times.values()))
+                names = [name for name, values in times.items() if min(values) <= limit]
             names = names if number % 2 == 0 else names[::-1]
             replay = partial(clock.replay, [graphs[name] for name in names], behind_itself=behind_itself)
             for name, us in zip(names, _measured(replay, clock, launches, least_us), strict=True):
@@ -214,12 +217,6 @@ def _launches(best_us: float, sets: int) -> int:
     """Number of launches in a graph: enough for the clock's resolution, and equally many with each buffer set."""
     enough = min(math.ceil(_REPLAY_US / max(best_us, 1.0)), _MOST_LAUNCHES)
     return -(-enough // sets) * sets
-
-
-def _within_reach(times: Mapping[Name, list[float]]) -> list[Name]:
-    """Names of the contenders whose best round is near the best median."""
-    limit = _OUT_OF_REACH * min(statistics.median(values) for values in times.values())
-    return [name for name, values in times.items() if min(values) <= limit]
 
 
 def _repeat(launch: Launch, launches: int, sets: int, stream: int) -> None:

@@ -67,7 +67,7 @@ lt.raw.forward_raw, lt.raw.backward_raw
 """
 
 KEY = """
-from lt_runtime.store.fingerprint import Fingerprint, kernels_digest
+from lt_runtime.store.document import Fingerprint, kernels_digest
 from lt_runtime.store.plan_store import PlanStore, plans_directory
 fingerprint = Fingerprint("NVIDIA H200", 90, 132, 130100, "580.95.05", kernels_digest())
 assert PlanStore(plans_directory() / fingerprint.file_name, fingerprint).layer("unknown") is None

@@ -15,9 +15,8 @@ import pytest
 
 from lt_runtime.cublaslt import Status
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.store.document import Document
+from lt_runtime.store.document import Document, Fingerprint
 from lt_runtime.store.entries import Alternative, Entry, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy
-from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import field_types
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul

@@ -6,7 +6,7 @@ import re
 
 from lt_runtime import cublaslt
 from lt_runtime.gpu.devices import device_count, device_info
-from lt_runtime.store.fingerprint import fingerprint, kernels_digest
+from lt_runtime.store.document import fingerprint, kernels_digest
 
 
 def test_a_gpu_has_a_fingerprint() -> None:

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import pytest
 
-from lt_runtime.store import fingerprint as module
+from lt_runtime.store import document as module
 from lt_runtime.store import plan_store
-from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store.document import Fingerprint
 
 HasGpus: TypeAlias = Callable[..., None]
 """Sets the fingerprints of the machine's GPUs, in the order of their ordinals."""

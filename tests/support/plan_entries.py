@@ -8,8 +8,8 @@ from typing import Any
 
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, Spec
+from lt_runtime.store.document import Fingerprint
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy
-from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import problem_key
 from tests.support.product_problems import input_gradient
 

@@ -16,9 +16,8 @@ import pytest
 from lt_runtime import cublaslt
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.paths import CACHE_VARIABLE
-from lt_runtime.store.document import Document
+from lt_runtime.store.document import Document, Fingerprint
 from lt_runtime.store.entries import ProductEntry
-from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore
 from tests.cpu.cli.conftest import Cli

@@ -11,8 +11,8 @@ import pytest
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.paths import kernel_sources
-from lt_runtime.store import fingerprint as module
-from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store import document as module
+from lt_runtime.store.document import Fingerprint
 from tests.support.plan_entries import H200
 
 

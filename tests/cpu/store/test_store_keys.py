@@ -22,7 +22,7 @@ from lt_runtime.problem import (
     Spec,
 )
 from lt_runtime.store import entries
-from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store.document import Fingerprint
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 from tests.support.strategies import problems
 
