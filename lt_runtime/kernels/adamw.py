@@ -26,7 +26,7 @@ UPDATE_THREADS: Final = 128
 _UPDATE_BLOCKS: Final = 8  # blocks that share a chunk
 UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
 """Elements of a chunk: a thread loads all of its own at once."""
-UPDATE_TICKETS: Final = 32 * 64  # words of memory for 32 counters of blocks, which lie 64 words apart
+UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters of blocks, 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
 _NORM_CHUNK: Final = 16384  # elements, at least
 _NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last block
@@ -120,7 +120,7 @@ def update_launches(params: Struct, rows: int, device: int, options: Options, *,
 
 
 def update_tiling(rows: int) -> Tiling:
-    """The blocks of an update whose table has so many rows."""
+    """The blocks and threads of an update whose table has `rows` rows."""
     return Tiling((rows * _UPDATE_BLOCKS, 1), (UPDATE_THREADS, 1))
 
 

@@ -44,7 +44,7 @@ COUNT_LABELS: Final = Entry("count_labels", "cross_entropy.cu")
 
 
 class Weighting(NamedTuple):
-    """Which weights the calls of a pass have: one a row, and one a class, for the rows with its label."""
+    """Whether the calls of a pass have a weight for each row, and for each class (of the rows with its label)."""
 
     rows: bool = False
     classes: bool = False

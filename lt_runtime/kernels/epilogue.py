@@ -69,14 +69,14 @@ class ForwardPass:
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
-        self._written: dict[int, tuple[int, ...]] = {}  # sets the addresses in the stream's argument block
+        self._written: dict[int, tuple[int, ...]] = {}  # addresses in the argument block of each stream
 
     def run(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            product, bias, y, kept: addresses. The bias is read only by a pass that adds it, `kept` is written only by
-                a pass that was made with such a matrix.
+            product, bias, y, kept: addresses. Only a pass made with `adds_bias` reads the bias, and only a pass made
+                with a layout for `kept` writes it.
         """
         params, launch = self._launches[stream]
         addresses = product, bias, y, kept

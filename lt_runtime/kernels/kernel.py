@@ -96,10 +96,10 @@ class Matrix(Struct):
 
     @classmethod
     def of(cls, matrix: Layout | Spec | None, *, is_mask: bool = False) -> Matrix:
-        """How a matrix lies, its address to be filled in; an absent matrix for None.
+        """The strides of a matrix, with address 0 for the caller to fill in; all zeros for None, an absent matrix.
 
         Args:
-            is_mask: whether it counts bits. The kernels take a mask as bytes, each of which is eight columns.
+            is_mask: whether the layout counts bits, as a mask's does. Kernels read a mask in bytes of eight columns.
         """
         if matrix is None:
             return cls()

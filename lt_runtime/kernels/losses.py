@@ -88,7 +88,7 @@ class ElementwiseLossPass:
 
 
 def flattened(layouts: Sequence[Layout], *, weighted: bool = False) -> Sequence[Layout]:
-    """Layouts of the same elements in as few and as long rows as possible, where all elements are handled alike.
+    """Equivalent layouts with fewer and longer rows, for kernels that handle all elements alike.
 
     Args:
         weighted: whether rows or columns have weights. Then rows are joined only where the kernel can still compute an
@@ -113,8 +113,8 @@ def launch_scale(
 
     Args:
         source: address of `size` FP32 numbers without gaps.
-        target: address of as many numbers of the type; it may be the source if the type is FP32.
-        scale: address of an FP32 number on the device that is another factor; 0 if there is none.
+        target: address of `size` numbers of type `dtype`; it may be the source if the type is FP32.
+        scale: device address of an FP32 number, which is another factor; 0 for none.
     """
     blocks = min(max(1, -(-size // THREADS)), _SCALE_BLOCKS)
     params = SCALE.params(source, target, scale, size, share)

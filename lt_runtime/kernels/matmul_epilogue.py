@@ -31,9 +31,10 @@ class MatmulPass:
     The pass supports every layout and size, also those that cuBLASLt refuses or computes wrongly.
 
     Args:
-        product: how the FP32 product lies, of D's shape and in any layout, where the pass's result is to be rounded
-            only once; None for a product of D's type that lies in D and is overwritten. The pass adds β·C to a
-            separate product, and to a product in D only if C lies across D: otherwise the library has added it.
+        product: spec of an FP32 product in memory of its own, of D's shape and in any layout, so that the result is
+            rounded only once; None for a product of D's type that lies in D, which the pass overwrites. The pass adds
+            β·C to a product in memory of its own, and to a product in D only if C lies across D. Otherwise the library
+            has added it.
     """
 
     def __init__(self, problem: MatmulProblem, device: int, product: Spec | None = None) -> None:

@@ -169,7 +169,7 @@ class MlpBackward:
         loss: ElementwiseLoss | None = None,
     ) -> None:
         parts = _parts_for(problem, device)
-        assert parts, "nobody asks for what `supports` refuses"
+        assert parts, "`supports` has refused the problem"
         self._layers, self._has_loss = len(problem.dims) - 1, loss is not None
         self._size = problem.rows * problem.dims[-1]
         blocks = min(-(-problem.rows // parts[0].block.chunk), device_info(device).multiprocessors)
@@ -190,8 +190,9 @@ class MlpBackward:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
-            call: its addresses are those of x, of dy or of targets, each layer's weight and bias, then of their
-                gradients, 0 for absent ones, and, with a loss, of that. Its scalars are for the loss alone.
+            call: its addresses are those of x, of dy or the targets, of each layer's weight and bias, of the gradients
+                of weights and biases, and of the loss if there is one; 0 for an absent one. Only a loss reads the
+                scalars.
         """
         x, y, *rest = call.addresses
         partial = memory.scratch(self.scratch_bytes)
@@ -247,7 +248,7 @@ def _resident_bytes(problem: MLPProblem, biases: int) -> int:
 
 
 def _forward_bytes(problem: MLPProblem) -> int:
-    """How many bytes of shared memory a block of mlp_fwd takes: for weights, biases, and two tiles of each warp."""
+    """Bytes of shared memory that a block of mlp_fwd takes: for weights, biases, and two tiles of each warp."""
     inputs, *others = _sizes(problem)
     tiles = 2 * _FORWARD_WARPS * _warp_rows(problem) * (max(inputs, others[-1]) + _SKEW)
     return _resident_bytes(problem, sum(others)) + 2 * tiles
@@ -295,7 +296,7 @@ def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...
 
 
 def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
-    """If there are few enough rows, each row warp processes a single tile, which gives the shortest time."""
+    """The blocks to choose from. With few rows each row warp takes one tile at a time, which is fastest."""
     is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
     most = 1 if is_small or _sizes(problem)[1] > _NARROWER else _BLOCKS[0].row_tiles
     return [block for block in _BLOCKS if block.row_tiles <= most]
@@ -314,7 +315,7 @@ def _saved(problem: MLPProblem) -> Saved:
 
 
 def _backward_bytes(problem: MLPProblem, part: Part) -> int:
-    """How many bytes of shared memory a block of mlp_bwd takes.
+    """Bytes of shared memory that a block of mlp_bwd takes.
 
     It holds the weights and biases, and the `WarpBuffers` of each row warp; mlp_bwd.cu has a drawing.
     """
@@ -345,6 +346,6 @@ def _shared_of_block(device: int) -> int:
 
 
 def _blocks(device: int, shared: int, most: int) -> int:
-    """Blocks of so many bytes of shared memory that a multiprocessor holds, which has registers for `most`."""
+    """Blocks that a multiprocessor holds if each takes `shared` bytes of its memory; registers suffice for `most`."""
     (size,) = device_attributes(device, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
     return max(1, min(most, size // (shared + _RESERVED_SHARED)))

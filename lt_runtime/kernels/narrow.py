@@ -33,7 +33,7 @@ NARROW_M: Final = Entry("narrow_m", "narrow_m.cu")
 
 
 class _Form(NamedTuple):
-    """A product as one of the kernels takes it.
+    """The kernel that makes a product, and the matrices in the form that the kernel reads.
 
     Attributes:
         entry: the kernel, whose name says the tiny dimension.

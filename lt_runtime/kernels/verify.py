@@ -9,7 +9,7 @@ from lt_runtime.kernels.tiling import THREADS, Tiling
 from lt_runtime.problem import DType
 
 EXPECT_TILE: Final = 64
-"""Rows, and columns, of the results that a block of `expect` makes."""
+"""Rows and columns of the tile of results that a block of `expect` computes."""
 BITS: Final = "bits"
 """Type of the elements of a mask; `Elements` counts its strides in bits."""
 TYPES: Final = {
@@ -50,7 +50,7 @@ def elements_of(address: int, strides: tuple[int, int, int], dtype: DType | None
 
 
 def compare_blocks(size: int) -> int:
-    """How many blocks compare arrays of `size` elements, each of which writes a `Comparison`."""
+    """Number of blocks that compare arrays of `size` elements; each block writes a `Comparison`."""
     return min(max(1, -(-size // THREADS)), _MOST_BLOCKS)
 
 

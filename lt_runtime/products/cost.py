@@ -119,7 +119,7 @@ def tile_us(problem: MatmulProblem) -> float:
 
 
 def _goes_over_rows(problem: MatmulProblem) -> bool:
-    """Whether the product sums over the rows that A has in memory, as a weight gradient does."""
+    """Whether the sum runs over the rows of A's memory, as in a weight gradient."""
     return problem.a.layout.order is Order.COLUMN
 
 

@@ -30,7 +30,7 @@ from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
 
 Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
-"""Makes the plan of a product on a device, which is current; PlanError if neither cuBLASLt nor our kernels do it."""
+"""Function that makes the plan of a product on the current device; PlanError if no method supports the product."""
 
 NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
 TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
@@ -248,7 +248,7 @@ def plan_from_config(problem: MatmulProblem, device: int, config: Mapping[str, i
 
     Raises:
         PlanError: see `plan_from_blob`; or no algorithm has the configuration.
-        CublasLtError: the library failed, which says nothing of the algorithm.
+        CublasLtError: the library failed for a reason that is not the algorithm's.
     """
     marks = [each for each in METHODS if each.name in config]
     mark = b"".join(each.mark for each in marks)

@@ -128,7 +128,7 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     """`most_promising` for offers without the kernels of `_SELDOM_FAST`, or with these kernels alone."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
-    lies_along_k = problem.b.layout.order is Order.COLUMN  # as weights do in a forward pass
+    lies_along_k = problem.b.layout.order is Order.COLUMN  # as the weight of a forward pass does
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)
     sums_over_rows = problem.a.layout.order is Order.COLUMN  # as a weight gradient does
     is_short = problem.k <= (SHORT_K if lies_along_k else _SHORTEST_K) and problem.m * problem.n <= _MOST_SHORT

@@ -1,14 +1,14 @@
 """Plans of products on copies of their operands, for which cuBLASLt has faster kernels.
 
 For ragged rows cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs, 2048x1024x480
-takes 5.7. The extents decide that, and not the leading dimensions. So operands are copied with zeros appended along
+takes 5.7. The extents decide the kernel, not the leading dimensions. So operands are copied with zeros appended along
 their contiguous axis, which add nothing to any sum. A result that is longer for that reason is copied without its tail.
 
 Hopper's tensor cores read TF32 operands only along K. If an operand of a gradient's product lies the other way,
 cuBLASLt uses older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So copies
 that lie along K are another method.
 
-The tuner and the plan cache take the copies for a part of the algorithm. Two products of one gradient share its copy.
+To the tuner and the plan cache the copies are part of the algorithm. Two products of one gradient share its copy.
 """
 
 from __future__ import annotations
