@@ -152,16 +152,18 @@ class Activation:
 
     def __post_init__(self) -> None:
         one_of("activation", self.name, ACTIVATIONS)
-        slope = _slope(self.negative_slope)
+        slope = number("negative_slope", self.negative_slope)
+        if not math.isfinite(slope):
+            raise ArgumentError(f"negative_slope is {slope}; it must be finite")
         object.__setattr__(self, "negative_slope", slope if self.name == "leaky_relu" else 0.01)
 
     @classmethod
     def of(cls, activation: ActivationName | Activation, negative_slope: float = 0.01) -> Activation:
         """The activation for a name with a slope, or for an `Activation`. Raises as the class."""
-        if not isinstance(activation, Activation):
-            return cls(activation, negative_slope)
-        _slope(negative_slope)  # not used, but checked
-        return activation
+        if isinstance(activation, Activation):
+            cls(negative_slope=negative_slope)  # not used, but checked
+            return activation
+        return cls(activation, negative_slope)
 
 
 Chosen: TypeAlias = ActivationName | Activation | Mapping[str, Any]
@@ -178,13 +180,6 @@ def activation_of(name: str, value: Chosen) -> Activation:
     if isinstance(value, Mapping) and value.keys() == {"name", "negative_slope"}:
         return Activation(**value)
     return value if isinstance(value, Activation) else Activation(one_of(name, value, ACTIVATIONS))
-
-
-def _slope(value: float) -> float:
-    slope = number("negative_slope", value)
-    if not math.isfinite(slope):
-        raise ArgumentError(f"negative_slope is {slope}; it must be finite")
-    return slope
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ HOST: Final = -1
 CUPY: Final = CupyLibrary()
 NUMPY: Final = NumpyLibrary()
 TORCH: Final = TorchLibrary()
+_array_api: Final = functools.cache(ArrayApiLibrary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Operand:
     @property
     def spec(self) -> Spec:
         """Layout and alignment for a problem. An array that is not a matrix is read as one row."""
-        return Spec(self.layout if len(self.shape) == 2 else self.flat_layout, self.alignment)
+        return Spec(self.layout if len(self.shape) == 2 else self.check_packed(), self.alignment)
 
     @property
     def extent(self) -> int:
@@ -106,12 +107,7 @@ class Operand:
             return 0
         return sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)) + 1
 
-    def check_packed(self) -> None:
-        """Raises `LayoutError` unless the elements are row-major without gaps."""
-        _ = self.flat_layout
-
-    @property
-    def flat_layout(self) -> Layout:
+    def check_packed(self) -> Layout:
         """The layout of all elements as one row; raises `LayoutError` unless they are row-major without gaps."""
         expected = _row_major_strides(self.shape)
         for extent, stride, packed_stride in zip(self.shape, self.strides, expected, strict=True):
@@ -295,11 +291,6 @@ def _read_dlpack(name: str, array: Any, device: int, stream: int) -> Operand:
         view = module.from_dlpack(array)
     namespace = getattr(array, "__array_namespace__", None)
     return _read_cupy(name, view, device, stream, CUPY if namespace is None else _array_api(namespace()))
-
-
-@functools.cache
-def _array_api(namespace: Any) -> Library:
-    return ArrayApiLibrary(namespace)
 
 
 def _read_interface(name: str, array: Any, device: int, stream: int) -> Operand:

@@ -101,11 +101,6 @@ class LinearContext:
         """Probability of dropout in the layer."""
         return self.layer.dropout
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether the layer has a bias."""
-        return self.layer.has_bias
-
 
 class LinearForward(Operation):
     """y = dropout(act(x · wᵀ + bias)), and a context for backward.
@@ -345,9 +340,8 @@ def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> di
         y, x = below.shape[:2], layer.shape[::2]
         if y != x:
             raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
-    has_dz = given["dz"] is not None
-    wanted = {"dx": options.need_dx, "dw": options.need_dw, "db": options.need_db, "dz": has_dz}
-    wanted["db_below"] = options.need_db_below
+    flags = options.need_dx, options.need_dw, options.need_db, given["dz"] is not None, options.need_db_below
+    wanted = dict(zip(_OUTPUTS, flags, strict=True))
     if options.accumulate:
         missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and given[name] is None]
         if missing:

@@ -82,13 +82,13 @@ def test_refused(array: Any, error: type[LtError], message: str) -> None:
 
 def test_layouts_of_an_operand() -> None:
     assert made("x", (4, 5)).layout.strides == (5, 1)
-    assert made("x", (2, 3, 4)).flat_layout.shape == (1, 24)
-    assert made("x", ()).flat_layout.shape == (1, 1)
-    assert made("x", (0, 3)).flat_layout.size == 0
+    assert made("x", (2, 3, 4)).check_packed().shape == (1, 24)
+    assert made("x", ()).check_packed().shape == (1, 1)
+    assert made("x", (0, 3)).check_packed().size == 0
     with pytest.raises(ShapeError, match=r"x has shape \(2, 3, 4\); accepted are matrices"):
         _ = made("x", (2, 3, 4)).layout
     with pytest.raises(LayoutError, match=r"x has strides \(1, 4\); it must be row-major without gaps"):
-        _ = read("x", DeviceArray((4, 5), strides=(4, 16)), 0).flat_layout
+        read("x", DeviceArray((4, 5), strides=(4, 16)), 0).check_packed()
 
 
 def test_vectors() -> None:
