@@ -260,6 +260,7 @@ judged_cases = st.builds(
 
 @FEW
 @example(Judged([TensorCase(300, BF16, F32), TensorCase(70)], GradScaler(8.0), 1.0, True, (None, math.inf, None), 0, 0))
+@example(Judged([TensorCase(70)], GradScaler(8.0, growth_interval=2), None, True, (None, None, None), 0, 0))
 @given(case=judged_cases)
 def test_scaling_clipping_and_skipping(host: HostKernels, case: Judged) -> None:
     generator = np.random.default_rng(case.seed)

@@ -290,9 +290,11 @@ def run_cross_entropy(
     return memory.read()
 
 
-def draw_labels(data: st.DataObject, case: LossCase) -> tuple[NDArray[Any], int | None]:
-    """Labels, most of them in range, and the one to ignore."""
+def draw_labels(data: st.DataObject | None, case: LossCase) -> tuple[NDArray[Any], float, int | None]:
+    """Labels, most of them in range, their smoothing, and the label to ignore; without `data`, plain labels."""
     rows, cols = case.shape
+    if data is None:
+        return np.arange(rows) % cols, 0.1, None
     generator = np.random.default_rng(case.seed + 1)
     ignore_index = data.draw(st.sampled_from((None, -100, cols - 1, -(2**31))))
     labels = generator.integers(0, cols, rows).astype(data.draw(st.sampled_from((np.int32, np.int64))))
@@ -300,15 +302,14 @@ def draw_labels(data: st.DataObject, case: LossCase) -> tuple[NDArray[Any], int 
         labels[generator.random(rows) < data.draw(st.sampled_from((0.1, 0.9, 1.1)))] = ignore_index
     if data.draw(st.integers(0, 3)) == 0:
         labels[generator.integers(0, rows)] = data.draw(st.sampled_from((-1, cols, -(2**31), 2**31 - 1)))
-    return labels, ignore_index
+    return labels, data.draw(st.sampled_from((0.0, 0.0, 0.1, 1.0))), ignore_index
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @MORE
 @given(data=st.data(), case=cases)
 def test_cross_entropy(runner: Runner, dtype: DType, data: st.DataObject, case: LossCase) -> None:
-    labels, ignore_index = draw_labels(data, case)
-    check_cross_entropy(runner, dtype, case, labels, data.draw(st.sampled_from((0.0, 0.0, 0.1, 1.0))), ignore_index)
+    check_cross_entropy(runner, dtype, case, *draw_labels(data, case))
 
 
 few_rows = st.one_of(st.integers(1, 70), st.sampled_from((255, 256, 257, 511, 513, 1023, 1024, 1025, 1300)))
@@ -317,10 +318,10 @@ few_classes = st.builds(replace, cases, shape=st.tuples(few_rows, st.integers(1,
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @MORE
+@example(data=None, case=LossCase((9, 3), prediction=Placement(False, 1, 0), gradient=Placement(False, 1, 0)))
 @given(data=st.data(), case=few_classes)
-def test_few_classes(runner: Runner, dtype: DType, data: st.DataObject, case: LossCase) -> None:
-    labels, ignore_index = draw_labels(data, case)
-    check_cross_entropy(runner, dtype, case, labels, data.draw(st.sampled_from((0.0, 0.1, 1.0))), ignore_index)
+def test_few_classes(runner: Runner, dtype: DType, data: st.DataObject | None, case: LossCase) -> None:
+    check_cross_entropy(runner, dtype, case, *draw_labels(data, case))
     assert ("cross_entropy_few" in runner.launched) == (case.shape[1] <= 16)
 
 
