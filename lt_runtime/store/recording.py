@@ -115,18 +115,14 @@ def read_recorded(path: Path) -> list[Problem]:
         raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if _is_of_another_version(lines[0]):
         raise ArgumentError(f"{path} cannot be used ({_ANOTHER_VERSION})")
-    numbered = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT)}
-    cut_off = [number for number, line in numbered.items() if _is_cut_off(line)]
+    whole = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT)}
+    # A cut-off line is the first part of a line that `record` writes.
+    begun = [number for number, line in whole.items() if _START.startswith(line[: len(_START)])]
+    cut_off = {number: whole.pop(number) for number in begun if not whole[number].rstrip().endswith(_END)}
     if cut_off:
-        shown = ", ".join(map(str, cut_off[:3])) + (", ..." if len(cut_off) > 3 else "")
+        shown = ", ".join(map(str, [*cut_off][:3])) + (", ..." if len(cut_off) > 3 else "")
         warnings.warn(f"{path}: line {shown} is cut off and skipped", stacklevel=2)
-    whole = ((number, line) for number, line in numbered.items() if number not in cut_off)
-    return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in whole))
-
-
-def _is_cut_off(line: str) -> bool:
-    """Whether a line is the first part of a line that `record` writes."""
-    return _START.startswith(line[: len(_START)]) and not line.rstrip().endswith(_END)
+    return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in whole.items()))
 
 
 def _read_line(place: str, line: str) -> Problem:

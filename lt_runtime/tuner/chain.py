@@ -88,7 +88,11 @@ class LayerChain:
         Raises:
             ArgumentError: there are fewer than two dims; or `rows` or one of the dims is not a positive integer.
         """
-        _check_sizes(rows, dims)
+        if len(dims) < 2:
+            raise ArgumentError(f"dims is {list(dims)}; accepted are two or more: inputs, then outputs of each layer")
+        for name, value in (("rows", rows), *(("dims", each) for each in dims)):
+            if type(value) is not int or not 1 <= value < 1 << 48:
+                raise ArgumentError(f"{name} has {shown(value)}; accepted are integers of at least 1, below 2**48")
         given: Any = (activation, output_activation), (bias, bias), (dropout, False)
         options = [
             value if isinstance(value, (list, tuple)) else [*[value] * (len(dims) - 2), last] for value, last in given
@@ -247,14 +251,6 @@ def _saved_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
     if saved is Saved.NOTHING:
         return None
     return problem.y if saved is Saved.OUTPUT else kept_spec(problem, saved)
-
-
-def _check_sizes(rows: int, dims: Sequence[int]) -> None:
-    if len(dims) < 2:
-        raise ArgumentError(f"dims is {list(dims)}; accepted are two or more: inputs, then outputs of each layer")
-    for name, value in (("rows", rows), *(("dims", each) for each in dims)):
-        if type(value) is not int or not 1 <= value < 1 << 48:
-            raise ArgumentError(f"{name} has {shown(value)}; accepted are integers of at least 1, below 2**48")
 
 
 def _spec(rows: int, cols: int) -> Spec:

@@ -147,14 +147,10 @@ class _Search:
     def _placed(self, split: _Split) -> Placed:
         return [*zip(self._layers, split, strict=True)]
 
-    def _us(self, plan: LayerPlan) -> float:
-        """The time of a plan that runs alone, in microseconds."""
-        return self._timings[_key(plan)].median_us
-
     def _times(self, plans: _Plans) -> dict[_Split, float]:
         """For each split whose plans were all timed alone, the sum of their times in microseconds."""
         timed = (split for split in self._splits(plans) if self._timings.keys() >= {*map(_key, split)})
-        return {split: sum(map(self._us, split)) for split in timed}
+        return {split: sum(self._timings[_key(plan)].median_us for plan in split) for split in timed}
 
     def _timings_of(self, problem: LayerProblem) -> dict[Strategy, Timing]:
         """The times of a problem's plans, by their strategies."""
@@ -178,7 +174,7 @@ class _Search:
         limit = _PROMISING * min(times.values())
         near = {plan for split, us in times.items() if us <= limit for plan in split}
         best = {plan: min(each.median_us for each in self._timings_of(plan.problem).values()) for plan in near}
-        near = {plan for plan in near if self._us(plan) <= _PROMISING * best[plan]}
+        near = {plan for plan in near if self._timings[_key(plan)].median_us <= _PROMISING * best[plan]}
         ours = [plan for plan in self.before.values() if any(supports(each.problem) for each in plan.products.values())]
         untuned, _ = self._untuned_and_plainest(self.before)
         return {_key(plan) for plan in (*near, *ours, *untuned)}
