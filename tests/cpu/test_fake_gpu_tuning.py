@@ -45,7 +45,8 @@ def _check_chain(gpu: FakeGpu) -> None:
     LayerChain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", data_seed=2)).check()
 
 
-def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path) -> None:
+def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # what runs the tests may set fewer, and cells are then folded
     gpu = FakeGpu(host, tmp_path)
     gpu.streams.costs_us["kernel"] = 20.0
     with gpu.active():
