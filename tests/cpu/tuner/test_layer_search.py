@@ -157,8 +157,9 @@ def test_a_challenger_within_the_noise_does_not_replace_the_priors_choice(gpu: L
         ({SPLIT: 10.5}, {FUSED: 9.5, SPLIT: 7.0}, (20.0, 17.0), "bias", TUNED),
         ({}, dict.fromkeys((FUSED, MASKED, SPLIT, PLAIN), 11.0), (20.0, 20.0), "relu_bias", BY_HEURISTIC),
         ({FUSED: 20.0, PLAIN: 20.0, MASKED: 20.0}, {SPLIT: 12.0}, (30.0, 20.0), "bias", BY_HEURISTIC),
+        ({SPLIT: 8.0}, {SPLIT: 15.0}, (20.0, 18.0), "bias", BY_HEURISTIC),
     ],
-    ids=["tuned algorithms count", "the untuned plan stays where it is faster", "faster untuned in place"],
+    ids=["tuned algorithms count", "the untuned plan stays", "faster untuned", "the tuned algorithm is far slower"],
 )
 def test_algorithms_are_compared_in_place(
     gpu: LayerGpu, us: dict[str, float], tuned_us: dict[str, float], totals: Any, winner: str, algorithm: bytes
