@@ -77,3 +77,9 @@ def test_nan_and_infinity_pass_where_kept() -> None:
     mask = reference.dropout_mask((64,), 0.5, RNG)
     assert np.isinf(lt.dropout(x, 0.5, RNG)[mask]).all()
     assert np.isinf(lt.dropout(np.full(64, 60000, np.float16), 0.5, RNG)[mask]).all()
+
+
+def test_out_may_be_another_view_of_x() -> None:
+    x, copy = np.ones((4, 8), np.float32), np.ones((4, 8), np.float32)
+    lt.dropout(x, 0.5, lt.Philox(3), out=x[:])
+    np.testing.assert_array_equal(x, lt.dropout(copy, 0.5, lt.Philox(3)))
