@@ -25,7 +25,8 @@ _MOST_RANGES: Final = 4096  # `Range` objects that are kept; a script may use a 
 class Listener(Protocol):
     """An object whose methods are called when ranges begin and end, on the thread of the range.
 
-    A range that was open when the listener was added calls `exit` alone.
+    A range that was open when the listener was added calls `exit` alone. Of several listeners, the last that was added
+    hears the end of a range first.
     """
 
     def enter(self, name: str) -> None:
@@ -78,7 +79,7 @@ def _enter(self: Range) -> None:
 
 
 def _exit(self: Range, kind: object, error: object, trace: object) -> None:
-    for listener in _listeners:
+    for listener in reversed(_listeners):
         listener.exit(self.name)
     if _domain is not None:
         _domain.pop_range()

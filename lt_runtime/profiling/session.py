@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -47,22 +47,22 @@ class Profile:
 
     Attributes:
         report: the whole result, as data.
+        is_done: whether all requested steps have been timed and traced.
     """
 
     def __init__(
         self, *, skip: int, timed: int, traced: int, device: int | None, is_marked: bool | None = None
     ) -> None:
-        self.report = Report()
+        self.report, self.is_done = Report(), False
         self._skip, self._timed, self._traced, self._device = skip, timed, 0 if device is None else traced, device
         self._thread = _Thread()
-        self._current: Any = None  # the timer while steps are timed, the collector while steps are traced
-        self._to_come = [(timed, self._time), (self._traced, self._trace)]
+        self._steps = self._measure()  # each `next` ends a step
+        self._lock = threading.Lock()  # several threads may end steps
         self._seen = self._traced_steps = 0
         self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first step
         self._timer: Timer | None = None
         self._collector: Any = None
         self._notes: list[str] = []
-        self._is_bracketed = False
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -72,14 +72,12 @@ class Profile:
         if self._device is not None and self._device == current_device():
             make_context_current()  # ranges may begin before the first call of CUDA, and events need a context
         self._undo.enter_context(ranges.listening(self))
-        if not self._skip:
-            self._next()
+        next(self._steps, None)
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._undo:
-            self._stop()
-            self._tell_profilers()
+            self._steps.close()
         self._make_report()
 
     def step(self) -> None:
@@ -93,16 +91,9 @@ class Profile:
         self._is_marked = True
         self._end_step()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all requested steps have been timed and traced."""
-        return self._current is None and not self._to_come
-
     def enter(self, name: str) -> None:
         """A range begins; see `Listener`."""
         self._thread.open.append(name)
-        if isinstance(self._current, Timer):  # the collector is itself a listener of ranges
-            self._current.enter(name)
 
     def exit(self, name: str) -> None:
         """A range ends; see `Listener`."""
@@ -111,8 +102,6 @@ class Profile:
             return
         while opened.pop() != name:
             pass
-        if isinstance(self._current, Timer):
-            self._current.exit(name)
         if name == ranges.STEP and name not in opened and not self._is_marked:
             self._is_marked = False
             self._end_step()
@@ -157,54 +146,57 @@ class Profile:
 
     def _end_step(self) -> None:
         self._seen += 1
-        if self._current is None:
-            is_over = bool(self._to_come) and self._seen >= self._skip
-        elif isinstance(self._current, Timer):
-            self._current.end_step()
-            is_over = self._current.count >= self._timed
-        else:
-            self._traced_steps += 1
-            is_over = self._traced_steps >= self._traced
-        if is_over:
-            self._next()
+        with self._lock:
+            next(self._steps, None)
 
-    def _next(self) -> None:
-        """Begins the next phase: timing, tracing, or none. Ranges that are open now begin again in that phase."""
-        self._stop()
-        while self._to_come and self._current is None:
-            count, begin = self._to_come.pop(0)
-            if count:
-                begin()
-        self._tell_profilers()
-        for name in self._thread.open if self._current is not None else ():
-            self._current.enter(name)
+    def _measure(self) -> Generator[None, None, None]:
+        """Skips steps, times steps and traces steps, with one `yield` in each; `close` ends the measurement early."""
+        for _ in range(self._skip):
+            yield
+        self._tell_profiler("cuProfilerStart")
+        try:
+            if self._timed:
+                self._timer = Timer(self._device)
+                with self._phase(self._timer):
+                    while self._timer.count < self._timed:
+                        yield
+                        self._timer.end_step()
+            if self._traced:
+                yield from self._trace()
+        finally:
+            self._tell_profiler("cuProfilerStop")
+        self.is_done = True
 
-    def _tell_profilers(self) -> None:
-        """Starts or stops an external profiler, such as Nsight, by cuProfilerStart or cuProfilerStop."""
-        is_running = self._current is not None
-        if self._device is not None and is_running != self._is_bracketed:
-            self._is_bracketed = is_running
-            with activated(self._device):
-                call("cuProfilerStart" if is_running else "cuProfilerStop")
-
-    def _time(self) -> None:
-        self._timer = self._current = Timer(self._device).__enter__()
-
-    def _trace(self) -> None:
+    def _trace(self) -> Iterator[None]:
         try:
             from lt_runtime.profiling.collector import Collector
 
-            self._collector = self._current = Collector().__enter__()
+            with self._phase(Collector()) as self._collector:
+                while self._traced_steps < self._traced:
+                    yield
+                    self._traced_steps += 1
         except (LtError, ImportError) as error:
             self._notes.append(f"no kernel times: {error}")
 
-    def _stop(self) -> None:
-        current, self._current = self._current, None
+    @contextlib.contextmanager
+    def _phase(self, measuring: Any) -> Iterator[Any]:
+        """Has a timer or a collector measure the block, in which the thread's open ranges begin again."""
+        measuring.__enter__()
         try:
-            if current is not None:
-                current.__exit__(None, None, None)
-        except LtError as error:
-            self._notes.append(f"the profile is not complete ({error})")
+            for name in self._thread.open:
+                measuring.enter(name)
+            yield measuring
+        finally:
+            try:
+                measuring.__exit__(None, None, None)
+            except LtError as error:
+                self._notes.append(f"the profile is not complete ({error})")
+
+    def _tell_profiler(self, name: str) -> None:
+        """Starts or stops an external profiler, such as Nsight."""
+        if self._device is not None:
+            with activated(self._device):
+                call(name)
 
     def _make_report(self) -> None:
         steps = [] if self._timer is None else self._timer.steps
@@ -243,7 +235,7 @@ class Profile:
             yield 'the code had no step: a call of lt.TrainStep, or a block of `with lt.range("step")`'
         elif self._seen < self._skip:
             yield f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins"
-        elif self._to_come and self._traced:
+        elif self._traced and self._collector is None and not self.is_done:
             yield (
                 f"no kernel times: tracing begins once {self._timed} steps have been timed, and the code had "
                 f"{self._seen}; timed=0 traces it from its beginning"

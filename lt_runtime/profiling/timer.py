@@ -116,7 +116,7 @@ class Timer:
         self._device = device
         self._events = None if device is None else EventMarks(device)
         self._begun_ns = time.monotonic_ns()
-        self._thread = _Thread()
+        self._thread, self._listening = _Thread(), ranges.listening(self)
         # Queue of ranges and launches whose times have not been read. A bool marks the end of a step: True if a stream
         # was captured in the step, other than by the profile, which discards the step's times.
         self._pending: deque[_Frame | _Launch | bool] = deque()
@@ -127,6 +127,7 @@ class Timer:
 
     def __enter__(self) -> Self:
         ranges.watchers.append(self.ran)
+        self._listening.__enter__()
         if self._events is not None:
             graphs.stand_in = self.stand_in
         return self
@@ -134,6 +135,7 @@ class Timer:
     def __exit__(self, *_: object) -> None:
         """Drops the ranges after the last step. If no step was ended, all ranges together are one step."""
         graphs.stand_in = None
+        self._listening.__exit__(None, None, None)
         ranges.watchers.remove(self.ran)
         if not self.count and not self.discarded and self._pending:
             self.end_step()
