@@ -21,8 +21,7 @@ from lt_runtime.cli import INTERRUPTED
 from lt_runtime.cli.output import print_lines, writable
 from lt_runtime.errors import ArgumentError
 from lt_runtime.profiling.capture.check import check_capture
-from lt_runtime.profiling.plot import check_format, plot
-from lt_runtime.profiling.report import load
+from lt_runtime.profiling.report import check_format, load, plot
 from lt_runtime.profiling.session import Profile, profiled_device
 
 _TIMED, _TRACED = 10, 10

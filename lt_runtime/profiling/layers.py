@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from lt_runtime.profiling.ceilings import COPY
 from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.timer import Step
-from lt_runtime.profiling.work import Work, work_of
+from lt_runtime.profiling.work import COPY, Work, work_of
 from lt_runtime.ranges import PHASES, Place, place_of
 
 UNATTRIBUTED: Final = "(unattributed)"

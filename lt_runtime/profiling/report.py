@@ -1,18 +1,22 @@
-"""A profile's report as data, and as tables, CSV and JSON."""
+"""A profile's report as data, and as tables, CSV, JSON and a drawing; the trace of a profile."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.errors import ArgumentError
-from lt_runtime.files import replace_file
+from lt_runtime.errors import ArgumentError, MissingLibraryError
+from lt_runtime.files import replace_file, replacing
+from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, label_of
+from lt_runtime.profiling.timer import RANGES
+from lt_runtime.profiling.work import COPY
 from lt_runtime.tables import rendered, table
 
 if TYPE_CHECKING:
@@ -23,6 +27,15 @@ _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
 """The table leaves out rows for time outside of layers that is shorter than this."""
 _SHOWN_NAME: Final = 72
+_CATEGORIES: Final = {
+    "memcpy": "gpu_memcpy", "memset": "gpu_memset", "call": "cuda_runtime", "synchronization": "cuda_runtime",
+}  # fmt: skip
+"""Kineto's names of kinds of activities, where they differ from ours."""
+_COLOURS: Final = {
+    "forward": "#3b75af", "backward": "#c85200", "loss": "#7f7f7f", "optimizer": "#5b8c5a", "input": "#b8a000",
+    "": "#9c9c9c",
+}  # fmt: skip
+_MOST_BARS: Final = 40
 
 
 @dataclass(frozen=True)
@@ -151,3 +164,107 @@ def short(name: str) -> str:
     """A kernel's name for a table: the middle of a long name is left out."""
     half = _SHOWN_NAME // 2
     return name if len(name) <= _SHOWN_NAME else f"{name[:half]} … {name[-half + 3 :]}"
+
+
+def save_trace(file: Path, activities: Sequence[Activity], device: str) -> None:
+    """Writes a trace in Kineto's form, which Perfetto and HTA open; its times are relative to its first event."""
+    content = {"schemaVersion": 1, "deviceProperties": [{"name": device}], "traceEvents": [*trace_events(activities)]}
+    replace_file(file, json.dumps(content).encode())
+
+
+def trace_events(activities: Sequence[Activity]) -> Iterator[dict[str, Any]]:
+    """Events in Chrome's trace format, with times in µs.
+
+    These are complete events (X), flows from calls to the work that they started (s, f), and names of threads (M).
+    """
+    base = min((each.start_ns for each in activities), default=0)
+    started = {each.correlation for each in activities if each.device >= 0 and each.correlation}
+    for device, stream in dict.fromkeys((each.device, each.stream) for each in activities if each.device >= 0):
+        name = {"name": "ranges, by events" if stream == RANGES else f"stream {stream}"}
+        yield {"ph": "M", "name": "thread_name", "pid": device, "tid": stream, "args": name}
+    for each in activities:
+        is_on_host, start = each.device < 0, round((each.start_ns - base) / 1e3, 3)
+        place = {"pid": os.getpid(), "tid": each.thread} if is_on_host else {"pid": each.device, "tid": each.stream}
+        args: dict[str, Any] = {"range": " > ".join(each.range)}
+        if not each.kind.endswith("user_annotation"):
+            args |= {"correlation": each.correlation, "bytes": each.size, "graph id": each.graph}
+            args |= {} if is_on_host else {"device": each.device, "stream": each.stream, "graph node id": each.node}
+        event = {"ph": "X", "cat": _CATEGORIES.get(each.kind, each.kind), "name": each.name or each.kind, **place}
+        yield {**event, "ts": start, "dur": round(max(each.us, 0.0), 3), "args": args}
+        if each.correlation in started:
+            ends = {"ph": "s"} if is_on_host else {"ph": "f", "bp": "e"}
+            yield {**ends, "cat": "ac2g", "name": "ac2g", "id": each.correlation, **place, "ts": start}
+
+
+def check_format(file: Path) -> str:
+    """The image format that a file's suffix names; PNG if there is no suffix.
+
+    Raises:
+        ArgumentError: matplotlib cannot write the format.
+        MissingLibraryError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise MissingLibraryError("a plot needs matplotlib: pip install 'lt_runtime[plot]'") from error
+    kind, known = file.suffix.removeprefix(".").lower() or "png", FigureCanvasBase.get_supported_filetypes()
+    if kind not in known:
+        raise ArgumentError(f"the plot's file is {file}; accepted suffixes are {', '.join(sorted(known))}")
+    return kind
+
+
+def plot(report: Report, file: Path) -> None:
+    """Writes the drawing in the format of the file's suffix.
+
+    Raises:
+        ArgumentError: the suffix is of no known format.
+        MissingLibraryError: matplotlib is not installed.
+    """
+    kind = check_format(file)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    longest = sorted(report.layers, key=lambda each: -each.us)[:_MOST_BARS]
+    layers = [each for each in report.layers if each in longest and each.us > 0][::-1]  # matplotlib draws bars upwards
+    figure = Figure(figsize=(15, max(5.0, 2.5 + 0.3 * len(layers))), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, moved, roof = figure.subplots(1, 3, width_ratios=(3, 2, 4))
+    _bars(times, layers, [each.us for each in layers], "time of a step, µs")
+    _bars(moved, layers, [each.bytes / 1e6 for each in layers], "bytes moved, MB")
+    moved.set_yticklabels([])
+    _roofline(roof, [each for each in layers if each.bytes], report.ceilings)
+    figure.suptitle(f"{report.device}: {report.totals.step_us:.0f} µs a step")
+    with replacing(file) as out:
+        figure.savefig(out, format=kind, dpi=110)
+
+
+def _bars(axes: Any, layers: Sequence[Layer], values: Sequence[float], label: str) -> None:
+    places = range(len(layers))
+    axes.barh(places, values, color=[_COLOURS[each.phase] for each in layers])
+    axes.set_yticks(places, [f"{each.label} {each.phase}".strip() for each in layers])
+    axes.set_xlabel(label)
+    axes.margins(y=0.01)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float]) -> None:
+    """FLOP/s over FLOPs per byte of the layers with matrix products, below the measured ceilings."""
+    points = [(each.flops / each.bytes, each.tflops, each) for each in layers if each.flops]
+    for place, (intensity, tflops, layer) in enumerate(sorted(points, key=lambda point: point[1])):
+        axes.scatter(intensity, tflops, color=_COLOURS[layer.phase], zorder=3)
+        line = {"arrowstyle": "-", "color": _COLOURS[layer.phase], "linewidth": 0.7, "alpha": 0.6}
+        at = {"xytext": (1.03, (place + 0.5) / len(points)), "textcoords": "axes fraction"}
+        axes.annotate(
+            f"{layer.label} {layer.phase}".strip(), (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line
+        )
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s")
+    axes.grid(which="both", alpha=0.2)
+    axes.minorticks_off()
+    rates = {kind: rate for kind, rate in ceilings.items() if kind != COPY}
+    if COPY in ceilings and rates and points:
+        low, high = min(x for x, *_ in points) / 10, max(x for x, *_ in points) * 10
+        for kind, flops in rates.items():
+            corners = sorted({low, min(max(flops / ceilings[COPY], low), high), high})
+            axes.plot(corners, [min(flops, x * ceilings[COPY]) / 1e12 for x in corners], label=kind, linewidth=1)
+        axes.set_ylim(min(y for _, y, _ in points) / 10, 2e-12 * max(rates.values()))
+        axes.legend(title="ceilings, measured", loc="lower right")

@@ -20,13 +20,11 @@ from lt_runtime.gpu.devices import (
     parse_device,
 )
 from lt_runtime.gpu.driver import call
-from lt_runtime.profiling import trace
-from lt_runtime.profiling.ceilings import ceilings
 from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of, works_of
-from lt_runtime.profiling.plot import plot
-from lt_runtime.profiling.report import Report
+from lt_runtime.profiling.report import Report, plot, save_trace
 from lt_runtime.profiling.timer import Timer
+from lt_runtime.profiling.work import ceilings
 
 _WARM_UP: Final = 2
 _running = threading.Lock()
@@ -130,7 +128,7 @@ class Profile:
         """Writes ranges, kernels and calls on a time axis, as a trace that Perfetto (ui.perfetto.dev) opens."""
         spans = () if self._timer is None else self._timer.spans
         activities = () if self._collector is None else self._collector.activities
-        trace.write(Path(file), [*spans, *activities], self.report.device)
+        save_trace(Path(file), [*spans, *activities], self.report.device)
 
     def plot(self, file: str | Path) -> None:
         """Draws the roofline, and each layer's time beside its bytes. Needs the package's extra `plot`.

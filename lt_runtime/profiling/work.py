@@ -1,27 +1,46 @@
-"""FLOPs and bytes of an operation, from its plan: each kernel reads and writes each of its operands once."""
+"""FLOPs and bytes of an operation, and the ceilings of a GPU: the highest rates that a kernel may reach.
+
+An operation's work follows from its plan: each kernel reads and writes each of its operands once. The ceilings are
+measured once, and stored beside the plan cache in a file for each kind of machine.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
 
+from lt_runtime import paths
+from lt_runtime.files import read_private, replace_private
+from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.resize import Resize
+from lt_runtime.layout import packed
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.call import PreparedCall
-from lt_runtime.plans.cache import FUSED_MLP
+from lt_runtime.plans.cache import FUSED_MLP, make_plan
 from lt_runtime.plans.layers import BackwardPlan, ForwardPlan, leaves_a_pass
 from lt_runtime.plans.strategies import MadeBy
-from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, MLPProblem, Saved, Spec
+from lt_runtime.problem import Compute, DType, MatmulProblem, MLPProblem, Saved, Spec
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
-from lt_runtime.store.keys import to_json
+from lt_runtime.store.document import fingerprint
+from lt_runtime.store.keys import Remembered, to_json
 from lt_runtime.tuner import roofline
+from lt_runtime.tuner.operands import NORMAL
 from lt_runtime.tuner.report import strategy_in_words
+from lt_runtime.tuner.timing import Bench, workbench
+from lt_runtime.tuner.verification import ProductOperands
 
-_BITS = 8
+_BITS: Final = 8
+COPY: Final = "copy"
+_COPIED: Final = 1 << 29  # bytes
+_EXTENT: Final = 8192
+_ROUNDS: Final = 6
+_LIMIT: Final = 1 << 16  # bytes that are read of the file
 
 
 class Work(NamedTuple):
@@ -50,7 +69,7 @@ def work_of(ran: PreparedCall | AdamW) -> Work:
     problem = ran.request.problem
     if isinstance(problem, MLPProblem):  # the fused backward kernel repeats the forward pass, which `work_of` counts
         return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
-    if not isinstance(problem, (ForwardProblem, BackwardProblem, MatmulProblem)):
+    if not isinstance(problem, Remembered):
         return Work(bytes=sum(ran.sizes))  # a loss or dropout reads or writes each array once
     kind = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
     least = roofline.work_of(problem)
@@ -142,3 +161,46 @@ def _bytes_of_update(optimizer: AdamW) -> int:
         values = own + (own if parameter.master is None else 2 * parameter.master.dtype.itemsize)
         moved += size * (gradients + values + 2 * moments * options.moments.itemsize)
     return moved
+
+
+def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
+    """FLOP/s of each kind of matrix product, and bytes/s of a copy under the name `COPY`, counting reads and writes.
+
+    A ceiling that the file lacks is measured, which takes some tenths of a second.
+
+    Args:
+        kinds: names of types, or "tf32".
+
+    Raises:
+        GpuError: no memory, or another failure.
+        CaptureError: a stream is being captured.
+    """
+    path = paths.cache_directory() / "ceilings" / fingerprint(device).file_name
+    known = dict[str, float]()
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # the file is missing or damaged
+        known = {str(name): float(value) for name, value in json.loads(read_private(path, _LIMIT)).items() if value > 0}
+    missing = {COPY, *kinds} - known.keys()
+    if missing:
+        with workbench(device) as bench:
+            known |= {kind: measure(bench, kind) for kind in sorted(missing)}
+        with contextlib.suppress(OSError):  # without the file they are measured again next time
+            replace_private(path, json.dumps(known, indent=2).encode())
+    return known
+
+
+def measure(bench: Bench, kind: str) -> float:
+    """Measures one ceiling: bytes/s for `COPY`, otherwise FLOP/s."""
+    run: Callable[[int], object]
+    if kind == COPY:
+        source, target = (bench.memory.allocate(_COPIED) for _ in range(2))
+        copy = target.data.ptr, source.data.ptr, _COPIED
+        amount, run = 2 * _COPIED, lambda stream: call("cuMemcpyDtoDAsync", *copy, stream)
+    else:
+        dtype = DType.FLOAT32 if kind == "tf32" else DType(kind)
+        compute = {"tf32": Compute.TF32, "float64": Compute.FLOAT64}.get(kind, Compute.FLOAT32)
+        spec = Spec(packed(_EXTENT, _EXTENT))
+        problem = MatmulProblem(dtype, dtype, compute, spec, spec, spec)
+        plan, operands = make_plan(problem, bench.device), ProductOperands(bench.memory, problem)
+        operands.fill(NORMAL, 0)
+        amount, run = 2 * _EXTENT**3, lambda stream: plan.run(operands.call(stream))
+    return 1e6 * amount / min(bench.clock.once(run) for _ in range(_ROUNDS))  # the first round loads the kernel

@@ -20,10 +20,10 @@ LAYERS = [("layer0", "forward"), ("layer1", "forward"), ("layer1", "backward"), 
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lt_runtime.profiling import ceilings
+    from lt_runtime.profiling import work
 
-    monkeypatch.setattr(ceilings, "_EXTENT", 16)
-    monkeypatch.setattr(ceilings, "_COPIED", 1 << 12)
+    monkeypatch.setattr(work, "_EXTENT", 16)
+    monkeypatch.setattr(work, "_COPIED", 1 << 12)
 
 
 class Training:
@@ -290,20 +290,19 @@ def test_a_block_too_short_to_be_traced_says_so(train: Training) -> None:
 
 
 def test_ceilings_are_measured_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lt_runtime.profiling import ceilings
+    from lt_runtime.profiling import work
 
-    known = ceilings.ceilings(0, ["float32", "tf32"])
+    known = work.ceilings(0, ["float32", "tf32"])
     assert {"copy", "float32", "tf32"} <= set(known)
     assert all(value > 0 for value in known.values())
-    path = ceilings._path(0)
-    assert path.parent.parent == gpu.directory
+    (path,) = (gpu.directory / "ceilings").iterdir()
 
     def refuse(*_: object) -> float:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(ceilings, "measure", refuse)
-    assert ceilings.ceilings(0, ["float32"]) == known
+    monkeypatch.setattr(work, "measure", refuse)
+    assert work.ceilings(0, ["float32"]) == known
     path.write_text("{damaged")
     with pytest.raises(AssertionError, match="measured again"):
-        ceilings.ceilings(0, [])
+        work.ceilings(0, [])
     path.unlink()

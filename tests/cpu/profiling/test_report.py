@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from lt_runtime.errors import ArgumentError, MissingLibraryError
-from lt_runtime.profiling import plot, trace
 from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of
-from lt_runtime.profiling.report import Report, load
+from lt_runtime.profiling.report import Report, load, plot, save_trace
 from lt_runtime.profiling.timer import Cell
 from lt_runtime.profiling.work import Work
 from lt_runtime.ranges import Place
@@ -135,7 +134,7 @@ SPANS = (
 
 
 def test_the_trace_has_the_form_of_kineto(tmp_path: Path) -> None:
-    trace.write(tmp_path / "trace.json", [*SPANS, *CALLS], "a GPU")
+    save_trace(tmp_path / "trace.json", [*SPANS, *CALLS], "a GPU")
     content = json.loads((tmp_path / "trace.json").read_text())
     assert content["schemaVersion"] == 1
     events: list[dict[str, Any]] = content["traceEvents"]
@@ -164,12 +163,12 @@ def test_the_trace_has_the_form_of_kineto(tmp_path: Path) -> None:
 def test_the_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    plot.plot(report, tmp_path / "plot.png")
+    plot(report, tmp_path / "plot.png")
     picture = imread(tmp_path / "plot.png")
     assert picture.shape[0] > 300
     assert picture.shape[1] > 1000
     assert len({tuple(pixel) for entry in picture[::5, ::5] for pixel in entry}) > 10
-    plot.plot(Report(), tmp_path / "empty.svg")
+    plot(Report(), tmp_path / "empty.svg")
     assert (tmp_path / "empty.svg").read_bytes().startswith(b"<?xml")
 
 
@@ -178,5 +177,5 @@ def test_without_matplotlib_an_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     with pytest.raises(MissingLibraryError, match=r"pip install 'lt_runtime\[plot\]'"):
-        plot.plot(report, tmp_path / "plot.png")
+        plot(report, tmp_path / "plot.png")
     assert not (tmp_path / "plot.png").exists()
