@@ -1,24 +1,30 @@
 """The command `doctor`: lists what lt_runtime finds on this machine, what is missing, and how to mend it.
 
-It needs no package but Python's own, so that it can report any other as missing.
+It needs no package but Python's own, so that it can report any other as missing. Each dependency has a probe, which
+works without the dependency, writes no file and makes no GPU context. A probe reports failures instead of raising,
+because it is meant for broken installations.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lt_runtime import __version__, environment
-from lt_runtime.cli import probes
+from lt_runtime import __version__, environment, paths
 from lt_runtime.cli.output import show
-from lt_runtime.cli.probes import CacheDirectory, Driver, Library
+from lt_runtime.errors import LtError
 
 if TYPE_CHECKING:
     from lt_runtime.gpu.devices import DeviceInfo
@@ -51,6 +57,39 @@ PACKAGES: Final = (
 """Distributions that lt_runtime requires; a test compares them with pyproject.toml."""
 
 _CUBLASLT_VARIABLE: Final = "LT_RUNTIME_CUBLASLT"
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The NVIDIA driver: its own version, and the highest CUDA version that it runs."""
+
+    version: str | None = None
+    cuda: tuple[int, int] | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library or a set of headers: its version and path, or its fault."""
+
+    name: str
+    version: str | None = None
+    path: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDirectory:
+    """The directory of compiled kernels and plans, whether it is writable, and the bytes of its files.
+
+    The path is None if it is unknown, because the package platformdirs is missing.
+    """
+
+    path: str | None
+    writable: bool = False
+    size: int = 0
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +112,144 @@ class Machine:
     cache: CacheDirectory
 
 
+def library(name: str, look: Callable[[], tuple[str, str]]) -> Library:
+    """Runs the probe of a library, which returns its version and path, or raises an exception."""
+    try:
+        return Library(name, *look())
+    except (FileNotFoundError, ModuleNotFoundError):
+        return Library(name, problem="not installed")
+    except LtError as error:
+        return Library(name, problem=str(error))
+    except Exception as error:
+        return Library(name, problem=f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}")
+
+
+def _cuda13(version: str) -> str:
+    if not version.startswith("13."):
+        raise RuntimeError(f"version {version} is not of CUDA 13")
+    return version
+
+
+def cublaslt() -> tuple[str, str]:
+    """Probes cuBLASLt."""
+    from lt_runtime import cublaslt as bindings
+
+    version = bindings.library.version_text(bindings.get_version())
+    return _cuda13(version), bindings.library_path()
+
+
+def nvrtc() -> tuple[str, str]:
+    """Probes NVRTC, the run-time compiler, by loading it."""
+    from cuda.bindings import nvrtc as api
+
+    from lt_runtime.gpu.compiler import nvrtc_libraries
+
+    *_, path = nvrtc_libraries()
+    _, major, minor = api.nvrtcVersion()
+    return _cuda13(f"{major}.{minor}"), str(path)
+
+
+def cupti() -> tuple[str, str]:
+    """Probes CUPTI, which profiles need, without calling it: a call would attach it to this process."""
+    from cuda import pathfinder
+
+    found = pathfinder.load_nvidia_dynamic_lib("cupti").abs_path
+    return importlib.metadata.version("nvidia-cuda-cupti"), str(found)
+
+
+def cuda_headers() -> tuple[str, str]:
+    """Probes the CUDA headers that the kernels include; one of them states the version."""
+    from lt_runtime.gpu.compiler import runtime_headers
+
+    directory = runtime_headers()
+    text = (Path(directory) / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+    defined = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    version = int(defined[1]) if defined else 0
+    return _cuda13(f"{version // 1000}.{version % 1000 // 10}"), directory
+
+
+def cupy() -> tuple[str, str]:
+    """Probes CuPy by importing it, because finding it does not tell whether it works.
+
+    Another process imports CuPy. There CuPy's cache directory is set to an existing directory, so that CuPy creates
+    none.
+    """
+    if importlib.util.find_spec("cupy") is None:
+        raise ModuleNotFoundError("cupy")
+    code = "import cupy; print(cupy.__version__, cupy.__path__[0], sep='\\n')"
+    variables = os.environ | {"CUPY_CACHE_DIR": os.sep}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=variables)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"its import ended with {done.returncode}")
+    version, path = done.stdout.splitlines()[-2:]
+    return version, path
+
+
+def package(distribution: str) -> tuple[str, str]:
+    """Probes a Python package by finding it, without an import."""
+    if importlib.util.find_spec(distribution.replace("-", ".")) is None:
+        raise ModuleNotFoundError(distribution)
+    found = importlib.metadata.distribution(distribution)
+    return found.version, str(found.locate_file(""))
+
+
+def driver_of(pci_devices: Path = PCI_DEVICES) -> Driver | None:
+    """The driver; None if there is neither a driver nor an NVIDIA GPU, or if cuda-bindings is missing."""
+    try:
+        from cuda.bindings import driver as api
+
+        from lt_runtime.gpu import devices
+    except ImportError:  # the missing package has a finding of its own
+        return None
+    try:
+        (status,) = api.cuInit(0)
+    except RuntimeError:  # cuda-bindings raises this if it finds no libcuda
+        for device in pci_devices.glob("*"):  # a display controller has class 0x03, and NVIDIA is vendor 0x10de
+            if (device / "vendor").read_text()[:6] == "0x10de" and (device / "class").read_text()[:4] == "0x03":
+                return Driver(problem="no libcuda.so.1")
+        return None
+    _, version = api.cuDriverGetVersion()
+    # A driver without a device is no fault: the machine may have no GPU, or all may be hidden.
+    fault = status and status != api.CUresult.CUDA_ERROR_NO_DEVICE
+    problem = f"cuInit returned {status.name}" if fault else None
+    return Driver(devices.kernel_driver_version(), (version // 1000, version % 1000 // 10), problem)
+
+
+def gpus() -> tuple[DeviceInfo, ...]:
+    """The GPUs that CUDA lists; empty if the driver fails, which `driver` reports."""
+    try:
+        from lt_runtime.gpu import devices
+
+        return tuple(map(devices.device_info, range(devices.device_count())))
+    except (ImportError, LtError):
+        return ()
+
+
+def cache_directory() -> CacheDirectory:
+    """Probes the cache directory, which need not exist yet."""
+    try:
+        path = paths.cache_directory()
+    except ImportError as error:
+        return CacheDirectory(None, problem=str(error))
+    try:
+        existing = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+        usable = existing.is_dir() and os.access(existing, os.R_OK | os.W_OK | os.X_OK)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return CacheDirectory(str(path), usable, size)
+    except OSError as error:
+        return CacheDirectory(str(path), problem=str(error.strerror))
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints what was found, as lines of text or as one JSON object.
 
     Returns:
         The exit status: 0 if this machine has everything that it needs, else 1.
     """
-    cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy, probes.cupti
-    looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
-    looks |= {name: functools.partial(probes.package, name) for name in PACKAGES}
-    libraries = tuple(probes.library(name, look) for name, look in looks.items())
-    machine = Machine(probes.driver(), probes.gpus(), libraries, probes.cache_directory())
+    probes: list[Callable[[], tuple[str, str]]] = [cublaslt, nvrtc, cuda_headers, cupy, cupti]
+    probes += [functools.partial(package, name) for name in PACKAGES]
+    libraries = tuple(map(library, (*CUDA_REQUIREMENTS, *PACKAGES), probes))
+    machine = Machine(driver_of(), gpus(), libraries, cache_directory())
     findings = [*diagnose(machine)]
     result = {
         "ok": not any(finding.needed for finding in findings),  # a machine without a GPU needs no CUDA
@@ -98,7 +264,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(machine: Machine) -> Iterator[Finding]:
-    """Findings from the results of the probes. GPU libraries are reported as missing only on a machine with a GPU."""
+    """Findings from the results of the  GPU libraries are reported as missing only on a machine with a GPU."""
     problems = {library.name: library.problem for library in machine.libraries if library.problem}
     yield from _missing(problems, {name: name for name in PACKAGES}, "all or parts of lt_runtime")
     yield from _hardware(machine.driver, machine.gpus)

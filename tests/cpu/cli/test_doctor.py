@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as cuda_driver
 
-from lt_runtime.cli import doctor, main, probes
-from lt_runtime.cli.probes import CacheDirectory, Driver, Library
+from lt_runtime.cli import doctor, main
+from lt_runtime.cli.doctor import CacheDirectory, Driver, Library
 from lt_runtime.errors import DriverError
 from lt_runtime.gpu import devices
 from lt_runtime.gpu.devices import DeviceInfo, kernel_driver_version
@@ -136,14 +136,14 @@ def test_looking_writes_nothing(tmp_path: Path):
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
     (tmp_path / "cupy.py").write_text("raise ImportError('libcublas.so.13: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert probes.library("CuPy", probes.cupy) == Library(
+    assert doctor.library("CuPy", doctor.cupy) == Library(
         "CuPy", problem="RuntimeError: ImportError: libcublas.so.13: cannot open"
     )
 
 
 def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: 120803)
-    assert "12.8.3 is not of CUDA 13" in str(probes.library("cuBLASLt", probes.cublaslt).problem)
+    assert "12.8.3 is not of CUDA 13" in str(doctor.library("cuBLASLt", doctor.cublaslt).problem)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
 def test_no_driver(monkeypatch, tmp_path: Path, vendor: str, device_class: str, *, found: bool):
     """A driver is missing only where the PCI bus has a display controller of NVIDIA's."""
     monkeypatch.setattr(cuda_driver, "cuInit", raising(RuntimeError("Failed to dlopen libcuda.so.1")))
-    assert probes.driver(tmp_path) is None
+    assert doctor.driver_of(tmp_path) is None
     device = tmp_path / "0000:01:00.0"
     device.mkdir()
     (device / "vendor").write_text(f"{vendor}\n")
     (device / "class").write_text(f"{device_class}\n")
-    assert probes.driver(tmp_path) == (Driver(problem="no libcuda.so.1") if found else None)
+    assert doctor.driver_of(tmp_path) == (Driver(problem="no libcuda.so.1") if found else None)
 
 
 @pytest.mark.parametrize("status", ["CUDA_SUCCESS", "CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"])
@@ -166,7 +166,7 @@ def test_driver(monkeypatch, status: str):
     monkeypatch.setattr(cuda_driver, "cuInit", lambda _: (getattr(cuda_driver.CUresult, status),))
     monkeypatch.setattr(cuda_driver, "cuDriverGetVersion", lambda: (cuda_driver.CUresult.CUDA_SUCCESS, 13010))
     monkeypatch.setattr(devices, "kernel_driver_version", lambda: "590.1")
-    assert probes.driver() == Driver("590.1", (13, 1), f"cuInit returned {status}" if "MISMATCH" in status else None)
+    assert doctor.driver_of() == Driver("590.1", (13, 1), f"cuInit returned {status}" if "MISMATCH" in status else None)
 
 
 def test_gpus(monkeypatch):
@@ -174,7 +174,7 @@ def test_gpus(monkeypatch):
     monkeypatch.setattr(devices, "device_count", lambda: 1)
     for info, found in ((lambda ordinal: replace(H200, ordinal=ordinal), (H200,)), (raising(busy), ())):
         monkeypatch.setattr(devices, "device_info", info)
-        assert probes.gpus() == found
+        assert doctor.gpus() == found
 
 
 @pytest.mark.parametrize(
@@ -194,19 +194,19 @@ def test_kernel_driver_version(tmp_path: Path, text: str, version: str | None):
 def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cache = tmp_path / "not" / "yet"
     monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache))
-    assert probes.cache_directory() == CacheDirectory(str(cache), writable=True)
+    assert doctor.cache_directory() == CacheDirectory(str(cache), writable=True)
     assert list(tmp_path.iterdir()) == []
     cache.mkdir(parents=True)
     (cache / "kernel.cubin").write_bytes(bytes(100))
-    assert probes.cache_directory().size == 100
+    assert doctor.cache_directory().size == 100
     (cache / "loop").symlink_to("loop")
     for unusable in ("kernel.cubin", "loop"):
         monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache / unusable))
-        (finding,) = diagnose(cache=probes.cache_directory())
+        (finding,) = diagnose(cache=doctor.cache_directory())
         assert str(cache / unusable) in finding.what
     monkeypatch.delenv("LT_RUNTIME_CACHE_DIR")
     monkeypatch.setitem(sys.modules, "platformdirs", None)
-    unknown = probes.cache_directory()
+    unknown = doctor.cache_directory()
     assert unknown.path is None
     assert diagnose(cache=unknown) == []  # the missing package is reported by a separate finding
     assert "\nCache: unknown, " in shown_of(cache=unknown)
