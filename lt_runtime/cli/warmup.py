@@ -1,20 +1,57 @@
-"""The command `warmup`: tunes layers before any training, and prints a table of the results."""
+"""The command `warmup`: tunes layers before any training, and prints a table of the results.
+
+A file of shapes is JSON like `presets.json`, or plain text with a layer "M N K" a line. Errors name the line and the
+field that is wrong. Python's own parser reads the JSON a second time, because it knows the line of every value, which
+the module `json` does not.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import ast
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from lt_runtime.arguments import shown
 from lt_runtime.cli import INTERRUPTED
 from lt_runtime.cli.output import show
-from lt_runtime.cli.shapes import Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.files import read_regular
 from lt_runtime.ops.tuning import mlp_chain, ordinal_of
-from lt_runtime.problem import ComputeName, MatmulProblem
+from lt_runtime.problem import ACTIVATIONS, ComputeName, MatmulProblem
 from lt_runtime.store.recording import read_recorded
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import LayerChain, chains_of
 from lt_runtime.tuner.report import Tuned, TuningReport, progress_bar
+
+PRESETS: Final = Path(__file__).parents[1] / "presets.json"
+_FIELDS: Final = ("M", "N", "K")
+_COMMENT: Final = "#"
+_LARGEST: Final = 1 << 17
+"""Limit of a file's bytes, a hundred times the size of the presets; a file of this size is read within a second."""
+_MOST: Final = 2**63 - 1
+"""The largest size that a layer can have."""
+_SIZES: Final = "integers of at least 1, below 2**63"
+
+
+class Layers(NamedTuple):
+    """A single layer, or the layers of an MLP.
+
+    Attributes:
+        rows: M of every layer.
+        dims: inputs of the first layer, then outputs of each.
+        activation: as `lt.tune` takes it; None if the file names none.
+    """
+
+    rows: int
+    dims: tuple[int, ...]
+    activation: str | None = None
+
+
+Shapes: TypeAlias = dict[str, list[Layers]]
+"""The layers and MLPs of a file by name; the name is "" in plain text. Layers and an MLP may have the same name."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,3 +120,129 @@ def _layers(arguments: argparse.Namespace) -> Iterator[Layers]:
     if arguments.rows is not None and not arguments.mlp:
         raise ArgumentError("--rows needs --mlp; the layers of files and presets say their own")
     yield from (Layers(arguments.rows, dims) for dims in arguments.mlp or ())
+
+
+def preset(name: str) -> list[Layers]:
+    """Shapes that ship with the package.
+
+    Raises:
+        ArgumentError: the name is unknown; the message lists the known names.
+    """
+    known = read_shapes(PRESETS)
+    if name not in known:
+        raise ArgumentError(f"--preset is {name!r}; accepted are {', '.join(sorted(known))}")
+    return known[name]
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Reads the layers and MLPs of a file of shapes.
+
+    Raises:
+        ArgumentError: the file cannot be read, or a line or field is wrong; the message says which.
+    """
+    try:
+        text = read_regular(path, _LARGEST).decode()
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    return _json(path, text) if text.lstrip()[:1] in ("{", "[") else _plain(path, text)
+
+
+def _plain(path: Path, text: str) -> Shapes:
+    layers = []
+    for number, line in enumerate(text.splitlines(), 1):
+        fields, place = line.partition(_COMMENT)[0].split(), f"{path}, line {number}"
+        if fields and len(fields) != len(_FIELDS):
+            raise ArgumentError(f"{place} has {len(fields)} fields; accepted are three: M N K")
+        for name, size in zip(_FIELDS, fields, strict=False):
+            # The digits are counted first, because Python refuses to convert thousands of them.
+            if not (size.isascii() and size.isdigit() and len(size) <= len(str(_MOST)) and 1 <= int(size) <= _MOST):
+                raise ArgumentError(f"{place}: {name} is {shown(size)}; accepted are {_SIZES}")
+        if fields:
+            m, n, k = map(int, fields)
+            layers.append(Layers(m, (k, n)))
+    if not layers:
+        raise ArgumentError(f"{path} names no layer; accepted are lines M N K, or JSON")
+    return {"": layers}
+
+
+class _Field(NamedTuple):
+    """A value of a JSON file, with its line and its name for errors."""
+
+    path: Path
+    name: str
+    node: ast.expr
+
+    def elements(self) -> list[_Field]:
+        if not isinstance(self.node, ast.List):
+            raise self._refusal("lists")
+        return [self._replace(name=f"{self.name}[{i}]", node=each) for i, each in enumerate(self.node.elts)]
+
+    def items(self, *accepted: str, prefix: str = "") -> Iterator[tuple[str, _Field]]:
+        """Names and values of a JSON object; errors show a name after `prefix`. By default all names are accepted."""
+        if not isinstance(self.node, ast.Dict):
+            raise self._refusal("objects")
+        for key, node in zip(self.node.keys, self.node.values, strict=True):
+            assert isinstance(key, ast.Constant)  # keys of JSON objects are always constants
+            name = str(key.value)
+            field = self._replace(name=f"{prefix}{name}", node=node)
+            if accepted and name not in accepted:
+                raise field.error(f"is no known field; accepted are {', '.join(accepted[:-1])} and {accepted[-1]}")
+            yield name, field
+
+    def value(self, accepts: Callable[[Any], bool], accepted: str) -> Any:
+        """The value of a number or a string; `accepted` names the accepted values."""
+        value = getattr(self.node, "value", None)
+        if not accepts(value):
+            raise self._refusal(accepted)
+        return value
+
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(each.size() for each in self.elements())
+
+    def size(self) -> int:
+        return int(self.value(lambda value: type(value) is int and 1 <= value <= _MOST, _SIZES))
+
+    def error(self, complaint: str) -> ArgumentError:
+        return ArgumentError(f"{self.path}, line {self.node.lineno}: {self.name} {complaint[:200]}")
+
+    def _refusal(self, accepted: str) -> ArgumentError:
+        return self.error(f"is {ast.unparse(self.node)}; accepted are {accepted}")
+
+
+def _json(path: Path, text: str) -> Shapes:
+    try:
+        json.loads(text)
+        file = _Field(path, "the file", ast.parse(f"({text})", mode="eval").body)
+    except json.JSONDecodeError as error:
+        raise ArgumentError(f"{path}, line {error.lineno}: no JSON ({error.msg})") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ArgumentError(f"{path} cannot be read ({error})") from None
+    shapes: Shapes = {}
+    for part, inside in file.items("layers", "mlps", "comment"):
+        for name, field in inside.items(prefix=f"{part}.") if part != "comment" else ():
+            layers = map(_layer, field.elements()) if part == "layers" else [_mlp(field)]
+            shapes.setdefault(name, []).extend(layers)
+    if not shapes:
+        raise file.error("names neither layers nor mlps")
+    return shapes
+
+
+def _layer(field: _Field) -> Layers:
+    sizes = field.sizes()
+    if len(sizes) != len(_FIELDS):
+        raise field.error(f"has {len(sizes)} sizes; accepted are three: M, N, K")
+    m, n, k = sizes
+    return Layers(m, (k, n))
+
+
+def _mlp(field: _Field) -> Layers:
+    values = dict(field.items(*Layers._fields, prefix=f"{field.name}."))
+    for name in ("rows", "dims"):
+        if name not in values:
+            raise field._replace(name=f"{field.name}.{name}").error("is missing")
+    dims = values["dims"].sizes()
+    if len(dims) < 2:
+        raise values["dims"].error("has less than two sizes: inputs, then outputs of each layer")
+    named = values.get("activation")
+    activation = named.value(ACTIVATIONS.__contains__, ", ".join(ACTIVATIONS)) if named else None
+    return Layers(values["rows"].size(), dims, activation)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lt_runtime.cli.shapes import PRESETS, Layers, preset, read_shapes
+from lt_runtime.cli.warmup import PRESETS, Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError
 
 
