@@ -29,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = " ".join(["lt_runtime", *arguments[:1]])
     try:
         try:
-            return _run(name, arguments)
+            from lt_runtime.cli.output import print_anything, warnings_on_one_line
+
+            print_anything()
+            with warnings_on_one_line(name):
+                parsed, command = _read(name, arguments)
+                return int(command.run(parsed))
         finally:
             _flush()
     except KeyboardInterrupt:
@@ -41,15 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except Exception as error:
         return _tell(name, _in_words(error), 1)
-
-
-def _run(name: str, arguments: list[str]) -> int:
-    from lt_runtime.cli.output import print_anything, warnings_on_one_line
-
-    print_anything()
-    with warnings_on_one_line(name):
-        parsed, command = _read(name, arguments)
-        return int(command.run(parsed))
 
 
 def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:

@@ -30,6 +30,8 @@ from lt_runtime.tuner.report import choice_in_words, describe, rejection_in_word
 
 _ABANDONED_SECONDS: Final = 3600.0
 """Age from which an unfinished file counts as left behind by a dead process."""
+_SET_ASIDE: Final = "*.json.damaged-*", "*.json.foreign-*", "*.json.schema-*"
+"""Patterns of the names under which the package sets unusable files aside."""
 _Result: TypeAlias = tuple[Json, list[Line]]
 """The result of an action: the object that `--json` prints, and lines and tables for people."""
 
@@ -73,15 +75,10 @@ def _read(path: Path, *, is_own: bool = False) -> Document:
 
 
 def _files() -> list[CacheFile]:
-    return [_look(path, is_own=True) for path in _matching_names("*.json")]
+    return [_look(path, is_own=True) for path in _paths("*.json")]
 
 
-def _set_aside() -> list[Path]:
-    """Unusable files that the package has renamed."""
-    return [path for kind in ("damaged", "foreign", "schema") for path in _matching_names(f"*.json.{kind}-*")]
-
-
-def _matching_names(pattern: str) -> list[Path]:
+def _paths(*patterns: str) -> list[Path]:
     """The files of the cache whose names match a pattern, sorted; none if there is no cache yet.
 
     Raises:
@@ -89,11 +86,12 @@ def _matching_names(pattern: str) -> list[Path]:
     """
     directory = plans_directory()
     try:
-        return [path for path in sorted(directory.iterdir()) if fnmatchcase(path.name, pattern)]
+        paths = sorted(directory.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ArgumentError(f"{directory} cannot be read ({error.strerror})") from None
+    return [path for path in paths if any(fnmatchcase(path.name, pattern) for pattern in patterns)]
 
 
 def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str] | None:
@@ -102,19 +100,18 @@ def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str]
 
 
 def _list(_: argparse.Namespace) -> _Result:
-    files, cells, lines = list[Json](), list[list[str]](), list[Line]()
+    files, cells, lines = list[Json](), list[list[str]](), list[Line]([f"Plans in {plans_directory()}"])
     for path, document, fault, _is_other in _files():
-        theirs = None if document is None else document.fingerprint
-        differs = None if theirs is None else _differences(machine(), theirs)
-        counts = {"products": None, "layers": None} if document is None else document.counts
-        known = {"fingerprint": theirs and asdict(theirs), **counts}
+        theirs = document.fingerprint if document else None
+        counts = document.counts if document else dict.fromkeys(("products", "layers"))
+        differs = _differences(machine(), theirs) if theirs else None
         fits = None if differs is None else not differs
-        files.append({"name": path.name, "fault": fault, **known, "fits": fits, "differs": differs})
+        known = {"fingerprint": theirs and asdict(theirs), **counts, "fits": fits, "differs": differs}
+        files.append({"name": path.name, "fault": fault, **known})
         fit = "yes" if fits else f"no: {', '.join(differs)}" if differs else "unknown: no GPU here"
         numbers = ["" if count is None else str(count) for count in counts.values()]
         cells.append([path.name, theirs.driver if theirs else "", *numbers, fault or fit])
-    aside = [path.name for path in _set_aside()]
-    lines.append(f"Plans in {plans_directory()}")
+    aside = [path.name for path in _paths(*_SET_ASIDE)]
     if cells:
         headings = ["File", "Driver", "Products", "Layers", "Fits this machine"]
         lines.append(table(None, headings, cells, texts={"File", "Driver", "Fits this machine"}))
@@ -128,16 +125,14 @@ def _list(_: argparse.Namespace) -> _Result:
 def _show(arguments: argparse.Namespace) -> _Result:
     """The entries whose key, or whose problem's short name, has a part that matches the pattern."""
     entries, lines = list[Json](), list[Line]()
-    for path, document, *_ in _files():
-        for key in sorted(document.raw) if document is not None else ():
+    for path, document in [(file.path, file.document) for file in _files() if file.document]:
+        for key in sorted(document.raw):
             try:
                 problem = describe(parse_key(key))
             except ValueError:
                 problem = "of unknown form"
-            if not any(fnmatchcase(text, f"*{arguments.pattern}*") for text in (key, problem)):
-                continue
-            entry = document.get(key) if document is not None else None
-            if entry is None:
+            is_met = any(fnmatchcase(text, f"*{arguments.pattern}*") for text in (key, problem))
+            if not is_met or (entry := document.get(key)) is None:
                 continue
             entries.append({"file": path.name, "problem": problem, "key": key, "entry": to_json(entry)})
             lines.append(Text(problem, "bold"))
@@ -203,7 +198,16 @@ def _store_for(path: Path, document: Document) -> PlanStore:
 
 
 def _export(arguments: argparse.Namespace) -> _Result:
-    path, target = _source(arguments.file), arguments.target
+    """Copies the cache's file of a given name, or this machine's file if no name is given."""
+    ours, name, target = machine(), arguments.file, arguments.target
+    if not name and len(ours) != 1:
+        found = "GPUs of several kinds" if ours else "no usable GPU"
+        raise ArgumentError(f"{found} here: name a file of the cache with --file, see `cache list`")
+    path = plans_directory() / (name or ours[0].file_name)
+    if name and not path.is_file():
+        raise ArgumentError(f"--file is {name}, but {path} does not exist; see `cache list`")
+    if not path.is_file():
+        raise ArgumentError(f"nothing has been measured on this machine yet: {path} does not exist")
     document = _read(path, is_own=True)
     if target.exists():
         raise ArgumentError(f"{target} exists already")
@@ -216,26 +220,6 @@ def _export(arguments: argparse.Namespace) -> _Result:
     return {"ok": True, "file": str(path), "target": str(target), **counts}, [line]
 
 
-def _source(name: str | None) -> Path:
-    """The cache's file with a name, or this machine's file if no name is given.
-
-    Raises:
-        ArgumentError: the file does not exist; or no name is given, and this machine has no GPU or several kinds.
-    """
-    if name is not None:
-        path = plans_directory() / name
-        if not path.is_file():
-            raise ArgumentError(f"--file is {name}, but {path} does not exist; see `cache list`")
-        return path
-    if len(ours := machine()) != 1:
-        found = "GPUs of several kinds" if ours else "no usable GPU"
-        raise ArgumentError(f"{found} here: name a file of the cache with --file, see `cache list`")
-    path = plans_directory() / ours[0].file_name
-    if not path.is_file():
-        raise ArgumentError(f"nothing has been measured on this machine yet: {path} does not exist")
-    return path
-
-
 def _prune(arguments: argparse.Namespace) -> _Result:
     directory, useless = plans_directory(), list(_useless())
     for path, _ in useless if arguments.yes else ():
@@ -245,19 +229,19 @@ def _prune(arguments: argparse.Namespace) -> _Result:
         except OSError as error:
             raise ArgumentError(f"{path} cannot be removed ({error.strerror})") from None
     files = [{"name": path.name, "reason": reason} for path, reason in useless]
-    result = {"ok": True, "directory": str(directory), "removed": arguments.yes, "files": files}
+    title = "Removed from" if arguments.yes else "To be removed from"
+    lines: list[Line] = [f"{title} {directory}:", *(f"  {path.name} ({reason})" for path, reason in useless)]
     if not useless:
-        return result, [f"Nothing to remove in {directory}."]
-    lines: list[Line] = [f"  {path.name} ({reason})" for path, reason in useless]
-    if arguments.yes:
-        return result, [f"Removed from {directory}:", *lines]
-    return result, [f"To be removed from {directory}:", *lines, "Pass --yes to do it."]
+        lines = [f"Nothing to remove in {directory}."]
+    elif not arguments.yes:
+        lines.append("Pass --yes to do it.")
+    return {"ok": True, "directory": str(directory), "removed": arguments.yes, "files": files}, lines
 
 
 def _useless() -> Iterator[tuple[Path, str]]:
     """Files that this installation will never read again, each with the reason."""
-    yield from ((path, "set aside") for path in _set_aside())
-    for path in _matching_names(f"*.json.*{TEMPORARY}"):
+    yield from ((path, "set aside") for path in _paths(*_SET_ASIDE))
+    for path in _paths(f"*.json.*{TEMPORARY}"):
         if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
             yield path, "never finished"
     installed: int | None = None
