@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final
 
 from lt_runtime import cublaslt
+from lt_runtime.cublaslt.algorithms import Types
 from lt_runtime.cublaslt.library import failure
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, PlanError
@@ -17,9 +18,8 @@ from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
-from lt_runtime.problem import DType, MatmulProblem, Spec
-from lt_runtime.products.library_terms import column_major, library_epilogue, library_shape, library_types
-from lt_runtime.products.offered import Offered, has_many_tiles, is_large, is_split_for_nothing, most_promising
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products import offered
 from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
@@ -27,6 +27,42 @@ _MAX_KERNELS: Final = 2
 # Partial sums of a split K stay in FP32, because in the output type they would lose precision.
 _REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE
 _ANY_ADDRESS: Final = 256  # the heuristic reads pointers' values; an aligned address here stands for the later calls'
+_DATA_TYPES: Final = {
+    DType.FLOAT32: cublaslt.DataType.R_32F,
+    DType.FLOAT16: cublaslt.DataType.R_16F,
+    DType.BFLOAT16: cublaslt.DataType.R_16BF,
+    DType.FLOAT64: cublaslt.DataType.R_64F,
+}
+_COMPUTE_TYPES: Final = {
+    Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
+    Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
+    Compute.FLOAT64: cublaslt.ComputeType.COMPUTE_64F,
+}
+
+
+def library_types(problem: MatmulProblem) -> Types:
+    """The key of cuBLASLt's list of algorithms: compute type, type of α and β, types of A, B, C and D."""
+    operand, result = _DATA_TYPES[problem.dtype], _DATA_TYPES[problem.d_dtype]
+    scale = cublaslt.DataType.R_64F if problem.compute is Compute.FLOAT64 else cublaslt.DataType.R_32F
+    return _COMPUTE_TYPES[problem.compute], scale, operand, operand, result, result
+
+
+def library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
+    """cuBLASLt's name of an epilogue; if the operands are swapped, sums of A are sums of B and the other way round."""
+    if epilogue is Epilogue.NONE:
+        return cublaslt.Epilogue.DEFAULT
+    if epilogue.sums_operand and swapped:
+        return cublaslt.Epilogue.BGRADB if epilogue is Epilogue.BGRADA else cublaslt.Epilogue.BGRADA
+    return cublaslt.Epilogue[epilogue.name]
+
+
+def column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublaslt.MatrixLayout:
+    """The layout by which cuBLASLt reads a matrix or a batch: a row-major matrix is its transpose to the library."""
+    layout = spec.layout
+    rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
+    stride = spec.batch_stride if batch > 1 else 0
+    extents = rows, cols, layout.leading_dimension
+    return cublaslt.MatrixLayout(data_type, *extents, batch_count=batch, batch_stride=stride)
 
 
 def rounds_before_epilogue(problem: MatmulProblem) -> bool:
@@ -118,27 +154,27 @@ class MatmulPlan(AlgorithmPlan):
         product that fills the GPU at most once, an algorithm without a memset is taken, because the memset would take
         as long as the product.
         """
-        offered = self.query(self.workspace_size, self.reductions)
-        if not offered and self.problem.no_split_k:
+        found = self.query(self.workspace_size, self.reductions)
+        if not found and self.problem.no_split_k:
             # For some products cuBLASLt offers only algorithms that split K; a second kernel is better than no plan.
-            offered = self.query(self.workspace_size, _REDUCTIONS)
-        splits_all = all(is_split_for_nothing(self.problem, _offered(each)) for each in offered)
-        has_many = has_many_tiles(self.problem)
-        if rank is None and offered and (splits_all or has_many):
-            offered += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
+            found = self.query(self.workspace_size, _REDUCTIONS)
+        splits_all = all(offered.is_split_for_nothing(self.problem, _offered(each)) for each in found)
+        has_many = offered.has_many_tiles(self.problem)
+        if rank is None and found and (splits_all or has_many):
+            found += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
         if rank is None and has_many:  # The smaller tiles are offered to queries with less workspace.
             for workspace in (self.workspace_size // 8, 0):
-                offered += self.query(workspace, cublaslt.ReductionScheme.NONE)
-        self.candidates = tuple(offered)
+                found += self.query(workspace, cublaslt.ReductionScheme.NONE)
+        self.candidates = tuple(found)
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
         if rank is not None:
             return self.candidates[rank]
         first = self.candidates[0]
-        promising = self.candidates[most_promising(self.problem, [*map(_offered, self.candidates)])]
+        promising = self.candidates[offered.most_promising(self.problem, [*map(_offered, self.candidates)])]
         if self.problem.epilogue is Epilogue.NONE:
             chosen = promising if promising is first or self.launches_at_most_two_kernels_by(promising) else first
-            is_short = 0.0 < chosen.waves_count <= 1.0 and not is_large(self.problem)
+            is_short = 0.0 < chosen.waves_count <= 1.0 and not offered.is_large(self.problem)
             fitting = dict.fromkeys((chosen, *self.candidates)) if is_short else ()
             return next((each for each in fitting if {*self.nodes(each)} == {"KERNEL"}), chosen)
         for candidate in dict.fromkeys((promising, *self.candidates)):
@@ -219,8 +255,8 @@ class MatmulPlan(AlgorithmPlan):
             preference.set(attribute.MIN_ALIGNMENT_B_BYTES, self._second.alignment)
             preference.set(attribute.MIN_ALIGNMENT_C_BYTES, (problem.c or problem.d).alignment)
             preference.set(attribute.MIN_ALIGNMENT_D_BYTES, problem.d.alignment)
-            offered = cublaslt.get_heuristics(self.handle, self._desc, *self._operands, preference, _REQUESTED)
-        return [each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None]
+            found = cublaslt.get_heuristics(self.handle, self._desc, *self._operands, preference, _REQUESTED)
+        return [each for each in found if cublaslt.is_known_bad(self._facts(each)) is None]
 
     def check(self, algorithm: cublaslt.Algorithm) -> cublaslt.Algorithm:
         """Returns the algorithm with the size of its workspace; nothing is launched.
@@ -249,7 +285,7 @@ class MatmulPlan(AlgorithmPlan):
         return checked
 
     def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
-        problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, library_shape(self.problem)
+        problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, offered.library_shape(self.problem)
         specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]
         specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
         return cublaslt.Candidate(
@@ -307,20 +343,18 @@ class MatmulPlan(AlgorithmPlan):
         if problem.c is None:
             for batch in range(problem.batch):
                 _zero(d + batch * problem.d.batch_stride * problem.d_dtype.itemsize, problem, stream)
-        elif c != d or problem.device_scalars or beta != 1.0:
-            self._scale(problem.c, c, d, beta, stream)
-
-    def _scale(self, spec: Spec, c: int, d: int, beta: float, stream: int) -> None:
-        problem, attribute = self.problem, cublaslt.MatrixTransformDescAttribute
+            return
+        if c == d and not problem.device_scalars and beta == 1.0:
+            return
         _, scale, *_, kind = self.types
         with (
             cublaslt.MatrixTransformDesc(scale) as desc,
-            column_major(spec, kind, problem.batch) as source,
+            column_major(problem.c, kind, problem.batch) as source,
             column_major(problem.d, kind, problem.batch) as target,
         ):
             unused: float = 0.0  # beta of cublasLtMatrixTransform, whose B is NULL
             if problem.device_scalars:
-                desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
+                desc.set(cublaslt.MatrixTransformDescAttribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
                 unused = beta
             handle = cublaslt.handle(self.device)
             cublaslt.matrix_transform(handle, desc, beta, c, source, unused, 0, None, d, target, stream)
@@ -338,7 +372,7 @@ def _zero(address: int, problem: MatmulProblem, stream: int) -> None:
     driver_call("cuMemsetD2D8Async", address, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
 
 
-def _offered(algorithm: cublaslt.Algorithm) -> Offered:
+def _offered(algorithm: cublaslt.Algorithm) -> offered.Offered:
     config = cublaslt.AlgoConfigAttribute
     algo_id, splitk = algorithm.get(config.ID), algorithm.get(config.SPLITK_NUM)
-    return Offered(algo_id, algorithm.tile, splitk, algorithm.waves_count)
+    return offered.Offered(algo_id, algorithm.tile, splitk, algorithm.waves_count)

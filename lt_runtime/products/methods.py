@@ -22,8 +22,7 @@ from lt_runtime.kernels.narrow import NarrowPass
 from lt_runtime.kernels.tile_matmul import TileMatmulPass
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.cost import copies_us, library_us, narrow_us, tile_us
-from lt_runtime.products.library_terms import library_types
-from lt_runtime.products.matmul import MatmulPlan, rounds_before_epilogue
+from lt_runtime.products.matmul import MatmulPlan, library_types, rounds_before_epilogue
 from lt_runtime.products.padded import K_MAJOR_MARK, PADDED_MARK, PaddedPlan, padded_problem
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.keys import problem_key

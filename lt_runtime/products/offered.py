@@ -34,7 +34,6 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, DType, MatmulProblem
-from lt_runtime.products.library_terms import library_shape
 
 _HOPPER: Final = 66
 """The id of the kernels for which `_estimated_us` holds; too few products were measured for others."""
@@ -96,6 +95,11 @@ class Offered(NamedTuple):
     tile: tuple[int, int] | None
     splitk: int
     waves: float
+
+
+def library_shape(problem: MatmulProblem) -> tuple[int, int]:
+    """Rows and columns of D as cuBLASLt sees D: a row-major matrix is its transpose to the library."""
+    return (problem.n, problem.m) if problem.d.layout.order is Order.ROW else (problem.m, problem.n)
 
 
 def is_split_for_nothing(problem: MatmulProblem, offered: Offered) -> bool:

@@ -270,7 +270,7 @@ def test_a_plain_product_takes_no_other_that_cannot_be_launched(monkeypatch: pyt
 def test_what_is_known_to_be_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
     """The last algorithm drops the tail of 776 = 12·64 + 8 terms and is not chosen, however high its rank."""
     Offering(monkeypatch, [(MatmulTile.TILE_64x64, 31.03, 1), (MatmulTile.TILE_64x512, 3.879, 12)])
-    monkeypatch.setattr("lt_runtime.products.matmul.most_promising", lambda _, found: len(found) - 1)
+    monkeypatch.setattr("lt_runtime.products.offered.most_promising", lambda _, found: len(found) - 1)
     assert tile_of(forward(262144, 40, 768, BIAS)) == (64, 512)
     assert tile_of(forward(262144, 40, 776, BIAS)) == (64, 64)
 
