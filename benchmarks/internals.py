@@ -74,7 +74,7 @@ def backward_pass(
     tickets = cp.zeros(MAX_TICKETS, cp.uint32)
 
     def run(dy: int, z: int, dz: int, stream: int) -> None:
-        backward.run(dy, z, dz, sums.data.ptr, partial.data.ptr, tickets.data.ptr, state, stream)
+        backward.launch(dy, z, dz, sums.data.ptr, partial.data.ptr, tickets.data.ptr, state, stream)
 
     return run
 
@@ -85,7 +85,7 @@ def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int])
     problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x=spec, w=spec, y=spec, dropout=True)
     forward = ForwardPass(problem, 0, product=spec, product_dtype=problem.dtype, kept=None, adds_bias=False)
     state = _state(dropout, rng)
-    return lambda z, y, stream: forward.run(z, 0, y, 0, state, stream)
+    return lambda z, y, stream: forward.launch(z, 0, y, 0, state, stream)
 
 
 def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:

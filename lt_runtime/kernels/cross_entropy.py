@@ -206,7 +206,7 @@ class CrossEntropyPass:
         """Whether a row can be copied while the previous row is computed.
 
         Rows must begin at multiples of 16 bytes. A warp or a block must hold a row, or a multiprocessor a batch of it.
-        The address of the first row, which is not known yet, is left to `run`.
+        The address of the first row, which is not known yet, is left to `launch`.
         """
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
@@ -224,7 +224,7 @@ class CrossEntropyPass:
             blocks = min(blocks, device_info(device).multiprocessors * row_group.blocks_per_multiprocessor)
         return Tiling((blocks, 1), (threads, 1))
 
-    def run(self, call: Call, memory: StreamMemory) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:

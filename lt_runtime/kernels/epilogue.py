@@ -71,7 +71,7 @@ class ForwardPass:
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
         self._written: dict[int, tuple[int, ...]] = {}  # addresses in the argument block of each stream
 
-    def run(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
+    def launch(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
@@ -143,7 +143,7 @@ class BackwardPass:
         params.slope = derivative.activation.negative_slope
         self._launches = Launches(EPILOGUE_BWD, macros, device, tiling, params)
 
-    def run(
+    def launch(
         self,
         dy: int,
         saved: int,
@@ -211,7 +211,7 @@ class DropoutPass:
         params = DROPOUT.params(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
 
-    def run(self, source: int, target: int, state: DropoutState, stream: int) -> None:
+    def launch(self, source: int, target: int, state: DropoutState, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:

@@ -71,7 +71,7 @@ class ElementwiseLossPass:
         tiling, macros = Tiling((blocks, 1), (THREADS, 1)), loss_macros(dtype, loss.name, weighted=loss.weighted)
         self._launches = Launches(ELEMENTWISE_LOSS, macros, device, tiling, params)
 
-    def run(self, call: Call, memory: StreamMemory) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
@@ -144,7 +144,7 @@ class TallyPass:
         self._launches = Launches(TALLY, define(SCALAR=dtype), device, tiling, params)
         self._lock = threading.Lock()
 
-    def run(
+    def launch(
         self, logits: int, labels: int, loss: int, mean: int, state: int, *, weight: float, first: bool, stream: int
     ) -> None:
         """Puts the pass on `stream`.

@@ -61,7 +61,7 @@ class MatmulPass:
         tiling = Tiling(grid, block)
         self._launches = Launches(entry, macros, device, tiling, params, batch=problem.batch)
 
-    def run(self, call: Call, product: int, stream: int) -> None:
+    def launch(self, call: Call, product: int, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds, after the plain product.
 
         Args:

@@ -135,7 +135,7 @@ class MlpForward:
         tiling = Tiling((blocks, 1), (_FORWARD_WARPS * WARP, 1))
         self._launches = Launches(MLP_FWD, macros, device, tiling, _params(problem, x, y), shared=shared)
 
-    def run(self, call: Call, memory: StreamMemory) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
@@ -186,7 +186,7 @@ class MlpBackward:
         tiling = Tiling((-(-sums // _GRADIENTS_BLOCK[0]), 1), _GRADIENTS_BLOCK)
         self._last = Launches(MLP_GRADIENTS, define(SCALAR=problem.dtype), device, tiling, last)
 
-    def run(self, call: Call, memory: StreamMemory) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:

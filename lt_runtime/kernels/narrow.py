@@ -191,7 +191,7 @@ class NarrowPass:
         params.aux = Matrix.of(problem.aux, is_mask=_reads_mask(epilogue))
         self._launches = Launches(entry, macros, device, self.tiling, params)
 
-    def run(self, call: Call, memory: StreamMemory) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Puts the product on the memory's stream; the caller holds the memory's lock."""
         params, launch = self._launches[memory.stream]
         a, b, c, vector, aux, d = call.addresses

@@ -70,7 +70,7 @@ class ResizePass:
         tiling = Tiling((blocks, len(resizes)), (THREADS, 1))
         self._launches = Launches(RESIZE, define(SCALAR=dtype), device, tiling, params)
 
-    def run(self, addresses: Iterable[tuple[int, int]], stream: int) -> None:
+    def launch(self, addresses: Iterable[tuple[int, int]], stream: int) -> None:
         """Puts the copies on a stream, whose memory's lock the caller holds.
 
         Args:
@@ -111,7 +111,7 @@ class RowsCopy:
         self._launches = Launches(COPY_ROWS, (), device, tiling, params)
         self._lock = threading.Lock()
 
-    def run(self, places: Sequence[Place], stream: int, table: int = 0) -> None:
+    def launch(self, places: Sequence[Place], stream: int, table: int = 0) -> None:
         """Puts the copies of arrays at these places on a stream.
 
         Args:

@@ -114,7 +114,7 @@ class TileMatmulPass:
         macros = tile_macros(problem.dtype, problem.a.layout.order, problem.b.layout.order, epilogue)
         self._launches = Launches(TILE_MATMUL, macros, device, Tiling(tiles, (THREADS, 1)), params, batch=parts)
 
-    def run(self, call: Call, memory: StreamMemory) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Puts the product on the memory's stream; the caller holds the memory's lock."""
         params, launch = self._launches[memory.stream]
         (a, b, c, vector, aux, d), (alpha, beta) = call.addresses, call.scalars

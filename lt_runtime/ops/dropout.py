@@ -34,7 +34,7 @@ class DropoutPlan(Plan):
         """See `Plan`."""
         x, y = call.addresses
         if self._pass is not None:
-            self._pass.run(x, y, call.dropouts[0] or _KEEPS_ALL, memory.stream)
+            self._pass.launch(x, y, call.dropouts[0] or _KEEPS_ALL, memory.stream)
 
 
 class Dropout(Operation):

@@ -67,7 +67,7 @@ class LossPlan(Plan):
         if self._pass is None:
             driver.call("cuMemsetD32Async", call.addresses[3], _NAN_BITS, 1, memory.stream)
             return
-        self._pass.run(call, memory)
+        self._pass.launch(call, memory)
 
 
 class LossOperation(Operation):

@@ -84,7 +84,7 @@ class ForwardPlan(Plan):
         _, _, inner, of_pass = call.computed
         self._product.put(inner, memory)
         if self._pass is not None:
-            self._pass.run(*of_pass)
+            self._pass.launch(*of_pass)
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:
@@ -193,14 +193,14 @@ class BackwardPlan(Plan):
         if self._first is not None:
             dz = (dz or scratch) if self._needs_dz else dy
             if not self._sums_beside:
-                self._first.run(dy, saved, dz, db, partial, memory.tickets, call.dropouts[0], memory.stream)
+                self._first.launch(dy, saved, dz, db, partial, memory.tickets, call.dropouts[0], memory.stream)
         else:
             dz = dy
             if self.strategy.db is MadeBy.KERNEL:
                 self._zero(db, self.problem.dy.layout.cols, memory.stream)
         if self._copy is not None:
             copied = partial + self._partial_bytes
-            self._copy.run([(dz, copied)], memory.stream)
+            self._copy.launch([(dz, copied)], memory.stream)
             dz = copied
         self._reserve_branch(memory)
         branches = self.strategy.dw_concurrent and memory.stream and is_capturing(memory.stream)
@@ -221,7 +221,7 @@ class BackwardPlan(Plan):
 
     def _put_sums(self, dy: int, db: int, memory: StreamMemory) -> None:
         if self._first is not None:
-            self._first.run(dy, 0, 0, db, memory.scratch(self._partial_bytes), memory.tickets, None, memory.stream)
+            self._first.launch(dy, 0, 0, db, memory.scratch(self._partial_bytes), memory.tickets, None, memory.stream)
 
     def _put_dx(self, call: Call, dz: int, partial: int, memory: StreamMemory) -> None:
         """Puts the product dx on the stream, and then the pass for the layer below."""
@@ -232,7 +232,7 @@ class BackwardPlan(Plan):
         aux = saved if self.strategy.derivative is MadeBy.EPILOGUE else 0
         self._dx.put(Call((dz, w, 0, vector, aux, dx), memory.stream), memory)
         if self._last is not None:
-            self._last.run(dx, saved, dx, db, partial, memory.tickets, call.dropouts[1], memory.stream)
+            self._last.launch(dx, saved, dx, db, partial, memory.tickets, call.dropouts[1], memory.stream)
         elif self.strategy.db_below is MadeBy.KERNEL:
             self._zero(db, self.problem.x.layout.cols, memory.stream)
 

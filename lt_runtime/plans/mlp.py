@@ -64,4 +64,4 @@ class MlpPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        self._pass.run(call, memory)
+        self._pass.launch(call, memory)

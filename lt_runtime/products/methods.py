@@ -69,7 +69,7 @@ class OwnPlan(AlgorithmPlan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        self._pass.run(call, memory)
+        self._pass.launch(call, memory)
 
 
 class NarrowPlan(OwnPlan):

@@ -170,10 +170,10 @@ class PaddedPlan(AlgorithmPlan):
         own = dict(zip(self.problem.operands, call.addresses, strict=True))
         copies = {name: base + offset for name, offset in self._offsets.items()}
         if self._before is not None:
-            self._before.run([(own[name], copies[name]) for name in self.sources], memory.stream)
+            self._before.launch([(own[name], copies[name]) for name in self.sources], memory.stream)
         self.inner.put(Call(tuple({**own, **copies}.values()), call.stream, call.scalars), memory)
         if self._after is not None:
-            self._after.run([(copies["d"], own["d"])], memory.stream)
+            self._after.launch([(copies["d"], own["d"])], memory.stream)
 
 
 def sharing_copy(products: Mapping[str, AlgorithmPlan]) -> tuple[dict[str, AlgorithmPlan], Resize | None]:

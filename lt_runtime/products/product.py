@@ -121,4 +121,4 @@ class ProductPlan(Plan):
         a, b, c, _, _, d = call.addresses
         product = memory.scratch(self._scratch_bytes) if self._scratch_bytes else d
         self.product.put(Call((a, b, c, 0, 0, product), call.stream, call.scalars), memory)
-        self._pass.run(call, product, memory.stream)
+        self._pass.launch(call, product, memory.stream)

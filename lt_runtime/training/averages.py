@@ -112,7 +112,7 @@ class GpuTally:
                 dtype, layout, logits = operand.element_type(), operand.layout, operand.address
                 labels, kind = classes.address, Labels(classes.dtype == "int64", scores.ignore_index)
             addresses = logits, labels, read("loss", loss, handle).address, self.mean.data.ptr, self._state.data.ptr
-            _pass(dtype, layout, kind, self._device).run(*addresses, weight=weight, first=first, stream=handle)
+            _pass(dtype, layout, kind, self._device).launch(*addresses, weight=weight, first=first, stream=handle)
 
     def read(self, stream: Any) -> Totals:
         """See `HostTally.read`. If a call of the driver fails, the next `read` includes the sums that were not read."""

@@ -108,7 +108,7 @@ class StepBuffers:
     def fill(self, places: Sequence[Place], stream: int) -> None:
         """Copies the arrays of a batch into the buffers; without places, from the places that the table then holds."""
         with self._range:
-            self._copy.run(places, stream, 0 if places else self._table.data.ptr)
+            self._copy.launch(places, stream, 0 if places else self._table.data.ptr)
 
     def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
         """Writes the addresses of a batch's arrays into the table, in the order of the stream, if they have changed."""

@@ -109,7 +109,7 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
         d, kept, vector = product.copy(), aux.copy(), bias.copy()
         at = {"a": a, "b": b, "d": d, "vector": vector, "aux": kept}
         call = call_of(problem, stream, **{name: array.data.ptr for name, array in at.items()})
-        own_pass.run(call, d.data.ptr, stream)
+        own_pass.launch(call, d.data.ptr, stream)
         return [d, kept, vector]
 
     assert_repeats(run)

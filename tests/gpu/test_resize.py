@@ -30,7 +30,7 @@ def test_several_in_one_launch(gpu: Any, dtype: DType, source: Placement, target
         pairs = [(one.array, other.array) for one, other in zip(given, made, strict=True)]
         resizes = [Resize(*(_layout(each) for each in pair)) for pair in pairs]
         stream = cp.cuda.get_current_stream().ptr
-        ResizePass(dtype, resizes, 0).run([(one.data.ptr, other.data.ptr) for one, other in pairs], stream)
+        ResizePass(dtype, resizes, 0).launch([(one.data.ptr, other.data.ptr) for one, other in pairs], stream)
         for each, copy in zip(values, made, strict=True):
             expected = np.zeros(copy.array.shape, np.float64)
             rows, cols = map(min, each.shape, expected.shape)
@@ -53,7 +53,7 @@ def test_rows_are_copied_from_where_a_table_says(gap: int) -> None:
     cp.cuda.Device().synchronize()
     for i in range(2):
         write_table(table.data.ptr, [(x[i].data.ptr, x.strides[1]), (labels[i].data.ptr, 8)], stream.ptr)
-        copies.run((), stream.ptr, table.data.ptr)
+        copies.launch((), stream.ptr, table.data.ptr)
         stream.synchronize()
         assert (buffers[0] == x[i]).all()
         assert (buffers[1] == labels[i]).all()

@@ -174,7 +174,7 @@ class Product:
         a, b, c, d, aux = (self.operands[name].address for name in OPERANDS)
         memory = Memory(own_pass.scratch_bytes)
         call = Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))
-        own_pass.run(call, memory)  # type: ignore[arg-type]
+        own_pass.launch(call, memory)  # type: ignore[arg-type]
         memory.check()
 
     def check(self) -> None:

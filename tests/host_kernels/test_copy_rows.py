@@ -75,9 +75,9 @@ def test_copies(
         copies = RowsCopy([each.buffers for each in operands], parts, 0)
     if from_table:
         table = _table(*operands)
-        copies.run((), 0, table.ctypes.data)
+        copies.launch((), 0, table.ctypes.data)
     else:
-        copies.run([each.place for each in operands], 0)
+        copies.launch([each.place for each in operands], 0)
     for each in operands:
         each.target.values()  # fails if memory around the array was written
         assert each.target.array.tobytes() == each.expected.tobytes()
@@ -89,8 +89,8 @@ def test_a_table_is_left_for_given_arrays() -> None:
     copies = RowsCopy([first.buffers], 1, 0)
     table = _table(second)
     for run, expected in (
-        (lambda: copies.run((), 0, table.ctypes.data), second),
-        (lambda: copies.run([first.place], 0), first),
+        (lambda: copies.launch((), 0, table.ctypes.data), second),
+        (lambda: copies.launch([first.place], 0), first),
     ):
         run()
         assert first.target.array.tobytes() == expected.expected.tobytes()

@@ -159,7 +159,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
         backward = BackwardPass(variant.dtype, slopes, *specs, 0, sums=case.sums, accumulate=case.accumulate)
     memory = Memory(backward.partial_bytes)
     addresses = operands.dy.address, saved.address, dz.address if dz else 0, operands.db.address
-    backward.run(*addresses, memory.workspace, memory.tickets, state if variant.dropout else None, 0)
+    backward.launch(*addresses, memory.workspace, memory.tickets, state if variant.dropout else None, 0)
     assert step[0] == case.drops.philox.step
     memory.check()
 

@@ -121,7 +121,7 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
             adds_bias=case.bias,
         )
     addresses = operands.product.address, operands.bias.address, operands.y.address, kept.address if kept else 0
-    forward.run(*addresses, state if variant.dropout else None, 0)
+    forward.launch(*addresses, state if variant.dropout else None, 0)
     assert step[0] == case.drops.philox.step
 
 

@@ -190,7 +190,7 @@ def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Eleme
     scale, _kept = scale_of(case.scale, case.scale_on_device)
     runner.order = case.order
     addresses = (prediction.address, target.address, gradient.address, memory.loss.address, *map(address_of, weights))
-    loss_pass.run(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
+    loss_pass.launch(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
 
     assert abs(memory.read() - expected) <= 60 * EPS32 * float(np.mean(magnitude**2))
     exact = expected_gradient * factor
@@ -237,7 +237,7 @@ def run_elementwise(
     loss_pass = ElementwiseLossPass(F32, layouts[0], layouts[2], layouts[1], ElementwiseLoss(loss, delta), 0)
     memory = LossMemory()
     addresses = (*(each.address for each in operands), memory.loss.address, 0, 0)
-    loss_pass.run(Call(addresses, 0, (float(prediction.size), 0)), memory)  # type: ignore[arg-type]
+    loss_pass.launch(Call(addresses, 0, (float(prediction.size), 0)), memory)  # type: ignore[arg-type]
     return memory.read(), operands[2].values()
 
 
@@ -286,7 +286,7 @@ def run_cross_entropy(
     memory = LossMemory()
     labels_at = labels.ctypes.data
     addresses = (logits.address, labels_at, gradient.address, memory.loss.address, *map(address_of, weights))
-    loss_pass.run(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
+    loss_pass.launch(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
     return memory.read()
 
 

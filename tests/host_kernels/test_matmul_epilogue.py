@@ -138,7 +138,7 @@ class Product:
         addresses = tuple(each.address if each else 0 for each in (a, b, self.c, of, aux, self.d))
         call = Call(addresses, 0, (1.0, beta.ctypes.data if in_memory else self.case.beta))
         product = self.source.spec if self.variant.once else None
-        MatmulPass(problem, 0, product).run(call, self.source.address, 0)
+        MatmulPass(problem, 0, product).launch(call, self.source.address, 0)
         self.c.guarded.assert_unchanged()
         if self.variant.once:
             self.source.guarded.assert_unchanged()
@@ -217,7 +217,7 @@ def test_the_mask_of_nan_is_set(variant: MatmulEpilogue) -> None:
     problem = MatmulProblem(*types, *specs, Epilogue.RELU_AUX, aux=bits.spec)
     own_pass = MatmulPass(problem, 0, product.spec if variant.once else None)
     call = Call((0, 0, 0, 0, bits.address, d.address), 0)
-    own_pass.run(call, product.address if variant.once else d.address, 0)
+    own_pass.launch(call, product.address if variant.once else d.address, 0)
     assert np.array_equal(bits.bytes, bits.expected())
     assert np.array_equal(d.values(), np.where(values <= 0, 0.0, values), equal_nan=True)
 

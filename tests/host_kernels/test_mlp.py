@@ -60,7 +60,7 @@ class _Network:
         with host.in_order(order):
             made = MlpForward(self.problem, self.x.matrix, y.matrix, 0)
         memory = Memory()
-        made.run(Call((self.x.address, y.address, *self.parameters), 0), memory)
+        made.launch(Call((self.x.address, y.address, *self.parameters), 0), memory)
         memory.check()
         self._check_unchanged()
         return y.values()
@@ -83,7 +83,7 @@ class _Network:
         places = [each.address if each else 0 for each in grads]
         addresses = self.x.address, self.dy.address, *self.parameters, *places, *more
         memory = Memory()
-        made.run(Call(addresses, 0, *by), memory)
+        made.launch(Call(addresses, 0, *by), memory)
         memory.check()
         self._check_unchanged()
         return [each.values() for each in grads if each]

@@ -73,7 +73,7 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int,
     with pytest.MonkeyPatch.context() as patch, host.in_order(order):
         patch.setattr(resize, "_MOST_BLOCKS", blocks)
         made = ResizePass(dtype, [each.resize for each in operands], 0)
-    made.run([(each.source.address, each.target.address) for each in operands], 0)
+    made.launch([(each.source.address, each.target.address) for each in operands], 0)
     for each in operands:
         each.target.values()  # nothing around it was written
         assert each.target.array.tobytes() == each.expected.tobytes()
@@ -84,6 +84,6 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int,
 def test_nan_stays_nan(dtype: DType) -> None:
     values = np.full((2, 9), np.nan, dtype.numpy)
     source, target = Guarded(values), Guarded(np.ones((2, 16), dtype.numpy))
-    ResizePass(dtype, [Resize(source.layout, target.layout)], 0).run([(source.address, target.address)], 0)
+    ResizePass(dtype, [Resize(source.layout, target.layout)], 0).launch([(source.address, target.address)], 0)
     assert np.isnan(target.values()[:, :9]).all()
     assert not target.values()[:, 9:].any()

@@ -39,7 +39,7 @@ class KernelTally:
         with self._host.in_order(self._order):
             made = TallyPass(self._dtype, layout, kind, 0)
         addresses = at.address, self._mean.address, self._state.address
-        made.run(logits, labels, *addresses, weight=weight, first=first, stream=0)
+        made.launch(logits, labels, *addresses, weight=weight, first=first, stream=0)
         at.assert_unchanged()
 
     @property

@@ -42,7 +42,7 @@ class MaskPass:
         """Launches the kernel. dy and dz, (M, N), have equal strides or are the same array; db has shape (N,)."""
         arrays = {"dy": dy, "saved": self._mask, "dz": dz, "db": db, "partial": self._partial, "tickets": self._tickets}
         addresses = {name: int(array.data.ptr) for name, array in arrays.items()}
-        self._pass.run(**addresses, dropout=None, stream=cp.cuda.get_current_stream().ptr)
+        self._pass.launch(**addresses, dropout=None, stream=cp.cuda.get_current_stream().ptr)
 
 
 def to_host(array: Any) -> NDArray[np.float64]:

@@ -207,5 +207,5 @@ def test_dropout_without_gaps_has_rows_of_many_columns(
 
     monkeypatch.setattr(kernel, "get_kernel", lambda *_: SimpleNamespace(prepare=prepare))
     spec = Spec(packed(rows, cols))
-    DropoutPass(DType.FLOAT32, spec, spec, 0).run(0, 0, DropoutState(1, Philox(1)), 0)
+    DropoutPass(DType.FLOAT32, spec, spec, 0).launch(0, 0, DropoutState(1, Philox(1)), 0)
     assert [(params.rows, params.cols) for params in launched] == [swept]
