@@ -341,8 +341,11 @@ class MatmulPlan(AlgorithmPlan):
         _, _, c, _, _, d = call.addresses
         beta = call.scalars[1]
         if problem.c is None:
+            layout, itemsize = problem.d.layout, problem.d_dtype.itemsize
+            lines, width = layout.shape if layout.order is Order.ROW else (layout.cols, layout.rows)
+            area = layout.leading_dimension * itemsize, 0, width * itemsize, lines
             for batch in range(problem.batch):
-                _zero(d + batch * problem.d.batch_stride * problem.d_dtype.itemsize, problem, stream)
+                driver_call("cuMemsetD2D8Async", d + batch * problem.d.batch_stride * itemsize, *area, stream)
             return
         if c == d and not problem.device_scalars and beta == 1.0:
             return
@@ -364,12 +367,6 @@ def _row_alignment(spec: Spec, dtype: DType) -> int:
     """The largest power of two that divides the address of every line (row or column) of a matrix, in bytes."""
     together = spec.alignment | (spec.layout.leading_dimension | spec.batch_stride) * dtype.itemsize
     return together & -together
-
-
-def _zero(address: int, problem: MatmulProblem, stream: int) -> None:
-    layout, itemsize = problem.d.layout, problem.d_dtype.itemsize
-    lines, width = (layout.rows, layout.cols) if layout.order is Order.ROW else (layout.cols, layout.rows)
-    driver_call("cuMemsetD2D8Async", address, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
 
 
 def _offered(algorithm: cublaslt.Algorithm) -> offered.Offered:

@@ -121,10 +121,8 @@ class LayerChain:
     @classmethod
     def of_narrow(cls, problem: MLPProblem) -> LayerChain:
         """The layers of a narrow MLP."""
-        last = len(problem.dims) - 2
-        activations = [problem.activation if i < last else _LINEAR for i in range(last + 1)]
-        options = problem.dtype, Compute.FLOAT32
-        chain = cls.of_mlp(problem.rows, problem.dims, activations, *options, bias=problem.biases)
+        options = problem.activation, problem.dtype, Compute.FLOAT32
+        chain = cls.of_mlp(problem.rows, problem.dims, *options, bias=problem.biases)
         if problem.backward:
             return chain
         return cls(tuple(Layer(replace(each, backward=False)) for each in chain.forwards.values()))
