@@ -8,21 +8,23 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 from cuda.bindings import driver
 
 from lt_runtime.arguments import shown
 from lt_runtime.arrays.libraries import cupy_stream
+from lt_runtime.arrays.operand import HOST, Operand, read
 from lt_runtime.errors import DriverError, KindError, LtError
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import differ, exchange_values, host_values, no_collection, node_type, pageable_ends
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.profiling.capture.results import Arrays, arrays_of, read_arrays, write_arrays
 from lt_runtime.profiling.capture.watch import Place, Watch
 from lt_runtime.profiling.collector import Collector
 
+_Arrays: TypeAlias = dict[str, Operand]
 _NODES: Final = {"HOST": "a call of a host function", "MEM_ALLOC": "an allocation", "MEM_FREE": "a free"}
 _UNSAFE: Final = {
     "allocates memory": r"(cudaMalloc|cudaHostAlloc|cudaHostRegister|cuMemAlloc|cuMemHostAlloc|cuMemHostRegister).*",
@@ -132,24 +134,24 @@ class _Check:
             call("cuGraphDestroy", graph)
         return CaptureReport(tuple(self._faults), len(watch.nodes), tuple(captured))
 
-    def _run(self) -> Arrays:
+    def _run(self) -> _Arrays:
         """Calls the function without a capture, and waits for its work."""
-        results = arrays_of(self._fn(), self._stream)
+        results = _arrays_of(self._fn(), self._stream)
         call("cuStreamSynchronize", self._stream)
         return results
 
-    def _capture(self) -> tuple[Watch, int, Arrays]:
+    def _capture(self) -> tuple[Watch, int, _Arrays]:
         """Captures the function; returns the watch, the graph and the results.
 
         The graph is 0, and a fault is added, if the capture fails.
         """
-        watch, graph, results = Watch(self._stream), 0, Arrays()
+        watch, graph, results = Watch(self._stream), 0, _Arrays()
         failed: Fault | None = None
         call("cuStreamBeginCapture", self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
         with no_collection():
             try:
                 with watch.watching():
-                    results = arrays_of(self._fn(), self._stream)
+                    results = _arrays_of(self._fn(), self._stream)
             except Exception as error:
                 failed = _fault_of(error, watch)
             finally:
@@ -185,22 +187,22 @@ class _Check:
             self._faults[0] = replace(first, what=f"{name} {beside[0][1]}: {first.what}")
         self._faults += [Fault(f"{name} {does}", path) for (path, does), name in found.items()]
 
-    def _compare(self, watch: Watch, graph: int, captured: Arrays, kept: Arrays) -> None:
+    def _compare(self, watch: Watch, graph: int, captured: _Arrays, kept: _Arrays) -> None:
         """Adds a fault for each result that differs between replays of the graph and uncaptured runs.
 
         Args:
             kept: the captured results whose memory the function did not allocate anew; they are reset before each run.
         """
-        begin = read_arrays(kept, self._stream)
+        begin = _read_arrays(kept, self._stream)
         executable = call("cuGraphInstantiate", graph, 0)
 
-        def replay() -> Arrays:
+        def replay() -> _Arrays:
             call("cuGraphLaunch", executable, self._stream)
             return captured
 
-        def contents(run: Callable[[], Arrays]) -> Mapping[str, bytes]:
-            found = read_arrays(run(), self._stream)
-            write_arrays(kept, begin, self._stream)
+        def contents(run: Callable[[], _Arrays]) -> Mapping[str, bytes]:
+            found = _read_arrays(run(), self._stream)
+            _write_arrays(kept, begin, self._stream)
             return found
 
         try:
@@ -232,6 +234,40 @@ class _Check:
             if graph:
                 call("cuGraphDestroy", graph)
         return [*places] or [Place()]
+
+
+def _arrays_of(returned: Any, stream: int) -> _Arrays:
+    """The arrays on a GPU that a function returned, by name; arrays on the host are left out.
+
+    Args:
+        returned: an array, several in a tuple or list, a mapping from names to arrays, or None. The names are the
+            mapping's keys; otherwise "result", or "result[i]" if several arrays were returned.
+        stream: handle of the stream that the arrays belong to.
+    """
+    named: Mapping[Any, Any] = {"result": returned}
+    if isinstance(returned, Mapping):
+        named = returned
+    elif isinstance(returned, (tuple, list)):
+        named = {f"result[{index}]": array for index, array in enumerate(returned)}
+    operands = (read(str(name), array, stream) for name, array in named.items() if array is not None)
+    return {each.name: each for each in operands if each.device != HOST}
+
+
+def _read_arrays(arrays: _Arrays, stream: int) -> dict[str, bytes]:
+    """Waits for the stream; returns the bytes of each array, including gaps between rows."""
+    contents = {name: np.empty(each.extent * each.itemsize, np.uint8) for name, each in arrays.items()}
+    for name, each in arrays.items():
+        call("cuMemcpyDtoHAsync", contents[name].ctypes.data, each.address, contents[name].nbytes, stream)
+    call("cuStreamSynchronize", stream)
+    return {name: content.tobytes() for name, content in contents.items()}
+
+
+def _write_arrays(arrays: _Arrays, contents: Mapping[str, bytes], stream: int) -> None:
+    """Writes contents that `_read_arrays` returned back into the arrays, and waits for the stream."""
+    for name, each in arrays.items():
+        content = np.frombuffer(contents[name], np.uint8)
+        call("cuMemcpyHtoDAsync", each.address, content.ctypes.data, content.nbytes, stream)
+    call("cuStreamSynchronize", stream)
 
 
 def _is_other(values: Sequence[bytes], others: Sequence[bytes]) -> bool:
