@@ -109,15 +109,16 @@ def check_capture(fn: Callable[[], Any], *, stream: Any = None) -> CaptureReport
         with _current(device, handle):
             fn()
         call("cuCtxSynchronize")
-        with _current(device, handle):  # anew, because the first call may have begun to use CuPy or PyTorch
-            return _Check(fn, handle).report()
+        # The stream is made current anew, because the first call may have begun to use CuPy or PyTorch.
+        with _current(device, handle), contextlib.ExitStack() as graphs:
+            return _Check(fn, handle, graphs).report()
 
 
 class _Check:
-    """One check on a stream, which is current, of a function that has been called once."""
+    """One check on a stream, which is current, of a function that has been called once; `graphs` frees its graphs."""
 
-    def __init__(self, fn: Callable[[], Any], stream: int) -> None:
-        self._fn, self._stream, self._faults = fn, stream, list[Fault]()
+    def __init__(self, fn: Callable[[], Any], stream: int, graphs: contextlib.ExitStack) -> None:
+        self._fn, self._stream, self._graphs, self._faults = fn, stream, graphs, list[Fault]()
 
     def report(self) -> CaptureReport:
         addresses = {name: each.address for name, each in self._run().items()}
@@ -125,13 +126,10 @@ class _Check:
         if not graph:
             self._add_calls()
             return CaptureReport(tuple(self._faults), 0, ())
-        try:
-            self._faults += _node_faults(watch.nodes)
-            if captured:
-                kept = {name: each for name, each in captured.items() if addresses.get(name) == each.address}
-                self._compare(watch, graph, captured, kept)
-        finally:
-            call("cuGraphDestroy", graph)
+        self._faults += _node_faults(watch.nodes)
+        if captured:
+            kept = {name: each for name, each in captured.items() if addresses.get(name) == each.address}
+            self._compare(watch, graph, captured, kept)
         return CaptureReport(tuple(self._faults), len(watch.nodes), tuple(captured))
 
     def _run(self) -> _Arrays:
@@ -159,10 +157,10 @@ class _Check:
                     graph = int(call("cuStreamEndCapture", self._stream))
                 except DriverError as error:
                     failed = failed or Fault(f"the capture is invalid: {error}", *(watch.broken or ()))
+        if graph:
+            self._graphs.callback(call, "cuGraphDestroy", graph)
         if failed is not None:
             self._faults.append(failed)
-            if graph:
-                call("cuGraphDestroy", graph)
             graph = 0
         return watch, graph, results
 
@@ -195,6 +193,7 @@ class _Check:
         """
         begin = _read_arrays(kept, self._stream)
         executable = call("cuGraphInstantiate", graph, 0)
+        self._graphs.callback(call, "cuGraphExecDestroy", executable)
 
         def replay() -> _Arrays:
             call("cuGraphLaunch", executable, self._stream)
@@ -205,14 +204,11 @@ class _Check:
             _write_arrays(kept, begin, self._stream)
             return found
 
-        try:
-            replays, runs = ([contents(run) for _ in range(2)] for run in (replay, self._run))
-            wrong = [*_wrong_results(replays, runs)]
-            if wrong:
-                places = self._baked_places(watch, executable, lambda: contents(replay) != replays[0])
-                self._faults += [Fault(what, *place) for place in places for what in wrong]
-        finally:
-            call("cuGraphExecDestroy", executable)
+        replays, runs = ([contents(run) for _ in range(2)] for run in (replay, self._run))
+        wrong = [*_wrong_results(replays, runs)]
+        if wrong:
+            places = self._baked_places(watch, executable, lambda: contents(replay) != replays[0])
+            self._faults += [Fault(what, *place) for place in places for what in wrong]
 
     def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
         """The places of the nodes whose host values differ in a second capture; an unknown place if no node differs.
@@ -223,17 +219,12 @@ class _Check:
         """
         before = {node: host_values(node) for node in watch.nodes}
         again, graph, _ = self._capture()
-        try:
-            pairs = zip(before.items(), again.nodes if graph else (), strict=False)
-            found = {node: other for (node, old), other in pairs if _is_other(old, host_values(other))}
-            telling = [*found]
-            if len(found) > 1:
-                telling = [node for node in found if _with_values(executable, node, found[node], changes)] or telling
-            places = dict.fromkeys(watch.nodes[node] for node in telling)
-        finally:
-            if graph:
-                call("cuGraphDestroy", graph)
-        return [*places] or [Place()]
+        pairs = zip(before.items(), again.nodes if graph else (), strict=False)
+        found = {node: other for (node, old), other in pairs if _is_other(old, host_values(other))}
+        telling = [*found]
+        if len(found) > 1:
+            telling = [node for node in found if _with_values(executable, node, found[node], changes)] or telling
+        return [*dict.fromkeys(watch.nodes[node] for node in telling)] or [Place()]
 
 
 def _arrays_of(returned: Any, stream: int) -> _Arrays:
