@@ -91,10 +91,10 @@ def _row_major(spec: Spec) -> Spec | None:
 
 
 _Geometry: TypeAlias = tuple[Tiling, int | None, int]
-"""How a kernel's threads share a product: its tiling, the rows of a thread, and the partial sums of a thread.
+"""How threads share a product: the kernel's tiling, a thread's rows, and a thread's number of partial sums.
 
-The rows are those that a thread has at a time, None for a kernel that is not compiled for their number. The blocks of a
-grid's column add up the partial sums, of which there are 0 if blocks share no sums.
+A thread works on so many rows at a time; None for a kernel that is not compiled for a number of rows. Blocks in the
+same column of the grid add up their partial sums; the last number is 0 if no sum is shared.
 """
 
 

@@ -168,7 +168,7 @@ class RoundedLayer(Layer):
             check_rounded_once("db", host_of(self.gpu, self.db), rounded.sum(axis=0) + before_db, error, case.dtype)
 
     def _checked_dz(self, dz: Placed) -> NDArray[np.float64]:
-        """Checks dz and returns it as it was written."""
+        """Checks that dz is rounded once, and returns the rounded dz."""
         activation = self.case.activation
         error = spread(lambda z: reference.derivative(z, activation), self.exact_z, self._stored_z_error())
         if activation.name in ("sigmoid", "tanh"):  # the derivative is computed from the rounded output
