@@ -82,14 +82,14 @@ def test_backward_copies_its_gradient_once(gpu: FakeGpu, copies: list[Any], monk
     x, w, dy = (cp.asarray(np.ones(shape, np.float32)) for shape in ((21, 19), (33, 19), (21, 33)))
     _, ctx = lt.linear_fwd(x, w, compute="tf32")
     passes, copied = own("kernels.resize").ResizePass, list[list[int]]()
-    run = passes.run
+    launch = passes.launch
 
     def recorded(self: Any, addresses: Any, stream: int) -> None:
         pairs = [*addresses]
         copied.append([source for source, _ in pairs])
-        run(self, pairs, stream)
+        launch(self, pairs, stream)
 
-    monkeypatch.setattr(passes, "run", recorded)
+    monkeypatch.setattr(passes, "launch", recorded)
     lt.linear_bwd(dy, ctx)
     gpu.synchronize_all()
     assert sum(sources.count(dy.data.ptr) for sources in copied) == 1
@@ -116,7 +116,7 @@ def test_a_bias_gradient_alone_and_the_product_of_fewer_blocks_begin_in_time(
 
     noted(own("products.padded").PaddedPlan, "put", product)
     noted(own("products.matmul").MatmulPlan, "put", product)
-    noted(own("kernels.epilogue").BackwardPass, "run", lambda *given: ("sums", given[-1]))
+    noted(own("kernels.epilogue").BackwardPass, "launch", lambda *given: ("sums", given[-1]))
     wanted = {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "dw_concurrent": True}
     monkeypatch.setattr(own("plans.priors"), "leaf_of", lambda *_: wanted)
     model = lt.MLP((19, inputs, outputs), activation="none", dtype="float32", compute="tf32", device=0)
