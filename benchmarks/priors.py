@@ -34,10 +34,10 @@ _DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32, "fp32": DType.F
 # The shapes for fitting were shared out among six parts, and trees fitted to five parts were judged on the sixth, each
 # in turn: neither deeper trees nor a gain of 0.1 or 0.2 did better.
 _DEPTH: Final = 2
-_LEAST_GAIN: Final = 0.05  # A further limit must reduce the sum of all samples' losses by this.
-_LEAST_SAMPLES: Final = 4  # samples on either side of a limit
-_LEAST_PROBLEMS: Final = 20  # samples of a tree; fewer problems go by the tree of all activations
-_MOST_LOSS: Final = 0.3  # the most that a sample counts, because times further behind were often disturbed
+_LEAST_GAIN: Final = 0.05  # A further branch must reduce the sum of all samples' losses by at least this.
+_LEAST_SAMPLES: Final = 4  # the fewest samples on either side of a branch
+_LEAST_PROBLEMS: Final = 20  # An activation with fewer samples uses the tree fitted to all activations.
+_MOST_LOSS: Final = 0.3  # A sample's loss is cut off here, because longer times were often disturbed.
 _DISTURBED: Final = 2.5  # A time was disturbed if it is this multiple of the same work's time in the other order.
 _EPILOGUES: Final = ("none", "relu", "gelu")
 """Activations with epilogues in cuBLASLt, or without need of one."""
@@ -124,7 +124,7 @@ def decide(tree: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
-    """The sizes of `priors.forward_features` or `priors.backward_features` for the block's first or second layer."""
+    """Returns the named sizes that `priors` decides by, for a pass of the block's first (0) or second (1) layer."""
     m, n, k = row["layer"]
     outputs, inputs = (n, k) if layer == 0 else (k, n)
     cols, inner = (inputs, outputs) if backward else (outputs, inputs)

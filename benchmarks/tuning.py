@@ -49,7 +49,7 @@ def measure_second_process(names: Sequence[str], plans: str, _: Any) -> Row:
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Seconds of tuning, and the work of a second process."""
+    """Summarises how long tuning took, and what a process started afterwards still had to measure and to build."""
     groups = [group["seconds"] for row in rows for group in row.get("tuned", ())]
     made = [
         *_quantiles("seconds of tuning problems that are decided together", groups),
@@ -73,7 +73,7 @@ def _quantiles(what: str, values: Sequence[float]) -> list[Finding]:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    """The job of the last row reads the plan cache of the rows before it."""
+    """The last job starts a process that reads the plan cache filled by the jobs before it."""
     folder, tuned = tempfile.mkdtemp(prefix="lt_runtime_plans_"), list[str]()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 

@@ -57,7 +57,7 @@ def _shape(generator: random.Random, stratum: str) -> Shape:
 
 
 def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
-    """A row: the block as it runs unmeasured and as it runs tuned; for fitting, its passes by each strategy as well."""
+    """Times a block with untuned and with tuned plans; for a block of `FIT`, also times each pass by each strategy."""
     from benchmarks import splits
 
     sets = block.sets(timing.cache_size())

@@ -1,6 +1,6 @@
 // How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, ROW_THREADS, the threads of a
-// block, and WEIGHTS: 0 for none, 1 for weights of rows and of their labels, 2 where smoothing spreads the weights of classes
-// over a row.
+// block, and WEIGHTS: 0 for none, 1 for weights of rows and of their labels, 2 if labels are smoothed and classes have
+// weights.
 #pragma once
 
 #include <math_constants.h>
@@ -81,7 +81,7 @@ __device__ inline LabelCount label_count(const CrossEntropyParams& p) {
   return {p.labels, p.wide_labels, p.ignores, p.ignore_index, p.rows, p.cols, p.class_weights};
 }
 
-// The factor of a row's loss. Where smoothing spreads the weights of classes, they are in the row's target instead.
+// The factor of a row's loss. If labels are smoothed and classes have weights, these are in the row's target instead.
 __device__ inline float weight_of(const CrossEntropyParams& p, int64 row, int64 label) {
   float weight = 1.0f;
   if (kWeighted && p.row_weights) weight = p.row_weights[row];

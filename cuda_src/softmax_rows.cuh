@@ -41,8 +41,8 @@ struct Exponential {
 struct alignas(16) Softmax {
   float max;
   float sum;    // sum of exp(logit - max)
-  float total;  // sum of the logits; kept where labels are smoothed, times their classes' weights if these are spread
-  float mass;   // sum of the weights; kept where they are spread
+  float total;  // sum of the logits, each times its class's weight if there are weights; used only if labels are smoothed
+  float mass;   // sum of the classes' weights; used only if labels are smoothed and classes have weights
 
   static __device__ Softmax of_nothing() { return {-CUDART_INF_F, 0.0f, 0.0f, 0.0f}; }
 
@@ -203,8 +203,8 @@ __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
   return softmax;
 }
 
-// gradient = softmax · scale + shift, plus `at_label` at the label. The shift is multiplied by classes' weights that are
-// spread.
+// gradient = softmax · scale + shift, plus `at_label` at the label. If labels are smoothed and classes have weights, the
+// shift of a column is multiplied by its class's weight.
 struct Slope {
   Exponential exponential;
   float scale;  // the scale divided by the sum of exponentials, and corrected for the rounding of max · log₂e
@@ -279,8 +279,8 @@ struct Smoothing {
       : certainty(1.0f - p.smoothing), share(p.smoothing / static_cast<float>(p.cols)) {}
 };
 
-// A row's target distribution, made from its label. A label out of range makes loss and gradient NaN. Where the weights of classes
-// are spread, each element of the target is multiplied by its class's one.
+// A row's target distribution, made from its label. A label out of range makes loss and gradient NaN. If labels
+// are smoothed and classes have weights, each element of the target is multiplied by its class's weight.
 struct Target {
   int64 label;
   bool valid;
@@ -299,7 +299,7 @@ struct Target {
   __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label_, const Smoothing& smoothing)
       : Target(p, label_, label_ >= 0 && label_ < p.cols ? to_float(row.logit(p, label_)) : 0.0f, smoothing) {}
 
-  // The sum of the target's elements, which is 1 unless weights are spread.
+  // The sum of the target's elements, which is 1 unless labels are smoothed and classes have weights.
   __device__ float sum(const Softmax& softmax) const { return kSpreads ? certainty + share * softmax.mass : 1.0f; }
   __device__ Slope slope(const Softmax& softmax, float scale) const {
     const Exponential exponential(softmax.max);

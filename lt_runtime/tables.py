@@ -34,8 +34,10 @@ def table(title: str | None, headings: Sequence[str], lines: Sequence[Sequence[s
     return made
 
 
-def rendered(line: Line) -> str:
+def rendered(line: Line, *, styled: bool = False) -> str:
     """The text of a line as Rich formats it for this terminal; a string as it is, which needs no package.
+
+    Bold and coloured text needs `styled`, because a text may also go to a file.
 
     Rich only formats here. It flushes stdout all the same, and ends the process at a closed pipe; everything printed
     before is therefore flushed first, which raises an exception.
@@ -46,7 +48,7 @@ def rendered(line: Line) -> str:
     from rich.table import Table
 
     print(end="", flush=True)
-    console = Console()
+    console = Console(color_system="auto" if styled else None)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
     with console.capture() as captured:  # tables are wrapped; lines are not, because users copy names from them

@@ -36,7 +36,7 @@ def show(result: Json, lines: Iterable[Line], *, as_json: bool) -> int:
 def print_lines(lines: Iterable[Line]) -> None:
     """Prints lines and tables. Plain lines need no package but Python's own."""
     for line in lines:
-        print(rendered(line))
+        print(rendered(line, styled=True))
 
 
 def print_anything() -> None:

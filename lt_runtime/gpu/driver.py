@@ -91,8 +91,8 @@ def is_capturing(stream: int) -> bool:
     """Whether a graph is being captured from the stream.
 
     Raises:
-        DriverError: the driver cannot tell, for example of the default stream while a stream that it waits for is
-            captured.
+        DriverError: the driver refuses the query, as it does for the default stream while a stream that the default
+            stream waits for is captured.
     """
     state = ctypes.c_int()
     if status := function("cuStreamIsCapturing")(stream, ctypes.addressof(state)):

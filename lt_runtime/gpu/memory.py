@@ -205,7 +205,7 @@ class BoundPlan:
         reserve: allocates the memory that `put` needs.
 
     Attributes:
-        prepared: passed to the watchers of the ranges at each call; None if the caller tells them itself.
+        prepared: the `PreparedCall` that each call passes to `ranges.watchers`; None if the caller passes it to them.
 
     Raises:
         CaptureError: the stream is being captured.

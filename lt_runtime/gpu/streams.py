@@ -95,7 +95,7 @@ def is_captured(stream: int) -> bool:
 def beside_captures(device: int) -> Iterator[None]:
     """Lets the calling thread allocate, wait and load kernels while other threads capture graphs from their streams.
 
-    Without this, such calls fail and invalidate the other threads' captures.
+    Outside this block, CUDA refuses these calls during a capture, and invalidates the other threads' captures.
 
     Raises:
         CaptureError: CuPy's current stream is being captured, or a stream that the default stream waits for.

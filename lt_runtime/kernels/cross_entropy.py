@@ -26,7 +26,7 @@ _COLUMNS_PER_LANE: Final = 16  # a row has so many threads that each has about 1
 _WARP_COLUMNS: Final = 2048  # a longer row is shared by a whole block
 _BATCH: Final = 4  # packets that a thread waits for at once; softmax_rows.cuh has the same number
 _KEPT_BATCHES: Final = 1  # of a longer row that a block shares: they stay in registers, which have room for few
-_SPREAD: Final = 2  # WEIGHTS where smoothing spreads the weights of classes over a row
+_SPREAD: Final = 2  # WEIGHTS where labels are smoothed and classes have weights
 _FEW_CLASSES: Final = 16  # as few as a thread keeps in registers; few_classes.cuh has the same number
 _ROWS_OF_ONE_BLOCK: Final = 1024  # with few classes a block of a thread a row counts labels itself, and waits for none
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
@@ -105,7 +105,7 @@ class RowSharing:
         lanes: threads that share a row.
         blocks: blocks of the grid.
         packets: packets of 16 bytes in the longest share of a row.
-        spreads: whether smoothing spreads the weights of classes over a row.
+        spreads: whether labels are smoothed and classes have weights, so that every column has a weight of its own.
     """
 
     row_group: RowGroup
@@ -117,7 +117,7 @@ class RowSharing:
 
     @classmethod
     def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False) -> RowSharing:
-        """The division of the rows for a shape, order and type; `spreads` says whether weights are spread."""
+        """The division of the rows for a shape, order and type; `spreads` is an attribute."""
         packets, row_group = logits.cols * itemsize // VECTOR_BYTES, RowGroup.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
@@ -136,10 +136,10 @@ class RowSharing:
 
     @property
     def kept(self) -> int:
-        """Batches that stay in registers: a row that has fewer than one more needs none.
+        """How many batches of packets stay in registers: `_KEPT_BATCHES` if a block shares a longer row, otherwise 0.
 
-        If smoothing spreads the weights of classes, registers have no room for batches: on sm_75 the BF16 kernel would
-        spill.
+        It is 0 too where labels are smoothed and classes have weights: every column then has a weight of its own, and
+        on sm_75 the BF16 kernel would spill registers.
         """
         has_more = self.row_group is not RowGroup.WARP and self.batches > _KEPT_BATCHES
         return _KEPT_BATCHES if has_more and not self.spreads else 0

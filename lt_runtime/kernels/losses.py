@@ -1,7 +1,7 @@
-"""elementwise_loss.cu, scale.cu and tally.cu: losses of one matrix against another, and passes of every loss.
+"""The kernels of losses that compare two matrices, and two kernels that serve all losses.
 
-The first computes the mean of a loss over all elements, and its gradient; the second rounds FP32 gradients, and the
-third sums losses over steps.
+elementwise_loss.cu computes the mean of a loss over all elements, and its gradient. scale.cu rounds FP32 gradients, and
+tally.cu sums losses over steps.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ _seen: Final[set[tuple[Remembered | LayerChain, int]]] = set()
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
 
-for _name in VARIABLES:  # warns of meaningless values on the host too, where nothing else reads the variables
+# A meaningless value of an environment variable costs a warning at import, even if no GPU is used.
+for _name in VARIABLES:
     setting(_name)
 
 

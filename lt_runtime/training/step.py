@@ -238,7 +238,7 @@ def evaluate(
     loss_options: Mapping[str, Any] | None = None,
     stream: Any = None,
 ) -> Metrics:
-    """Means over all rows of some batches, without dropout and without an update.
+    """Computes the mean loss and the accuracy of a model over batches, without dropout and without an update.
 
     Batches may have any sizes: nothing is captured for them. The host waits for a GPU only at the end.
 

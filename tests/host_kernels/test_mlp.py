@@ -74,7 +74,7 @@ class _Network:
     def backward(
         self, host: HostKernels, order: int, start: float | None = None, loss: Any = None, more: Any = (), by: Any = ()
     ) -> list[Array]:
-        """Gradients of each weight and bias, added to `start`. A loss has one more address, and is scaled `by` two."""
+        """Gradients of weights and biases, added to any `start`; `more` and `by` are a loss's address and scales."""
         fill = np.nan if start is None else start
         kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
         grads = [each and Guarded(np.full(each.array.shape, fill), FLAT, self.problem.dtype) for each in kinds]

@@ -22,7 +22,7 @@ from tests.host_kernels.variants import BF16, F16, F32, FULL_ADAMW, NARROW, PLAI
 
 REPOSITORY = HERE.parent.parent
 NARROW_PRODUCTS = [each for each in NARROW if (each.dtype, each.width) in ((F32, 16), (BF16, 16), (F16, 1))]
-WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {  # ThreadSanitizer runs their explicit examples alone
+WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {  # of these, ThreadSanitizer runs only the explicit examples
     "test_epilogue_bwd.py::test_backward": (
         *("float32-gelu-dropout-scattered-preactivation-sum", "float32-gelu-dropout-aligned-preactivation-transposed"),
         *("float16-tanh-dropout-scattered-output-dz", "bfloat16-relu-whole-scattered-output-transposed"),
@@ -147,7 +147,8 @@ def test_each_test_has_its_day() -> None:
     "file",
     [
         *("cuda_src/mma.cuh", "lt_runtime/kernels/epilogue.py", "tests/host_kernels/cases.py"),
-        *("tests/support/strategies.py", "lt_runtime/problem.py", "lt_runtime/layout.py"),  # these decide the operands
+        # The operands of the tests are made by these files.
+        *("tests/support/strategies.py", "lt_runtime/problem.py", "lt_runtime/layout.py"),
     ],
 )
 def test_a_change_of_the_file_makes_all_run(file: str) -> None:

@@ -44,9 +44,9 @@ def offers(*entries: Entry) -> list[Offered]:
         (forward(262144, 104, 64, BIAS), [((104, 256), 7.758), ((104, 128), 15.515), ((56, 512), 7.758)], 2),
         # The first algorithm takes 13.3 µs, the last 10.8 µs.
         (forward(65536, 80, 56, BIAS), [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)], 2),
-        # The first takes 66.8, the last 34.
+        # The first algorithm takes 66.8 µs, the last 34 µs.
         (forward(131072, 128, 32, GELU), [((128, 128), 7.758), ((64, 256), 7.758), ((64, 512), 3.879)], 2),
-        # Larger tiles take fewer rounds: the first takes 19.2, the second 17.0.
+        # Larger tiles take fewer rounds: the first algorithm takes 19.2 µs, the second 17.0 µs.
         (forward(262144, 40, 32), [((64, 256), 7.758), ((64, 512), 3.879), ((32, 512), 7.758)], 1),
         # All algorithms take one round: the first takes 9.6 µs, the second 9.8 µs.
         (forward(827, 5376, 320, BIAS), [((128, 288), 0.955), ((256, 144), 0.955), ((384, 96), 0.955)], 0),
@@ -127,17 +127,17 @@ HOPPERS, OLDERS = 43, 21  # ids of kernels for TF32
 @pytest.mark.parametrize(
     ("problem", "entries", "best"),
     [
-        # 64 tiles take 37.1; 32 tiles with sums in four parts 19.7. With rows and columns exchanged: 33.4 and 19.9.
+        # 64 tiles take 37.1 µs; 32 tiles with K split in four 19.7. With rows and columns exchanged: 33.4 and 19.9.
         (tf32_gradient(512, 1024, 2048), [(HOPPERS, (128, 64), 1, 0.485), (OLDERS, (128, 128), 4, 0.97)], 1),
         (tf32_gradient(1024, 512, 2048), [(HOPPERS, (64, 128), -1, 0.606), (OLDERS, (128, 128), 4, 0.97)], 1),
-        # 64 tiles take 25.8, 128 tiles 17.7.
+        # 64 tiles take 25.8 µs, 128 tiles 17.7 µs.
         (tf32_gradient(1024, 1024, 1024), [(HOPPERS, (128, 128), -1, 0.485), (OLDERS, (128, 64), 1, 0.97)], 1),
-        # 72 tiles take 285; 144 tiles of half the size, which 132 blocks share evenly, 194.
+        # 72 tiles take 285 µs; 144 tiles of half the size, which 132 blocks share evenly, 194 µs.
         (tf32_gradient(768, 3072, 8192), [(HOPPERS, (128, 256), -1, 0.545), (HOPPERS, (128, 128), -1, 1.0)], 1),
         (tf32_gradient(3072, 768, 8192), [(HOPPERS, (128, 128), -1, 1.0), (HOPPERS, (128, 256), -1, 0.545)], 0),
-        # The first takes 80, the second 115: larger tiles save loads, but the tensor cores are busy.
+        # The first algorithm takes 80 µs, the second 115 µs: larger tiles save loads, but the tensor cores are busy.
         (tf32_gradient(14336, 4096, 64), [(HOPPERS, (128, 128), 1, 1.0), (OLDERS, (128, 256), 1, 13.576)], 0),
-        # One part takes 4.8, four parts 5.2.
+        # With K whole the product takes 4.8 µs, with K split in four 5.2 µs.
         (tf32_gradient(256, 256, 256), [(OLDERS, (64, 64), 1, 0.061), (OLDERS, (64, 64), 4, 0.242)], 0),
     ],
 )
@@ -207,7 +207,7 @@ _Shown = tuple[MatmulTile, float, int]
 class Offering(FakeLibrary):
     """A pretended cuBLASLt whose heuristic offers Hopper kernels with given tiles, waves and parts of K.
 
-    If K must not be split, it offers the entries of `whole`.
+    A query that excludes split K is offered the algorithms in `whole`.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, entries: list[_Shown], whole: Sequence[_Shown] = ()) -> None:

@@ -108,6 +108,7 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
 
 def test_a_printed_report_is_plain_text(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")  # what runs the tests may set fewer, and cells are then folded
+    monkeypatch.setenv("FORCE_COLOR", "1")  # stdout counts as a terminal
     text = str(report)
     assert "\x1b" not in text
     cells = ["fc", "forward", "11.0", "364", "2727", "memory", "68%"]

@@ -123,7 +123,7 @@ def test_data_for_comparison_gets_no_other_sign_by_rounding() -> None:
 
 
 def prepared(activation: str) -> dict[str, Any]:
-    """A layer's operands as they are for a comparison."""
+    """Returns a layer's x, w and bias as `ChainOperands.prepare` fills them before results are compared."""
     chain = LayerChain.of_mlp(64, (768, 96), Activation(activation), DType.BFLOAT16, Compute.FLOAT32)
     operands = ChainOperands(Memory(0, STREAM), chain)
     operands.prepare()
