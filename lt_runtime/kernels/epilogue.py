@@ -45,6 +45,9 @@ class ForwardPass:
         product_dtype: the problem's type, or FP32 for a product whose sum with the bias is to be rounded only once.
         kept: how the pre-activation lies that the pass writes besides y; None where it writes none.
         adds_bias: whether the product lacks the bias.
+
+    Attributes:
+        moved: bytes that a launch reads and writes.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class ForwardPass:
     ) -> None:
         self._keeps, self._adds_bias = kept is not None, adds_bias
         dtype, layout = problem.dtype, problem.y.layout
+        self.moved = layout.size * (product_dtype.itemsize + dtype.itemsize * (1 + self._keeps))
+        self.moved += adds_bias * layout.cols * dtype.itemsize
         access = Access.of((product_dtype, product), (dtype, problem.y), (dtype, kept))
         function, keeps, drops = ACTIVATION_NAMES[problem.activation.name], self._keeps, problem.dropout
         macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product_dtype, KEEP=keeps)
@@ -105,6 +110,7 @@ class BackwardPass:
 
     Attributes:
         partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
+        moved: bytes that a launch reads and writes, without the partial sums.
     """
 
     def __init__(
@@ -127,6 +133,10 @@ class BackwardPass:
         macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=derivative.dropout)
         macros += define(SAVED=_SAVED[derivative.saved], DZ=stores) + access_macros(access, blocks)
         layout, wave = dy.layout, wave_of(device, blocks)
+        self.moved = dtype.itemsize * (layout.size * (1 + self._makes_dz) + sums * layout.cols)
+        if dz is not None and derivative.saved_spec is not None:
+            saved_bits = 1 if derivative.saved is Saved.MASK else 8 * dtype.itemsize
+            self.moved += derivative.saved_spec.layout.size * saved_bits // 8
         if sums or transposes:
             # In FP32 a single block is too slow for a whole strip of columns: on an H200 two passes over 256x512 took
             # 1.2 µs more in a step.

@@ -58,9 +58,14 @@ class Resize(NamedTuple):
 
 
 class ResizePass:
-    """Up to `RESIZED` copies in one kernel."""
+    """Up to `RESIZED` copies in one kernel.
+
+    Attributes:
+        moved: bytes that a launch reads and writes.
+    """
 
     def __init__(self, dtype: DType, resizes: Sequence[Resize], device: int) -> None:
+        self.moved = dtype.itemsize * sum(each.source.size + each.target.size for each in resizes)
         params, blocks = RESIZE.params(), 0
         for number, (source, target) in enumerate(each.by_rows for each in resizes):
             across, threads, down = _tiled(source, target)

@@ -27,6 +27,11 @@ class Plan(ABC):
     strategy: Any = None
     products: Mapping[str, AlgorithmPlan] = MappingProxyType({})
 
+    @property
+    def moved(self) -> int:
+        """Bytes that our passes and copies of operands read and write in a run, also those of the products' plans."""
+        return sum(getattr(part, "moved", 0) for part in vars(self).values())
+
     @abstractmethod
     def put(self, call: Call, memory: StreamMemory) -> None:
         """Puts the work on `memory.stream`; the call's own stream is not read.

@@ -10,20 +10,17 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from lt_runtime import paths
 from lt_runtime.files import read_private, replace_private
 from lt_runtime.gpu.driver import call
-from lt_runtime.kernels.resize import Resize
 from lt_runtime.layout import packed
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.call import PreparedCall
 from lt_runtime.plans.cache import FUSED_MLP, make_plan
-from lt_runtime.plans.layers import BackwardPlan, ForwardPlan, leaves_a_pass
-from lt_runtime.plans.strategies import MadeBy
-from lt_runtime.problem import Compute, DType, MatmulProblem, MLPProblem, Saved, Spec
+from lt_runtime.problem import Compute, DType, MatmulProblem, MLPProblem, Spec
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
@@ -35,7 +32,6 @@ from lt_runtime.tuner.report import strategy_in_words
 from lt_runtime.tuner.timing import Bench, workbench
 from lt_runtime.tuner.verification import ProductOperands
 
-_BITS: Final = 8
 COPY: Final = "copy"
 _COPIED: Final = 1 << 29  # bytes
 _EXTENT: Final = 8192
@@ -80,72 +76,24 @@ def work_of(ran: PreparedCall | AdamW) -> Work:
     words = "" if plan.strategy is None else strategy_in_words(to_json(plan.strategy))
     if copied:
         words = ", ".join([*filter(None, [words]), f"copies for {' and '.join(copied)}"])
-    return Work(least.flops, sum(_moved(plan)), kind, words, bool(copied))
+    return Work(least.flops, _moved(plan), kind, words, bool(copied))
 
 
 def _products(plan: Plan) -> dict[str, Plan]:
     return {"d": plan.product} if isinstance(plan, ProductPlan) else dict(plan.products)
 
 
-def _moved(plan: Plan) -> Iterator[int]:
-    """Bytes that each kernel of a plan reads and writes."""
-    for product in _products(plan).values():
-        if not isinstance(product, PaddedPlan):
-            yield roofline.work_of(product.problem).bytes
-            continue
-        yield roofline.work_of(product.inner.problem).bytes
-        yield from _copies([*product.sources.values(), product.result], product.problem.dtype)
-    if isinstance(plan, ForwardPlan):
-        yield from _forward_pass(plan)
-    elif isinstance(plan, BackwardPlan):
-        yield from _copies([plan.shared], plan.problem.dtype)
-        yield from _backward_passes(plan)
-    elif isinstance(plan, ProductPlan) and plan.product.problem is not plan.problem:
-        yield _bytes(plan.product.problem.d, plan.product.problem.d_dtype)
-        yield roofline.work_of(plan.problem).bytes - roofline.work_of(plan.product.problem).bytes
-        yield _bytes(plan.problem.d, plan.problem.d_dtype)
-
-
-def _copies(copies: Iterable[Resize | None], dtype: DType) -> Iterator[int]:
-    """Bytes of each copy, which reads its source and writes its target; None entries are skipped."""
-    return ((each.source.size + each.target.size) * dtype.itemsize for each in copies if each is not None)
-
-
-def _forward_pass(plan: ForwardPlan) -> Iterator[int]:
-    """Bytes of the pass after a layer's product: reads the product and the bias, writes y and the saved tensor."""
-    problem = plan.problem
-    if not leaves_a_pass(problem, plan.strategy):
-        return
-    product = plan.products["y"].problem
-    yield _bytes(product.d, product.d_dtype) + _bytes(problem.y, problem.dtype)
-    if problem.bias is not None and not plan.strategy.epilogue.has_bias:
-        yield _vector(problem.y, problem.dtype)
-        if plan.kept_spec is not None:
-            yield _bytes(plan.kept_spec, problem.dtype)
-
-
-def _backward_passes(plan: BackwardPlan) -> Iterator[int]:
-    """Bytes of our kernels in a backward pass: from dy to dz with the bias gradient, and from dx to the dz below."""
-    problem, strategy = plan.problem, plan.strategy
-    needs_dz = problem.dz is not None or (not problem.output_derivative.is_identity and bool(plan.products))
-    passes = [(problem.output_derivative, problem.dy, needs_dz, strategy.db is MadeBy.KERNEL)]
-    if problem.input_derivative is not None and problem.dx is not None:
-        by_kernel = strategy.derivative is MadeBy.KERNEL, strategy.db_below is MadeBy.KERNEL
-        passes.append((problem.input_derivative, problem.dx, *by_kernel))
-    for derivative, gradient, writes, sums in passes:
-        if writes or sums:
-            yield (1 + writes) * _bytes(gradient, problem.dtype) + sums * _vector(gradient, problem.dtype)
-        if writes and derivative.saved_spec is not None:
-            is_mask, saved = derivative.saved is Saved.MASK, derivative.saved_spec
-            yield saved.layout.size // _BITS if is_mask else _bytes(saved, problem.dtype)
-
-
-def _bytes(spec: Spec, dtype: DType) -> int:
-    return spec.layout.size * dtype.itemsize
-
-
-def _vector(matrix: Spec, dtype: DType) -> int:
-    return matrix.layout.cols * dtype.itemsize
+def _moved(plan: Plan) -> int:
+    """Bytes that all kernels of a plan read and write."""
+    moved = plan.moved
+    for each in _products(plan).values():
+        moved += roofline.work_of(each.inner.problem if isinstance(each, PaddedPlan) else each.problem).bytes
+    if isinstance(plan, ProductPlan) and plan.product.problem is not plan.problem:
+        # A pass of ours reads the plain product, and the operands that only the epilogue needs; it writes D.
+        plain, whole = plan.product.problem, plan.problem
+        moved += roofline.work_of(whole).bytes - roofline.work_of(plain).bytes
+        moved += sum(each.batch * each.d.layout.size * each.d_dtype.itemsize for each in (plain, whole))
+    return moved
 
 
 def _bytes_of_update(optimizer: AdamW) -> int:
