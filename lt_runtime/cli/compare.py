@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from lt_runtime.cli.output import print_lines
+from lt_runtime.cli.output import show
 from lt_runtime.profiling.layers import Kernel, label_of
 from lt_runtime.profiling.report import Report, load, short
 from lt_runtime.tables import Line, table
@@ -53,19 +52,17 @@ class Change(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison."""
+    """Prints the comparison, for people or as one JSON object."""
     reports = before, after = load(arguments.before), load(arguments.after)
-    layers, kernels = [*_changes(*map(_layers, reports))], [*_changes(*map(_kernels, reports))]
+    changes = [*_changes(*(dict(_figures(report)) for report in reports))]
+    layers, kernels = [each for each in changes if not each.name], [each for each in changes if each.name]
     kernels.sort(key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))  # the largest change first
     shares = {
         family: [sum(each.share for each in report.kernels if family_of(each) == family) for report in reports]
         for family in (*_FAMILIES, _PLANNED)
     }
     steps = before.totals.step_us, after.totals.step_us
-    if arguments.json:
-        changes = {"layers": [each._asdict() for each in layers], "changes": [each._asdict() for each in kernels]}
-        print(json.dumps({"step_us": steps, **changes, "shares": shares}, indent=2))
-        return 0
+    found = {"layers": [each._asdict() for each in layers], "changes": [each._asdict() for each in kernels]}
     lines: list[Line] = ["One of the profiles has no kernels, so that only layers can be compared."]
     if before.kernels and after.kernels:
         cells = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
@@ -73,9 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         lines = [table("Share of kernel time", ["", "before", "after"], cells, texts={""})]
         lines.append(_table("Kernels of a step", changed))
         lines.append(f"{len(kernels) - len(changed)} kernels took as long as before.")
-    lines.append(_table("Layers of a step", layers))
-    print_lines([*lines, f"A step took {steps[0]:.1f} µs before, {steps[1]:.1f} µs after."])
-    return 0
+    lines += [_table("Layers of a step", layers), f"A step took {steps[0]:.1f} µs before, {steps[1]:.1f} µs after."]
+    return show({"step_us": steps, **found, "shares": shares}, lines, as_json=arguments.json)
 
 
 class _Figures(NamedTuple):
@@ -86,20 +82,15 @@ class _Figures(NamedTuple):
     variance: float
 
 
-def _kernels(report: Report) -> dict[_Key, _Figures]:
-    found = {}
+def _figures(report: Report) -> Iterator[tuple[_Key, _Figures]]:
+    """The figures of a report's kernels and layers."""
+    timed, traced, whole = max(report.timed_steps, 1), max(report.traced_steps, 1), report.totals.step_us
     for each in report.kernels:
-        variance = each.count * each.std_us**2 / max(report.traced_steps, 1)
-        found[each.name, each.layer, each.phase] = _Figures(each.total_us, each.share, variance)
-    return found
-
-
-def _layers(report: Report) -> dict[_Key, _Figures]:
-    found, whole = {}, report.totals.step_us
-    for each in report.layers:
-        variance = (_MEDIAN_ERROR * each.spread_us) ** 2 / max(report.timed_steps, 1)
-        found["", each.name, each.phase] = _Figures(each.us, each.us / whole if whole else 0.0, variance)
-    return found
+        variance = each.count * each.std_us**2 / traced
+        yield (each.name, each.layer, each.phase), _Figures(each.total_us, each.share, variance)
+    for layer in report.layers:
+        variance = (_MEDIAN_ERROR * layer.spread_us) ** 2 / timed
+        yield ("", layer.name, layer.phase), _Figures(layer.us, layer.us / whole if whole else 0.0, variance)
 
 
 def family_of(kernel: Kernel) -> str:

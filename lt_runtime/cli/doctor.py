@@ -44,16 +44,8 @@ CUDA_REQUIREMENTS: Final = {
 """
 
 PACKAGES: Final = (
-    "cuda-bindings",
-    "cuda-pathfinder",
-    "filelock",
-    "ml_dtypes",
-    "numpy",
-    "nvtx",
-    "platformdirs",
-    "rich",
-    "safetensors",
-)
+    "cuda-bindings", "cuda-pathfinder", "filelock", "ml_dtypes", "numpy", "nvtx", "platformdirs", "rich", "safetensors",
+)  # fmt: skip
 """Distributions that lt_runtime requires; a test compares them with pyproject.toml."""
 
 _CUBLASLT_VARIABLE: Final = "LT_RUNTIME_CUBLASLT"
@@ -264,19 +256,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(machine: Machine) -> Iterator[Finding]:
-    """Findings from the results of the  GPU libraries are reported as missing only on a machine with a GPU."""
+    """Findings from the results of all probes. GPU libraries are reported as missing only on a machine with a GPU."""
     problems = {library.name: library.problem for library in machine.libraries if library.problem}
-    yield from _missing(problems, {name: name for name in PACKAGES}, "all or parts of lt_runtime")
+    yield from _missing(problems, PACKAGES, "all or parts of lt_runtime")
     yield from _hardware(machine.driver, machine.gpus)
     named = os.environ.get(_CUBLASLT_VARIABLE)
     if named and (problem := problems.pop("cuBLASLt", None)):
         what = f"{_CUBLASLT_VARIABLE} is {named}: {problem}"
         yield Finding(what, "running on the GPU", f"unset {_CUBLASLT_VARIABLE}")
     if machine.gpus:
-        needed = {name: requirement for name, requirement in CUDA_REQUIREMENTS.items() if name != "CUPTI"}
+        needed = [name for name in CUDA_REQUIREMENTS if name != "CUPTI"]
         yield from _missing(problems, needed, "running on the GPU")
-        optional = {"CUPTI": CUDA_REQUIREMENTS["CUPTI"]}
-        yield from _missing(problems, optional, "seeing kernels in profiles", needed=False)
+        yield from _missing(problems, ["CUPTI"], "seeing kernels in profiles", needed=False)
     for name in environment.VARIABLES:
         fault = environment.fault_of(name)
         if fault is not None:
@@ -289,13 +280,13 @@ def diagnose(machine: Machine) -> Iterator[Finding]:
 
 
 def _missing(
-    problems: Mapping[str, str], requirements: Mapping[str, str], prevents: str, *, needed: bool = True
+    problems: Mapping[str, str], group: Iterable[str], prevents: str, *, needed: bool = True
 ) -> Iterator[Finding]:
     """One finding for all missing libraries of a group, because one command installs them."""
-    names = [name for name in requirements if name in problems]
+    names = [name for name in group if name in problems]
     if names:
         what = "; ".join(f"{name}: {problems[name]}" for name in names)
-        command = [sys.executable, "-m", "pip", "install", *(requirements[name] for name in names)]
+        command = [sys.executable, "-m", "pip", "install", *(CUDA_REQUIREMENTS.get(name, name) for name in names)]
         yield Finding(what, prevents, shlex.join(command), needed)
 
 
@@ -316,7 +307,7 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def report_lines(machine: Machine, findings: Iterable[Finding]) -> Iterator[str]:
+def report_lines(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]:
     """The results of the probes, the environment's variables, and the findings, as lines of text."""
     driver, cache = machine.driver, machine.cache
     yield f"lt_runtime {__version__}, Python {platform.python_version()} on {platform.platform()}"
@@ -332,12 +323,10 @@ def report_lines(machine: Machine, findings: Iterable[Finding]) -> Iterator[str]
     yield ""
     yield from _aligned([(name, os.environ.get(name) or "(not set)") for name in environment.VARIABLES])
     yield ""
-    is_ready = True
     for finding in findings:
-        is_ready = is_ready and not finding.needed
         yield f"{'missing' if finding.needed else 'optional'}  {finding.what}"
         yield f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
-    if not is_ready:
+    if any(finding.needed for finding in findings):
         yield "Not ready: see what is missing above."
     elif not machine.gpus:
         yield "Ready: no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."

@@ -24,13 +24,13 @@ def show(result: Json, lines: Iterable[Line], *, as_json: bool) -> int:
     """Prints a command's result.
 
     Returns:
-        The exit status: 0 if `result["ok"]`, else 1.
+        The exit status: 1 if `result["ok"]` is false, else 0.
     """
     if as_json:
         print(json.dumps(result, indent=2))
     else:
         print_lines(lines)
-    return 0 if result["ok"] else 1
+    return 0 if result.get("ok", True) else 1
 
 
 def print_lines(lines: Iterable[Line]) -> None:
