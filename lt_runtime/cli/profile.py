@@ -21,7 +21,7 @@ from lt_runtime.cli import INTERRUPTED
 from lt_runtime.cli.output import print_lines, writable
 from lt_runtime.errors import ArgumentError
 from lt_runtime.profiling.capture.check import check_capture
-from lt_runtime.profiling.report import check_format, load, plot
+from lt_runtime.profiling.report import Report, check_format, load, plot
 from lt_runtime.profiling.session import Profile, profiled_device
 
 _TIMED, _TRACED = 10, 10
@@ -82,12 +82,9 @@ def _profile(arguments: argparse.Namespace) -> int:
             return 128 - status if status < 0 else status or 1
         report = load(file)
     print_lines(report.lines())
-    if arguments.json is not None:
-        report.save(arguments.json)
-    if arguments.csv is not None:
-        report.to_csv(arguments.csv)
-    if arguments.plot is not None:
-        plot(report, arguments.plot)
+    for name, write in {"json": Report.save, "csv": Report.to_csv, "plot": plot}.items():
+        if (path := getattr(arguments, name)) is not None:
+            write(report, path)
     return status or int(not report.layers and not report.kernels)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -219,7 +220,10 @@ def totals_of(steps: Sequence[Step], activities: Sequence[Activity], traced: int
     """Times and counts of a step: the median of the timed steps, and the mean of the `traced` steps."""
     traced = max(traced, 1)
     on_gpu = sorted((each for each in activities if each.is_on_gpu), key=lambda each: each.start_ns)
-    busy, gaps = _union([(each.start_ns, each.end_ns) for each in on_gpu])
+    ends = [*itertools.accumulate((each.end_ns for each in on_gpu), max)]
+    idle = [max(0, each.start_ns - end) for each, end in zip(on_gpu[1:], ends, strict=False)]
+    gaps = [ns for ns in idle if ns >= _LEAST_GAP_NS]
+    busy = ends[-1] - on_gpu[0].start_ns - sum(idle) if ends else 0
     kinds = Counter(each.kind for each in activities)
 
     def median(sums: Iterable[float]) -> float:
@@ -242,14 +246,3 @@ def totals_of(steps: Sequence[Step], activities: Sequence[Activity], traced: int
         synchronizations=kinds["synchronization"] / traced,
         allocations=kinds["allocation"] / traced,
     )
-
-
-def _union(intervals: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
-    """The length of the union of intervals sorted by start, and its gaps of at least `_LEAST_GAP_NS`."""
-    busy, gaps, end = 0, list[int](), intervals[0][0] if intervals else 0
-    for start, stop in intervals:
-        if start - end >= _LEAST_GAP_NS:
-            gaps.append(start - end)
-        busy += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return busy, gaps

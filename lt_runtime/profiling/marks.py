@@ -8,6 +8,7 @@ The cost of an event is measured, and subtracted from every time.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
@@ -92,28 +93,27 @@ class MarkedCopy:
     Moments are numbered in the order of capture; consecutive moments with no work between them share a number.
 
     Args:
-        first, last: numbers of the first and the last moment that get an event; if `last` is None, all moments from
-            the first on get one.
+        moments: numbers of the moments that get an event.
         empty: the number of further events before the first moment, to measure the cost of an event.
 
     Attributes:
         graph: the captured copy; None until it is captured.
-        first, empty: see above.
+        moments, empty: see above.
         count: number of moments captured so far.
         events: the copy's events, in the order in which a launch records them.
+        frames: the ranges that ended in the capture, as the timer describes them.
         is_unread: true from a launch of the copy until the launch's times are read.
     """
 
-    def __init__(self, first: int = 0, last: int | None = None, *, empty: int = 0) -> None:
+    def __init__(self, moments: range, *, empty: int = 0) -> None:
         self.graph: Graph | None = None
-        self.first, self.empty, self.count, self.is_unread = first, empty, 0, False
-        self.events: list[Any] = []
-        self._last, self._tail = last, list[int]()
+        self.moments, self.empty, self.count, self.is_unread = moments, empty, 0, False
+        self.events, self.frames, self._tail = list[Any](), list[Any](), list[int]()
 
     def take(self, stream: int) -> int:
         """Returns the number of the present moment, and captures an event if this copy has one at the moment."""
         if not self.count or self._tail != _tail(stream):
-            if self.count >= self.first and (self._last is None or self.count <= self._last):
+            if self.count in self.moments:
                 for _ in range(1 if self.count else 1 + self.empty):
                     self.events.append(_new_event())
                     call("cuEventRecordWithFlags", self.events[-1], stream, _EXTERNAL)
@@ -162,14 +162,14 @@ class MarkedGraph:
 
     def __init__(self, capture: Callable[[MarkedCopy], Graph]) -> None:
         self.cost_us = 0.0
-        self._copies = [MarkedCopy(empty=_EMPTY)]
+        self._copies = [MarkedCopy(range(sys.maxsize), empty=_EMPTY)]
         try:
             self._copies[0].graph = capture(self._copies[0])
             moments = self._copies[0].count
             self.times_us = [0.0] * max(0, moments - 1)
             size = -(-len(self.times_us) // _COPIES) or 1
             for first in range(0, len(self.times_us), size):
-                copy = MarkedCopy(first, first + size)
+                copy = MarkedCopy(range(first, first + size + 1))
                 self._copies.append(copy)
                 copy.graph = capture(copy)
                 if copy.count != moments:
@@ -194,7 +194,7 @@ class MarkedGraph:
     def read(self, copy: MarkedCopy, events: EventMarks) -> float:
         """Reads the times of a launch; returns its first moment's time, in microseconds since the profile's begin."""
         copy.is_unread = False
-        first, empty = copy.first, copy.empty
+        first, empty = copy.moments.start, copy.empty
         times = [events.us(start, end) for start, end in pairwise(copy.events)]
         if empty:
             self.cost_us = statistics.median(times[:empty])

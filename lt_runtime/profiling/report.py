@@ -144,16 +144,13 @@ def load(file: Path) -> Report:
     try:
         content = json.loads(file.read_bytes())
         schema = content.pop("schema")
-        if schema != SCHEMA:
-            raise ArgumentError(f"{file} is a profile of schema {schema}; this version reads {SCHEMA}")
-        content["layers"] = [Layer(**each) for each in content["layers"]]
-        content["kernels"] = [Kernel(**each) for each in content["kernels"]]
-        content["totals"] = Totals(**content["totals"])
-        return Report(**content)
-    except ArgumentError:
-        raise
+        if schema == SCHEMA:
+            content["layers"] = [Layer(**each) for each in content["layers"]]
+            content["kernels"] = [Kernel(**each) for each in content["kernels"]]
+            return Report(**content | {"totals": Totals(**content["totals"])})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(f"{file} is no profile as prof.save writes it ({type(error).__name__}: {error})") from None
+    raise ArgumentError(f"{file} is a profile of schema {schema}; this version reads {SCHEMA}")
 
 
 def _rate(value: float) -> str:

@@ -58,7 +58,7 @@ class Profile:
         self._lock = threading.Lock()  # several threads may end steps
         self._seen = self._traced_steps = 0
         self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first step
-        self._timer: Timer | None = None
+        self._timer = Timer(None)  # empty until steps are timed
         self._collector: Any = None
         self._notes: list[str] = []
         self._undo = contextlib.ExitStack()
@@ -126,9 +126,8 @@ class Profile:
 
     def save_trace(self, file: str | Path) -> None:
         """Writes ranges, kernels and calls on a time axis, as a trace that Perfetto (ui.perfetto.dev) opens."""
-        spans = () if self._timer is None else self._timer.spans
         activities = () if self._collector is None else self._collector.activities
-        save_trace(Path(file), [*spans, *activities], self.report.device)
+        save_trace(Path(file), [*self._timer.spans, *activities], self.report.device)
 
     def plot(self, file: str | Path) -> None:
         """Draws the roofline, and each layer's time beside its bytes. Needs the package's extra `plot`.
@@ -197,7 +196,7 @@ class Profile:
                 call(name)
 
     def _make_report(self) -> None:
-        steps = [] if self._timer is None else self._timer.steps
+        steps = self._timer.steps
         activities: list[Activity] = [] if self._collector is None else self._collector.activities
         works, known = works_of(steps), dict[str, float]()
         if self._device is not None and any(works.values()):
@@ -221,14 +220,13 @@ class Profile:
     def _missing(self, *, is_empty: bool) -> Iterator[str]:
         """Sentences that name the missing parts of the report, with reasons."""
         timer = self._timer
-        if timer is not None:
-            yield from timer.notes
-            if timer.discarded:
-                yield f"{timer.discarded} steps in which graphs were captured are left out"
-            if timer.left_open:
-                yield f"{timer.left_open} ranges were left open and end with the range around them"
-            if timer.lost:
-                yield f"the trace lacks {timer.lost} ranges; the tables have them"
+        yield from timer.notes
+        if timer.discarded:
+            yield f"{timer.discarded} steps in which graphs were captured are left out"
+        if timer.left_open:
+            yield f"{timer.left_open} ranges were left open and end with the range around them"
+        if timer.lost:
+            yield f"the trace lacks {timer.lost} ranges; the tables have them"
         if not self._seen and is_empty:
             yield 'the code had no step: a call of lt.TrainStep, or a block of `with lt.range("step")`'
         elif self._seen < self._skip:

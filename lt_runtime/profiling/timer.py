@@ -67,15 +67,9 @@ class _Frame:
 
 
 class _Launch(NamedTuple):
-    """A launch of one copy of a graph, whose times have not been read.
-
-    Attributes:
-        frames: the ranges that were opened while the graph was captured.
-        parent: the range around the launch.
-    """
+    """A launch of one copy of a graph, whose times have not been read; `parent` is the range around the launch."""
 
     graph: MarkedGraph
-    frames: list[_Frame]
     copy: MarkedCopy
     parent: _Frame | None
 
@@ -121,7 +115,7 @@ class Timer:
         # was captured in the step, other than by the profile, which discards the step's times.
         self._pending: deque[_Frame | _Launch | bool] = deque()
         self._unread_steps = 0
-        self._captured: dict[Graph, tuple[MarkedGraph, list[_Frame]] | None] = {}
+        self._marked: dict[Graph, MarkedGraph | None] = {}
         self._step: Step = {}
         self._lock = threading.RLock()
 
@@ -142,9 +136,9 @@ class Timer:
         self._read_while(lambda: True)
         if self._device is not None and self._events is not None:
             with activated(self._device):
-                for captured in filter(None, self._captured.values()):
-                    captured[0].close()
-                self._captured.clear()
+                for marked in filter(None, self._marked.values()):
+                    marked.close()
+                self._marked.clear()
                 self._events.close()
 
     def enter(self, name: str) -> None:
@@ -194,37 +188,31 @@ class Timer:
         Args:
             capture: captures the graph anew.
         """
-        if graph not in self._captured:
+        if graph not in self._marked:
             try:
-                self._captured[graph] = self._capture(capture)
+                self._marked[graph] = MarkedGraph(lambda copy: self._capture(copy, capture))
             except GpuError as error:
                 self.notes.append(f"a training step's graph could not be captured with events in it ({error})")
-                self._captured[graph] = None
-        captured = self._captured[graph]
-        copy = None if captured is None else captured[0].next
-        if captured is None or copy is None or copy.graph is None:
+                self._marked[graph] = None
+        marked = self._marked[graph]
+        copy = None if marked is None else marked.next
+        if marked is None or copy is None or copy.graph is None:
             return graph
         self._read_while(lambda: copy.is_unread)  # this launch will overwrite the copy's events
-        captured[0].launch(copy)
+        marked.launch(copy)
         frames = self._thread.open
-        self._pending.append(_Launch(*captured, copy, frames[-1] if frames else None))
+        self._pending.append(_Launch(marked, copy, frames[-1] if frames else None))
         return copy.graph
 
-    def _capture(self, capture: Callable[[], Graph]) -> tuple[MarkedGraph, list[_Frame]]:
-        """Captures a graph again for each of its copies; returns the copies and the first capture's ranges."""
+    def _capture(self, copy: MarkedCopy, capture: Callable[[], Graph]) -> Graph:
+        """Captures a graph with the events of a copy; the ranges of the capture become the copy's frames."""
         assert self._events is not None
-        events, thread, met = self._events, self._thread, list[list[_Frame]]()
-        outside = thread.open
-
-        def marked(copy: MarkedCopy) -> Graph:
-            met.append([])
-            thread.open, thread.captured, events.own = [], met[-1], copy
-            try:
-                return capture()
-            finally:
-                thread.open, thread.captured, events.own = outside, None, None
-
-        return MarkedGraph(marked), met[0]
+        events, thread, outside = self._events, self._thread, self._thread.open
+        thread.open, thread.captured, events.own = [], copy.frames, copy
+        try:
+            return capture()
+        finally:
+            thread.open, thread.captured, events.own = outside, None, None
 
     def _read_while(self, condition: Callable[[], bool]) -> None:
         """Reads the times of pending ranges and launches, oldest first, as long as a condition holds."""
@@ -256,16 +244,16 @@ class Timer:
 
     def _read_replay(self, launch: _Launch) -> None:
         assert self._events is not None
-        graph, frames, copy, parent = launch
+        graph, copy, parent = launch
         began_us, times = graph.read(copy, self._events), graph.times_us
         if parent is not None:
             parent.cost += graph.cost_us * len(copy.events)
-        for frame in frames:
+        for frame in copy.frames:
             path = frame.path if parent is None else (*parent.path, *frame.path)
             us = sum(times[frame.start : frame.end])
             self._add(frame, path, frame.parent or parent, us, 0.0)  # the host does not run the ranges of a replay
             self._keep(None, path, us, began_us + sum(times[: frame.start]))
-            frame.inside = frame.host_inside = 0.0  # the next replay is read into the same frame
+            frame.inside = frame.host_inside = 0.0  # the copy's next launch is read into the same frame
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:
         """Adds the time of a range, without the time of the ranges within it, to the cell of its place.

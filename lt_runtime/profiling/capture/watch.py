@@ -106,13 +106,11 @@ class Watch:
         self.note()
         if event == "exception":
             self._note_error(argument[1])
-        self._go_to(frame if event != "return" else frame.f_back)
+        place: FrameType | None = frame if event != "return" else frame.f_back
+        while place is not None and _is_library(place.f_code.co_filename):
+            place = place.f_back
+        self._here = self._here._replace(where="" if place is None else _shown(place))
         return self._trace
-
-    def _go_to(self, frame: FrameType | None) -> None:
-        while frame is not None and _is_library(frame.f_code.co_filename):
-            frame = frame.f_back
-        self._here = self._here._replace(where=_shown(frame) if frame is not None else "")
 
 
 @functools.cache
