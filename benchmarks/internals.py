@@ -18,7 +18,7 @@ from benchmarks.splits import DEVICE, chain_of
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.memory import MAX_TICKETS, stream_memory
+from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
@@ -30,6 +30,7 @@ from lt_runtime.problem import (
     Derivative,
     DType,
     ForwardProblem,
+    MatmulProblem,
     Philox,
     Saved,
     Spec,
@@ -67,14 +68,13 @@ def backward_pass(
     rows, cols = shape
     spec = Spec(packed(rows, cols))
     dz_spec = Spec(packed(cols, rows)).transposed if transposed else spec
-    derivative = Derivative(Activation("gelu"), Saved.PREACTIVATION, spec, dropout=dropout > 0)
-    backward = BackwardPass(DType.BFLOAT16, derivative, spec, dz_spec, 0, sums=db)
+    derivative = Derivative(Activation("gelu"), Saved.PREACTIVATION, spec, 256 if db else None, dropout > 0)
+    backward = BackwardPass(DType.BFLOAT16, derivative, spec, dz_spec, 0)
     state = _state(dropout, rng)
     partial, sums = cp.empty(backward.partial_bytes, cp.uint8), cp.empty(cols, DType.BFLOAT16.numpy)
-    tickets = cp.zeros(MAX_TICKETS, cp.uint32)
 
     def run(dy: int, z: int, dz: int, stream: int) -> None:
-        backward.launch(dy, z, dz, sums.data.ptr, partial.data.ptr, tickets.data.ptr, state, stream)
+        backward.launch(dy, z, dz, sums.data.ptr, partial.data.ptr, state, stream_memory(DEVICE, stream))
 
     return run
 
@@ -83,7 +83,8 @@ def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int])
     """A function of the addresses of z and y, and of a stream, which launches the forward pass."""
     spec = Spec(packed(*shape))
     problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x=spec, w=spec, y=spec, dropout=True)
-    forward = ForwardPass(problem, 0, product=spec, product_dtype=problem.dtype, kept=None, adds_bias=False)
+    product = MatmulProblem(problem.dtype, problem.dtype, problem.compute, spec, spec, spec)
+    forward = ForwardPass(problem, product, None, 0)
     state = _state(dropout, rng)
     return lambda z, y, stream: forward.launch(z, 0, y, 0, state, stream)
 

@@ -23,7 +23,7 @@ from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.tile_matmul import tile_macros
-from lt_runtime.kernels.tiling import Access, access_macros
+from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Order, packed
 from lt_runtime.plans.strategies import forward_strategies
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, MLPProblem, Saved, Spec
@@ -55,7 +55,7 @@ def _swept(bare: Variant, blocks: Callable[[DType, Access], int]) -> list[Varian
     accesses = [Access.ALIGNED, Access.ANY]
     if "ACTIVATION" in macros and macros.get("DZ") != "2" and macros.get("SAVED") != _MASK:
         accesses.append(Access.FLAT)
-    return [replace(bare, macros=(*bare.macros, *access_macros(access, blocks(dtype, access)))) for access in accesses]
+    return [replace(bare, macros=(*bare.macros, *access.macros(blocks(dtype, access)))) for access in accesses]
 
 
 def _epilogue_fwd() -> list[Variant]:

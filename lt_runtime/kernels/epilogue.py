@@ -6,20 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
-from lt_runtime.kernels.tiling import (
-    OCTET,
-    Access,
-    access_macros,
-    are_aligned,
-    moves_vectors,
-    reduction,
-    sweep,
-    wave_of,
-)
+from lt_runtime.kernels.tiling import OCTET, Access, are_aligned, moves_vectors, reduction, sweep, wave_of
 from lt_runtime.layout import Order, packed
-from lt_runtime.problem import ACTIVATIONS, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.problem import ACTIVATIONS, Derivative, DType, ForwardProblem, MatmulProblem, Saved, Spec
 
 ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
 """The struct of `activations.cuh` for each activation."""
@@ -41,36 +33,27 @@ class ForwardPass:
     """y = dropout(act(product + bias)) over one matrix.
 
     Args:
-        product: how the product lies, which may be where y or the kept pre-activation is.
-        product_dtype: the problem's type, or FP32 for a product whose sum with the bias is to be rounded only once.
+        product: the product that the pass reads. It may lie where y or the kept pre-activation is. It is of the
+            problem's type, or of FP32 if its sum with the bias is to be rounded only once. The pass adds the problem's
+            bias unless the product's epilogue does.
         kept: how the pre-activation lies that the pass writes besides y; None where it writes none.
-        adds_bias: whether the product lacks the bias.
 
     Attributes:
         moved: bytes that a launch reads and writes.
     """
 
-    def __init__(
-        self,
-        problem: ForwardProblem,
-        device: int,
-        *,
-        product: Spec,
-        product_dtype: DType,
-        kept: Spec | None,
-        adds_bias: bool,
-    ) -> None:
-        self._keeps, self._adds_bias = kept is not None, adds_bias
+    def __init__(self, problem: ForwardProblem, product: MatmulProblem, kept: Spec | None, device: int) -> None:
+        self._keeps, self._adds_bias = kept is not None, problem.bias is not None and not product.epilogue.has_bias
         dtype, layout = problem.dtype, problem.y.layout
-        self.moved = layout.size * (product_dtype.itemsize + dtype.itemsize * (1 + self._keeps))
-        self.moved += adds_bias * layout.cols * dtype.itemsize
-        access = Access.of((product_dtype, product), (dtype, problem.y), (dtype, kept))
+        self.moved = layout.size * (product.d_dtype.itemsize + dtype.itemsize * (1 + self._keeps))
+        self.moved += self._adds_bias * layout.cols * dtype.itemsize
+        access = Access.of((product.d_dtype, product.d), (dtype, problem.y), (dtype, kept))
         function, keeps, drops = ACTIVATION_NAMES[problem.activation.name], self._keeps, problem.dropout
-        macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product_dtype, KEEP=keeps)
-        macros += access_macros(access, _FORWARD_BLOCKS - keeps)
+        macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product.d_dtype, KEEP=keeps)
+        macros += access.macros(_FORWARD_BLOCKS - keeps)
         # The random numbers make a 16-bit pass compute-bound: one persistent wave of blocks is faster.
         busy = drops and dtype is not DType.FLOAT32
-        params = EPILOGUE_FWD.params(*map(Matrix.of, (product, kept, layout)), 0, *layout.shape)
+        params = EPILOGUE_FWD.params(*map(Matrix.of, (product.d, kept, layout)), 0, *layout.shape)
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
@@ -80,8 +63,8 @@ class ForwardPass:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            product, bias, y, kept: addresses. Only a pass made with `adds_bias` reads the bias, and only a pass made
-                with a layout for `kept` writes it.
+            product, bias, y, kept: addresses. Only a pass that adds the bias reads it, and only a pass that was made
+                with a layout for `kept` writes there.
         """
         params, launch = self._launches[stream]
         addresses = product, bias, y, kept
@@ -101,11 +84,10 @@ class BackwardPass:
     """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix.
 
     Args:
-        derivative: the factor of dy; its `db` is not used.
+        derivative: the factor of dy. Its `db` is None unless the pass shall make the bias gradient.
         dy: how the gradient lies.
         dz: how dz lies, apart from dy in any layout or in dy's place and layout; None where only the bias gradient is
             wanted.
-        sums: whether the bias gradient is wanted.
         accumulate: whether the bias gradient is added to the present values of its buffer.
 
     Attributes:
@@ -114,30 +96,22 @@ class BackwardPass:
     """
 
     def __init__(
-        self,
-        dtype: DType,
-        derivative: Derivative,
-        dy: Spec,
-        dz: Spec | None,
-        device: int,
-        *,
-        sums: bool,
-        accumulate: bool = False,
+        self, dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, device: int, *, accumulate: bool = False
     ) -> None:
-        self._makes_dz, self._sums = dz is not None, sums
+        self._makes_dz, self._sums = dz is not None, derivative.db is not None
         self._reads_saved = derivative.saved_spec is not None
         transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
         access = _access(dtype, derivative, dy, dz, transposes=transposes)
         is_flat, blocks = access is Access.FLAT, _backward_blocks(dtype, access, derivative.dropout)
         function, stores = ACTIVATION_NAMES[derivative.activation.name], 0 if dz is None else 1 + transposes
         macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=derivative.dropout)
-        macros += define(SAVED=_SAVED[derivative.saved], DZ=stores) + access_macros(access, blocks)
+        macros += define(SAVED=_SAVED[derivative.saved], DZ=stores) + access.macros(blocks)
         layout, wave = dy.layout, wave_of(device, blocks)
-        self.moved = dtype.itemsize * (layout.size * (1 + self._makes_dz) + sums * layout.cols)
+        self.moved = dtype.itemsize * (layout.size * (1 + self._makes_dz) + self._sums * layout.cols)
         if dz is not None and derivative.saved_spec is not None:
             saved_bits = 1 if derivative.saved is Saved.MASK else 8 * dtype.itemsize
             self.moved += derivative.saved_spec.layout.size * saved_bits // 8
-        if sums or transposes:
+        if self._sums or transposes:
             # In FP32 a single block is too slow for a whole strip of columns: on an H200 two passes over 256x512 took
             # 1.2 µs more in a step.
             strips = dtype is not DType.FLOAT32 and not is_flat
@@ -145,33 +119,24 @@ class BackwardPass:
         else:
             tiling = sweep(layout, wave)
         (columns, parts), (x, _) = tiling
-        keeps_parts = sums and (parts > 1 or is_flat)
+        keeps_parts = self._sums and (parts > 1 or is_flat)
         self.partial_bytes = 4 * parts * columns * (x + 2 * is_flat) * OCTET if keeps_parts else 0
         params = EPILOGUE_BWD.params(dy=Matrix.of(layout), dz=Matrix.of(dz), rows=layout.rows, cols=layout.cols)
         params.saved = Matrix.of(derivative.saved_spec, is_mask=derivative.saved is Saved.MASK)
-        params.db.accumulate = sums and accumulate
+        params.db.accumulate = self._sums and accumulate
         params.slope = derivative.activation.negative_slope
         self._launches = Launches(EPILOGUE_BWD, macros, device, tiling, params)
 
     def launch(
-        self,
-        dy: int,
-        saved: int,
-        dz: int,
-        db: int,
-        partial: int,
-        tickets: int,
-        dropout: DropoutState | None,
-        stream: int,
+        self, dy: int, saved: int, dz: int, db: int, partial: int, dropout: DropoutState | None, memory: StreamMemory
     ) -> None:
-        """Puts the pass on `stream`, whose memory's lock the caller holds.
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
             dy, saved, dz, db: addresses; the pass reads only the operands that it was made with.
             partial: address of `partial_bytes`.
-            tickets: address of a uint32 counter for each block in x; all are zero, and are zero again afterwards.
         """
-        params, launch = self._launches[stream]
+        params, launch = self._launches[memory.stream]
         params.dy.data = dy
         if self._reads_saved:
             params.saved.data = saved
@@ -179,7 +144,7 @@ class BackwardPass:
             params.dz.data = dz
         if self._sums:
             sums = params.db
-            sums.sum, sums.partial, sums.tickets = db, partial, tickets
+            sums.sum, sums.partial, sums.tickets = db, partial, memory.tickets
         if dropout is not None:
             params.dropout = dropout.block()
         launch()
@@ -216,7 +181,7 @@ class DropoutPass:
             specs = [_folded(spec) for spec in specs]
         layout = specs[0].layout
         access = Access.ALIGNED if are_aligned(dtype, *specs) else Access.ANY
-        macros = *define(SCALAR=dtype), *access_macros(access, _DROPOUT_BLOCKS)
+        macros = *define(SCALAR=dtype), *access.macros(_DROPOUT_BLOCKS)
         wave = None if dtype is DType.FLOAT32 else _DROPOUT_WAVES * wave_of(device, _DROPOUT_BLOCKS)
         params = DROPOUT.params(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)

@@ -61,16 +61,10 @@ def moves_vectors(spec: Spec, dtype: DType) -> bool:
     return spec.alignment % VECTOR_BYTES == 0 and pitch % VECTOR_BYTES == 0
 
 
-def is_whole_octets(spec: Spec, dtype: DType) -> bool:
-    """Whether every line of a matrix, of either order, is whole octets and begins on 16 bytes."""
-    layout = spec.layout
-    length = layout.cols if layout.order is Order.ROW else layout.rows
-    return length % OCTET == 0 and moves_vectors(spec, dtype)
-
-
 def are_whole(dtype: DType, *specs: Spec) -> bool:
     """Whether every line of all matrices, of any order, is whole octets and begins on 16 bytes."""
-    return all(is_whole_octets(spec, dtype) for spec in specs)
+    lengths = (each.layout.cols if each.layout.order is Order.ROW else each.layout.rows for each in specs)
+    return all(length % OCTET == 0 for length in lengths) and all(moves_vectors(each, dtype) for each in specs)
 
 
 class Access(enum.IntEnum):
@@ -91,6 +85,14 @@ class Access(enum.IntEnum):
             return cls.ALIGNED
         return cls.FLAT if all(_is_flat(spec) for _, spec in matrices) else cls.ANY
 
+    def macros(self, blocks: int) -> Macros:
+        """The definitions of how a kernel moves octets, and of how many blocks a multiprocessor shall hold.
+
+        The number of blocks bounds a thread's registers, except in the slow path, which uses as many registers as it
+        needs.
+        """
+        return ("ALIGNED", str(int(self))), ("BLOCKS", str(blocks if self else 1))
+
 
 def _is_flat(spec: Spec) -> bool:
     """Whether a matrix is large, and has no gaps between its rows."""
@@ -107,15 +109,8 @@ def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
 
     The fast path of the kernels requires this alignment.
     """
-    return all(spec.layout.order is Order.ROW and is_whole_octets(spec, dtype) for spec in specs if spec is not None)
-
-
-def access_macros(access: Access, blocks: int) -> Macros:
-    """How a kernel moves octets, and how many blocks a multiprocessor shall hold.
-
-    The number of blocks bounds a thread's registers, except in the slow path, which uses as many registers as it needs.
-    """
-    return ("ALIGNED", str(int(access))), ("BLOCKS", str(blocks if access else 1))
+    present = [spec for spec in specs if spec is not None]
+    return all(spec.layout.order is Order.ROW for spec in present) and are_whole(dtype, *present)
 
 
 def tile(rows: int, cols: int) -> Pair:

@@ -51,10 +51,7 @@ class ForwardPlan(Plan):
         self.products = {"y": self._product}
         self._pass = None
         if has_pass and problem.y.layout.size:
-            kept = self.kept_spec if pass_adds else None
-            self._pass = ForwardPass(
-                problem, device, product=product.d, product_dtype=product.d_dtype, kept=kept, adds_bias=pass_adds
-            )
+            self._pass = ForwardPass(problem, product, self.kept_spec if pass_adds else None, device)
 
     def _matmul_problem(self) -> MatmulProblem:
         problem, is_exact = self.problem, self._scratch_bytes > 0
@@ -150,8 +147,8 @@ class BackwardPlan(Plan):
         """A kernel of ours that computes dz, a bias gradient or both; None if it has no work."""
         if not dy.layout.size or (dz is None and not sums):
             return None
-        problem = self.problem
-        return BackwardPass(problem.dtype, derivative, dy, dz, self.device, sums=sums, accumulate=problem.accumulate)
+        derivative, problem = derivative if sums else replace(derivative, db=None), self.problem
+        return BackwardPass(problem.dtype, derivative, dy, dz, self.device, accumulate=problem.accumulate)
 
     def _product_problems(self, dz: Spec) -> dict[str, MatmulProblem]:
         """The products that compute the requested gradients from dz; cuBLASLt's epilogues are those of the strategy."""
@@ -193,7 +190,7 @@ class BackwardPlan(Plan):
         if self._first is not None:
             dz = (dz or scratch) if self._needs_dz else dy
             if not self._sums_beside:
-                self._first.launch(dy, saved, dz, db, partial, memory.tickets, call.dropouts[0], memory.stream)
+                self._first.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
         else:
             dz = dy
             if self.strategy.db is MadeBy.KERNEL:
@@ -221,7 +218,7 @@ class BackwardPlan(Plan):
 
     def _put_sums(self, dy: int, db: int, memory: StreamMemory) -> None:
         if self._first is not None:
-            self._first.launch(dy, 0, 0, db, memory.scratch(self._partial_bytes), memory.tickets, None, memory.stream)
+            self._first.launch(dy, 0, 0, db, memory.scratch(self._partial_bytes), None, memory)
 
     def _put_dx(self, call: Call, dz: int, partial: int, memory: StreamMemory) -> None:
         """Puts the product dx on the stream, and then the pass for the layer below."""
@@ -232,7 +229,7 @@ class BackwardPlan(Plan):
         aux = saved if self.strategy.derivative is MadeBy.EPILOGUE else 0
         self._dx.put(Call((dz, w, 0, vector, aux, dx), memory.stream), memory)
         if self._last is not None:
-            self._last.launch(dx, saved, dx, db, partial, memory.tickets, call.dropouts[1], memory.stream)
+            self._last.launch(dx, saved, dx, db, partial, call.dropouts[1], memory)
         elif self.strategy.db_below is MadeBy.KERNEL:
             self._zero(db, self.problem.x.layout.cols, memory.stream)
 

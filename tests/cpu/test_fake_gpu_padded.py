@@ -116,7 +116,7 @@ def test_a_bias_gradient_alone_and_the_product_of_fewer_blocks_begin_in_time(
 
     noted(own("products.padded").PaddedPlan, "put", product)
     noted(own("products.matmul").MatmulPlan, "put", product)
-    noted(own("kernels.epilogue").BackwardPass, "launch", lambda *given: ("sums", given[-1]))
+    noted(own("kernels.epilogue").BackwardPass, "launch", lambda *given: ("sums", given[-1].stream))
     wanted = {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "dw_concurrent": True}
     monkeypatch.setattr(own("plans.priors"), "leaf_of", lambda *_: wanted)
     model = lt.MLP((19, inputs, outputs), activation="none", dtype="float32", compute="tf32", device=0)

@@ -150,16 +150,17 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
     saved_spec = None if variant.saved is Saved.NOTHING else spec_of(saved)
     if variant.saved is Saved.MASK:  # counted in bits, as by cuBLASLt
         saved_spec = Spec(Layout(*case.shape, Order.ROW, 8 * saved.matrix.row_stride))
-    slopes = Derivative(activation, variant.saved, saved_spec, dropout=variant.dropout)
+    slopes = Derivative(activation, variant.saved, saved_spec, 16 if case.sums else None, variant.dropout)
     with launching(host, {Variant(EPILOGUE_BWD.source, variant.macros)}, order) as patch:
         if case.blocks:
             for choice in ("sweep", "reduction"):
                 patch.setattr(epilogue, choice, lambda *_, **__: case.blocks.tiling(case.shape))
         specs = spec_of(operands.dy), spec_of(dz) if dz else None
-        backward = BackwardPass(variant.dtype, slopes, *specs, 0, sums=case.sums, accumulate=case.accumulate)
+        backward = BackwardPass(variant.dtype, slopes, *specs, 0, accumulate=case.accumulate)
     memory = Memory(backward.partial_bytes)
     addresses = operands.dy.address, saved.address, dz.address if dz else 0, operands.db.address
-    backward.launch(*addresses, memory.workspace, memory.tickets, state if variant.dropout else None, 0)
+    of_memory: Any = memory
+    backward.launch(*addresses, memory.workspace, state if variant.dropout else None, of_memory)
     assert step[0] == case.drops.philox.step
     memory.check()
 

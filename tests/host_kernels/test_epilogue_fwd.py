@@ -16,7 +16,7 @@ from lt_runtime.kernels.epilogue import EPILOGUE_FWD, ForwardPass
 from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import packed
-from lt_runtime.problem import Activation, Compute, ForwardProblem, Spec, keep_scale, keep_threshold
+from lt_runtime.problem import Activation, Compute, ForwardProblem, MatmulProblem, Spec, keep_scale, keep_threshold
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.build import Variant
@@ -112,14 +112,9 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
     with launching(host, {Variant(EPILOGUE_FWD.source, variant.macros)}, order) as patch:
         if case.blocks:
             patch.setattr(epilogue, "sweep", lambda *_: case.blocks.tiling(case.shape))
-        forward = ForwardPass(
-            problem,
-            0,
-            product=spec_of(operands.product),
-            product_dtype=variant.product,
-            kept=spec_of(kept) if kept else None,
-            adds_bias=case.bias,
-        )
+        kinds = variant.dtype, variant.product, Compute.FLOAT32
+        product = MatmulProblem(*kinds, a=UNUSED, b=UNUSED, d=spec_of(operands.product))
+        forward = ForwardPass(problem, product, spec_of(kept) if kept else None, 0)
     addresses = operands.product.address, operands.bias.address, operands.y.address, kept.address if kept else 0
     forward.launch(*addresses, state if variant.dropout else None, 0)
     assert step[0] == case.drops.philox.step

@@ -14,7 +14,7 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import SCALAR
 from lt_runtime.kernels.narrow import _SHARED_ROWS, narrow_macros
-from lt_runtime.kernels.tiling import Access, access_macros
+from lt_runtime.kernels.tiling import Access
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.build import Variant
 
@@ -51,7 +51,7 @@ class Forward:
     def macros(self) -> Macros:
         """In the runtime's order."""
         read_and_kept = (("PRODUCT", SCALAR[self.product]), ("KEEP", str(int(self.keeps))))
-        return (*_epilogue_macros(self), *read_and_kept, *access_macros(self.access, 1))
+        return (*_epilogue_macros(self), *read_and_kept, *self.access.macros(1))
 
     def __str__(self) -> str:
         options = (("kept", self.keeps), ("once", self.once))
@@ -77,7 +77,7 @@ class Backward:
     def macros(self) -> Macros:
         """In the runtime's order."""
         written = (("SAVED", _SAVED[self.saved]), ("DZ", str(self.dz)))
-        return (*_epilogue_macros(self), *written, *access_macros(self.access, 1))
+        return (*_epilogue_macros(self), *written, *self.access.macros(1))
 
     @property
     def transposes(self) -> bool:
@@ -96,7 +96,7 @@ class Dropping:
 
     @property
     def macros(self) -> Macros:
-        return (*scalar_macros(self.dtype), *access_macros(Access(self.aligned), 1))
+        return (*scalar_macros(self.dtype), *Access(self.aligned).macros(1))
 
     def __str__(self) -> str:
         return f"{self.dtype.value}-{_access_name(Access(self.aligned))}"

@@ -8,7 +8,7 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.epilogue import BackwardPass
 from lt_runtime.layout import Layout, Order, layout_of
 from lt_runtime.problem import ALIGNMENT, Activation, Derivative, DType, Saved, Spec
@@ -34,15 +34,16 @@ class MaskPass:
         (m, n), dtype = dy.shape, DType.parse("dy", dy.dtype)
         layout = layout_of("dy", dy.shape, [stride // dy.itemsize for stride in dy.strides])
         spec, bits = Spec(layout, 16), Spec(Layout(m, n, Order.ROW, 8 * mask.shape[1]))
-        derivative = Derivative(Activation("relu"), Saved.MASK, bits)
-        self._mask, self._pass = mask, BackwardPass(dtype, derivative, spec, spec, 0, sums=True)
-        self._partial, self._tickets = cp.empty(self._pass.partial_bytes, cp.uint8), cp.zeros(MAX_TICKETS, cp.uint32)
+        derivative = Derivative(Activation("relu"), Saved.MASK, bits, 256)
+        self._mask, self._pass = mask, BackwardPass(dtype, derivative, spec, spec, 0)
+        self._partial = cp.empty(self._pass.partial_bytes, cp.uint8)
 
     def run(self, dy: Any, dz: Any, db: Any) -> None:
         """Launches the kernel. dy and dz, (M, N), have equal strides or are the same array; db has shape (N,)."""
-        arrays = {"dy": dy, "saved": self._mask, "dz": dz, "db": db, "partial": self._partial, "tickets": self._tickets}
+        arrays = {"dy": dy, "saved": self._mask, "dz": dz, "db": db, "partial": self._partial}
         addresses = {name: int(array.data.ptr) for name, array in arrays.items()}
-        self._pass.launch(**addresses, dropout=None, stream=cp.cuda.get_current_stream().ptr)
+        memory = stream_memory(0, cp.cuda.get_current_stream().ptr)
+        self._pass.launch(**addresses, dropout=None, memory=memory)
 
 
 def to_host(array: Any) -> NDArray[np.float64]:

@@ -22,7 +22,6 @@ from lt_runtime.kernels.tiling import (
     THREADS,
     Access,
     Tiling,
-    access_macros,
     are_aligned,
     moves_vectors,
     reduction,
@@ -96,9 +95,9 @@ def test_lines_on_16_bytes(layout: Layout, alignment: int, expected: bool) -> No
 
 
 def test_the_slow_path_takes_what_registers_it_needs() -> None:
-    assert dict(access_macros(Access.ALIGNED, 5)) == {"ALIGNED": "1", "BLOCKS": "5"}
-    assert dict(access_macros(Access.FLAT, 5)) == {"ALIGNED": "2", "BLOCKS": "5"}
-    assert dict(access_macros(Access.ANY, 5)) == {"ALIGNED": "0", "BLOCKS": "1"}
+    assert dict(Access.ALIGNED.macros(5)) == {"ALIGNED": "1", "BLOCKS": "5"}
+    assert dict(Access.FLAT.macros(5)) == {"ALIGNED": "2", "BLOCKS": "5"}
+    assert dict(Access.ANY.macros(5)) == {"ALIGNED": "0", "BLOCKS": "1"}
 
 
 @pytest.mark.parametrize(
