@@ -97,12 +97,7 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
 
 def _memory(operand: Operand) -> NDArray[Any]:
     """The operand's memory as a NumPy array, which must not be read, because the memory may be a GPU's."""
-    size = operand.itemsize
-    interface = {
-        "version": 3,
-        "data": (operand.address, True),
-        "shape": operand.shape,
-        "strides": tuple(stride * size for stride in operand.strides),
-        "typestr": f"|V{size}",
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
+    size, shape = operand.itemsize, operand.shape
+    strides = tuple(stride * size for stride in operand.strides)
+    interface = {"version": 3, "data": (operand.address, True), "typestr": f"|V{size}", "shape": shape}
+    return np.asarray(SimpleNamespace(__array_interface__=interface | {"strides": strides}))

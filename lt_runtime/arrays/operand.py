@@ -13,15 +13,8 @@ import numpy as np
 from cuda.bindings import driver
 
 from lt_runtime.arguments import shown
-from lt_runtime.arrays.libraries import (
-    ArrayApiLibrary,
-    CupyLibrary,
-    Library,
-    NumpyLibrary,
-    TorchLibrary,
-    cupy_stream,
-    is_from,
-)
+from lt_runtime.arrays import libraries
+from lt_runtime.arrays.libraries import Library, cupy_stream, is_from
 from lt_runtime.errors import AlignmentError, DeviceError, DriverError, DTypeError, LayoutError, OperandError
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
@@ -38,10 +31,10 @@ _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _Source: TypeAlias = "tuple[int, Library, Callable[[str, Any, int, int], Operand]]"
 HOST: Final = -1
 """The device of NumPy arrays, in place of a GPU's ordinal."""
-CUPY: Final = CupyLibrary()
-NUMPY: Final = NumpyLibrary()
-TORCH: Final = TorchLibrary()
-_array_api: Final = functools.cache(ArrayApiLibrary)
+CUPY: Final = libraries.CupyLibrary()
+NUMPY: Final = libraries.NumpyLibrary()
+TORCH: Final = libraries.TorchLibrary()
+_array_api: Final = functools.cache(libraries.ArrayApiLibrary)
 
 
 @dataclass(frozen=True, slots=True)

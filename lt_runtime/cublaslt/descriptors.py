@@ -9,21 +9,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from typing import Any, ClassVar, Final, Generic, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar, get_args
 
-from lt_runtime.cublaslt.attributes import (
-    Attribute,
-    EmulationDescAttribute,
-    MatmulDescAttribute,
-    MatrixLayoutAttribute,
-    MatrixTransformDescAttribute,
-    PreferenceAttribute,
-)
+from lt_runtime.cublaslt import attributes
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
 from lt_runtime.cublaslt.library import Owner, call, read_bytes
 from lt_runtime.errors import ArgumentError
 
-A = TypeVar("A", bound=Attribute)
+A = TypeVar("A", bound=attributes.Attribute)
 V = TypeVar("V", int, float)
 _revisions = itertools.count()
 _TILE_COLS: Final = 32
@@ -31,7 +24,9 @@ _TILE_ROWS: Final = {Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.COL32_2R_4R4: 3
 
 
 class Descriptor(Owner, Generic[A, V]):
-    """The base of all descriptors. A subclass has the name of its C functions without "cublasLt".
+    """The base of all descriptors: `Descriptor[A, V]` has attributes of the enum A, with values of type V.
+
+    A subclass has the name of its C functions without "cublasLt".
 
     Attributes:
         revision: a number that no other descriptor has. It changes whenever a check of the descriptor may have
@@ -40,11 +35,12 @@ class Descriptor(Owner, Generic[A, V]):
 
     _prefix: ClassVar[str]
     _setter: ClassVar[str]
-    _attributes: ClassVar[type[Attribute]]
+    _attributes: ClassVar[type[attributes.Attribute]]
 
-    def __init_subclass__(cls, attributes: type[Attribute]) -> None:
+    def __init_subclass__(cls) -> None:
         cls._prefix = f"cublasLt{cls.__name__}"
-        cls._setter, cls._attributes = f"{cls._prefix}SetAttribute", attributes
+        cls._setter = f"{cls._prefix}SetAttribute"
+        cls._attributes, _ = get_args(vars(cls)["__orig_bases__"][0])
 
     def __init__(self) -> None:
         self._create(f"{self._prefix}Create", {})
@@ -106,7 +102,7 @@ class Descriptor(Owner, Generic[A, V]):
         self._free()
 
 
-class MatmulDesc(Descriptor[MatmulDescAttribute, int], attributes=MatmulDescAttribute):
+class MatmulDesc(Descriptor[attributes.MatmulDescAttribute, int]):
     """`cublasLtMatmulDesc_t`: the computation of a matrix product.
 
     Args:
@@ -118,7 +114,7 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int], attributes=MatmulDescAttr
     """
 
     def __init__(self, compute_type: ComputeType, scale_type: DataType) -> None:
-        ids = MatmulDescAttribute
+        ids = attributes.MatmulDescAttribute
         self._create("cublasLtMatmulDescCreate", {ids.COMPUTE_TYPE: compute_type, ids.SCALE_TYPE: scale_type})
         self._values[ids.POINTER_MODE] = PointerMode.HOST
         self._emulation: EmulationDesc | None = None
@@ -130,11 +126,11 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int], attributes=MatmulDescAttr
         Raises:
             MissingLibraryError: the library is older than 13.1.
         """
-        self.set(MatmulDescAttribute.EMULATION_DESCRIPTOR, emulation.handle if emulation else 0)
+        self.set(attributes.MatmulDescAttribute.EMULATION_DESCRIPTOR, emulation.handle if emulation else 0)
         self._emulation = emulation
 
 
-class MatrixLayout(Descriptor[MatrixLayoutAttribute, int], attributes=MatrixLayoutAttribute):
+class MatrixLayout(Descriptor[attributes.MatrixLayoutAttribute, int]):
     """`cublasLtMatrixLayout_t`: a matrix in memory, or a batch of them.
 
     Args:
@@ -161,7 +157,7 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int], attributes=MatrixLayo
         batch_count: int = 1,
         batch_stride: int = 0,
     ) -> None:
-        ids = MatrixLayoutAttribute
+        ids = attributes.MatrixLayoutAttribute
         created = {ids.TYPE: data_type, ids.ROWS: rows, ids.COLS: cols, ids.LD: leading_dimension}
         self._create("cublasLtMatrixLayoutCreate", created)
         defaults = {ids.ORDER: Order.COL, ids.BATCH_COUNT: 1, ids.STRIDED_BATCH_OFFSET: 0}
@@ -173,7 +169,7 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int], attributes=MatrixLayo
 
     def check_leading_dimension(self, owner: str = "") -> None:
         """Raises `ArgumentError`, which begins with `owner`, if columns (or rows, or tiles) overlap."""
-        ids = MatrixLayoutAttribute
+        ids = attributes.MatrixLayoutAttribute
         order, rows, cols, leading = map(self.recall, (ids.ORDER, ids.ROWS, ids.COLS, ids.LD))
         if order == Order.COL:
             least, described = rows, f"rows ({rows})"
@@ -199,25 +195,26 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int], attributes=MatrixLayo
             ArgumentError, AlignmentError: as for the attributes GROUPED_*.
             MissingLibraryError: the library is older than 13.2.
         """
-        ids = MatrixLayoutAttribute
+        ids = attributes.MatrixLayoutAttribute
         arrays = {ids.GROUPED_ROWS_ARRAY: rows, ids.GROUPED_COLS_ARRAY: cols, ids.GROUPED_LD_ARRAY: leading_dimensions}
         made = cls.__new__(cls)
         made._create("cublasLtGroupedMatrixLayoutCreate", {ids.TYPE: data_type, ids.BATCH_COUNT: groups, **arrays})
         return made
 
 
-class MatmulPreference(Descriptor[PreferenceAttribute, float], attributes=PreferenceAttribute):
+class MatmulPreference(Descriptor[attributes.PreferenceAttribute, float]):
     """`cublasLtMatmulPreference_t`: the limits within which the heuristic chooses algorithms."""
 
 
-class MatrixTransformDesc(Descriptor[MatrixTransformDescAttribute, int], attributes=MatrixTransformDescAttribute):
+class MatrixTransformDesc(Descriptor[attributes.MatrixTransformDescAttribute, int]):
     """`cublasLtMatrixTransformDesc_t`: the computation of a matrix transform; `scale_type` is the type of α and β."""
 
     def __init__(self, scale_type: DataType) -> None:
-        self._create("cublasLtMatrixTransformDescCreate", {MatrixTransformDescAttribute.SCALE_TYPE: scale_type})
+        ids = attributes.MatrixTransformDescAttribute
+        self._create("cublasLtMatrixTransformDescCreate", {ids.SCALE_TYPE: scale_type})
 
 
-class EmulationDesc(Descriptor[EmulationDescAttribute, int], attributes=EmulationDescAttribute):
+class EmulationDesc(Descriptor[attributes.EmulationDescAttribute, int]):
     """`cublasLtEmulationDesc_t`: how FP32 or FP64 is emulated with narrower types.
 
     Raises:

@@ -20,15 +20,10 @@ _Reader = Callable[[Scalar], bytes | int | None]
 """Converts α or β to the form that the library reads: the number's bytes, or its address."""
 
 _LAYOUT: Final = [attribute for attribute in MatrixLayoutAttribute if attribute <= MatrixLayoutAttribute.BATCH_MODE]
-_SCALARS: Final = {
-    # "=" rather than native: a native float turns a number that is too large into infinity.
-    DataType.R_16F: struct.Struct("=e"),
-    DataType.R_32F: struct.Struct("=f"),
-    DataType.R_64F: struct.Struct("=d"),
-    DataType.R_32I: struct.Struct("=i"),
-    DataType.C_32F: struct.Struct("=ff"),
-    DataType.C_64F: struct.Struct("=dd"),
-}
+_T: Final = DataType
+_CODES: Final = {_T.R_16F: "e", _T.R_32F: "f", _T.R_64F: "d", _T.R_32I: "i", _T.C_32F: "ff", _T.C_64F: "dd"}
+# "=" rather than native: a native float turns a number that is too large into infinity.
+_SCALARS: Final = {kind: struct.Struct(f"={code}") for kind, code in _CODES.items()}
 
 
 def matmul(

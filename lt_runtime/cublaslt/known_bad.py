@@ -76,10 +76,7 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
         "illegal memory access in the sum of an operand with one column",
     ),
     # NVIDIA cuBLAS release notes, 12.8 update 1.
-    (
-        lambda c: c.version <= 120800 and c.epilogue.has_bias and (c.m == 1 or c.n == 1),
-        "wrong bias where M or N is 1",
-    ),
+    (lambda c: c.version <= 120800 and c.epilogue.has_bias and (c.m == 1 or c.n == 1), "wrong bias where M or N is 1"),
     # Seen in one version. The library does not check it before 13.2.
     (
         lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < 16,

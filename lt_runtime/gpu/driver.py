@@ -10,7 +10,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from cuda.bindings import driver
 
@@ -119,6 +119,8 @@ class _Config(ctypes.Structure):
     )
 
 
+Dim3: TypeAlias = tuple[int, int, int]
+"""Blocks of a grid, or threads of a block, in x, y and z."""
 _OVERLAP: Final = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
 
 
@@ -136,15 +138,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: int,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        params: ctypes.Structure,
-        stream: int,
-        *,
-        shared: int,
-        overlaps: bool,
+        self, kernel: int, grid: Dim3, block: Dim3, params: ctypes.Structure, stream: int, shared: int, overlaps: bool
     ) -> None:
         attributes = ctypes.addressof(_OVERLAP) if overlaps else None
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))

@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from lt_runtime import ranges
 from lt_runtime.errors import CaptureError
@@ -132,6 +132,9 @@ class StreamMemory:
         return address
 
 
+OnMemory: TypeAlias = Callable[[StreamMemory], None]
+"""Function of a stream's memory, such as `Plan.reserve`."""
+
 memories: dict[tuple[int, int], StreamMemory] = {}
 """The memories made so far, by device and stream; `stream_memory` makes them."""
 _memories_lock = threading.Lock()
@@ -213,13 +216,7 @@ class BoundPlan:
 
     __slots__ = ("__weakref__", "_executable", "_graph", "_launch", "_lock", "_memory", "_put", "_stream", "prepared")
 
-    def __init__(
-        self,
-        put: Callable[[StreamMemory], None],
-        device: int,
-        stream: int,
-        reserve: Callable[[StreamMemory], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, put: OnMemory, device: int, stream: int, reserve: OnMemory) -> None:
         if is_captured(stream):
             raise CaptureError(f"stream {stream:#x} is being captured; bind a call to it before the capture")
         self._put, self._stream = put, stream

@@ -44,14 +44,22 @@ COUNT_LABELS: Final = Entry("count_labels", "cross_entropy.cu")
 
 
 class Weighting(NamedTuple):
-    """Whether the calls of a pass have a weight for each row, and for each class (of the rows with its label)."""
+    """How a pass weighs its target.
 
+    Attributes:
+        smoothing: of the labels; 0 for none.
+        rows: whether calls have a weight for each row.
+        classes: whether calls have a weight for each class, which counts for the rows with its label.
+    """
+
+    smoothing: float = 0.0
     rows: bool = False
     classes: bool = False
 
-    def mode(self, smoothing: float) -> int:
+    @property
+    def mode(self) -> int:
         """WEIGHTS of `cross_entropy.cuh`."""
-        return _SPREAD if self.classes and smoothing > 0 else int(self.rows or self.classes)
+        return _SPREAD if self.classes and self.smoothing > 0 else int(self.rows or self.classes)
 
 
 class RowGroup(enum.Enum):
@@ -172,16 +180,9 @@ class CrossEntropyPass:
     """
 
     def __init__(
-        self,
-        dtype: DType,
-        logits: Layout,
-        gradient: Layout,
-        labels: Labels,
-        smoothing: float,
-        weighting: Weighting,
-        device: int,
+        self, dtype: DType, logits: Layout, gradient: Layout, labels: Labels, weighting: Weighting, device: int
     ) -> None:
-        weights = weighting.mode(smoothing)
+        weights = weighting.mode
         self._rows = logits.rows
         self._sharing = sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD)
         few = logits.cols <= _FEW_CLASSES
@@ -191,7 +192,7 @@ class CrossEntropyPass:
         macros = (*define(SCALAR=dtype), *row_macros(sharing.row_group, sharing.kept, weights))
         entry, of_labels = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY, {"cols": logits.cols, **labels.fields}
         params = entry.params(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, **of_labels)
-        params.smoothing, params.lanes, params.held = smoothing, sharing.lanes, held
+        params.smoothing, params.lanes, params.held = weighting.smoothing, sharing.lanes, held
         self._launches = Launches(entry, macros, device, tiling, params, shared=held * sharing.held_bytes)
         # Few labels are counted by the blocks themselves, which costs less than a launch.
         self._counts = (bool(params.ignores) or weighting.classes) and logits.rows > _COUNTED_IN_BLOCKS

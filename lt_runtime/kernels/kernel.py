@@ -7,11 +7,11 @@ of ctypes. A test compares sizes and offsets with the compiler's.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
 import threading
 from collections.abc import Mapping
-from ctypes import Structure, c_double, c_float, c_int, c_int64, c_uint8, c_uint32, c_uint64, c_void_p, sizeof
 from keyword import iskeyword
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -41,19 +41,12 @@ def define(**definitions: DType | str | int) -> Macros:
     return tuple((name, each if isinstance(each, str) else str(int(each))) for name, each in texts.items())
 
 
-class Struct(Structure):
+class Struct(ctypes.Structure):
     """A struct of `cuda_src`. Its fields have the names of the C++ members; `in` and `from` are `in_` and `from_`."""
 
 
-_NUMBERS: Final[Mapping[str, Any]] = {
-    "unsigned char": c_uint8,
-    "int": c_int,
-    "uint32": c_uint32,
-    "int64": c_int64,
-    "uint64": c_uint64,
-    "float": c_float,
-    "double": c_double,
-}
+_NAMED: Final = ("int", "uint32", "int64", "uint64", "float", "double")  # as ctypes names them, without "c_"
+_NUMBERS: Final = {"unsigned char": ctypes.c_uint8, **{name: getattr(ctypes, f"c_{name}") for name in _NAMED}}
 _STRUCT: Final = re.compile(r"^struct (?:alignas\(\d+\) )?(\w+) {\n(.*?)^};", re.MULTILINE | re.DOTALL)
 _TYPE: Final = r"(?:const )?(?:struct )?(unsigned char|\w+)(?:<\w+>)?(\*?)"
 _MEMBER: Final = re.compile(rf"^  {_TYPE} (\w+)([\[\w\]]*);", re.MULTILINE)
@@ -81,7 +74,7 @@ def declared(cls: type[_Struct]) -> type[_Struct]:
     """Gives a class the fields that `cuda_src` declares for the struct of its name. Pointers are addresses."""
     (bodies, _, constants), fields = _declarations(), []
     for kind, pointer, name, lengths in _MEMBER.findall(bodies[cls.__name__]):
-        field = c_void_p if pointer else _NUMBERS.get(kind) or struct(kind)
+        field = ctypes.c_void_p if pointer else _NUMBERS.get(kind) or struct(kind)
         for length in reversed(re.findall(r"\w+", lengths)):
             field *= int(constants.get(length, length))
         fields.append((f"{name}_" if iskeyword(name) else name, field))
@@ -138,7 +131,7 @@ class Kernel:
         self._overlaps = overlaps
         self._shared = _SHARED_WITHOUT_ASKING
         _, size = call("cuFuncGetParamInfo", self._function, 0)
-        expected = sizeof(entry.params)
+        expected = ctypes.sizeof(entry.params)
         if size != expected:
             raise GpuError(f"{entry.name} takes {size} bytes of parameters, {entry.params.__name__} has {expected}")
 
@@ -153,8 +146,7 @@ class Kernel:
         """
         if shared > self._shared:
             self._allow_shared(shared)
-        overlaps = self._overlaps
-        return Launch(self._function, (*grid, batch), (*block, 1), params, stream, shared=shared, overlaps=overlaps)
+        return Launch(self._function, (*grid, batch), (*block, 1), params, stream, shared, self._overlaps)
 
     def _allow_shared(self, size: int) -> None:
         """Allows blocks `size` bytes of shared memory.

@@ -160,13 +160,7 @@ class MlpBackward:
     """
 
     def __init__(
-        self,
-        problem: MLPProblem,
-        x: Matrix,
-        y: Matrix,
-        accumulate: bool,
-        device: int,
-        loss: ElementwiseLoss | None = None,
+        self, problem: MLPProblem, x: Matrix, y: Matrix, accumulate: bool, device: int, loss: ElementwiseLoss | None
     ) -> None:
         parts = _parts_for(problem, device)
         assert parts, "`supports` has refused the problem"

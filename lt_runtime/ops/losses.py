@@ -211,7 +211,7 @@ class CrossEntropy(LossOperation):
         """See `LossOperation`."""
         smoothing, ignore_index = options
         check_labels(target, scores.shape)
-        return Labels(target.dtype == "int64", ignore_index), smoothing, Weighting(*weighted)
+        return Labels(target.dtype == "int64", ignore_index), Weighting(smoothing, *weighted)
 
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:
         """See `LossOperation`: labels are in range or ignored."""

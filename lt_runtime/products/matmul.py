@@ -107,12 +107,7 @@ class MatmulPlan(AlgorithmPlan):
     """
 
     def __init__(
-        self,
-        problem: MatmulProblem,
-        device: int,
-        rank: int | None = None,
-        *,
-        algorithm: bytes | None = None,
+        self, problem: MatmulProblem, device: int, rank: int | None = None, *, algorithm: bytes | None = None
     ) -> None:
         self.problem, self.device = problem, device
         self.types = library_types(problem)
@@ -251,10 +246,8 @@ class MatmulPlan(AlgorithmPlan):
         with cublaslt.MatmulPreference() as preference:
             preference.set(attribute.MAX_WORKSPACE_BYTES, workspace)
             preference.set(attribute.REDUCTION_SCHEME_MASK, reductions)
-            preference.set(attribute.MIN_ALIGNMENT_A_BYTES, self._first.alignment)
-            preference.set(attribute.MIN_ALIGNMENT_B_BYTES, self._second.alignment)
-            preference.set(attribute.MIN_ALIGNMENT_C_BYTES, (problem.c or problem.d).alignment)
-            preference.set(attribute.MIN_ALIGNMENT_D_BYTES, problem.d.alignment)
+            for name, spec in zip("ABCD", (self._first, self._second, problem.c or problem.d, problem.d), strict=True):
+                preference.set(attribute[f"MIN_ALIGNMENT_{name}_BYTES"], spec.alignment)
             found = cublaslt.get_heuristics(self.handle, self._desc, *self._operands, preference, _REQUESTED)
         return [each for each in found if cublaslt.is_known_bad(self._facts(each)) is None]
 

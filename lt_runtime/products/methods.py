@@ -134,13 +134,7 @@ K_MAJOR: Final = Method(
     partial(PaddedPlan, k_major=True),
 )
 NARROW: Final = Method(
-    "NARROW_MATMUL",
-    "our kernel for narrow products",
-    NARROW_MATMUL.blob,
-    True,
-    narrow.supports,
-    narrow_us,
-    NarrowPlan,
+    "NARROW_MATMUL", "our kernel for narrow products", NARROW_MATMUL.blob, True, narrow.supports, narrow_us, NarrowPlan
 )
 TILE: Final = Method(
     "TILE_MATMUL", "our kernel for ragged rows", TILE_MATMUL.blob, True, tile_matmul.supports, tile_us, TilePlan

@@ -281,8 +281,8 @@ def run_cross_entropy(
     runner.order, runner.launched = order, []
     runner.shared_memory = LITTLE_SHARED_MEMORY if little_memory else MUCH_SHARED_MEMORY
     kind = Labels(labels.dtype == np.int64, ignore_index)
-    weighting = Weighting(*(each is not None for each in weights))
-    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, kind, smoothing, weighting, 0)
+    weighting = Weighting(smoothing, *(each is not None for each in weights))
+    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, kind, weighting, 0)
     memory = LossMemory()
     labels_at = labels.ctypes.data
     addresses = (logits.address, labels_at, gradient.address, memory.loss.address, *map(address_of, weights))
