@@ -28,6 +28,13 @@ def check_type(operand: Operand, dtype: str) -> None:
         raise DTypeError(f"{operand.name} is {operand.dtype}; it must be {dtype}")
 
 
+def check_one_float32(operand: Operand) -> None:
+    """Raises `DTypeError` or `ShapeError` unless the operand is one FP32 number."""
+    check_type(operand, "float32")
+    if operand.shape not in ((), (1,)):
+        raise ShapeError(f"{operand.name} has shape {operand.shape}; accepted are () and (1,)")
+
+
 def check_same(first: Operand, *others: Operand) -> None:
     """Raises `DTypeError` or `DeviceError` unless all operands share the first one's type and device."""
     for other in others:

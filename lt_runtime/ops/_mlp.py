@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lt_runtime.arrays.checks import check_same, check_shape, check_type
+from lt_runtime.arrays.checks import check_one_float32, check_same, check_shape
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.mlp import MAX_LAYERS
@@ -44,7 +44,7 @@ class MlpOutputs(Operation):
     names = ("x", "out", *_named())
     required = 1
 
-    def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
+    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
         x, out, *parameters = operands
         problem = _problem(x, parameters, options, backward=False)
@@ -54,28 +54,30 @@ class MlpOutputs(Operation):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return _plan(request.problem, *request.detail, device)
+        return _plan(request.problem, device, *request.detail)
 
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: None, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
         return Call(addresses[: _FIRST + 2 * len(prepared.request.problem.biases)], stream)
 
 
-class MlpGradients(Operation):
-    """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs.
+class MlpGradients(MlpOutputs):
+    """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs, or from a loss.
 
-    A call's options are the hidden layers' activation, whether the gradients are accumulated in their buffers, and None
-    in the place of the loss.
+    A call's options are the hidden layers' activation, whether the gradients are accumulated in their buffers, and an
+    `ElementwiseLoss` or None. The array `y` holds the gradient of the outputs or, with a loss, the targets. With a loss
+    the call's scalar is a factor of the gradients. The array `grad_scale` then holds another factor, one FP32 number,
+    and the array `out_loss` receives the loss.
     """
 
-    names = ("x", "dy", *_named(), *_named(".grad"))
+    names = ("x", "y", *_named(), *_named(".grad"), "grad_scale", "out_loss")
     required = 2
 
-    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
+    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
         activation, accumulate, loss = options
-        x, y, *rest = operands
-        parameters, gradients = rest[:_PLACES], rest[_PLACES : 2 * _PLACES]
+        x, y, *rest, scale, out_loss = operands
+        parameters, gradients = rest[:_PLACES], rest[_PLACES:]
         problem = _problem(x, parameters, activation, backward=True)
         check_shape(y.name, y.shape, (problem.rows, problem.dims[-1]), "the outputs' shape")
         check_same(x, y)
@@ -84,52 +86,26 @@ class MlpGradients(Operation):
                 check_shape(gradient.name, gradient.shape, parameter.shape, f"that of {parameter.name}")
                 check_same(x, gradient)
                 gradient.check_packed()
-        first = _FIRST + _PLACES
-        written = tuple(first + place for place, each in enumerate(parameters) if each is not None)
-        return Request(problem, written, {}, (x.layout, y.layout, accumulate, loss))
+        if scale is not None:
+            check_one_float32(scale)
+        new: dict[int, New] = {}
+        written = tuple(place for place, each in enumerate(parameters, _FIRST + _PLACES) if each is not None)
+        if loss is not None:
+            result_spec(_LOSS, out_loss, (), x, new, DType.FLOAT32)
+            written = *written, _LOSS
+        return Request(problem, written, new, (x.layout, y.layout, accumulate, loss))
 
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        x, y, accumulate, loss = request.detail
-        return _plan(request.problem, x, y, device, accumulate, loss)
-
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
         count, first = 2 * len(prepared.request.problem.biases), _FIRST + _PLACES
-        return Call((*addresses[: _FIRST + count], *addresses[first : first + count]), stream)
-
-
-class MlpLoss(MlpGradients):
-    """The loss of an MLP's outputs against targets, and the gradients of all its parameters.
-
-    A call's options are the options of `MlpGradients`, with an `ElementwiseLoss` in the place of None. Its scalar is a
-    factor of the gradients. The array `grad_scale` holds one FP32 number, another factor of the gradients. The array
-    `out_loss` receives the loss.
-    """
-
-    names = ("x", "target", *_named(), *_named(".grad"), "grad_scale", "out_loss")
-
-    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
-        """See `Operation`."""
-        *operands, scale, loss = operands
-        request = super().read(operands, options, scalars)
-        if scale is not None:
-            check_type(scale, "float32")
-            check_shape(scale.name, scale.shape, (1,) if scale.shape else (), "one number")
-        new: dict[int, New] = {}
-        result_spec(_LOSS, loss, (), operands[0], new, DType.FLOAT32)
-        return request._replace(written=(*request.written, _LOSS), new=new)
-
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
-        """See `Operation`."""
-        *addresses_of_mlp, scale, loss = addresses
-        made = super().call(prepared, tuple(addresses_of_mlp), scalars, stream)
-        return Call((*made.addresses, loss), stream, (scalars, scale))
+        *_, scale, loss = addresses
+        of_loss = (loss,) if loss else ()
+        of_mlp = *addresses[: _FIRST + count], *addresses[first : first + count]
+        return Call((*of_mlp, *of_loss), stream, (scalars, scale))
 
 
 MLP_OUTPUTS: Final = MlpOutputs()
 MLP_GRADIENTS: Final = MlpGradients()
-MLP_LOSS: Final = MlpLoss()
 
 
 def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activation, *, backward: bool) -> MLPProblem:

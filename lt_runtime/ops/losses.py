@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.arguments import integer, is_number, number, shown
-from lt_runtime.arrays.checks import check_same, check_shape, check_type
+from lt_runtime.arrays.checks import check_one_float32, check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
-from lt_runtime.errors import ArgumentError, DTypeError, ShapeError
+from lt_runtime.errors import ArgumentError, DTypeError
 from lt_runtime.gpu import driver
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
@@ -100,9 +100,7 @@ class LossOperation(Operation):
                 each.check_packed()
         of_target = self.read_target(scores, target, [each is not None for each in weights], *options)
         if scale is not None:
-            check_type(scale, "float32")
-            if scale.shape not in ((), (1,)):
-                raise ShapeError(f"grad_scale has shape {scale.shape}; accepted are () and (1,)")
+            check_one_float32(scale)
         new: dict[int, New] = {}
         gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout
         result_spec(_LOSS, loss, (), scores, new, DType.FLOAT32)

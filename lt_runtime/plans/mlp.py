@@ -25,8 +25,8 @@ def is_fused(problem: MLPProblem, device: int) -> bool:
 def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpPlan, ...]:
     """The plans of an MLP's passes, for packed inputs and outputs."""
     x, y = packed(problem.rows, problem.dims[0]), packed(problem.rows, problem.dims[-1])
-    forward = MlpPlan(replace(problem, backward=False), x, y, device)
-    return (forward, MlpPlan(problem, x, y, device)) if problem.backward else (forward,)
+    forward = MlpPlan(replace(problem, backward=False), device, x, y)
+    return (forward, MlpPlan(problem, device, x, y)) if problem.backward else (forward,)
 
 
 class MlpPlan(Plan):
@@ -45,9 +45,9 @@ class MlpPlan(Plan):
     def __init__(
         self,
         problem: MLPProblem,
+        device: int,
         x: Layout,
         y: Layout,
-        device: int,
         accumulate: bool = False,
         loss: ElementwiseLoss | None = None,
     ) -> None:

@@ -78,11 +78,10 @@ class StepBody:
         (x, target, *weights), model, loss, scaler = part, self.model, self.loss, self.optimizer.scaler
         narrow = model.narrow if model.narrow.take(x, backward=True) else None
         scale, share, first = None if scaler is None else scaler.scale, 1.0 / self.parts, index == 0
+        options: dict[str, Any] = {"accumulate": not first, "stream": stream}
         if narrow is not None and not weights and loss.elementwise is not None:
             with range_of("backward"):
-                number = narrow.loss_and_backward(
-                    x, target, loss.elementwise, scale=scale, share=share, accumulate=not first, stream=stream
-                )
+                number = narrow.backward(x, target, loss=loss.elementwise, scale=scale, share=share, **options)
             with range_of("loss"):
                 tally.add(number, None, share, first=first, stream=stream)
             return
@@ -110,10 +109,9 @@ class StepBody:
                 tally.add(value, scores, share, first=first, stream=memory and memory.stream)
             with range_of("backward"):
                 if narrow is not None:
-                    narrow.backward(x, gradient, accumulate=not first, stream=stream)
+                    narrow.backward(x, gradient, **options)
                 while contexts:
-                    options = {"accumulate": not first, "need_dx": False, "stream": stream}
-                    gradient = backward_layer(model.layers, gradient, contexts, **options)
+                    gradient = backward_layer(model.layers, gradient, contexts, need_dx=False, **options)
                     contexts.pop()
                     if contexts:
                         contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory

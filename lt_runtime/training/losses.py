@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from lt_runtime.arguments import check_instance, one_of, shown
-from lt_runtime.arrays.checks import check_shape, check_type
+from lt_runtime.arrays.checks import check_one_float32, check_shape, check_type
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import CUPY, HOST, Operand
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
@@ -27,7 +27,6 @@ LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] 
 }
 """The function of each loss, and the options that it takes in a training step."""
 _ARRAYS: Final = ("class_weights", "pos_weight")  # options that are arrays; the others are numbers
-_RETURNED: Final = "what the loss function returned"
 LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"]
 OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
 
@@ -121,10 +120,8 @@ def _read_loss(loss: Any, model: MLP, stream: int | None) -> Any:
     """Checks that the caller's function has returned one FP32 number on the model's device, and returns the number."""
     if isinstance(loss, np.generic):
         loss = np.asarray(loss)
-    operand = model.device.read(_RETURNED, loss, stream or 0)
-    check_type(operand, "float32")
-    if operand.shape not in ((), (1,)):
-        raise ShapeError(f"{_RETURNED} has shape {operand.shape}; accepted are () and (1,)")
+    operand = model.device.read("what the loss function returned", loss, stream or 0)
+    check_one_float32(operand)
     return loss.reshape(()) if operand.device == HOST else loss
 
 

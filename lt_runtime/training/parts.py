@@ -18,7 +18,7 @@ from lt_runtime.errors import CaptureError, DeviceError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import supports
-from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_LOSS, MLP_OUTPUTS, filled
+from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import asked_for, before_first_use
@@ -209,28 +209,30 @@ class NarrowPasses:
         """The outputs for inputs x, without dropout."""
         return perform(MLP_OUTPUTS, (x, None, *self._arrays("data")), self._problem.activation, None, stream)
 
-    def backward(self, x: Any, dy: Any, *, accumulate: bool, stream: Any) -> None:
+    def backward(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        loss: ElementwiseLoss | None = None,
+        scale: Any = None,
+        share: float = 1.0,
+        accumulate: bool,
+        stream: Any,
+    ) -> Any:
         """Writes every parameter's gradient into its buffer, or adds it to the buffer's values.
 
-        Args:
-            dy: the gradient with respect to the outputs.
-        """
-        arrays = x, dy, *self._arrays("data"), *self._arrays("grad")
-        perform(MLP_GRADIENTS, arrays, (self._problem.activation, accumulate, None), 1.0, stream)
-
-    def loss_and_backward(
-        self, x: Any, target: Any, loss: ElementwiseLoss, *, scale: Any, share: float, accumulate: bool, stream: Any
-    ) -> Any:
-        """Runs forward, loss and backward in one pass, without writing the outputs.
+        With a loss, forward, loss and backward run in one pass, without writing the outputs.
 
         Args:
-            scale, share: as in `StepLoss.compute`.
+            y: the gradient with respect to the outputs or, with a loss, the targets.
+            scale, share: factors of the loss's gradient, as in `StepLoss.compute`.
 
         Returns:
-            The loss, one FP32 number on the device.
+            With a loss, its value: one FP32 number on the device.
         """
-        arrays = x, target, *self._arrays("data"), *self._arrays("grad"), scale, None
-        return perform(MLP_LOSS, arrays, (self._problem.activation, accumulate, loss), share, stream)
+        arrays = x, y, *self._arrays("data"), *self._arrays("grad"), scale, None
+        return perform(MLP_GRADIENTS, arrays, (self._problem.activation, accumulate, loss), share, stream)
 
     def _arrays(self, kind: str) -> tuple[Any, ...]:
         """Each layer's weight and bias: their values ("data") or their gradients ("grad")."""

@@ -53,7 +53,7 @@ class _Network:
         x, dy, *parameters = self.gpu
         gradients = [each.copy() for each in parameters]
         y = perform(MLP_OUTPUTS, (x, None, *filled(parameters)), self.activation, None, None)
-        operands = (x, dy, *filled(parameters), *filled(gradients))
+        operands = (x, dy, *filled(parameters), *filled(gradients), None, None)
         perform(MLP_GRADIENTS, operands, (self.activation, False, None), 1.0, None)
         return [cp.asnumpy(each).astype(np.float64) for each in (y, *gradients)]
 
