@@ -17,7 +17,7 @@ from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.layout import Layout, packed
-from lt_runtime.ops._linear import Layer, LinearBackward, LinearForward
+from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer
 from lt_runtime.ops.call import Operation, addresses_of, prepare
 from lt_runtime.problem import ACTIVATIONS, Activation, Saved
 
@@ -26,8 +26,6 @@ __all__ = ["backward_raw", "forward_raw"]
 _ITEMSIZE = 4
 _MOST = 1 << 48
 _LAST_ADDRESS = 1 << 57
-
-_FORWARD, _BACKWARD = LinearForward(), LinearBackward()
 
 
 def __dir__() -> list[str]:
@@ -72,7 +70,7 @@ def forward_raw(
     operands = [_operand("A", A, x), _operand("B", B, w), _operand("bias", bias, y.cols) if has_bias else None]
     operands += [_operand("Y", Y, y), _operand("Z", Z, y) if has_z else None]
     options = (activation, activation.negative_slope, 0.0, "float32", False, False)
-    _run(_FORWARD, operands, 3, options, stream)
+    _run(FORWARD, operands, 3, options, stream)
 
 
 def backward_raw(
@@ -119,7 +117,7 @@ def backward_raw(
     saved_as = Saved.PREACTIVATION if has_z else Saved.NOTHING
     layer = Layer((y.rows, y.cols, x.cols), saved_as, None, activation, 0.0, "float32", with_bias)
     options = (layer, None, False, *wanted, False, False, True)
-    _run(_BACKWARD, [*operands, *outputs, _optional("C", C, y)], 5, options, stream)
+    _run(BACKWARD, [*operands, *outputs, _optional("C", C, y)], 5, options, stream)
 
 
 def _activation(name: str, slope: float) -> Activation:

@@ -103,7 +103,7 @@ class LinearContext:
 
 
 class LinearForward(Operation):
-    """y = dropout(act(x · wᵀ + bias)), and a context for backward.
+    """y = dropout(act(x · wᵀ + bias)) and, for training, a context for backward.
 
     The options of a call are the options of `linear_fwd`, then a flag: whether tensors are saved for backward. Its
     scalars are `Sources`. A request's detail is the `Layer`.
@@ -159,23 +159,18 @@ class LinearForward(Operation):
             z[...] = exact_z.astype(dtype)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Sources) -> Any:
-        """See `Operation`: y and the `LinearContext`."""
+        """See `Operation`: y and the `LinearContext`; y alone for inference, for which no tensor is saved."""
         x, w, _, y, kept = arrays
-        layer: Layer = prepared.request.detail
+        request = prepared.request
+        if not request.problem.backward:
+            return y
+        layer: Layer = request.detail
         saved_as = layer.saved_as
         rng = scalars[0] if layer.dropout else None
         if saved_as is Saved.MASK:
             return y, LinearContext(layer, x, w, kept, None, rng, y)
         saved = kept if saved_as is Saved.PREACTIVATION else y if saved_as is Saved.OUTPUT else None
         return y, LinearContext(layer, x, w, saved, kept, rng, y)
-
-
-class LinearInference(LinearForward):
-    """The forward pass for inference; its result is y without a context."""
-
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
-        """See `Operation`."""
-        return arrays[_Y]
 
 
 def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]:
@@ -347,6 +342,10 @@ def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> di
         if missing:
             raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
     return wanted
+
+
+FORWARD: Final = LinearForward()
+BACKWARD: Final = LinearBackward()
 
 
 def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:

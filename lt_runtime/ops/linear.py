@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from lt_runtime.arguments import flag, shown
 from lt_runtime.arrays.checks import is_same_matrix
 from lt_runtime.errors import ArgumentError, KindError
-from lt_runtime.ops._linear import (
-    BackwardOptions,
-    ChainedGradients,
-    LinearBackward,
-    LinearContext,
-    LinearForward,
-    LinearGradients,
-    LinearInference,
-)
+from lt_runtime.ops._linear import BACKWARD, FORWARD, BackwardOptions, ChainedGradients, LinearContext, LinearGradients
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ActivationName, ComputeName, Philox
-
-FORWARD: Final = LinearForward()
-INFERENCE: Final = LinearInference()
-BACKWARD: Final = LinearBackward()
 
 
 def linear_fwd(
@@ -107,7 +95,7 @@ def linear(
         y (M, N), of the kind and type that x is.
     """
     options = (activation, negative_slope, 0.0, compute, propagate_nan, False)
-    return perform(INFERENCE, (x, w, bias, out, None), options, (None, None), stream)
+    return perform(FORWARD, (x, w, bias, out, None), options, (None, None), stream)
 
 
 class _BackwardKeywords(TypedDict, total=False):

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lt_runtime.arguments import by_layer, check_instance, flag, integer, integers, shown
 from lt_runtime.errors import ArgumentError, DeviceError
 from lt_runtime.gpu.devices import current_device, device_count, parse_device
-from lt_runtime.problem import (
-    Activation,
-    BackwardProblem,
-    Chosen,
-    Compute,
-    ComputeName,
-    DType,
-    DTypeLike,
-    ForwardProblem,
-    MatmulProblem,
-    activation_of,
-    probability,
-)
+from lt_runtime.problem import Activation, Chosen, Compute, ComputeName, DType, DTypeLike, activation_of, probability
 from lt_runtime.store.keys import Problem
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import LayerChain, chains_of
 from lt_runtime.tuner.explanation import Explanations, explain_chain, explain_problem
 from lt_runtime.tuner.report import TuningReport, progress_bar
-
-_PROBLEMS = (MatmulProblem, ForwardProblem, BackwardProblem)
 
 
 def tune(
@@ -142,10 +128,10 @@ def ordinal_of(device: object) -> int:
 
 def _given(dims: Any, rows: int | None, *options: Any) -> LayerChain | list[Problem]:
     """The layers, or the problems, that the arguments of `tune` or `explain` name."""
-    problems = [dims] if isinstance(dims, _PROBLEMS) else [*dims] if isinstance(dims, Sequence) else []
-    if any(isinstance(each, _PROBLEMS) for each in problems):
+    problems = [dims] if isinstance(dims, Problem) else [*dims] if isinstance(dims, Sequence) else []
+    if any(isinstance(each, Problem) for each in problems):
         for i, each in enumerate(problems):
-            check_instance(f"dims[{i}]", each, _PROBLEMS, "a problem, as the first of them")
+            check_instance(f"dims[{i}]", each, get_args(Problem), "a problem, as the first of them")
         if rows is not None:
             raise ArgumentError(f"rows is {shown(rows)}, but a problem says itself how many it has")
         return problems
