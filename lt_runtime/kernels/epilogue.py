@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
 from lt_runtime.kernels.tiling import OCTET, Access, are_aligned, moves_vectors, reduction, sweep, wave_of
 from lt_runtime.layout import Order, packed
-from lt_runtime.problem import ACTIVATIONS, Derivative, DType, ForwardProblem, MatmulProblem, Saved, Spec
+from lt_runtime.problem import ACTIVATIONS, Derivative, DType, ForwardProblem, MatmulProblem, Philox, Saved, Spec
 
 ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
 """The struct of `activations.cuh` for each activation."""
@@ -23,6 +23,7 @@ _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4
 _DROPOUT_ROW: Final = 2048  # elements of a block's row
 _DROPOUT_BLOCKS: Final = 6  # blocks that a multiprocessor shall hold
 _DROPOUT_WAVES: Final = 4
+_KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0, which makes the kernel a copy
 
 
 EPILOGUE_FWD: Final = Entry("epilogue_fwd", "epilogue_fwd.cu")
@@ -175,6 +176,8 @@ DROPOUT: Final = Entry("dropout", "dropout.cu")
 class DropoutPass:
     """target = mask · scale · source, over one matrix; both may be the same memory."""
 
+    scratch_bytes = 0
+
     def __init__(self, dtype: DType, source: Spec, target: Spec, device: int) -> None:
         specs = [source, target]
         if all(spec.layout.order is Order.ROW and spec.layout.extent == spec.layout.size for spec in specs):
@@ -186,15 +189,15 @@ class DropoutPass:
         params = DROPOUT.params(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
 
-    def launch(self, source: int, target: int, state: DropoutState, stream: int) -> None:
-        """Puts the pass on `stream`, whose memory's lock the caller holds.
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
-            source, target: addresses.
+            call: its addresses are those of source and target; without a first mask the target is a copy.
         """
-        params, launch = self._launches[stream]
-        params.in_.data, params.out.data = source, target
-        params.dropout = state.block()
+        params, launch = self._launches[memory.stream]
+        params.in_.data, params.out.data = call.addresses
+        params.dropout = (call.dropouts[0] or _KEEPS_ALL).block()
         launch()
 
 

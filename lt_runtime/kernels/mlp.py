@@ -125,7 +125,7 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
 class MlpForward:
     """The outputs of an MLP."""
 
-    scratch_bytes: Final = 0
+    scratch_bytes = 0
 
     def __init__(self, problem: MLPProblem, x: Matrix, y: Matrix, device: int) -> None:
         shared, (_, width, *_) = _forward_bytes(problem), _sizes(problem)

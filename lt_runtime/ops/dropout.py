@@ -9,32 +9,12 @@ from typing import Any, Final
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import DropoutPass
 from lt_runtime.ops.call import New, Operation, Request, perform, result_spec
 from lt_runtime.problem import Philox, check_dropout
-from lt_runtime.products.plan import Plan
+from lt_runtime.products.plan import PassPlan, Plan
 
-_KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0, which makes the kernel a copy
 _pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
-
-
-class DropoutPlan(Plan):
-    """Dropout without a layer; a call's addresses are those of x and y.
-
-    Args:
-        dropout_pass: the kernel; None if the arrays are empty.
-    """
-
-    def __init__(self, dropout_pass: DropoutPass | None, device: int) -> None:
-        self.device, self._pass = device, dropout_pass
-
-    def put(self, call: Call, memory: StreamMemory) -> None:
-        """See `Plan`."""
-        x, y = call.addresses
-        if self._pass is not None:
-            self._pass.launch(x, y, call.dropouts[0] or _KEEPS_ALL, memory.stream)
 
 
 class Dropout(Operation):
@@ -58,7 +38,7 @@ class Dropout(Operation):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return DropoutPlan(None if request.problem is None else _pass(*request.problem, device), device)
+        return PassPlan(None if request.problem is None else _pass(*request.problem, device), device)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""

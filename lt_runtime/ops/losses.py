@@ -25,7 +25,7 @@ from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
 from lt_runtime.problem import DType
-from lt_runtime.products.plan import Plan
+from lt_runtime.products.plan import PassPlan, Plan
 
 _GRADIENT, _LOSS = 3, 4  # indices in `LossOperation.names`
 _RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "row_weights")
@@ -45,29 +45,14 @@ class Loss(NamedTuple):
     gradient: Any
 
 
-class LossPlan(Plan):
-    """The plan of a loss and its gradient. The loss of no elements is NaN.
+class _NoElements:
+    """The loss of empty arrays, which is NaN; their gradient has no elements either."""
 
-    A call's addresses belong, in this order, to the scores, target, gradient, loss, row weights and column weights.
+    scratch_bytes = 0
 
-    Args:
-        loss_pass: the kernels for the arrays' types and layouts; None if the arrays are empty.
-    """
-
-    def __init__(self, loss_pass: ElementwiseLossPass | CrossEntropyPass | None, device: int) -> None:
-        self.device, self._pass = device, loss_pass
-
-    def reserve(self, memory: StreamMemory) -> None:
-        """See `Plan`."""
-        if self._pass is not None:
-            memory.scratch(self._pass.scratch_bytes)
-
-    def put(self, call: Call, memory: StreamMemory) -> None:
-        """See `Plan`."""
-        if self._pass is None:
-            driver.call("cuMemsetD32Async", call.addresses[3], _NAN_BITS, 1, memory.stream)
-            return
-        self._pass.launch(call, memory)
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Writes NaN to the address of the loss; see `ElementwiseLossPass`."""
+        driver.call("cuMemsetD32Async", call.addresses[3], _NAN_BITS, 1, memory.stream)
 
 
 class LossOperation(Operation):
@@ -122,7 +107,8 @@ class LossOperation(Operation):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return LossPlan(None if request.problem is None else self.make_pass(*request.problem, device), device)
+        launched = _NoElements() if request.problem is None else self.make_pass(*request.problem, device)
+        return PassPlan(launched, device)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
         """See `Operation`."""

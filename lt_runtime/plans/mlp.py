@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import MlpBackward, MlpForward, supports
 from lt_runtime.layout import Layout, packed
 from lt_runtime.plans.cache import FUSED_MLP, known_layer
 from lt_runtime.problem import MLPProblem
-from lt_runtime.products.plan import Plan
+from lt_runtime.products.plan import PassPlan
 from lt_runtime.store.plan_store import plan_store
 
 
@@ -29,7 +27,7 @@ def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpPlan, ...]:
     return (forward, MlpPlan(problem, device, x, y)) if problem.backward else (forward,)
 
 
-class MlpPlan(Plan):
+class MlpPlan(PassPlan):
     """A pass of an MLP: the gradients of its parameters if `problem.backward` is set, otherwise its outputs.
 
     A call's addresses are those of x, of the outputs y or of their gradient dy, of each layer's weight and bias, and of
@@ -51,17 +49,8 @@ class MlpPlan(Plan):
         accumulate: bool = False,
         loss: ElementwiseLoss | None = None,
     ) -> None:
-        self.problem, self.device = problem, device
-        self._pass: MlpForward | MlpBackward
+        self.problem, of_x, of_y = problem, Matrix.of(x), Matrix.of(y)
         if problem.backward:
-            self._pass = MlpBackward(problem, Matrix.of(x), Matrix.of(y), accumulate, device, loss)
+            super().__init__(MlpBackward(problem, of_x, of_y, accumulate, device, loss), device)
         else:
-            self._pass = MlpForward(problem, Matrix.of(x), Matrix.of(y), device)
-
-    def reserve(self, memory: StreamMemory) -> None:
-        """See `Plan`."""
-        memory.scratch(self._pass.scratch_bytes)
-
-    def put(self, call: Call, memory: StreamMemory) -> None:
-        """See `Plan`."""
-        self._pass.launch(call, memory)
+            super().__init__(MlpForward(problem, of_x, of_y, device), device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from lt_runtime.cublaslt import Algorithm
 from lt_runtime.gpu.memory import BoundPlan, StreamMemory, stream_memory
@@ -52,6 +52,36 @@ class Plan(ABC):
     def bind(self, call: Call) -> BoundPlan:
         """Captures the call into a graph; returns a callable that launches the graph."""
         return BoundPlan(lambda memory: self.put(call, memory), self.device, call.stream, self.reserve)
+
+
+class Pass(Protocol):
+    """One or several kernels of ours that compute the results of a call without a matrix product of cuBLASLt's.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory that a launch takes.
+    """
+
+    scratch_bytes: int
+
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock."""
+
+
+class PassPlan(Plan):
+    """The plan of a call that is one pass; without a pass it does nothing, as for arrays without elements."""
+
+    def __init__(self, launched: Pass | None, device: int) -> None:
+        self.device, self._pass = device, launched
+
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        if self._pass is not None:
+            memory.scratch(self._pass.scratch_bytes)
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        if self._pass is not None:
+            self._pass.launch(call, memory)
 
 
 class AlgorithmPlan(Plan):

@@ -13,7 +13,7 @@ from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel, tiling
-from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import DropoutPass
 from lt_runtime.kernels.kernel import Struct
 from lt_runtime.kernels.tiling import (
@@ -206,5 +206,6 @@ def test_dropout_without_gaps_has_rows_of_many_columns(
 
     monkeypatch.setattr(kernel, "get_kernel", lambda *_: SimpleNamespace(prepare=prepare))
     spec = Spec(packed(rows, cols))
-    DropoutPass(DType.FLOAT32, spec, spec, 0).launch(0, 0, DropoutState(1, Philox(1)), 0)
+    call = Call((0, 0), 0, dropouts=(DropoutState(1, Philox(1)), None))
+    DropoutPass(DType.FLOAT32, spec, spec, 0).launch(call, SimpleNamespace(stream=0))  # type: ignore[arg-type]
     assert [(params.rows, params.cols) for params in launched] == [swept]
