@@ -35,6 +35,13 @@ def check_one_float32(operand: Operand) -> None:
         raise ShapeError(f"{operand.name} has shape {operand.shape}; accepted are () and (1,)")
 
 
+def check_weights(operand: Operand, length: int, why: str) -> None:
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless the operand is `length` FP32 numbers without gaps."""
+    check_type(operand, "float32")
+    check_shape(operand.name, operand.shape, (length,), why)
+    operand.check_packed()
+
+
 def check_same(first: Operand, *others: Operand) -> None:
     """Raises `DTypeError` or `DeviceError` unless all operands share the first one's type and device."""
     for other in others:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.arguments import integer, is_number, number, shown
-from lt_runtime.arrays.checks import check_one_float32, check_same, check_shape, check_type
+from lt_runtime.arrays.checks import check_one_float32, check_same, check_shape, check_weights
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, DTypeError
 from lt_runtime.gpu import driver
@@ -25,7 +24,7 @@ from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
 from lt_runtime.problem import DType
-from lt_runtime.products.plan import PassPlan, Plan
+from lt_runtime.products.plan import Pass, PassPlan, Plan
 
 _GRADIENT, _LOSS = 3, 4  # indices in `LossOperation.names`
 _RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "row_weights")
@@ -56,7 +55,10 @@ class _NoElements:
 
 
 class LossOperation(Operation):
-    """A loss of the rows of a matrix; a call's scalar is the number that the gradient is multiplied by.
+    """A loss of a matrix; a call's scalar is the number that the gradient is multiplied by.
+
+    Unless a subclass overrides `make_pass` and `read_target`, the loss is a mean over all elements, and the target has
+    the shape of the scores.
 
     A call's arrays are the scores, the target, the gradient's scale, the gradient, the loss, the row weights and, for
     some losses, the column weights. Its options are the loss's own.
@@ -66,11 +68,14 @@ class LossOperation(Operation):
         exact: computes the loss of NumPy arrays and its gradient in float64. Its keywords are the names of the weights
             and of the loss's own options.
         own_options: names of the loss's own options.
+        loss: name in the kernels of a loss that is a mean over all elements.
     """
 
+    names: ClassVar[tuple[str, ...]] = ("prediction", "target", *_RESULTS)
     required = 2
     is_scaled = True
-    make_pass: ClassVar[Callable[..., ElementwiseLossPass | CrossEntropyPass]]
+    loss: ClassVar[str]
+    make_pass: ClassVar[Callable[..., Pass]] = staticmethod(functools.cache(ElementwiseLossPass))
     exact: ClassVar[Callable[..., tuple[float, Any]]]
     own_options: ClassVar[tuple[str, ...]] = ()
 
@@ -80,9 +85,7 @@ class LossOperation(Operation):
         dtype, layout = scores.element_type(), scores.layout
         for each, length, what in zip(weights, scores.shape, ("row", "column"), strict=False):
             if each is not None:
-                check_type(each, "float32")
-                check_shape(each.name, each.shape, (length,), f"one a {what} of {scores.name}")
-                each.check_packed()
+                check_weights(each, length, f"one a {what} of {scores.name}")
         of_target = self.read_target(scores, target, [each is not None for each in weights], *options)
         if scale is not None:
             check_one_float32(scale)
@@ -92,7 +95,6 @@ class LossOperation(Operation):
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
         return Request(problem, (_GRADIENT, _LOSS), new, options, same=(0, _GRADIENT))
 
-    @abstractmethod
     def read_target(
         self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any
     ) -> tuple[Hashable, ...]:
@@ -101,6 +103,9 @@ class LossOperation(Operation):
         Args:
             weighted: whether row weights and, for losses that take them, column weights are given.
         """
+        check_shape(target.name, target.shape, scores.shape, f"the shape of {scores.name}")
+        check_same(scores, target)
+        return target.layout, ElementwiseLoss(self.loss, options[0] if options else 1.0, any(weighted))
 
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:
         """Raises `ArgumentError` if NumPy arrays hold values that the loss does not take."""
@@ -134,34 +139,14 @@ class LossOperation(Operation):
         return Loss(arrays[_LOSS], arrays[_GRADIENT])
 
 
-class ElementwiseLossOperation(LossOperation):
-    """A loss that is a mean over all elements.
-
-    Attributes:
-        loss: the name of the loss in the kernels.
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("prediction", "target", *_RESULTS)
-    loss: ClassVar[str]
-    make_pass = staticmethod(functools.cache(ElementwiseLossPass))
-
-    def read_target(
-        self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any
-    ) -> tuple[Hashable, ...]:
-        """See `LossOperation`."""
-        check_shape(target.name, target.shape, scores.shape, f"the shape of {scores.name}")
-        check_same(scores, target)
-        return target.layout, ElementwiseLoss(self.loss, options[0] if options else 1.0, any(weighted))
-
-
-class MeanSquaredError(ElementwiseLossOperation):
+class MeanSquaredError(LossOperation):
     """See `mse_loss`."""
 
     loss = "mse"
     exact = staticmethod(reference.mse_loss)
 
 
-class Huber(ElementwiseLossOperation):
+class Huber(LossOperation):
     """See `huber_loss`."""
 
     loss = "huber"
@@ -169,7 +154,7 @@ class Huber(ElementwiseLossOperation):
     own_options = ("delta",)
 
 
-class BinaryCrossEntropy(ElementwiseLossOperation):
+class BinaryCrossEntropy(LossOperation):
     """See `bce_with_logits`."""
 
     names = ("logits", "targets", *_RESULTS, "pos_weight")

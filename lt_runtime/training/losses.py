@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from lt_runtime.arguments import check_instance, one_of, shown
-from lt_runtime.arrays.checks import check_one_float32, check_shape, check_type
+from lt_runtime.arrays.checks import check_one_float32, check_shape, check_weights
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import CUPY, HOST, Operand
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
@@ -134,9 +134,7 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
         placed = model.device.asarray(array.copy())
         model.device.synchronize()  # later steps may use any stream
     operand = model.device.read(name, placed, 0)
-    check_type(operand, "float32")
-    check_shape(name, operand.shape, (model.dims[-1],), "one an output")
-    operand.check_packed()
+    check_weights(operand, model.dims[-1], "one an output")
     if isinstance(array, np.ndarray):
         losses.check_not_negative(name, array)
     return placed
@@ -184,9 +182,7 @@ def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, rows: int | Non
         _check_rows(wanted)
     weights = [model.device.read("row_weights", each, stream) for each in row_weights]
     for each in weights:
-        check_type(each, "float32")
-        check_shape("row_weights", each.shape, outputs[:1], "one a row of x")
-        each.check_packed()
+        check_weights(each, outputs[0], "one a row of x")
     return read, wanted, *weights
 
 

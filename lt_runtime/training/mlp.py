@@ -21,19 +21,9 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
 from lt_runtime.ops.linear import linear, linear_fwd
-from lt_runtime.problem import (
-    Activation,
-    Chosen,
-    Compute,
-    ComputeName,
-    DType,
-    DTypeLike,
-    Philox,
-    activation_of,
-    probability,
-)
+from lt_runtime.problem import Activation, Chosen, Compute, ComputeName, DType, DTypeLike, Philox, probability
 from lt_runtime.ranges import range_of
-from lt_runtime.training.parts import ComputeDevice, Linear, NarrowPasses, backward_layer
+from lt_runtime.training.parts import ComputeDevice, Linear, NarrowPasses, activations_by_layer, backward_layer
 
 _Value = TypeVar("_Value")
 _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
@@ -106,7 +96,7 @@ class MLP:
         Compute.parse(compute, self.dtype)
         self.compute = compute
         count = len(self.dims) - 1
-        self._hidden, activations = _activations(activation, output_activation, count)
+        self._hidden, activations = activations_by_layer(activation, output_activation, count)
         self._hidden_dropout, dropouts = by_layer("dropout", dropout, count, probability, 0.0)
         _, biases = by_layer("bias", bias, count, flag)
         self.device = ComputeDevice(parse_device(device))
@@ -360,18 +350,6 @@ def check_model_type(model: MLP, operand: Operand) -> None:
     if operand.dtype != model.dtype.value:
         found = f"{operand.name} is {operand.dtype}; the model takes {model.dtype.value}"
         raise DTypeError(f"{found}: {operand.converted(model.dtype.value)}")
-
-
-def _activations(
-    activation: Chosen | Sequence[Chosen], output_activation: Chosen | None, layers: int
-) -> tuple[Activation | None, list[Activation]]:
-    """The hidden layers' single activation, or None if a sequence was given; and the activation of each layer."""
-    output = activation_of("output_activation", "none" if output_activation is None else output_activation)
-    hidden, each = by_layer("activation", activation, layers, activation_of, output)
-    if hidden is None and output_activation is not None:
-        both = f"output_activation is {shown(output_activation)} and activation is {shown(activation)}"
-        raise ArgumentError(f"{both}; a sequence has the last layer's activation itself, so pass one of them")
-    return hidden, each
 
 
 def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) -> _Value | tuple[_Value, ...]:

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from lt_runtime.arguments import by_layer, shown
 from lt_runtime.arrays.libraries import cupy
 from lt_runtime.arrays.operand import HOST, Operand, on_host, read
-from lt_runtime.errors import CaptureError, DeviceError
+from lt_runtime.errors import ArgumentError, CaptureError, DeviceError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import supports
@@ -25,7 +26,7 @@ from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.plans import cache
 from lt_runtime.plans.mlp import is_fused
-from lt_runtime.problem import Activation, DType, MLPProblem
+from lt_runtime.problem import Activation, Chosen, DType, MLPProblem, activation_of
 from lt_runtime.ranges import range_of
 
 _PATIENCE_S: Final = 2.0
@@ -136,6 +137,18 @@ class Linear:
         outputs, inputs = self.weight.data.shape
         bias = self.bias is not None
         return f"Linear({self.name}, {inputs} to {outputs}, {self.activation.name}, {bias=}, dropout={self.dropout})"
+
+
+def activations_by_layer(
+    activation: Chosen | Sequence[Chosen], output_activation: Chosen | None, layers: int
+) -> tuple[Activation | None, list[Activation]]:
+    """The hidden layers' single activation, or None if a sequence was given; and the activation of each layer."""
+    output = activation_of("output_activation", "none" if output_activation is None else output_activation)
+    hidden, each = by_layer("activation", activation, layers, activation_of, output)
+    if hidden is None and output_activation is not None:
+        both = f"output_activation is {shown(output_activation)} and activation is {shown(activation)}"
+        raise ArgumentError(f"{both}; a sequence has the last layer's activation itself, so pass one of them")
+    return hidden, each
 
 
 def backward_layer(
