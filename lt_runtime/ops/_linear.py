@@ -15,20 +15,9 @@ from lt_runtime.arrays.libraries import Library
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request, result_spec
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, dropouts_of, result_spec
 from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import (
-    Activation,
-    BackwardProblem,
-    Compute,
-    Derivative,
-    ForwardProblem,
-    Philox,
-    Saved,
-    Spec,
-    check_dropout,
-    type_name,
-)
+from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, ForwardProblem, Philox, Saved, Spec
 
 _BITS: Final = 8  # of a byte
 _Y, _KEPT = 3, 4  # places, among the arrays of a forward call, of y and of the matrix that is saved besides y
@@ -49,6 +38,7 @@ class Layer:
         saved_layout: layout of a saved array that forward has allocated, in bits for a mask; None if the layout follows
             from the array's own strides.
         activation, dropout, compute: the options of the forward call.
+        dtype: NumPy's name of the operands' type.
         has_bias: whether the layer has a bias.
     """
 
@@ -58,6 +48,7 @@ class Layer:
     activation: Activation
     dropout: float
     compute: str
+    dtype: str
     has_bias: bool
 
 
@@ -83,8 +74,8 @@ class LinearContext:
     y: Any
 
     def __repr__(self) -> str:
-        (m, n, k), kind = self.shape, type_name(getattr(self.x, "dtype", "of unknown type"))
-        return f"LinearContext(M={m}, N={n}, K={k}, {kind}, {self.layer.activation.name}, dropout={self.dropout})"
+        (m, n, k), layer = self.shape, self.layer
+        return f"LinearContext(M={m}, N={n}, K={k}, {layer.dtype}, {layer.activation.name}, dropout={layer.dropout})"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -117,8 +108,8 @@ class LinearForward(Operation):
         activation, negative_slope, dropout, compute, propagate_nan, backward = options
         x, w, bias, out, out_z = operands
         activation = Activation.of(activation, negative_slope)
-        has_dropout = check_dropout(dropout, scalars[0]) is not None
-        dropout, propagate_nan = float(dropout), flag("propagate_nan", propagate_nan)
+        dropouts = dropouts_of(dropout, scalars[0])
+        has_dropout, propagate_nan = dropouts is not None, flag("propagate_nan", propagate_nan)
         dtype = x.element_type()
         check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
         m, n, k = _shape(x, w, bias)
@@ -128,8 +119,8 @@ class LinearForward(Operation):
         kinds = dtype, Compute.parse(compute, dtype), activation
         bias_alignment = bias.alignment if bias else None
         problem = ForwardProblem(*kinds, x.spec, w.spec, y, bias_alignment, z, has_dropout, propagate_nan, backward)
-        layer = Layer((m, n, k), Saved.NOTHING, None, activation, dropout, compute, bias is not None)
-        return Request(problem, (_Y, _KEPT), new, layer, dropouts=(dropout, 0.0) if has_dropout else None)
+        layer = Layer((m, n, k), Saved.NOTHING, None, activation, float(dropout), compute, x.dtype, bias is not None)
+        return Request(problem, (_Y, _KEPT), new, layer, dropouts=dropouts)
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
         """See `Operation`: the plan's strategy decides the kind and layout of the tensor that is saved."""

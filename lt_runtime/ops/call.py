@@ -34,7 +34,7 @@ from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import overlaps_itself, packed
 from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.plans import cache
-from lt_runtime.problem import DType, Spec
+from lt_runtime.problem import DType, Philox, Spec, check_dropout
 from lt_runtime.products.plan import Plan
 
 _MOST_CALLS: Final = 1024
@@ -86,6 +86,11 @@ def result_spec(
     else:
         check_type(out, dtype.value)
     return out.spec
+
+
+def dropouts_of(p: float, rng: Philox | None) -> tuple[float, float] | None:
+    """The `Request.dropouts` of a probability and a source, as the caller gave them; raises as `check_dropout`."""
+    return None if check_dropout(p, rng) is None else (float(p), 0.0)
 
 
 class Request(NamedTuple):

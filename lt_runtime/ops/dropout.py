@@ -10,8 +10,8 @@ import numpy as np
 
 from lt_runtime import reference
 from lt_runtime.kernels.epilogue import DropoutPass
-from lt_runtime.ops.call import New, Operation, Request, perform, result_spec
-from lt_runtime.problem import Philox, check_dropout
+from lt_runtime.ops.call import New, Operation, Request, dropouts_of, perform, result_spec
+from lt_runtime.problem import Philox
 from lt_runtime.products.plan import PassPlan, Plan
 
 _pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
@@ -29,12 +29,12 @@ class Dropout(Operation):
     def read(self, operands: Sequence[Any], options: Any, scalars: tuple[Philox | None, None]) -> Request:
         """See `Operation`."""
         x, out = operands
-        has_dropout, p = check_dropout(options, scalars[0]) is not None, float(options)
+        dropouts = dropouts_of(options, scalars[0])
         dtype, spec = x.element_type(), x.spec
         new: dict[int, New] = {}
         target = result_spec(1, out, x.shape, x, new)
         problem = (dtype, spec, target) if spec.layout.size else None
-        return Request(problem, (1,), new, p, same=(0, 1), dropouts=(p, 0.0) if has_dropout else None)
+        return Request(problem, (1,), new, float(options), same=(0, 1), dropouts=dropouts)
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,18 +23,6 @@ _PLAIN: Final = frozenset({int, float})
 _C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # Indices of these operands among the arrays of a call.
 _MASK_BITS: Final = 128  # In cuBLASLt a ReLU mask's leading dimension is a multiple of this many bits.
 _AUX_ELEMENTS: Final = 8  # In cuBLASLt the leading dimension of GELU's auxiliary matrix is a multiple of this.
-
-
-class _Shape(NamedTuple):
-    """Sizes of D; `batch` is None where neither operand is a batch."""
-
-    m: int
-    n: int
-    batch: int | None
-
-    def of(self, *axes: int) -> tuple[int, ...]:
-        """A shape with the given axes; if the product is a batch, the batch comes first."""
-        return axes if self.batch is None else (self.batch, *axes)
 
 
 class Matmul(Operation):
@@ -60,17 +48,18 @@ class Matmul(Operation):
         compute = Compute.parse(compute, dtype)
         d_dtype = _result_type(dtype, d_type, epilogue)
         shape = _shape_of(a, b)
+        (m, n), batch = shape[-2:], shape[0] if len(shape) == 3 else 1
         _check_operands(given, epilogue, shape, d_dtype)
         _check_scalars(given, dtype)
-        stride = shape.m * shape.n if shape.batch is not None and shape.batch > 1 else 0
-        d = _spec(given["out"]) if "out" in given else Spec(packed(shape.m, shape.n), batch_stride=stride)
+        stride = m * n if batch > 1 else 0
+        d = _spec(given["out"]) if "out" in given else Spec(packed(m, n), batch_stride=stride)
         vector = given.get("bias") or given.get("bias_gradient")
         alignment = vector.alignment if vector else ALIGNMENT
         c = _c_spec(given["c"], d, d_dtype, epilogue) if reads_c and "c" in given else None
         aux = _aux_spec(given["aux"], epilogue, shape, d.layout.order) if "aux" in given else None
-        kinds, batch = (dtype, d_dtype, compute), 1 if shape.batch is None else shape.batch
+        kinds = dtype, d_dtype, compute
         problem = MatmulProblem(*kinds, _spec(a), _spec(b), d, epilogue, c, batch, alignment, aux, "alpha" in given)
-        new = {} if "out" in given else {_D: New(shape.of(shape.m, shape.n), d_dtype.numpy, a.library)}
+        new = {} if "out" in given else {_D: New(shape, d_dtype.numpy, a.library)}
         written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, _D)
         return Request(problem, written, new, same=(_C, _D))
 
@@ -108,7 +97,8 @@ def _check_presence(epilogue: Epilogue, given: Mapping[str, Operand]) -> None:
             raise ArgumentError(f"{name} is given; epilogue {epilogue.value!r} has none")
 
 
-def _shape_of(a: Operand, b: Operand) -> _Shape:
+def _shape_of(a: Operand, b: Operand) -> tuple[int, ...]:
+    """The shape of D: (M, N), or (batch, M, N) if an operand is a batch."""
     for each in (a, b):
         if len(each.shape) not in (2, 3):
             raise ShapeError(
@@ -122,7 +112,7 @@ def _shape_of(a: Operand, b: Operand) -> _Shape:
     if len(counts - {1}) > 1:
         why = f"and a has shape {a.shape}; equal batches or 1 are accepted"
         raise ShapeError(f"b has shape {b.shape}, a batch of {b.shape[0]}, {why}")
-    return _Shape(a.shape[-2], b.shape[-1], next(iter(counts - {1} or counts), None))
+    return *(counts - {1} or counts), a.shape[-2], b.shape[-1]
 
 
 def _result_type(operand: DType, requested: Any, epilogue: Epilogue) -> DType:
@@ -142,10 +132,10 @@ def _result_type(operand: DType, requested: Any, epilogue: Epilogue) -> DType:
     raise DTypeError(f"dtype is {wanted.value}; with {operand.value} operands, that or float32 for 16-bit ones")
 
 
-def _check_operands(given: Mapping[str, Operand], epilogue: Epilogue, shape: _Shape, dtype: DType) -> None:
-    full = shape.of(shape.m, shape.n)
-    sums = shape.of(shape.m if epilogue is Epilogue.BGRADA else shape.n)
-    expected = {"c": full, "bias": (shape.n,), "bias_gradient": sums, "out": full}
+def _check_operands(given: Mapping[str, Operand], epilogue: Epilogue, shape: tuple[int, ...], dtype: DType) -> None:
+    *batch, m, n = shape
+    sums = (*batch, m if epilogue is Epilogue.BGRADA else n)
+    expected = {"c": shape, "bias": (n,), "bias_gradient": sums, "out": shape}
     for name in ("c", "bias", "aux", "bias_gradient", "out"):
         if name not in given:
             continue
@@ -189,14 +179,14 @@ def _c_spec(operand: Operand, d: Spec, d_dtype: DType, epilogue: Epilogue) -> Sp
     return c
 
 
-def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> Spec:
+def _aux_spec(aux: Operand, epilogue: Epilogue, shape: tuple[int, ...], order: Order) -> Spec:
     """The spec of GELU's auxiliary matrix, or of ReLU's mask as a matrix of bits.
 
     Raises:
         ShapeError, LayoutError: cuBLASLt does not accept the auxiliary matrix.
     """
     if epilogue.activation == "gelu":
-        check_shape("aux", aux.shape, shape.of(shape.m, shape.n), "as the product")
+        check_shape("aux", aux.shape, shape, "as the product")
         spec = _spec(aux)
         layout = spec.layout
         if layout.order is not order and layout.size > 1:
@@ -206,8 +196,9 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> 
             raise LayoutError(f"aux has leading dimension {layout.leading_dimension}; it must be a multiple of 8")
         rounded = -(-layout.leading_dimension // _AUX_ELEMENTS) * _AUX_ELEMENTS
         return replace(spec, layout=replace(layout, leading_dimension=rounded))
-    lines, bits = (shape.m, shape.n) if order is Order.ROW else (shape.n, shape.m)
-    check_shape("aux", aux.shape[:-1], shape.of(lines), "one row of bits a row (column) of the product")
+    *batch, m, n = shape
+    lines, bits = (m, n) if order is Order.ROW else (n, m)
+    check_shape("aux", aux.shape[:-1], (*batch, lines), "one row of bits a row (column) of the product")
     pitch = 8 * aux.strides[-2]
     if lines * bits and 8 * aux.shape[-1] < bits:
         raise ShapeError(
@@ -220,7 +211,7 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> 
             "gaps, and lie a multiple of 16 bytes apart"
         )
     stride = 8 * aux.strides[0] if len(aux.shape) == 3 and aux.shape[0] > 1 else 0
-    return Spec(Layout(shape.m, shape.n, order, pitch), aux.alignment, stride)
+    return Spec(Layout(m, n, order, pitch), aux.alignment, stride)
 
 
 def _read_aux(aux: Any, problem: MatmulProblem) -> Any:

@@ -128,17 +128,14 @@ def load_checkpoint(
         theirs = _description_of(path, file.text)
         if optimizer is None:
             _check_options(path, {"model": theirs["model"]}, {"model": model.options}, _OF_TRAINING)
-            values = file.load(_value_names(path, file.kinds, _shapes_of(model)))
-        else:
-            plans = theirs.pop(_PLANS, None)
-            if "optimizer" not in theirs:
-                raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
-            _check_options(path, theirs, _description(model, optimizer), may_differ)
-            check_kinds(path, file.kinds, {name: kind_of(array) for name, array in arrays.items()})
-            values = file.load(file.kinds)
-    if optimizer is None:
-        _write_saved(model, values)
-        return
+            _write_saved(model, file.load(_value_names(path, file.kinds, _shapes_of(model))))
+            return
+        plans = theirs.pop(_PLANS, None)
+        if "optimizer" not in theirs:
+            raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
+        _check_options(path, theirs, _description(model, optimizer), may_differ)
+        check_kinds(path, file.kinds, {name: kind_of(array) for name, array in arrays.items()})
+        values = file.load(file.kinds)
     _check_values(f"{os.fspath(path)} cannot be used", values, model, optimizer)
     model.device.synchronize()
     device = model.device.ordinal
