@@ -29,10 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = " ".join(["lt_runtime", *arguments[:1]])
     try:
         try:
-            from lt_runtime.cli.output import print_anything, warnings_on_one_line
+            from lt_runtime.cli.output import readable_output
 
-            print_anything()
-            with warnings_on_one_line(name):
+            with readable_output(name):
                 parsed, command = _read(name, arguments)
                 return int(command.run(parsed))
         finally:

@@ -110,10 +110,9 @@ def library(name: str, look: Callable[[], tuple[str, str]]) -> Library:
         return Library(name, *look())
     except (FileNotFoundError, ModuleNotFoundError):
         return Library(name, problem="not installed")
-    except LtError as error:
-        return Library(name, problem=str(error))
     except Exception as error:
-        return Library(name, problem=f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}")
+        kind = "" if isinstance(error, LtError) else f"{type(error).__name__}: "
+        return Library(name, problem=f"{kind}{str(error).strip().partition(os.linesep)[0]}")
 
 
 def _cuda13(version: str) -> str:
@@ -219,17 +218,16 @@ def gpus() -> tuple[DeviceInfo, ...]:
 
 def cache_directory() -> CacheDirectory:
     """Probes the cache directory, which need not exist yet."""
+    path: Path | None = None
     try:
         path = paths.cache_directory()
-    except ImportError as error:
-        return CacheDirectory(None, problem=str(error))
-    try:
         existing = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
         usable = existing.is_dir() and os.access(existing, os.R_OK | os.W_OK | os.X_OK)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         return CacheDirectory(str(path), usable, size)
-    except OSError as error:
-        return CacheDirectory(str(path), problem=str(error.strerror))
+    except (ImportError, OSError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        return CacheDirectory(None if path is None else str(path), problem=problem)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -296,15 +294,11 @@ def _hardware(driver: Driver | None, gpus: Sequence[DeviceInfo]) -> Iterator[Fin
         mend = f"install the NVIDIA driver, {MIN_DRIVER} or newer; a container must be started with its GPUs"
         yield Finding(f"NVIDIA driver: {driver.problem}", prevents, mend)
     elif driver and driver.cuda and driver.cuda < MIN_CUDA:
-        what = f"NVIDIA driver {driver.version or ''}: runs CUDA up to {_dotted(driver.cuda)} only"
+        what = f"NVIDIA driver {driver.version or ''}: runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]} only"
         yield Finding(what, prevents, f"update the NVIDIA driver to {MIN_DRIVER} or newer")
     if gpus and all(gpu.capability < MIN_COMPUTE_CAPABILITY for gpu in gpus):
         accepted = f"compute capability {MIN_COMPUTE_CAPABILITY / 10} or higher"
         yield Finding(f"no GPU has {accepted}", prevents, f"use a GPU of {accepted} (Turing)")
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def report_lines(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]:
@@ -312,7 +306,7 @@ def report_lines(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]
     driver, cache = machine.driver, machine.cache
     yield f"lt_runtime {__version__}, Python {platform.python_version()} on {platform.platform()}"
     if driver:
-        supported = _dotted(driver.cuda) if driver.cuda else "unknown"
+        supported = f"{driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else "unknown"
         yield f"NVIDIA driver {driver.version or 'of unknown version'}, CUDA up to {supported}"
     for gpu in machine.gpus:
         memory = f"{gpu.memory / 2**30:.1f} GiB"

@@ -39,12 +39,6 @@ def print_lines(lines: Iterable[Line]) -> None:
         print(rendered(line, styled=True))
 
 
-def print_anything() -> None:
-    """Prints characters that stdout's encoding lacks, such as µ, as escapes."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def writable(option: str, path: Path) -> Path:
     """Checks that the file of an option can be written, before the results exist; resolves symbolic links.
 
@@ -67,8 +61,10 @@ class _Probed(Exception):  # noqa: N818  # no error
 
 
 @contextlib.contextmanager
-def warnings_on_one_line(name: str) -> Iterator[None]:
-    """Shows warnings in the form of errors, without a line of code."""
+def readable_output(name: str) -> Iterator[None]:
+    """Shows warnings in the form of errors, on one line, and characters that stdout's encoding lacks as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
     try:

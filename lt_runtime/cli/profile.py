@@ -72,9 +72,9 @@ def _profile(arguments: argparse.Namespace) -> int:
     options["device"] = profiled_device(arguments.device)
     with tempfile.TemporaryDirectory(prefix="lt_runtime-") as directory:
         file = Path(directory) / "report.json"
-        trace = "" if arguments.trace is None else str(arguments.trace)
-        command = ["-m", "lt_runtime.cli.profile", json.dumps(options), str(file), trace, str(arguments.script)]
-        status = subprocess.run([sys.executable, *command, *arguments.arguments], check=False).returncode
+        names = str(file), str(arguments.trace or ""), str(arguments.script)
+        command = [sys.executable, "-m", "lt_runtime.cli.profile", json.dumps(options), *names, *arguments.arguments]
+        status = subprocess.run(command, check=False).returncode
         if not file.exists():
             died = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else ""
             ended = died or f"at once, with status {status}"

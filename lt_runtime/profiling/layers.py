@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.timer import Step
 from lt_runtime.profiling.work import COPY, Work, work_of
@@ -159,7 +161,7 @@ def _layer(
         *place,
         calls=sum(cell.calls for cell in cells) / len(steps),
         us=us,
-        spread_us=spread(times),
+        spread_us=float(np.ptp(np.percentile(times, (25, 75)))),
         host_us=statistics.median(cell.host_us for cell in cells),
         kernels=sum(kernel.count for kernel in kernels),
         kernel_us=sum(kernel.total_us for kernel in kernels),
@@ -171,14 +173,6 @@ def _layer(
         fraction=1e6 * limits[bound] / us if us else 0.0,
         strategy="; ".join(dict.fromkeys(work.strategy for work in works if work.strategy)),
     )
-
-
-def spread(values: Sequence[float]) -> float:
-    """The interquartile range of values; 0.0 for a single value."""
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return high - low
 
 
 def kernels_of(activities: Iterable[Activity], steps: int, works: Works) -> list[Kernel]:

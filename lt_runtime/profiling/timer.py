@@ -58,12 +58,8 @@ class _Frame:
         self.works: list[Any] = []
         self.start: Any = None
         self.end: Any = None
-        self.host_start = self.host_end = 0
+        self.host_start = self.host_end = time.monotonic_ns()
         self.inside = self.host_inside = self.cost = 0.0
-
-    @property
-    def host_us(self) -> float:
-        return (self.host_end - self.host_start) / 1e3
 
 
 class _Launch(NamedTuple):
@@ -145,7 +141,6 @@ class Timer:
         """A range begins."""
         frames = self._thread.open
         frame = _Frame(name, frames[-1] if frames else None)
-        frame.host_start = time.monotonic_ns()
         frame.start = frame.host_start if self._events is None else self._events.take()
         frames.append(frame)
 
@@ -229,11 +224,11 @@ class Timer:
                     self._step, self._unread_steps = {}, self._unread_steps - 1
 
     def _read_single(self, frame: _Frame) -> None:
-        events, parent = self._events, frame.parent
-        us = frame.host_us if events is None else events.us(frame.start, frame.end) - frame.cost
+        events, parent, host_us = self._events, frame.parent, (frame.host_end - frame.host_start) / 1e3
+        us = host_us if events is None else events.us(frame.start, frame.end) - frame.cost
         if parent is not None:
             parent.cost += frame.cost
-        self._add(frame, frame.path, parent, us, frame.host_us)
+        self._add(frame, frame.path, parent, us, host_us)
         if events is None:
             self._keep(frame, frame.path, us, 0.0)
         elif frame.start is not None:
