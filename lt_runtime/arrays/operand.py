@@ -160,18 +160,13 @@ def read_call(
     Raises:
         As `on_host`, `read` and `stream_handle`.
     """
-    on_host({name: array for name, array in zip(names, arrays, strict=True) if array is not None})
-    found = [
-        None if array is None and place >= required else _source(name, array)
-        for place, (name, array) in enumerate(zip(names, arrays, strict=True))
-    ]
+    named = [*zip(names, arrays, strict=True)]
+    on_host({name: array for name, array in named if array is not None})
+    found = [_source(*each) if each[1] is not None or i < required else None for i, each in enumerate(named)]
     assert found[0] is not None, "the first array is required"
     device, library, _ = found[0]
     handle = stream_handle(stream, device, library.current_stream)
-    operands = [
-        None if source is None else _read_from(source, name, array, handle)
-        for source, name, array in zip(found, names, arrays, strict=True)
-    ]
+    operands = [source and _read_from(source, *each, handle) for source, each in zip(found, named, strict=True)]
     return operands, device, handle
 
 
@@ -206,12 +201,10 @@ def _source(name: str, array: Any) -> _Source:
         _check_tensor(name, array)
         return int(array.device.index), TORCH, _read_torch
     if hasattr(array, "__dlpack_device__"):
-        kind, ordinal = array.__dlpack_device__()
-        if int(kind) not in _DLPACK_CUDA:
-            raise DeviceError(
-                f"{name} lives on DLPack device {(int(kind), ordinal)}; accepted are NumPy arrays and GPUs"
-            )
-        return int(ordinal), CUPY, _read_dlpack if hasattr(array, "__dlpack__") else _read_interface
+        kind, ordinal = map(int, array.__dlpack_device__())
+        if kind not in _DLPACK_CUDA:
+            raise DeviceError(f"{name} lives on DLPack device {(kind, ordinal)}; accepted are NumPy arrays and GPUs")
+        return ordinal, CUPY, _read_dlpack if hasattr(array, "__dlpack__") else _read_interface
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         raise _no_array(name, array)

@@ -83,11 +83,8 @@ def check_pointers(desc: MatmulDesc) -> None:
         ArgumentError: a pointer that the epilogue needs is 0.
     """
     epilogue = Epilogue(desc.recall(_M.EPILOGUE))
-    needed = {
-        _M.BIAS_POINTER: epilogue.has_bias or epilogue.has_bias_gradient,
-        _M.EPILOGUE_AUX_POINTER: epilogue.has_aux,
-    }
-    for attribute, is_needed in needed.items():
+    needs_bias = epilogue.has_bias or epilogue.has_bias_gradient
+    for attribute, is_needed in ((_M.BIAS_POINTER, needs_bias), (_M.EPILOGUE_AUX_POINTER, epilogue.has_aux)):
         if is_needed and not desc.recall(attribute):
             raise ArgumentError(f"{attribute} is 0; epilogue {epilogue.name} needs an address")
 

@@ -94,9 +94,8 @@ def _device_name(device: Any) -> str:
 @functools.cache
 def device_info(ordinal: int) -> DeviceInfo:
     """Properties of one GPU."""
-    major, minor, multiprocessors = device_attributes(
-        ordinal, "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT"
-    )
+    names = "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT"
+    major, minor, multiprocessors = device_attributes(ordinal, *names)
     device = call("cuDeviceGet", ordinal)
     name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
     return DeviceInfo(ordinal, name, 10 * major + minor, multiprocessors, call("cuDeviceTotalMem", device))

@@ -246,9 +246,8 @@ class BoundPlan:
 
 def _free_ended() -> None:
     """Frees the graphs of plans that have ended."""
-    with contextlib.suppress(
-        IndexError
-    ):  # of an empty list; `while _ended` could race with threads that free graphs too
+    # The loop ends at the IndexError of an empty list: `while _ended` could race with threads that free graphs too.
+    with contextlib.suppress(IndexError):
         while True:
             graph, device = _ended.pop()
             with activated(device):

@@ -37,7 +37,7 @@ class ForwardPass:
         product: the product that the pass reads. It may lie where y or the kept pre-activation is. It is of the
             problem's type, or of FP32 if its sum with the bias is to be rounded only once. The pass adds the problem's
             bias unless the product's epilogue does.
-        kept: how the pre-activation lies that the pass writes besides y; None where it writes none.
+        kept: spec of the pre-activation that the pass writes besides y; None if it writes y alone.
 
     Attributes:
         moved: bytes that a launch reads and writes.
@@ -86,9 +86,9 @@ class BackwardPass:
 
     Args:
         derivative: the factor of dy. Its `db` is None unless the pass shall make the bias gradient.
-        dy: how the gradient lies.
-        dz: how dz lies, apart from dy in any layout or in dy's place and layout; None where only the bias gradient is
-            wanted.
+        dy: spec of the gradient.
+        dz: spec of dz, which may have any layout, or lie in the place of dy with the layout of dy; None if only the
+            bias gradient is wanted.
         accumulate: whether the bias gradient is added to the present values of its buffer.
 
     Attributes:

@@ -43,12 +43,8 @@ class MatmulPass:
         self._has_mask = epilogue.activation == "relu" and problem.aux is not None
         # Forward's columns are D's contiguous axis, so that one thread writes a whole byte of ReLU's mask.
         self._flips = problem.d.layout.order is Order.COLUMN and not epilogue.is_derivative
-        macros = define(
-            SCALAR=problem.d_dtype,
-            PRODUCT=DType.FLOAT32 if product else problem.d_dtype,
-            OPERAND=problem.dtype,
-            ACTIVATION=ACTIVATION_NAMES[epilogue.activation],
-        )
+        product_dtype, function = DType.FLOAT32 if product else problem.d_dtype, ACTIVATION_NAMES[epilogue.activation]
+        macros = define(SCALAR=problem.d_dtype, PRODUCT=product_dtype, OPERAND=problem.dtype, ACTIVATION=function)
         if epilogue.sums_operand:
             entry, params, self._write = OPERAND_SUM, self._operand_sum_params(), self._write_operand_sum
         else:

@@ -13,6 +13,7 @@ from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, define
 from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss
 from lt_runtime.kernels.tiling import WARP, Tiling
+from lt_runtime.layout import Layout
 from lt_runtime.problem import DType, MLPProblem, Saved
 
 MAX_WIDTH: Final = 128
@@ -127,7 +128,7 @@ class MlpForward:
 
     scratch_bytes = 0
 
-    def __init__(self, problem: MLPProblem, x: Matrix, y: Matrix, device: int) -> None:
+    def __init__(self, problem: MLPProblem, x: Layout, y: Layout, device: int) -> None:
         shared, (_, width, *_) = _forward_bytes(problem), _sizes(problem)
         wave = device_info(device).multiprocessors * _blocks(device, shared, _FORWARD_BLOCKS)
         blocks = min(-(-problem.rows // (_FORWARD_WARPS * _warp_rows(problem))), wave)
@@ -151,7 +152,8 @@ class MlpBackward:
     """The gradients of an MLP's weights and biases, from x and the gradient dy of the outputs, or from x and targets.
 
     Args:
-        y: dy or, with a loss, the targets.
+        x: layout of the inputs.
+        y: layout of dy or, with a loss, of the targets.
         accumulate: whether the gradients are added to the present values of their buffers.
         loss: compares the outputs with their targets; None if dy is given.
 
@@ -160,7 +162,7 @@ class MlpBackward:
     """
 
     def __init__(
-        self, problem: MLPProblem, x: Matrix, y: Matrix, accumulate: bool, device: int, loss: ElementwiseLoss | None
+        self, problem: MLPProblem, x: Layout, y: Layout, accumulate: bool, loss: ElementwiseLoss | None, device: int
     ) -> None:
         parts = _parts_for(problem, device)
         assert parts, "`supports` has refused the problem"
@@ -206,9 +208,9 @@ class MlpBackward:
         launch_last()
 
 
-def _params(problem: MLPProblem, x: Matrix, y: Matrix) -> Struct:
+def _params(problem: MLPProblem, x: Layout, y: Layout) -> Struct:
     count, slope = len(problem.dims) - 1, problem.activation.negative_slope
-    return MLP_FWD.params(_layers_of(problem), x, y, rows=problem.rows, count=count, slope=slope)
+    return MLP_FWD.params(_layers_of(problem), Matrix.of(x), Matrix.of(y), rows=problem.rows, count=count, slope=slope)
 
 
 def _layers_of(problem: MLPProblem) -> tuple[tuple[int, int, int, int], ...]:

@@ -50,7 +50,7 @@ class MlpOutputs(Operation):
         problem = _problem(x, parameters, options, backward=False)
         new: dict[int, New] = {}
         y = result_spec(_OUT, out, (problem.rows, problem.dims[-1]), x, new).layout
-        return Request(problem, (_OUT,), new, (x.layout, y))
+        return Request(problem, (_OUT,), new, (x.layout, y, False, None))
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""

@@ -15,7 +15,7 @@ from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, dz_spec, kept_spec, unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, MatmulProblem, Spec
-from lt_runtime.products.methods import Choose, known_algorithm
+from lt_runtime.products.methods import Choose
 from lt_runtime.products.padded import sharing_copy
 from lt_runtime.products.plan import Plan
 
@@ -35,9 +35,7 @@ class ForwardPlan(Plan):
         PlanError: cuBLASLt refuses the strategy's product.
     """
 
-    def __init__(
-        self, problem: ForwardProblem, device: int, strategy: ForwardStrategy, choose: Choose = known_algorithm
-    ) -> None:
+    def __init__(self, problem: ForwardProblem, device: int, strategy: ForwardStrategy, choose: Choose) -> None:
         self.problem, self.device, self.strategy = problem, device, strategy
         self.kept_spec = kept_spec(problem, strategy.saved)
         self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
@@ -108,9 +106,7 @@ class BackwardPlan(Plan):
         PlanError: cuBLASLt refuses one of the strategy's products.
     """
 
-    def __init__(
-        self, problem: BackwardProblem, device: int, strategy: BackwardStrategy, choose: Choose = known_algorithm
-    ) -> None:
+    def __init__(self, problem: BackwardProblem, device: int, strategy: BackwardStrategy, choose: Choose) -> None:
         self.problem, self.device, self.strategy = problem, device, strategy
         self._dz = dz_spec(problem)
         wants_product = problem.dx is not None or problem.dw is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_runtime.kernels.kernel import Matrix
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import MlpBackward, MlpForward, supports
 from lt_runtime.layout import Layout, packed
@@ -23,8 +22,8 @@ def is_fused(problem: MLPProblem, device: int) -> bool:
 def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpPlan, ...]:
     """The plans of an MLP's passes, for packed inputs and outputs."""
     x, y = packed(problem.rows, problem.dims[0]), packed(problem.rows, problem.dims[-1])
-    forward = MlpPlan(replace(problem, backward=False), device, x, y)
-    return (forward, MlpPlan(problem, device, x, y)) if problem.backward else (forward,)
+    passes = (replace(problem, backward=False), problem) if problem.backward else (problem,)
+    return tuple(MlpPlan(each, device, x, y, False, None) for each in passes)
 
 
 class MlpPlan(PassPlan):
@@ -37,20 +36,14 @@ class MlpPlan(PassPlan):
     Args:
         x, y: layouts of the inputs, and of the outputs, their gradient or the targets.
         accumulate: whether the gradients are added to the values in their buffers.
-        loss: computes the gradient of the outputs from the targets.
+        loss: computes the gradient of the outputs from the targets; None if `y` is the gradient, or the outputs.
     """
 
     def __init__(
-        self,
-        problem: MLPProblem,
-        device: int,
-        x: Layout,
-        y: Layout,
-        accumulate: bool = False,
-        loss: ElementwiseLoss | None = None,
+        self, problem: MLPProblem, device: int, x: Layout, y: Layout, accumulate: bool, loss: ElementwiseLoss | None
     ) -> None:
-        self.problem, of_x, of_y = problem, Matrix.of(x), Matrix.of(y)
+        self.problem = problem
         if problem.backward:
-            super().__init__(MlpBackward(problem, of_x, of_y, accumulate, device, loss), device)
+            super().__init__(MlpBackward(problem, x, y, accumulate, loss, device), device)
         else:
-            super().__init__(MlpForward(problem, of_x, of_y, device), device)
+            super().__init__(MlpForward(problem, x, y, device), device)

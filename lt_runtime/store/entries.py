@@ -48,15 +48,12 @@ def _is_by_name(value: Any, kinds: set[type]) -> bool:
     return all(each in _INTEGERS for each in value.values() if type(each) is int)
 
 
-_TIME: Final = (_is_time, "0 µs or more")
 _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     # cuBLASLt's algorithm has 64 bytes. A plan on padded copies adds a mark in front of them (see products/methods.py).
     "algorithm": (lambda value: isinstance(value, bytes) and len(value) in (0, 64, 128), "0, 64 or 128 bytes"),
     "config": (lambda value: _is_by_name(value, {int}), "integers by name"),
     "strategy": (lambda value: _is_by_name(value, {str, bool, int, NoneType}), "texts, integers, True, False and None"),
-    "us": _TIME,
-    "first_us": _TIME,
-    "spread": _TIME,
+    **dict.fromkeys(("us", "first_us", "spread"), (_is_time, "0 µs or more")),
     "candidates": (lambda value: type(value) is int and value >= 1 and value in _INTEGERS, "integers of 1 or more"),
     "reason": (lambda value: isinstance(value, str), "texts"),
     "barred": (lambda value: value is None or isinstance(value, str), "texts and None"),

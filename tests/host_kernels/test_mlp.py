@@ -58,7 +58,7 @@ class _Network:
     def forward(self, host: HostKernels, order: int, placement: Placement = FLAT) -> Array:
         y = Guarded(np.full((self.problem.rows, self.problem.dims[-1]), 7.0), placement, self.problem.dtype)
         with host.in_order(order):
-            made = MlpForward(self.problem, self.x.matrix, y.matrix, 0)
+            made = MlpForward(self.problem, self.x.layout, y.layout, 0)
         memory = Memory()
         made.launch(Call((self.x.address, y.address, *self.parameters), 0), memory)
         memory.check()
@@ -79,7 +79,7 @@ class _Network:
         kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
         grads = [each and Guarded(np.full(each.array.shape, fill), FLAT, self.problem.dtype) for each in kinds]
         with host.in_order(order):
-            made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, start is not None, 0, loss)
+            made = MlpBackward(self.problem, self.x.layout, self.dy.layout, start is not None, loss, 0)
         places = [each.address if each else 0 for each in grads]
         addresses = self.x.address, self.dy.address, *self.parameters, *places, *more
         memory = Memory()
