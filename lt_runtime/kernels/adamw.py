@@ -164,17 +164,16 @@ def ema_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
 def _table(kind: str, chunk: int, tensors: Sequence[Tensor]) -> NDArray[Any]:
     """A row of the struct `kind` for each chunk of each tensor; a row of zeros if there are no elements."""
     dtype = np.dtype(struct(kind))
-    rows = np.concatenate([_rows(dtype, chunk, number, *tensor) for number, tensor in enumerate(tensors)])
+    rows = np.concatenate([_rows(dtype, chunk, number, tensor) for number, tensor in enumerate(tensors)])
     return rows if rows.size else np.zeros(1, dtype)
 
 
-def _rows(
-    kind: np.dtype[Any], chunk: int, number: int, size: int, arrays: Mapping[str, tuple[int, DType]]
-) -> NDArray[Any]:
+def _rows(kind: np.dtype[Any], chunk: int, number: int, tensor: Tensor) -> NDArray[Any]:
     """The rows of one tensor. Of all values that are computed here, a row holds those for which its struct has a field.
 
     The field `type` is the type of the last array.
     """
+    size, arrays = tensor
     starts = np.arange(0, size, chunk, dtype=np.uint64)
     values: dict[str, Any] = {"tensor": number, "octet": starts // np.uint64(OCTET)}
     values["count"] = np.minimum(np.uint64(size) - starts, np.uint64(chunk))
