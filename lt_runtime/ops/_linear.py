@@ -251,10 +251,7 @@ class BackwardOptions(NamedTuple):
 class LinearBackward(Operation):
     """The gradients of a linear layer; a call's scalars are its `Sources`."""
 
-    names = (
-        *("dy", "x", "w", "the saved tensor", "the saved tensor below"),
-        *(f"out_{name}" for name in _OUTPUTS),
-    )
+    names = ("dy", "x", "w", "the saved tensor", "the saved tensor below", *(f"out_{name}" for name in _OUTPUTS))
     required = 3
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:

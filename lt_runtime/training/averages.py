@@ -48,7 +48,7 @@ class Scores(NamedTuple):
 
     logits: Any
     labels: Any
-    ignore_index: int | None
+    ignore_index: int | None = -100
 
 
 class HostTally:
@@ -76,8 +76,7 @@ class HostTally:
         part = np.float32(weight) * loss
         self.mean[...] = part if first else self.mean + part
         rows, correct = (0, 0) if scores is None else _count(scores)
-        old = self._totals
-        self._totals = Totals(old.steps + first, old.loss + float(part), old.rows + rows, old.correct + correct)
+        self._totals = Totals._make(map(operator.add, self._totals, (first, float(part), rows, correct)))
 
     def read(self, stream: Any) -> Totals:
         """Returns the sums and starts new ones; waits for the stream."""

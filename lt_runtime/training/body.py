@@ -1,47 +1,169 @@
-"""The operations of a training step, on the host and on a GPU: forward, loss, backward, update, sums of the losses."""
+"""The content of a training step, on the host and on a GPU: its loss, the checks of its batch, and its operations.
+
+The loss is one of this package's, or a function of the caller's. The operations are forward, loss, backward, update,
+and the sums of the losses.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
+from lt_runtime.arguments import check_instance, one_of, shown
+from lt_runtime.arrays.checks import check_one_float32, check_shape, check_weights
+from lt_runtime.arrays.libraries import cupy_stream
+from lt_runtime.arrays.operand import CUPY, HOST, Operand
+from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.gpu.memory import branch, stream_memory
+from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
+from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
+from lt_runtime.ops import losses
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import Compute
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Scores, Tally
-from lt_runtime.training.losses import Batch, StepLoss, read_batch
-from lt_runtime.training.mlp import MLP
+from lt_runtime.training.mlp import MLP, check_model_type
 from lt_runtime.training.parts import backward_layer
 
 if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
 
-IGNORE_INDEX: Final = -100
+LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {
+    "cross_entropy": (losses.cross_entropy, ("label_smoothing", "class_weights")),
+    "mse": (losses.mse_loss, ()),
+    "huber": (losses.huber_loss, ("delta",)),
+    "bce_with_logits": (losses.bce_with_logits, ("pos_weight",)),
+}
+"""The function of each loss, and the options that it takes in a training step."""
+_ARRAYS: Final = ("class_weights", "pos_weight")  # options that are arrays; the others are numbers
+LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"]
+OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
 
 
-def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
-    """The problems of a model's layers in a training step, for the tuner.
+class StepLoss(NamedTuple):
+    """A loss of a model's outputs: one of `LOSSES`, or a function of the caller's.
+
+    Attributes:
+        name: of the loss, or of the caller's function.
+        compute: computes the loss and its gradient in the outputs' type, called as the functions of `LOSSES` with
+            outputs, target and the arguments by name `row_weights`, `grad_scale`, `share`, `out_gradient`, `stream`.
+        classifies: whether the targets are labels.
+        is_own: whether the loss is the caller's function, whose targets may be any array.
+        elementwise: the form of the loss for the kernels of narrow MLPs; None if the loss needs labels or weights.
+    """
+
+    name: str
+    compute: Callable[..., losses.Loss]
+    classifies: bool = False
+    is_own: bool = False
+    elementwise: ElementwiseLoss | None = None
+
+
+def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
+    """Makes the loss of a training step.
 
     Args:
-        rows: number of rows of a micro-batch.
-        accumulates: whether a step has several micro-batches: all but the first add to the gradients.
-    """
-    from lt_runtime.tuner.chain import LayerChain  # imported here, because only tuning needs it
+        loss: a name of `LOSSES`, or a function.
+        options: the options of a named loss, or None.
 
-    layers, types = model.layers, (model.dtype, Compute(model.compute))
-    dropout, bias = [each.dropout > 0 for each in layers], [each.bias is not None for each in layers]
-    activations = [each.activation for each in layers]
-    chain = LayerChain.of_mlp(rows, model.dims, activations, *types, dropout=dropout, bias=bias)
-    return [chain, chain.accumulating] if accumulates else [chain]
+    Raises:
+        ArgumentError, OperandError: the loss or one of the options is not accepted.
+    """
+    if callable(loss):
+        if options:
+            raise ArgumentError(
+                "loss_options are for losses with a name; a function of your own may hold what it needs"
+            )
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return StepLoss(name, functools.partial(_own_loss, loss, model), is_own=True)
+    name, given = one_of("loss", loss, LOSSES), {} if options is None else options
+    check_instance("loss_options", given, Mapping, "a mapping from names to values")
+    function, known = LOSSES[name]
+    for option in given:
+        if option not in known:
+            raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {', '.join(known) or 'none'}")
+    numbers = {option: value for option, value in given.items() if option not in _ARRAYS}
+    row, classifies = np.zeros((1, model.dims[-1]), np.float32), name == "cross_entropy"
+    function(row, np.zeros(1, np.int32) if classifies else row, **numbers)  # refuses wrong numbers
+    arrays = {option: _on_device(option, given[option], model) for option in given if option in _ARRAYS}
+    is_elementwise = name in ELEMENTWISE and all(each is None for each in arrays.values())
+    elementwise = ElementwiseLoss(name, **numbers) if is_elementwise else None
+    return StepLoss(name, functools.partial(function, **numbers, **arrays), classifies, elementwise=elementwise)
+
+
+def _own_loss(
+    function: OwnFunction,
+    model: MLP,
+    outputs: Any,
+    target: Any,
+    *,
+    stream: int | None,
+    grad_scale: Any = None,
+    share: float = 1.0,
+    **_: Any,
+) -> losses.Loss:
+    """Computes the loss by a function of the caller's, see `TrainStep`, which writes an FP32 gradient.
+
+    The gradient is scaled before it is rounded. It is never written over the outputs, because the function may have
+    kept a reference to them.
+    """
+    device = model.device.ordinal
+    with contextlib.nullcontext() if device is None else cupy_stream(device, stream or 0):
+        shape, fp32 = outputs.shape, np.dtype(np.float32)
+        gradient: Any = np.zeros(shape, fp32) if device is None else CUPY.zeros(shape, fp32, device, stream or 0)
+        loss = _read_loss(function(outputs, target, gradient, stream), model, stream)
+        if grad_scale is None and share == 1.0 and outputs.dtype == fp32:
+            return losses.Loss(loss, gradient)
+        if device is None:
+            factor = np.float32(share) * (np.float32(1.0) if grad_scale is None else grad_scale)
+            with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
+                return losses.Loss(loss, (gradient * factor).astype(outputs.dtype))
+        rounded = gradient if outputs.dtype == fp32 else CUPY.empty(shape, outputs.dtype, device, stream or 0)
+        if rounded.size:
+            places, at_scale = (gradient.data.ptr, rounded.data.ptr), 0 if grad_scale is None else grad_scale.data.ptr
+            launch_scale(*places, rounded.size, model.dtype, at_scale, share, device, stream or 0)
+        return losses.Loss(loss, rounded)
+
+
+def _read_loss(loss: Any, model: MLP, stream: int | None) -> Any:
+    """Checks that the caller's function has returned one FP32 number on the model's device, and returns the number."""
+    if isinstance(loss, np.generic):
+        loss = np.asarray(loss)
+    operand = model.device.read("what the loss function returned", loss, stream or 0)
+    check_one_float32(operand)
+    return loss.reshape(()) if operand.device == HOST else loss
+
+
+def _on_device(name: str, array: Any, model: MLP) -> Any:
+    """Checks an array of weights of the model's outputs, or None; copies a NumPy array to the model's device."""
+    if array is None:
+        return None
+    placed = array
+    if isinstance(array, np.ndarray):
+        placed = model.device.asarray(array.copy())
+        model.device.synchronize()  # later steps may use any stream
+    operand = model.device.read(name, placed, 0)
+    check_weights(operand, model.dims[-1], "one an output")
+    if isinstance(array, np.ndarray):
+        losses.check_not_negative(name, array)
+    return placed
+
+
+Batch: TypeAlias = tuple[Operand, ...]
+"""The arrays of a batch: inputs, targets and, if given, row weights."""
+_FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
+_INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
 class StepBody:
     """One step: the checks of its batch, and its operations in the order in which they run.
 
     Args:
-        rows: the number of rows of every batch; None for any number.
+        rows: the number of rows of every batch; None for any multiple of `parts`.
         parts: the number of micro-batches. All have the same size; the gradients are those of the mean of their losses.
         ema: the averages to update after the optimizer; None if there are no averages.
     """
@@ -53,8 +175,46 @@ class StepBody:
         self.rows, self.parts = rows, parts
 
     def read(self, batch: Sequence[Any], stream: int) -> Batch:
-        """Reads and checks the arrays of a batch; see `read_batch`."""
-        return read_batch(self.model, batch, self.loss, self.rows, self.parts, stream)
+        """Reads and checks the arrays of a batch.
+
+        Args:
+            batch: x (M, inputs); the target; and (M,) FP32 row weights, if given. The target is labels (M,) for a loss
+                that classifies, (M, outputs) for any other named loss, and any array of M rows for the caller's own
+                loss.
+
+        Raises:
+            ShapeError: x is not a batch of the expected shape.
+            ArgumentError: row weights for the caller's own loss.
+            DeviceError, DTypeError, LayoutError: an array cannot be copied into a step's buffers.
+        """
+        (x, target, *row_weights), model, loss, rows = batch, self.model, self.loss, self.rows
+        name, inputs = "labels" if loss.classifies else "target", model.dims[0]
+        read = model.device.read("x", x, stream)
+        if rows is not None and read.shape != (rows, inputs):
+            takes_any = "; lt.TrainStep(..., batch_size=None) takes batches of any size"
+            other = takes_any if read.shape[1:] == (inputs,) else ""
+            raise ShapeError(f"x has shape {read.shape}; this step was made for {(rows, inputs)}{other}")
+        if len(read.shape) != 2 or read.shape[1] != inputs or not read.shape[0] or read.shape[0] % self.parts:
+            multiple = f"a multiple of {self.parts}" if self.parts > 1 else "at least one"
+            raise ShapeError(f"x has shape {read.shape}; accepted are (M, {inputs}), M {multiple}")
+        if row_weights and loss.is_own:
+            instead = "the target of a loss of your own may hold them"
+            raise ArgumentError(f"row_weights are for losses with a name; {instead}")
+        check_model_type(model, read)
+        _check_rows(read)
+        wanted, outputs = model.device.read(name, target, stream), (read.shape[0], model.dims[-1])
+        if loss.is_own:
+            _check_any(wanted, outputs[0])
+        elif loss.classifies:
+            losses.check_labels(wanted, outputs)
+        else:
+            check_shape(name, wanted.shape, outputs, "the outputs' shape")
+            check_model_type(model, wanted)
+            _check_rows(wanted)
+        weights = [model.device.read("row_weights", each, stream) for each in row_weights]
+        for each in weights:
+            check_weights(each, outputs[0], "one a row of x")
+        return read, wanted, *weights
 
     def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
         """Runs a step.
@@ -99,7 +259,7 @@ class StepBody:
             scaling = {"row_weights": weights[0] if weights else None, "grad_scale": scale, "share": share}
             out = None if is_read_later else outputs
             value, gradient = loss.compute(outputs, target, **scaling, out_gradient=out, stream=stream)
-        scores = Scores(outputs, target, IGNORE_INDEX) if loss.classifies else None
+        scores = Scores(outputs, target) if loss.classifies else None
         del outputs, out  # From here on, each array is freed after its last use, so that later arrays get its memory.
         device = model.device.ordinal
         # No later operation of the step reads the tally: on a GPU it is updated on a second stream, concurrently.
@@ -112,6 +272,39 @@ class StepBody:
                     narrow.backward(x, gradient, **options)
                 while contexts:
                     gradient = backward_layer(model.layers, gradient, contexts, need_dx=False, **options)
-                    contexts.pop()
                     if contexts:
                         contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
+
+
+def _check_any(target: Operand, rows: int) -> None:
+    """Refuses a target with another number of rows, without numbers, or with rows that are not contiguous."""
+    if target.shape[:1] != (rows,):
+        raise ShapeError(f"target has shape {target.shape}; it must have {rows} rows, as x has")
+    if target.dtype not in (*_FLOATS, *_INTEGERS, "bool"):
+        raise DTypeError(f"target is {target.dtype}; accepted are {', '.join(_FLOATS)}, integers and bool")
+    if len(target.shape) == 2:
+        _check_rows(target)
+    else:
+        target.check_packed()
+
+
+def _check_rows(operand: Operand) -> None:
+    rows, cols = operand.layout.shape
+    if rows > 1 and cols > 1 and operand.strides[1] != 1:
+        raise LayoutError(f"{operand.name} has strides {operand.strides}; its rows must be contiguous: lt.contiguous")
+
+
+def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
+    """The problems of a model's layers in a training step, for the tuner.
+
+    Args:
+        rows: number of rows of a micro-batch.
+        accumulates: whether a step has several micro-batches: all but the first add to the gradients.
+    """
+    from lt_runtime.tuner.chain import LayerChain  # imported here, because only tuning needs it
+
+    layers, types = model.layers, (model.dtype, Compute(model.compute))
+    dropout, bias = [each.dropout > 0 for each in layers], [each.bias is not None for each in layers]
+    activations = [each.activation for each in layers]
+    chain = LayerChain.of_mlp(rows, model.dims, activations, *types, dropout=dropout, bias=bias)
+    return [chain, chain.accumulating] if accumulates else [chain]

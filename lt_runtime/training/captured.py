@@ -29,8 +29,7 @@ from lt_runtime.ops._parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import GpuTally, Totals
-from lt_runtime.training.body import StepBody, chains_of
-from lt_runtime.training.losses import Batch
+from lt_runtime.training.body import Batch, StepBody, chains_of
 
 MAX_GRAPHS: Final = 8
 """The number of graphs that a training step keeps: one for each batch size and type of targets, with and without row

@@ -277,7 +277,6 @@ class MLP:
         left = [*contexts]
         while left:
             dy = backward_layer(self.layers, dy, left, accumulate=accumulate, need_dx=needs_input, stream=stream)
-            left.pop()
         return dy
 
     def _refuse_inputs(self, x: Any, stream: Any) -> None:

@@ -152,29 +152,29 @@ def activations_by_layer(
 
 
 def backward_layer(
-    layers: Sequence[Linear], dy: Any, contexts: Sequence[Any], *, accumulate: bool, need_dx: bool, stream: Any
+    layers: Sequence[Linear], dy: Any, contexts: list[Any], *, accumulate: bool, need_dx: bool, stream: Any
 ) -> Any:
     """Propagates the gradient back through one layer and the activation of the layer below it.
 
-    Later calls, for the layers below, do not read dy or the last context again.
+    Later calls, for the layers below, do not read dy or this layer's context again.
 
     Args:
         layers: all layers of the model.
         dy: for the last layer, the gradient with respect to the outputs; otherwise the result for the layer above.
-        contexts: the contexts of the layers from the first to this one.
+        contexts: the contexts of the layers from the first to this one, which is removed from the list.
         accumulate, stream: as in `MLP.backward`.
         need_dx: whether to compute the gradient with respect to the first layer's inputs.
     """
-    i, last = len(contexts) - 1, len(layers) - 1
+    context, i, last = contexts.pop(), len(contexts), len(layers) - 1
     # Each call also computes the bias gradient of the layer below. Only the last layer, which has no layer above it,
     # computes its own bias gradient.
     options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last, "need_dx": i > 0 or need_dx}
     below, bias = layers[i - 1].bias, layers[i].bias
     if i:
-        options |= {"through": contexts[i - 1], "out_db_below": below and below.grad}
+        options |= {"through": contexts[-1], "out_db_below": below and below.grad}
     options |= {"out_dw": layers[i].weight.grad, "out_db": bias and bias.grad}
     with range_of(f"backward/{layers[i].name}"):
-        dx, *_ = linear_bwd(dy, contexts[i], accumulate=accumulate, stream=stream, **options)
+        dx, *_ = linear_bwd(dy, context, accumulate=accumulate, stream=stream, **options)
     return dx
 
 

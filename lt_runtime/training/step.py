@@ -16,8 +16,7 @@ from lt_runtime.ops._parameters import HeldArrays, changes
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Scores, Tally, Totals
-from lt_runtime.training.body import IGNORE_INDEX, StepBody
-from lt_runtime.training.losses import LossName, OwnFunction, step_loss
+from lt_runtime.training.body import LossName, OwnFunction, StepBody, step_loss
 from lt_runtime.training.mlp import MLP, brief
 
 
@@ -272,7 +271,7 @@ def evaluate(
         outputs = model(x, stream=stream)
         out = None if measured.classifies else outputs
         value = measured.compute(outputs, target, out_gradient=out, stream=stream).loss
-        scores = Scores(outputs, target, IGNORE_INDEX) if measured.classifies else None
+        scores = Scores(outputs, target) if measured.classifies else None
         tallies.append(HostTally() if device is None else GpuTally(device, stream))
         tallies[-1].add(value, scores, 1.0, first=True, stream=stream)
         sizes.append(int(outputs.shape[0]))
