@@ -29,7 +29,10 @@ class Plan(ABC):
 
     @property
     def moved(self) -> int:
-        """Bytes that our passes and copies of operands read and write in a run, also those of the products' plans."""
+        """Bytes that copies of operands and a layer's passes read and write in a run.
+
+        It is the sum of `moved` over the plan's attributes, plans of products among them. A `MatmulPass` has none.
+        """
         return sum(getattr(part, "moved", 0) for part in vars(self).values())
 
     @abstractmethod
