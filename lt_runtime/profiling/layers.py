@@ -133,11 +133,10 @@ def layers_of(
     by_place: dict[Place, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_place[Place(kernel.layer, kernel.phase)].append(kernel)
-    order = {phase: number for number, phase in enumerate((*PHASES, ""))}
     places = dict.fromkeys(place for step in steps for place in step)
     return [
         _layer(place, steps, works.get(place, ()), by_place[place], ceilings)
-        for place in sorted(places, key=lambda place: (order[place.phase], place.layer == ""))
+        for place in sorted(places, key=lambda place: ((*PHASES, "").index(place.phase), place.layer == ""))
     ]
 
 
