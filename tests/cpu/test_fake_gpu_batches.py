@@ -160,6 +160,17 @@ def test_each_size_and_type_has_a_graph_and_the_oldest_goes(gpu: FakeGpu) -> Non
         assert run.calls == made, (rows, kind)
 
 
+def test_buffers_are_freed_with_their_graph(gpu: FakeGpu) -> None:
+    run, largest = _Run(gpu), 1000
+    for rows in (largest, *range(1, 8)):
+        run(*_batch(gpu, rows))
+    gc.collect()
+    before = gpu.memory_used()
+    run(*_batch(gpu, 8))
+    gc.collect()
+    assert gpu.memory_used() < before - largest * _WIDTH * 4
+
+
 def test_a_graph_that_another_thread_has_dropped_is_made_again(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The change happens between the look-up and the launch of a replay."""
     run = _Run(gpu)

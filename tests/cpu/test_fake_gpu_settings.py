@@ -77,6 +77,15 @@ def test_settings_changed_in_the_middle_of_a_captured_run(gpu: FakeGpu, options:
     assert before[-1][0] == before[-2][0] == before[-3][0]  # with a learning rate of 0 the update keeps all parameters
 
 
+def test_a_rehearsal_for_a_second_batch_size_updates_nothing(gpu: FakeGpu) -> None:
+    graph, eager = (_step(gpu, graph=graph) for graph in (True, False))
+    for rows in (_ROWS, _ROWS - 3):
+        batch = [gpu.cp.asarray(each[:rows]) for each in _batch(0)]
+        for step in (graph, eager):
+            step(*batch, stream=gpu.stream)
+        assert _values(gpu, graph) == _values(gpu, eager)
+
+
 def test_the_host_goes_the_same_way(gpu: FakeGpu) -> None:
     with gpu.others_package() as host_lt:
         expected = _step(gpu, host_lt, "cpu")

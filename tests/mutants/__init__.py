@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants import epilogue_kernels, loss_kernels, narrow_mlps, optimizer_kernels, product_kernels, trusted
+from tests.mutants import (
+    epilogue_kernels,
+    host_code,
+    loss_kernels,
+    narrow_mlps,
+    optimizer_kernels,
+    product_kernels,
+    trusted,
+)
 from tests.mutants.fault import Fault, faults_of
 
-_MODULES: Final = (epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps, trusted)
+_MODULES: Final = (epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps, trusted, host_code)
 FAULTS: Final[tuple[Fault, ...]] = tuple(each for module in _MODULES for each in faults_of(module.FAULTS))

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.tile_matmul import supports
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products import methods
-from lt_runtime.products.methods import METHODS, TILE_MATMUL, TilePlan, configuration, plan_from_blob, plan_from_config
+from lt_runtime.products.methods import (
+    METHODS,
+    TILE_MATMUL,
+    OwnPlan,
+    TilePlan,
+    configuration,
+    plan_from_blob,
+    plan_from_config,
+)
 from lt_runtime.tuner.report import algorithm_in_words
 from tests.support.product_problems import across, forward, input_gradient, weight_gradient
 
@@ -95,3 +106,8 @@ def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "device_info", lambda _: TURING)
     with pytest.raises(PlanError, match="tensor cores"):
         TilePlan(PRODUCTS[0], 0)
+    kernel: Any = SimpleNamespace(scratch_bytes=0, tickets=MAX_TICKETS)
+    OwnPlan(PRODUCTS[0], 0, TILE_MATMUL, kernel)
+    kernel.tickets += 1
+    with pytest.raises(PlanError, match="no room"):
+        OwnPlan(PRODUCTS[0], 0, TILE_MATMUL, kernel)

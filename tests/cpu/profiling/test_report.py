@@ -74,12 +74,13 @@ def test_copies_that_a_plan_chose_are_told_from_others() -> None:
 def test_gaps_and_overlap() -> None:
     activities = [
         kernel("a", 0, 10), kernel("b", 5, 15, stream=8), kernel("c", 20.5, 4), kernel("d", 30, 10), kernel("e", 31, 2),
+        kernel("f", 41, 1),
         kernel("wait", 0, 9, kind="synchronization"), kernel("malloc", 0, 9, kind="allocation"),
     ]  # fmt: skip
     totals = totals_of([], activities, 1)
-    assert totals.kernel_us == 41
-    assert totals.busy_us == 34
-    assert (totals.gaps, totals.gap_us) == (1, pytest.approx(5.5))  # half a microsecond is no pause
+    assert totals.kernel_us == 42
+    assert totals.busy_us == 35
+    assert (totals.gaps, totals.gap_us) == (2, pytest.approx(6.5))  # half a microsecond is no pause, but a whole one is
     assert (totals.synchronizations, totals.allocations) == (1, 1)
     assert totals_of([], [], 0) == Totals()
 

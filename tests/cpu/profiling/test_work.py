@@ -90,6 +90,17 @@ def test_backward_counts_its_passes(gpu: FakeGpu, told: list[Any]) -> None:
     assert work.strategy.startswith("db by kernel")
 
 
+def test_a_mask_has_a_bit_for_each_element(gpu: FakeGpu) -> None:
+    problem, spec = own("problem"), own("problem").Spec(own("layout").packed(M, 128))
+    moved = {}
+    for saved in (problem.Saved.MASK, problem.Saved.OUTPUT):
+        derivative = problem.Derivative(problem.Activation("relu"), saved, spec)
+        moved[saved.value] = (
+            own("kernels.epilogue").BackwardPass(problem.DType.FLOAT32, derivative, spec, spec, 0).moved
+        )
+    assert moved == {"mask": M * 128 * 8 + M * 128 // 8, "output": M * 128 * 12}
+
+
 def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
     from lt_runtime.products.padded import PaddedPlan
     from lt_runtime.products.product import ProductPlan

@@ -165,6 +165,24 @@ def test_two_writers_wait_for_each_other(file: Path) -> None:
     assert read_recorded(file) == PROBLEMS[1:2]
 
 
+def test_a_child_that_was_forked_during_a_write_does_not_keep_the_lock(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the handle shares the lock, as the handle of a forked child does."""
+    write, copies = os.write, list[int]()
+
+    def forking(handle: int, text: bytes) -> int:
+        copies.append(os.dup(handle))
+        return write(handle, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", forking)
+        record(PROBLEMS[0])
+    record(PROBLEMS[1])  # a warning would be an error
+    os.close(copies[0])
+    assert read_recorded(file) == PROBLEMS[:2]
+
+
 def test_a_file_system_without_locks_is_written_all_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

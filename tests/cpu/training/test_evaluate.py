@@ -134,6 +134,16 @@ def test_a_gpu_is_not_waited_for_before_the_end(gpu: FakeGpu) -> None:
     assert left == [True] * (len(SIZES) - 1)
 
 
+def test_tensors_are_evaluated_on_pytorch_s_current_stream(gpu: FakeGpu) -> None:
+    world, (x, labels, _) = World(gpu.lt, gpu), data(4)
+    model, batch = world.model(), [gpu.torch.Tensor(world.place(each)) for each in (x, labels)]
+    gpu.streams.log.clear()
+    with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.other_stream.ptr)):
+        gpu.lt.evaluate(model, [batch])
+    assert gpu.other_stream.ptr in gpu.streams.log
+    assert 0 not in gpu.streams.log  # CuPy's current stream
+
+
 def test_nothing_of_the_model_changes(world: World) -> None:
     x, labels, _ = data(sum(SIZES))
     model = world.model()

@@ -1,0 +1,73 @@
+"""Faults of Python code: of training steps, evaluation, plans, recordings and profiles."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.fault import Table
+
+FAULTS: Final[Table] = {
+    "lt_runtime/training/body.py": {
+        "a rehearsal of a step updates the averages": (
+            '            if self.ema is not None:\n                with range_of("ema"):\n                    self',
+            '        if self.ema is not None:\n            with range_of("ema"):\n                self',
+            "tests/cpu/test_fake_gpu_settings.py::test_a_rehearsal_for_a_second_batch_size_updates_nothing",
+        ),
+    },
+    "lt_runtime/training/captured.py": {
+        "buffers of dropped graphs are kept": (
+            "                self._replays.clear()  # some",
+            "                # some",
+            "tests/cpu/test_fake_gpu_batches.py::test_buffers_are_freed_with_their_graph",
+        ),
+    },
+    "lt_runtime/training/parts.py": {
+        "tuning() measures no rows that have run before": (
+            "if key not in self._chosen or asked_for.get():",
+            "if key not in self._chosen:",
+            "tests/cpu/test_fake_gpu_narrow.py::test_inference_is_measured_where_that_is_asked_for",
+        ),
+    },
+    "lt_runtime/training/step.py": {
+        "tensors are evaluated on CuPy's current stream": (
+            "stream_handle(None, device, library_of(x).current_stream)",
+            "stream_handle(None, device)",
+            "tests/cpu/training/test_evaluate.py::test_tensors_are_evaluated_on_pytorch_s_current_stream",
+        ),
+    },
+    "lt_runtime/products/methods.py": {
+        "a kernel of ours may take more counters than there are": (
+            " or kernel.tickets > MAX_TICKETS",
+            "",
+            "tests/cpu/products/test_tile_matmul.py::test_what_is_refused_says_why",
+        ),
+    },
+    "lt_runtime/kernels/epilogue.py": {
+        "a pass reads a whole element for each bit of a mask": (
+            "saved_bits = 1 if derivative.saved is Saved.MASK else 8 * dtype.itemsize",
+            "saved_bits = 8 * dtype.itemsize",
+            "tests/cpu/profiling/test_work.py::test_a_mask_has_a_bit_for_each_element",
+        ),
+    },
+    "lt_runtime/store/recording.py": {
+        "a forked child keeps a recording locked": (
+            "            fcntl.flock(handle, fcntl.LOCK_UN)\n",
+            "            pass\n",
+            "tests/cpu/store/test_recording.py::test_a_child_that_was_forked_during_a_write_does_not_keep_the_lock",
+        ),
+    },
+    "lt_runtime/store/keys.py": {
+        "an entry with an unknown field is taken": (
+            "value.keys() != hints.keys()",
+            "not hints.keys() <= value.keys()",
+            "tests/cpu/store/test_store_entries.py::test_an_entry_that_is_not_accepted_is_none_whatever_its_digest",
+        ),
+    },
+    "lt_runtime/profiling/layers.py": {
+        "a pause of exactly a microsecond is left out": (
+            "if ns >= _LEAST_GAP_NS",
+            "if ns > _LEAST_GAP_NS",
+            "tests/cpu/profiling/test_report.py::test_gaps_and_overlap",
+        ),
+    },
+}
