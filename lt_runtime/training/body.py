@@ -269,7 +269,7 @@ class StepBody:
                 tally.add(value, scores, share, first=first, stream=memory and memory.stream)
             with range_of("backward"):
                 if narrow is not None:
-                    narrow.backward(x, gradient, **options)
+                    narrow.backward(x, gradient, loss=None, scale=None, share=1.0, **options)
                 while contexts:
                     gradient = backward_layer(model.layers, gradient, contexts, need_dx=False, **options)
                     if contexts:

@@ -223,15 +223,7 @@ class NarrowPasses:
         return perform(MLP_OUTPUTS, (x, None, *self._arrays("data")), self._problem.activation, None, stream)
 
     def backward(
-        self,
-        x: Any,
-        y: Any,
-        *,
-        loss: ElementwiseLoss | None = None,
-        scale: Any = None,
-        share: float = 1.0,
-        accumulate: bool,
-        stream: Any,
+        self, x: Any, y: Any, *, loss: ElementwiseLoss | None, scale: Any, share: float, accumulate: bool, stream: Any
     ) -> Any:
         """Writes every parameter's gradient into its buffer, or adds it to the buffer's values.
 
@@ -239,7 +231,8 @@ class NarrowPasses:
 
         Args:
             y: the gradient with respect to the outputs or, with a loss, the targets.
-            scale, share: factors of the loss's gradient, as in `StepLoss.compute`.
+            loss: computes the gradient with respect to the outputs from the targets; None if y is this gradient.
+            scale, share: factors of the loss's gradient, as in `StepLoss.compute`; not used without a loss.
 
         Returns:
             With a loss, its value: one FP32 number on the device.
