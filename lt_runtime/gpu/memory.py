@@ -199,7 +199,7 @@ class BoundPlan:
     the weight gradient beside the input gradient where the plan says so. While the stream is being captured, a call
     puts the operation's own launches on it instead.
 
-    The graph uses the workspace and the scratch memory of its stream, as the same operation unbound does.
+    The graph uses the workspace and the scratch memory of its stream, as an unbound call of the same operation does.
 
     Args:
         put: puts the operation on a memory's stream. It has run before, on any stream.

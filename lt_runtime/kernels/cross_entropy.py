@@ -15,7 +15,7 @@ from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, WARP, Tiling, next_
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
 
-# These numbers may be tuned; the sources have the other ones: launch bounds, and what a thread waits for at once. They
+# These numbers may be tuned. Others are in the sources: launch bounds, and the loads a thread waits for at once. All
 # decide the order of sums, and with it the bits of results. Where rows might be streamed, the loss's last bits also
 # depend on the GPU: on the number of its multiprocessors, and on whether their shared memory holds a row.
 _WARP_ROW_THREADS: Final = 320  # threads of a block in which a row is shared by a warp or fewer threads
@@ -25,7 +25,7 @@ _LONG_ROW: Final = 112 << 10  # bytes; an H200's shared memory does not hold two
 _COLUMNS_PER_LANE: Final = 16  # a row has so many threads that each has about 16 columns or fewer, up to a warp
 _WARP_COLUMNS: Final = 2048  # a longer row is shared by a whole block
 _BATCH: Final = 4  # packets that a thread waits for at once; softmax_rows.cuh has the same number
-_KEPT_BATCHES: Final = 1  # of a longer row that a block shares: they stay in registers, which have room for few
+_KEPT_BATCHES: Final = 1  # batches that stay in registers, which have room for few, if a block shares a longer row
 _SPREAD: Final = 2  # WEIGHTS where labels are smoothed and classes have weights
 _FEW_CLASSES: Final = 16  # as few as a thread keeps in registers; few_classes.cuh has the same number
 _ROWS_OF_ONE_BLOCK: Final = 1024  # with few classes a block of a thread a row counts labels itself, and waits for none
@@ -163,7 +163,7 @@ class RowSharing:
         return min(self.batches * _BATCH, room // self.held_bytes)
 
     def holds_row(self, held: int) -> bool:
-        """Whether registers, together with shared memory for so many packets of each thread, hold a whole row."""
+        """Whether a whole row fits into registers and `held` packets of each thread in shared memory."""
         return held // _BATCH + self.kept >= self.batches
 
     @property

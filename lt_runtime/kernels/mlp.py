@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
     Attributes:
         row_warps: warps that take rows through the layers.
-        row_tiles: tiles of 16 rows that each of them has at a time: with two, it reads weights half as often.
+        row_tiles: tiles of 16 rows that such a warp has at a time: with two, it reads weights half as often.
         sum_warps: warps that make the gradients of the weights, and keep their sums in registers.
     """
 

@@ -132,7 +132,7 @@ def wave_of(device: int, blocks: int) -> int:
 
 
 def grid_for(layout: Layout) -> Tiling:
-    """An elementwise pass over a matrix: a thread has one octet, or more where the grid would be too large."""
+    """The grid of an elementwise pass over a matrix: one octet a thread, or more if the grid would be too large."""
     return _cover(layout, tile(layout.rows, layout.cols), MAX_GRID_Y)
 
 
@@ -150,17 +150,17 @@ def sweep(layout: Layout, wave: int | None) -> Tiling:
 
 
 def turning(layout: Layout) -> Tiling:
-    """A pass that reads columns and writes the rows of a matrix."""
+    """The grid of a pass that reads columns and writes the rows of a matrix."""
     return _cover(layout, _TURNING_BLOCK, MAX_GRID_Y)
 
 
 def reduction(layout: Layout, wave: int, *, transposes: bool, strips: bool = True) -> Tiling:
-    """A pass that may sum up columns: at most one wave of blocks, one block a strip of columns in a small matrix.
+    """The grid of a pass that may sum up columns: at most one wave of blocks; in a small matrix one block a strip.
 
     The order of the sum, and with it the bits of the result, depend on `wave`, which is a property of the GPU.
 
     Args:
-        strips: whether a block may see all rows of a small matrix.
+        strips: whether a block may see all rows of a narrow strip of columns, in a small matrix.
 
     Raises:
         ShapeError: more rows than a kernel can count.
