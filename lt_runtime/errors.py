@@ -28,9 +28,33 @@
 Everything except `GpuError` is raised before anything is launched or written, or leaves a file as it was (`FileError`).
 """
 
+from __future__ import annotations
+
+from typing import Final
+
+_LONGEST: Final = 8000
+
+
+def printable(text: str, limit: int = _LONGEST) -> str:
+    """Text for people that may contain text from a file, a driver or a caller.
+
+    Characters that are not printable, such as ESC and halves of surrogate pairs, become escapes; ends of lines stay.
+
+    Args:
+        limit: characters beyond which the middle of the text is left out.
+    """
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
 
 class LtError(Exception):
     """The base of every exception that lt_runtime raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ArgumentError(LtError, ValueError):

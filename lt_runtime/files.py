@@ -12,12 +12,13 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import Any, BinaryIO, Final, TypeAlias
 
 from lt_runtime.paths import CACHE_VARIABLE
 
@@ -26,6 +27,8 @@ TEMPORARY: Final = ".tmp"
 
 _MOST_SEARCHED: Final = 100_000
 """Most directory entries that are searched for abandoned files; searching more would delay a save."""
+
+_HALF_A_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _DIRECTORY_MODE: Final = 0o700
 _FILE_MODE: Final = 0o600
@@ -83,6 +86,33 @@ def _content(handle: int, limit: int) -> bytes:
     if len(content) > limit:
         raise ValueError(f"it has more than {limit} bytes")
     return content
+
+
+def parse_json(content: bytes) -> Any:
+    """The value that JSON in UTF-8 describes.
+
+    Raises:
+        ValueError: the content is no JSON, or is JSON that could not be written and read again: in another encoding,
+            with halves of surrogate pairs, with NaN or infinity, with a name twice in one object, or nested too deeply.
+    """
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+        if _HALF_A_CHARACTER.search(content):
+            json.dumps(value, ensure_ascii=False).encode()  # fails unless the other half is there
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has one name twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from lt_runtime.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
@@ -30,7 +32,7 @@ def table(title: str | None, headings: Sequence[str], lines: Sequence[Sequence[s
     box = SIMPLE if title is None else HEAVY_HEAD
     made = Table(*(columns[place] for place in used), title=title, title_justify="left", box=box)
     for line in lines:
-        made.add_row(*(escape(line[place]) for place in used))
+        made.add_row(*(escape(printable(line[place])) for place in used))
     return made
 
 
@@ -43,7 +45,7 @@ def rendered(line: Line, *, styled: bool = False) -> str:
     before is therefore flushed first, which raises an exception.
     """
     if isinstance(line, str):
-        return line
+        return printable(line)
     from rich.console import Console
     from rich.table import Table
 

@@ -88,7 +88,9 @@ def _flush() -> None:
 
 
 def _tell(name: str, complaint: str, status: int) -> int:
-    print(f"{name}: {complaint}", file=sys.stderr, flush=True)
+    from lt_runtime.errors import printable
+
+    print(f"{name}: {printable(complaint)}", file=sys.stderr, flush=True)
     return status
 
 

@@ -18,7 +18,7 @@ from lt_runtime.arguments import shown
 from lt_runtime.cli import INTERRUPTED
 from lt_runtime.cli.output import show
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.files import read_regular
+from lt_runtime.files import parse_json, read_regular
 from lt_runtime.ops.tuning import mlp_chain, ordinal_of
 from lt_runtime.problem import ACTIVATIONS, ComputeName, MatmulProblem
 from lt_runtime.store.recording import read_recorded
@@ -211,7 +211,7 @@ class _Field(NamedTuple):
 
 def _json(path: Path, text: str) -> Shapes:
     try:
-        json.loads(text)
+        parse_json(text.encode())
         file = _Field(path, "the file", ast.parse(f"({text})", mode="eval").body)
     except json.JSONDecodeError as error:
         raise ArgumentError(f"{path}, line {error.lineno}: no JSON ({error.msg})") from None

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lt_runtime.errors import ArgumentError, MissingLibraryError
-from lt_runtime.files import replace_file, replacing
+from lt_runtime.files import parse_json, read_regular, replace_file, replacing
 from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, label_of
 from lt_runtime.profiling.timer import RANGES
 from lt_runtime.profiling.work import COPY
+from lt_runtime.store.keys import from_json
 from lt_runtime.tables import rendered, table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA: Final = 1
+_LARGEST: Final = 1 << 24
+"""Limit of a report's bytes; a kernel takes about 400."""
 _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
 """The table leaves out rows for time outside of layers that is shorter than this."""
@@ -142,15 +145,20 @@ def load(file: Path) -> Report:
         OSError: the file cannot be read.
     """
     try:
-        content = json.loads(file.read_bytes())
-        schema = content.pop("schema")
-        if schema == SCHEMA:
-            content["layers"] = [Layer(**each) for each in content["layers"]]
-            content["kernels"] = [Kernel(**each) for each in content["kernels"]]
-            return Report(**content | {"totals": Totals(**content["totals"])})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"{file} is no profile as prof.save writes it ({type(error).__name__}: {error})") from None
-    raise ArgumentError(f"{file} is a profile of schema {schema}; this version reads {SCHEMA}")
+        content = parse_json(read_regular(file, _LARGEST))
+        if not isinstance(content, dict) or "schema" not in content:
+            raise ValueError("it does not say its version")
+        if content["schema"] == SCHEMA:
+            report = from_json(Report, {name: each for name, each in content.items() if name != "schema"})
+            records: list[Layer | Kernel | Totals] = [*report.layers, *report.kernels, report.totals]
+            for each in records:
+                for name, value in asdict(each).items():
+                    if isinstance(value, (int, float)) and value < 0:
+                        raise ValueError(f"{name} is {value}")
+            return report
+    except ValueError as error:
+        raise ArgumentError(f"{file} is no profile as prof.save writes it ({error})") from None
+    raise ArgumentError(f"{file} is a profile of schema {content['schema']!r:.80}; this version reads {SCHEMA}")
 
 
 def _rate(value: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from lt_runtime import paths
-from lt_runtime.files import read_private, replace_private
+from lt_runtime.files import parse_json, read_private, replace_private
 from lt_runtime.gpu.driver import call
 from lt_runtime.layout import packed
 from lt_runtime.ops.adamw import AdamW
@@ -126,7 +126,7 @@ def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
     path = paths.cache_directory() / "ceilings" / fingerprint(device).file_name
     known = dict[str, float]()
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # the file is missing or damaged
-        known = {str(name): float(value) for name, value in json.loads(read_private(path, _LIMIT)).items() if value > 0}
+        known = {str(name): float(value) for name, value in parse_json(read_private(path, _LIMIT)).items() if value > 0}
     missing = {COPY, *kinds} - known.keys()
     if missing:
         with workbench(device) as bench:

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.errors import CheckpointError, FileError, MissingFileError
+from lt_runtime.errors import CheckpointError, FileError, MissingFileError, printable
 from lt_runtime.files import flush, opened, replacing
 
 _TEXT: Final = "lt_runtime"
@@ -166,8 +166,8 @@ def check_kinds(path: str | os.PathLike[str], found: Kinds, like: Kinds) -> None
 
 
 def shortened(text: str) -> str:
-    """Text from a file, for a message: shortened, and without lone surrogates, which cannot be printed."""
-    return text[:_MESSAGE_LIMIT].encode(errors="backslashreplace").decode()
+    """Text from a file, for a message."""
+    return printable(text, _MESSAGE_LIMIT)
 
 
 def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, str]) -> bytes:

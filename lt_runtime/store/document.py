@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from lt_runtime import cublaslt
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.files import read_private, read_regular
+from lt_runtime.files import parse_json, read_private, read_regular
 from lt_runtime.gpu.devices import device_count, device_info, kernel_driver_version
 from lt_runtime.gpu.driver import call
 from lt_runtime.paths import kernel_sources
@@ -31,7 +31,6 @@ from lt_runtime.store.keys import SCHEMA, Json, from_json, to_json
 LARGEST: Final = 8 << 20
 """Limit of a file's bytes: reading as many takes about a second, whatever they hold. An entry has about 1,000 bytes."""
 _NEWEST_SCHEMA: Final = 1_000_000
-_HALF_A_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _PARTS: Final = {"schema", "fingerprint", "entries"}
 _LINE_DEPTH: Final = 3
 """Depth of the JSON at which each object is written on one line: a configuration, or a rejected algorithm."""
@@ -162,9 +161,7 @@ class Document:
             UnusableError: "damaged" or "schema-K".
         """
         try:
-            data = json.loads(content)
-            if _HALF_A_CHARACTER.search(content):
-                json.dumps(data, ensure_ascii=False).encode()  # fails unless the other half is there
+            data = parse_json(content)
             schema = data.get("schema") if isinstance(data, dict) else None
             if type(schema) is not int or not 0 <= schema <= _NEWEST_SCHEMA:
                 raise ValueError("it does not say its version")

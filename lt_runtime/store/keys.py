@@ -17,7 +17,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
@@ -33,6 +33,8 @@ Json: TypeAlias = dict[str, Any]
 _Record = TypeVar("_Record")
 _SCALARS: Final = (bool, int, float, str)
 _LONGEST: Final = 10_000
+_LIMITS: Final[Mapping[type, tuple[float, float]]] = {int: (0, 2**48), float: (-1e30, 1e30)}
+"""The lowest and highest accepted value of a field, by its type. No memory holds 2**48 elements."""
 _CLASSES: Final = {kind.__name__: kind for kind in typing.get_args(Remembered)}
 _FAILURES: Final = (ArithmeticError, AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError)
 """Exceptions that reading a key may raise if the text is not a key."""
@@ -105,10 +107,10 @@ def _without_none(hint: Any) -> Any:
 
 
 def from_json(kind: type[_Record], value: object) -> _Record:
-    """Makes the instance of `kind` from which `to_json` made `value`. The class itself checks floats and mappings.
+    """Makes the instance of `kind` from which `to_json` made `value`.
 
     Raises:
-        ValueError: a field is missing or unknown, or has a value of another type.
+        ValueError: a field is missing or unknown, or has a value of another type or beyond `_LIMITS`.
     """
     hints = field_types(typing.cast(Any, kind))
     if not isinstance(value, dict) or value.keys() != hints.keys():
@@ -122,12 +124,16 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     hint = _without_none(hint)
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast(type, hint), value)
-    if typing.get_origin(hint) is tuple and isinstance(value, list):
-        return tuple([_value(name, typing.get_args(hint)[0], each) for each in value])
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (tuple, Sequence) and isinstance(value, list):
+        return tuple([_value(name, inner[0], each) for each in value])
+    if origin is Mapping and isinstance(value, dict):  # the class itself checks values of other types
+        return {key: _value(name, float, each) if inner[1] is float else each for key, each in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)
     if hint is bytes and isinstance(value, str):
         return bytes.fromhex(value)
-    if (hint in (int, str, bool) and type(value) is not hint) or isinstance(value, list):
+    kinds = (int, float) if hint is float else (hint,) if hint in _SCALARS else _SCALARS
+    if type(value) not in kinds or (hint in _LIMITS and not _LIMITS[hint][0] <= value <= _LIMITS[hint][1]):
         raise ValueError(f"{name} is {value!r:.200}")
     return value

@@ -159,6 +159,51 @@ def test_changes_are_told_from_noise(tmp_path: Path, cli: Cli, monkeypatch: pyte
     ]  # fmt: skip
 
 
+HOSTILE: dict[str, tuple[tuple[str, str] | Callable[[Path], object], str]] = {
+    "text for a number": (('"us": 50.0', '"us": "50"'), "us is '50'"),
+    "a number for text": (('"name": "fc"', '"name": null'), "name is None"),
+    "a list for a number": (('"timed_steps": 10', '"timed_steps": [10]'), "timed_steps is [10]"),
+    "a number that is too large": (('"us": 50.0', '"us": 1e308'), "us is 1e+308"),
+    "infinity": (('"us": 50.0', '"us": 1e999'), "us is inf"),
+    "a negative time": (('"us": 50.0', '"us": -1'), "us is -1"),
+    "a negative number of steps": (('"timed_steps": 10', '"timed_steps": -128'), "timed_steps is -128"),
+    "NaN": (('"us": 50.0', '"us": NaN'), "NaN is no number of JSON"),
+    "a name twice": (('"us": 50.0', '"us": 1, "us": 2'), "an object has one name twice"),
+    "deep nesting": (('"us": 50.0', '"us": ' + "[" * 100_000), "nested too deeply"),
+    "half of a character": (('"name": "fc"', '"name": "\\ud800"'), "surrogates not allowed"),
+    "a long version": (('"schema": 1', '"schema": "' + "a" * 1_000_000 + '"'), "is a profile of schema 'aaa"),
+    "UTF-16": (lambda path: path.write_text(path.read_text(), encoding="utf-16"), "can't decode byte 0xff"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is no regular file"),
+    "a device": (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "it is no regular file"),
+    "a hole of 3 GB": (lambda path: os.truncate(path, 3 << 30), "it has more than 16777216 bytes"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_damaged_profile_is_refused(tmp_path: Path, cli: Cli, change: Any, message: str) -> None:
+    good, bad = tmp_path / "a.json", tmp_path / "b.json"
+    report().save(good)
+    report().save(bad)
+    if callable(change):
+        change(bad)
+    else:
+        assert change[0] in bad.read_text()
+        bad.write_text(bad.read_text().replace(*change))
+    status, _, error = cli("compare", good, bad)
+    assert (status, error.count("\n")) == (1, 1)
+    assert message in error
+    assert len(error) < 1000
+
+
+def test_names_from_a_file_are_short_and_printable(tmp_path: Path, cli: Cli) -> None:
+    report(kernel("\x1b[2J" + "x" * 1_000_000, 10)).save(tmp_path / "a.json")
+    text = cli("compare", *[tmp_path / "a.json"] * 2).out + cli("compare", tmp_path / "a.json", "\x1b[2J").err
+    report(kernel("\x1b[2J" + "y" * 1_000_000, 20, layer="\x9b")).save(tmp_path / "b.json")
+    text += cli("compare", tmp_path / "a.json", tmp_path / "b.json").out
+    assert text.replace("\n", "").isprintable()
+    assert len(text) < 10_000
+
+
 def test_families_of_kernels() -> None:
     planned = replace(kernel("resize", 1), is_planned_copy=True)
     names = {

@@ -37,7 +37,14 @@ def report() -> Report:
     entries = kernels_of(activities, 1, works)
     found = layers_of(steps(10.0, 12.0, 11.0), works, entries, ceilings)
     return Report(
-        "a GPU", 3, 1, found, entries, totals_of(steps(10.0, 12.0, 11.0), activities, 1), ceilings, ["one thing"]
+        "a GPU",
+        3,
+        1,
+        (*found,),
+        (*entries,),
+        totals_of(steps(10.0, 12.0, 11.0), activities, 1),
+        ceilings,
+        ("one thing",),
     )
 
 

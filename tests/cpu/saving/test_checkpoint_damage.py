@@ -185,7 +185,7 @@ DESCRIPTIONS: list[tuple[str, str]] = [
     ("[" * 100_000, "was not written by"),
     ('{"format":' * 100_000, "was not written by"),
     ('{"format": ' + "[" * 500 + "]" * 500 + "}", r"has format \[\[\["),
-    ('{"format": ' + "9" * 400 + "}", "has format 9{200};"),
+    ('{"format": ' + "9" * 400 + "}", "has format 9{100} … 9{100};"),
     ('{"format": ' + "9" * 5000 + "}", "was not written by"),
     ('{"format": 1e400}', "has format inf;"),
     ('{"format": NaN}', "has format nan;"),
