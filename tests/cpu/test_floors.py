@@ -18,8 +18,8 @@ import lt_runtime
 PACKAGE = Path(lt_runtime.__file__).parent
 
 FLOORS = (
-    {"environment", "errors", "paths", "tables"},
-    {"arguments", "files"},
+    {"environment", "errors", "paths"},
+    {"arguments", "files", "tables"},
     {"epilogue", "grad_scaler", "layout", "problem", "ranges", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},
     {"kernels", "store"},
