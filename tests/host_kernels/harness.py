@@ -47,7 +47,7 @@ class HostKernel:
 
         Raises:
             HostKernelError: threads of a block wait at different barriers, or threads of a warp for different shuffles,
-                or the launch is too large.
+                or an address is misaligned, or the launch is too large.
         """
         if block[0] * block[1] > self._max_threads:
             raise HostKernelError(f"a block of {block} exceeds the {self._max_threads} threads that the kernel allows")

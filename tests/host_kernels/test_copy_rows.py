@@ -19,16 +19,28 @@ from tests.support.strategies import Placement
 
 @dataclass(frozen=True)
 class Batch:
-    """An array: the type of its elements, elements of a row, and how the rows lie."""
+    """An array and its buffers.
+
+    Attributes:
+        kind: type of the elements.
+        cols: elements of a row.
+        gap: elements between two rows of the array.
+        offset: elements before the first row of the array.
+        shift: what is left when the distance of two parts of the buffers, in bytes, is divided by 256.
+    """
 
     kind: str
     cols: int
     gap: int = 0
     offset: int = 0
+    shift: int = 0
 
 
 batches = st.builds(
-    Batch, st.sampled_from(["u1", "u2", "f4", "i8"]), axes, st.sampled_from([0, 0, 1, 8]), st.sampled_from([0, 0, 1, 3])
+    Batch,
+    st.sampled_from(["u1", "u2", "f4", "i8"]),
+    axes,
+    *(st.sampled_from(each) for each in ([0, 0, 1, 8], [0, 0, 1, 3], [0, 0, 1, 4])),
 )
 LARGE = Batch("f4", 515)
 LABELS = Batch("i8", 1)
@@ -41,7 +53,7 @@ class _Operands:
         kind = np.dtype(batch.kind)
         values = generator.integers(0, 256, (parts * rows, batch.cols * kind.itemsize), np.uint8).view(kind)
         self.source = Guarded(values, Placement(False, batch.gap, batch.offset))
-        self.stride = -(-rows * batch.cols * kind.itemsize // 256) * 256
+        self.stride = -(-rows * batch.cols * kind.itemsize // 256) * 256 + batch.shift
         self.target = Guarded(np.full((parts, self.stride), 7, np.uint8))
         self.expected = np.full((parts, self.stride), 7, np.uint8)
         self.expected[:, : rows * batch.cols * kind.itemsize] = values.view(np.uint8).reshape(parts, -1)
@@ -58,6 +70,7 @@ def _table(*operands: _Operands) -> Any:
 @example(drawn=[LARGE, LABELS], rows=40, parts=1, from_table=True, order=0, seed=0)
 @example(drawn=[LARGE, LABELS, LABELS], rows=3, parts=4, from_table=False, order=1, seed=1)
 @example(drawn=[Batch("u2", 13, 3, 1), Batch("f4", 8, 8), LABELS], rows=5, parts=2, from_table=True, order=0, seed=2)
+@example(drawn=[Batch("f4", 8, shift=4)], rows=5, parts=2, from_table=False, order=0, seed=3)
 @given(
     drawn=st.lists(batches, min_size=1, max_size=COPIED),
     rows=axes,

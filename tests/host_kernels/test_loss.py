@@ -25,7 +25,7 @@ from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.problem import DType
 from lt_runtime.reference import bce_with_logits, cross_entropy, huber_loss, mse_loss
-from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, MORE, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import Memory
@@ -135,9 +135,9 @@ cases = st.builds(
 )
 
 
-def row_of(values: NDArray[Any] | None) -> Guarded | None:
+def row_of(values: NDArray[Any] | None, offset: int = 0) -> Guarded | None:
     """Guarded weights in memory; None if there are no weights."""
-    return None if values is None else Guarded(values.astype(np.float32)[None])
+    return None if values is None else vector(values, F32, offset)
 
 
 def address_of(operand: Guarded | None) -> int:
@@ -154,10 +154,10 @@ class Elementwise:
     by_column: bool = False
 
     def weights(self, shape: Shape, seed: int) -> tuple[Guarded | None, Guarded | None]:
-        """Draws weights of rows, some of them 0 or negative, and weights of columns."""
+        """Draws weights of rows, some of them 0 or negative, and weights of columns, aligned or not."""
         generator = np.random.default_rng(seed + 2)
         of_rows, of_columns = generator.integers(-2, 4, shape[0]) / 2, generator.random(shape[1]) * 4
-        return row_of(of_rows if self.by_row else None), row_of(of_columns if self.by_column else None)
+        return row_of(of_rows if self.by_row else None), row_of(of_columns if self.by_column else None, seed % 2)
 
     def exact(self, prediction: NDArray[Any], target: NDArray[Any], *weights: Any) -> tuple[float, Array]:
         of_rows, of_columns = (None if each is None else each.array[0] for each in weights)
@@ -212,6 +212,9 @@ def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Eleme
 @example(case=LossCase((3, 16), prediction=Placement(False, 8, 0)), delta=1.0, weighted=(False, False))
 @example(case=LossCase((3, 203)), delta=1.0, weighted=(False, False))
 @example(case=LossCase((203, 1)), delta=1.0, weighted=(True, True))
+@example(case=LossCase((3, 200), target=Placement(offset=1)), delta=1.0, weighted=(False, False))
+@example(case=LossCase((3, 200), gradient=Placement(offset=1)), delta=1.0, weighted=(False, False))
+@example(case=LossCase((3, 200), seed=1), delta=1.0, weighted=(False, True))  # pos_weight is misaligned
 @given(case=cases, delta=st.sampled_from((1.0, 0.25, 7.0)), weighted=st.tuples(st.booleans(), st.booleans()))
 def test_means_over_elements(
     runner: Runner, loss: str, dtype: DType, case: LossCase, delta: float, weighted: tuple[bool, bool]

@@ -83,6 +83,12 @@ def test_a_divergent_barrier_is_an_error(run: Callable[..., Any]) -> None:
     assert np.array_equal(run("mirror")[0], MIRRORED), "the next kernel runs correctly after the failure"
 
 
+def test_a_misaligned_address_is_an_error(run: Callable[..., Any]) -> None:
+    with pytest.raises(HostKernelError, match=r"block \(0, 0, 0\): misaligned address: thread .* vector.cuh:\d+"):
+        run("misaligned_vector")
+    assert np.array_equal(run("mirror")[0], MIRRORED), "the next kernel runs correctly after the failure"
+
+
 def test_barriers_that_never_open_are_errors(run: Callable[..., Any]) -> None:
     with pytest.raises(HostKernelError, match="for ever: 32 of 64 threads have come to barrier 1"):
         run("named_barrier_without_all", block=(64, 1))

@@ -46,7 +46,17 @@ FAULTS: Final[Table] = {
         "a misaligned target is taken for an aligned one": (
             "reinterpret_cast<uint64>(p.prediction.data) | reinterpret_cast<uint64>(p.target.data) |",
             "reinterpret_cast<uint64>(p.prediction.data) |",
-            "tests/gpu/test_loss.py::test_means_over_elements_as_pytorch",
+            f"{_LOSS}::test_means_over_elements[mse-DType.FLOAT32]",
+        ),
+        "a misaligned gradient is taken for an aligned one": (
+            "reinterpret_cast<uint64>(p.gradient.data) |",
+            "",
+            f"{_LOSS}::test_means_over_elements[mse-DType.FLOAT32]",
+        ),
+        "a misaligned pos_weight is taken for an aligned one": (
+            "| reinterpret_cast<uint64>(p.pos_weight);",
+            ";",
+            f"{_LOSS}::test_means_over_elements[bce_with_logits-DType.FLOAT32]",
         ),
     },
     "cuda_src/stream_rows.cuh": {

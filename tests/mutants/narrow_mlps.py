@@ -7,18 +7,32 @@ from typing import Final
 from tests.mutants.fault import Table
 
 _TESTS: Final = "tests/host_kernels/test_mlp.py"
+_BEYOND: Final = f"{_TESTS}::test_infinity_and_nan_stay_in_their_rows_and_columns"
+_UNEVEN: Final = f"{_TESTS}::test_exact_sums[0-dims12-31]"
 
 FAULTS: Final[Table] = {
     "cuda_src/mlp.cuh": {
         "padded columns keep infinities": (
             "if (columns == WIDTH) return;",
             "return;",
-            f"{_TESTS}::test_infinities_stay_in_their_rows_and_columns",
+            f"{_BEYOND}[inf]",
         ),
         "rows beyond the last are copied": (
             "const bool exists = row < left;",
             "const bool exists = row <= left;",
             f"{_TESTS}::test_exact_sums[0-dims1-70]",
+        ),
+        "rows at any distance are taken for aligned": (
+            "columns % kOctet == 0 && m.row_stride % kOctet == 0 &&",
+            "columns % kOctet == 0 &&",
+            f"{_TESTS}::test_any_layout[placement3]",
+        ),
+    },
+    "cuda_src/mma.cuh": {
+        "on the host a ReLU loses NaN": (
+            "float2{x <= 0.0f ? 0.0f : x, y <= 0.0f ? 0.0f : y}",
+            "float2{x > 0.0f ? x : 0.0f, y > 0.0f ? y : 0.0f}",
+            f"{_BEYOND}[nan]",
         ),
     },
     "cuda_src/mlp_fwd.cu": {
@@ -54,6 +68,21 @@ FAULTS: Final[Table] = {
             "float2{four[i % 2 * 2], four[i % 2 * 2 + 1]};",
             f"{_TESTS}::test_a_loss_is_that_of_rounded_outputs",
         ),
+        "tiles beyond the last one are written": (
+            "if (!has(down, across)) break;",
+            "if (!has(down, 0)) break;",
+            _UNEVEN,
+        ),
+        "a chunk that lacks a row is copied as a whole one": (
+            "columns == INPUTS && first + kChunk <= p.rows &&",
+            "columns == INPUTS && first + kChunk <= p.rows + 1 &&",
+            _UNEVEN,
+        ),
+        "the derivative of a ReLU is 0 at NaN": (
+            "is_positive = __hneu2(",
+            "is_positive = __hne2(",
+            f"{_BEYOND}[nan]",
+        ),
     },
     "cuda_src/mlp_gradients.cu": {
         "gradients of an MLP replace each other": (
@@ -65,6 +94,11 @@ FAULTS: Final[Table] = {
             "for (int i = 1; i < kParts; ++i)",
             "for (int i = 2; i < kParts; ++i)",
             f"{_TESTS}::test_the_sums_of_many_blocks_are_added_up",
+        ),
+        "sums are read while their kernel may still run": (
+            "  wait_for_predecessor();\n",
+            "",
+            "tests/cpu/kernels/test_kernel.py::test_a_kernel_waits_before_it_reads_what_a_predecessor_writes[mlp_gradients]",
         ),
     },
 }

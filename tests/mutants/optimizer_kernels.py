@@ -121,5 +121,11 @@ FAULTS: Final[Table] = {
     },
     "cuda_src/ema.cu": {
         "averages take every value for FP32": ("unpack(value, chunk.type)", "unpack(value, kFloat32)", _EMA),
+        "an average that equals its value changes": (
+            "average.v[k] += p.weight * (now.v[k] - average.v[k]);",
+            "average.v[k] = (1.0f - p.weight) * average.v[k] + p.weight * now.v[k];",
+            _EMA,
+        ),
+        "every chunk is taken for aligned": ("chunk.count, chunk.aligned)", "chunk.count, true)", _EMA),
     },
 }

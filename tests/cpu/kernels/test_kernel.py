@@ -1,7 +1,8 @@
-"""Driver calls for a kernel before its first launch."""
+"""Driver calls for a kernel before its first launch, and the code that a launch runs beside its predecessor."""
 
 from __future__ import annotations
 
+import re
 from ctypes import sizeof
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from lt_runtime.errors import GpuError
 from lt_runtime.kernels import kernel
 from lt_runtime.kernels.losses import ELEMENTWISE_LOSS
+from lt_runtime.paths import kernel_sources
+from tests.support.kernel_families import ENTRIES
 
 
 @pytest.mark.parametrize("more", [-8, 8])
@@ -23,3 +26,27 @@ def test_parameters_of_another_size_are_an_error(more: int, monkeypatch: pytest.
         GpuError, match=f"elementwise_loss takes {size + more} bytes of parameters, ElementwiseLossParams has {size}"
     ):
         kernel.Kernel(ELEMENTWISE_LOSS, 0, overlaps=False)
+
+
+COMPUTING = {
+    *("DYNAMIC_SHARED", "static_assert", "sizeof", "__shfl_sync", "octet_count", "whole_steps", "place_of_sum"),
+    *("of", "index"),  # methods
+    *("sweep", "columns", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructors
+}
+"""Functions that read no memory of the device."""
+CONSTANT = {"p.chunks[", "p.layers["}
+"""Tables that no kernel writes."""
+COPY_X = re.compile(r"const auto copy_x = .*?\n  };", re.DOTALL)  # mlp_fwd calls this lambda later
+KERNEL = re.compile(r'^extern "C" __global__ [^\n]* (\w+)\(const [^\n]*{\n(.*?)^}', re.DOTALL | re.MULTILINE)
+BODIES = dict(body for file in sorted(kernel_sources().glob("*.cu")) for body in KERNEL.findall(file.read_text()))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_kernel_waits_before_it_reads_what_a_predecessor_writes(entry: str) -> None:
+    """Every kernel is launched so that it may begin before its predecessor has ended."""
+    before, wait, _ = BODIES[entry].partition("\n  wait_for_predecessor();\n")
+    assert wait, "all threads must make the call"
+    code = re.sub(r"//.*", "", COPY_X.sub("", before))
+    assert not re.search(r"\breturn\b", code), "all threads must come to the call"
+    assert set(re.findall(r"(\w+)\(", code)) <= COMPUTING
+    assert set(re.findall(r"\*p\.|\bp\.[\w.]+(?:\[|->)", code)) <= CONSTANT

@@ -2,6 +2,7 @@
 // its warp. A warp runs as far as it can before the next, so that they are out of step wherever no barrier holds them.
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "block.h"
@@ -43,7 +44,7 @@ struct NamedBarrier {
 };
 constexpr int kNamedBarriers = 16;
 std::array<NamedBarrier, kNamedBarriers> named;  // the first is not used: it is the block's
-std::string misuse;                              // of one of them
+std::string misuse;                              // of one of them, or a misaligned access
 
 Lane& lane_of(unsigned thread) { return warps[thread / kWarp].lanes[thread % kWarp]; }
 
@@ -215,3 +216,16 @@ void end_grid() {
 }
 
 }  // namespace shim
+
+// Where an access is in the source.
+struct Access {
+  const char* file;
+  std::uint32_t line, column;
+};
+
+// Code that is built with -fsanitize=alignment calls this before it accesses a misaligned address. A GPU ends the kernel there.
+extern "C" void __ubsan_handle_type_mismatch_v1(const Access* access, std::uintptr_t) {
+  const shim::Place place{shim::thread_index(), access->file, static_cast<int>(access->line)};
+  shim::misuse = "misaligned address: " + shim::describe(place);
+  for (;;) shim::wait();
+}

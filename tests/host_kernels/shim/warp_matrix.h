@@ -62,10 +62,13 @@ inline void load_matrices(const char* file, int line, unsigned (&out)[4], const 
   }
 }
 
-// cp.async: sixteen bytes, those beyond `bytes` being zero. Here they are there at once.
+// cp.async: sixteen bytes, those beyond `bytes` being zero. Here they are there at once. The sanitizers check the alignment
+// of references.
 inline void copy_async(void* shared, const void* global, int bytes) {
-  memset(shared, 0, 16);
-  memcpy(shared, global, static_cast<size_t>(bytes));
+  uint4& to = *static_cast<uint4*>(shared);
+  const uint4& from = *static_cast<const uint4*>(global);
+  to = uint4{};
+  memcpy(&to, &from, static_cast<size_t>(bytes));
 }
 
 }  // namespace shim
