@@ -128,8 +128,8 @@ class Builder:
         """Object file that every library is linked with."""
         files = [SHIM / "launch.cpp", SHIM / "warp.cpp", SHIM / "fibers.cpp"]
         # The shim's runtime tells ThreadSanitizer how threads are ordered; it is not itself instrumented.
-        options = ["-O2", *(["-fno-sanitize=thread"] if self._sanitizer is Sanitizer.THREAD else [])]
-        return [self._build(f"{file.stem}.o", ["-c", *options], [], [file]) for file in files]
+        options = ["-c", "-O2", "-fno-sanitize=thread,alignment"]
+        return [self._build(f"{file.stem}.o", options, [], [file]) for file in files]
 
     def _build(self, name: str, arguments: Sequence[str], included: Sequence[Path], inputs: Sequence[Path]) -> Path:
         headers = (SHIM, HERE / "kernels", kernel_sources())

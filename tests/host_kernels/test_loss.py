@@ -310,8 +310,9 @@ def draw_labels(data: st.DataObject | None, case: LossCase) -> tuple[NDArray[Any
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @MORE
+@example(data=None, case=LossCase((3, 200), gradient=Placement(offset=1)))
 @given(data=st.data(), case=cases)
-def test_cross_entropy(runner: Runner, dtype: DType, data: st.DataObject, case: LossCase) -> None:
+def test_cross_entropy(runner: Runner, dtype: DType, data: st.DataObject | None, case: LossCase) -> None:
     check_cross_entropy(runner, dtype, case, *draw_labels(data, case))
 
 
