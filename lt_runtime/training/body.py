@@ -145,7 +145,6 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
     placed = array
     if isinstance(array, np.ndarray):
         placed = model.device.asarray(array.copy())
-        model.device.synchronize()  # later steps may use any stream
     operand = model.device.read(name, placed, 0)
     check_weights(operand, model.dims[-1], "one an output")
     if isinstance(array, np.ndarray):

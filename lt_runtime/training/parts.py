@@ -17,6 +17,8 @@ from lt_runtime.arrays.libraries import cupy
 from lt_runtime.arrays.operand import HOST, Operand, on_host, read
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError
 from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import supports
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
@@ -64,9 +66,13 @@ class ComputeDevice:
         return contextlib.nullcontext() if self.ordinal is None else cupy().cuda.Device(self.ordinal)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
-        """Copies a NumPy array to this device; on the host returns the array itself."""
+        """Copies a NumPy array to this device, and waits for the copy; on the host returns the array itself."""
+        if self.ordinal is None:
+            return array
         with self.current():
-            return array if self.ordinal is None else cupy().asarray(array)
+            copy = cupy().asarray(array)
+            call("cuStreamSynchronize", stream_handle(None, self.ordinal))  # work on any stream may read the copy
+            return copy
 
     def read(self, name: str, array: Any, stream: int) -> Operand:
         """Reads an array as an operand; raises `DeviceError`, with a remedy, if it is not on this device."""

@@ -219,7 +219,7 @@ def test_without_memory_for_a_size_the_others_go_on(gpu: FakeGpu, monkeypatch: p
     run(*_batch(gpu, 3))
     batch, used = _batch(gpu, 64), gpu.memory_used()
 
-    def full(size: int) -> int:
+    def full(*_: Any) -> int:
         raise gpu.cp.cuda.memory.OutOfMemoryError("all is used")
 
     with monkeypatch.context() as patch:

@@ -504,9 +504,9 @@ def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
 class Foreign:
     """An array of an unknown library, with `__cuda_array_interface__`."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Any, stream: int | None = None) -> None:
         self._array, self.dtype = array, array.dtype
-        self.__cuda_array_interface__ = array.__cuda_array_interface__
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
@@ -518,6 +518,15 @@ def test_arrays_by_their_interface(gpu: FakeGpu, dtype: DType) -> None:
     layer.check_forward(y)
     dy = Foreign(layer.dy.array)
     layer.check_backward(gpu.lt.linear_bwd(dy, ctx, stream=gpu.stream))
+
+
+def test_the_stream_of_an_interface_is_waited_for(gpu: FakeGpu) -> None:
+    x, w = gpu.cp.zeros((8, 8), np.float32), gpu.cp.ones((8, 8), np.float32)
+    with gpu.other_stream:
+        x.set(np.ones((8, 8), np.float32))
+    y = gpu.lt.linear(Foreign(x, gpu.other_stream.ptr), w, stream=gpu.stream)
+    gpu.synchronize(gpu.stream.ptr)
+    assert (host_of(gpu, y) == 8).all()
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])

@@ -212,8 +212,8 @@ def test_faults_of_kernels(broken: FakeGpu, name: str) -> None:
 def test_work_on_the_default_stream(broken: FakeGpu, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
     put = broken.streams.put
 
-    def misplaced(stream: int, kind: Any, name: str, run: Callable[[], None]) -> None:
-        put(0 if name == work else stream, kind, name, run)
+    def misplaced(stream: int, kind: Any, name: str, *more: Any) -> None:
+        put(0 if name == work else stream, kind, name, *more)
 
     monkeypatch.setattr(broken.streams, "put", misplaced)
     stream = broken.cp.cuda.Stream()

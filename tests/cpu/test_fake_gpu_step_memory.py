@@ -97,8 +97,8 @@ def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) ->
     step, before = _step(gpu, case), gpu.memory_used()
     allocate, used = gpu.memory.allocate, [before]
 
-    def watched(size: int) -> int:
-        address = allocate(size)
+    def watched(*given: Any) -> int:
+        address = allocate(*given)
         used.append(gpu.memory_used())
         return address
 

@@ -85,6 +85,17 @@ class Run:
         return [*losses, *(host_of(self.gpu, each.data).tobytes() for each in self.model.parameters())]
 
 
+def test_the_steps_stream_is_waited_for_before_a_measurement(process: Process) -> None:
+    with process() as gpu, pytest.MonkeyPatch.context() as patch:
+        run, waiting, array = Run(gpu), [], gpu.cp.zeros(8, np.uint8)
+        patch.setattr(
+            own("tuner.search"), "tune_chains", lambda *_, **__: waiting.append(gpu.streams.left_undone()) or ()
+        )
+        call("cuMemsetD8Async", array.data.ptr, 1, 8, gpu.stream.ptr)
+        run.train(steps=1)
+        assert waiting == [{}]
+
+
 def measured(gpu: FakeGpu) -> int:
     """How many entries the plan cache has."""
     return len(entries(gpu))

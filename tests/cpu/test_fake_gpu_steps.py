@@ -71,6 +71,46 @@ def test_two_steps_take_turns_with_their_memory(gpu: FakeGpu) -> None:
     assert _values(gpu, *together) == _values(gpu, *alone)
 
 
+def test_a_step_on_another_stream_after_an_event_that_could_not_be_recorded(gpu: FakeGpu) -> None:
+    step, batch = _step(gpu), _batch(gpu, 0)
+    step(*batch, stream=gpu.stream)
+    gpu.calls.begin()
+    step(*batch, stream=gpu.stream)
+    gpu.calls.begin(gpu.calls.names.index("cuEventRecord"))
+    step(*batch, stream=gpu.stream)
+    step(*batch, stream=gpu.other_stream)
+    assert gpu.calls.failed == "cuEventRecord"
+    gpu.synchronize_all()  # a race of the two streams fails the test
+
+
+@pytest.mark.parametrize("kind", ["MLP", "AdamW", "EMA", "TrainStep"])
+def test_objects_that_are_made_on_one_stream_are_used_on_another(gpu: FakeGpu, kind: str) -> None:
+    model = gpu.lt.MLP(_DIMS, seed=3, device=0)
+    optimizer, batch = gpu.lt.AdamW(model.parameters()), _batch(gpu, 0)
+    with gpu.other_stream:
+        if kind == "MLP":
+            gpu.lt.MLP(_DIMS, device=0)(batch[0], stream=gpu.stream)
+        elif kind == "AdamW":
+            gpu.lt.AdamW(model.parameters()).step(stream=gpu.stream)
+        elif kind == "EMA":
+            gpu.lt.EMA(model).update(stream=gpu.stream)
+        else:
+            gpu.lt.TrainStep(model, optimizer)(*batch, stream=gpu.stream)
+    gpu.synchronize(gpu.other_stream.ptr)  # first: without the tables that it writes, kernels would crash
+    gpu.synchronize_all()
+
+
+def test_averages_are_copied_after_the_steps(gpu: FakeGpu) -> None:
+    model, copy = (gpu.lt.MLP(_DIMS, seed=seed, device=0) for seed in (3, 4))
+    ema = gpu.lt.EMA(model)
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=1e-2), ema=ema)
+    step(*_batch(gpu, 0), stream=gpu.stream)
+    ema.copy_to(copy)
+    gpu.synchronize_all()
+    for average, parameter in zip(ema.averages.values(), copy.parameters(), strict=True):
+        assert (host_of(gpu, average) == host_of(gpu, parameter.data)).all()
+
+
 def test_batches_as_they_lie(gpu: FakeGpu) -> None:
     packed, gaps = _step(gpu, accumulate=2), _step(gpu, accumulate=2)
     for i in range(4):

@@ -11,9 +11,13 @@ from tests.mutants import (
     narrow_mlps,
     optimizer_kernels,
     product_kernels,
+    streams,
     trusted,
 )
 from tests.mutants.fault import Fault, faults_of
 
-_MODULES: Final = (epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps, trusted, host_code)
+_MODULES: Final = (
+    *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps),
+    *(trusted, host_code, streams),
+)
 FAULTS: Final[tuple[Fault, ...]] = tuple(each for module in _MODULES for each in faults_of(module.FAULTS))

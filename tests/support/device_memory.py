@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Hashable
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.support.races import Access, Touch
 
 GUARD: Final = 512
 """Bytes before and after each allocation that no work may write. They are NaN in every type."""
@@ -30,9 +33,16 @@ class DeviceMemory:
         self._starts: list[int] = []
         self._blocks: dict[int, tuple[NDArray[np.uint8], int]] = {}
         self.retired: list[NDArray[np.uint8]] = []
+        self._accesses: dict[int, list[Access]] = {}
+        self._pools: dict[Hashable, list[list[Access]]] = {}
 
-    def allocate(self, size: int) -> int:
-        """Address of `size` new bytes."""
+    def allocate(self, size: int, pool: Hashable = None) -> int:
+        """Address of `size` new bytes.
+
+        Args:
+            pool: key of a pool, which may return any freed memory of the same key. The bytes are new all the same, but
+                they have the freed memory's accesses.
+        """
         buffer = np.empty(size + 2 * GUARD + _ALIGNMENT, np.uint8)
         start = -(-(buffer.ctypes.data + GUARD) // _ALIGNMENT) * _ALIGNMENT
         offset = start - buffer.ctypes.data
@@ -43,14 +53,19 @@ class DeviceMemory:
             block[: 2 * GUARD] = block[-2 * GUARD :] = _POISON
         bisect.insort(self._starts, start)
         self._blocks[start] = block, size
+        freed = self._pools.get(pool)
+        self._accesses[start] = freed.pop() if freed else []
         return start
 
-    def free(self, address: int) -> None:
-        """Frees an allocation; its memory stays readable until `release`."""
+    def free(self, address: int, pool: Hashable = None) -> None:
+        """Frees an allocation, or returns it to a pool; its memory stays readable until `release`."""
         self._starts.remove(address)
         block, _ = self._blocks.pop(address)
         _check_guards(block, address)
         self.retired.append(block)
+        accesses = self._accesses.pop(address)
+        if pool is not None:
+            self._pools.setdefault(pool, []).append(accesses)
 
     @property
     def count(self) -> int:
@@ -63,8 +78,24 @@ class DeviceMemory:
         return sum(size for _, size in self._blocks.values())
 
     def release(self) -> None:
-        """Gives retired memory back to the host. All work that could read it has run."""
+        """Gives retired memory back to the host, and forgets all accesses. All work has run."""
         self.retired.clear()
+        self._pools.clear()
+        for accesses in self._accesses.values():
+            accesses.clear()
+
+    def touched(self, address: int, size: int | None, operand: str, *, writes: bool) -> list[Touch]:
+        """A touch of `size` bytes, or of all bytes from an address to the end of its allocation.
+
+        Returns:
+            An empty list if there are no bytes, or if the address belongs to no allocation.
+        """
+        start = self._around(address)
+        if start is None or (size is not None and size <= 0):
+            return []
+        first, length = address - start, self._blocks[start][1]
+        end = length if size is None else min(length, first + size)
+        return [Touch(self._accesses[start], first, end, writes, operand)]
 
     def check_guards(self) -> None:
         """Fails if work wrote just outside an allocation."""
@@ -99,6 +130,14 @@ class DeviceMemory:
             )
         first = GUARD + address - start
         return block[first : first + size]
+
+    def touched_by(self, view: NDArray[Any], operand: str, *, writes: bool) -> list[Touch]:
+        """A touch of the elements of an array in device memory, or of the gaps between them as well."""
+        if not view.size:
+            return []
+        extent = sum((length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True))
+        address = view.__array_interface__["data"][0]
+        return self.touched(address, extent + view.itemsize, operand, writes=writes)
 
     def _around(self, address: int) -> int | None:
         index = bisect.bisect_right(self._starts, address) - 1

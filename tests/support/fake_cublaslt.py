@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import struct
 import weakref
 import zlib
@@ -32,6 +33,7 @@ from lt_runtime.cublaslt import (
 from lt_runtime.cublaslt.attributes import Attribute
 from tests.support.device_memory import DeviceMemory, matrix_at
 from tests.support.fake_streams import KERNEL, Streams
+from tests.support.races import Touch
 
 _ID: Final = MatmulDescAttribute
 TYPES: Final[Mapping[int, np.dtype[Any]]] = {
@@ -323,13 +325,13 @@ class FakeCublasLt:
         self.calls.append(call)
         self._check_algorithm(call)
         self._check_workspace(call)
-        work = self._work(call)
+        work, touches = self._work(call)
 
         def run() -> None:
             self._check_owner(call.workspace, self._streams.running_on(call.stream), call.stream)
             work()
 
-        self._streams.put(call.stream, KERNEL, "matmul", run)
+        self._streams.put(call.stream, KERNEL, "matmul", run, lambda: touches)
         return 0
 
     def _read_matmul(self, arguments: tuple[Any, ...]) -> Matmul:
@@ -386,8 +388,11 @@ class FakeCublasLt:
         if owner not in (stream, captured):
             raise LibraryMisuseError(f"streams {owner:#x} and {stream:#x} share a workspace")
 
-    def _work(self, call: Matmul) -> Callable[[], None]:
-        """Returns a function that computes the product. All addresses are looked up now, not when the function runs."""
+    def _work(self, call: Matmul) -> tuple[Callable[[], None], list[Touch]]:
+        """Returns a function that computes the product, and the memory that it touches.
+
+        All addresses are looked up now, not when the function runs.
+        """
         memory, desc = self._memory, call.desc
         a, b, d = (
             layout.at(memory, address, name)
@@ -409,7 +414,15 @@ class FakeCublasLt:
                 product = product + scale * c.astype(np.float64)
             d[...] = _finish(desc, product, vector, aux, (a, b)).astype(d.dtype)
 
-        return run
+        operands = {"A": a, "B": b, "C": c, "D": d, "the bias": vector, "aux": aux, "the workspace": workspace}
+        written = {"D", "the workspace"}
+        written |= {"the bias"} if desc.epilogue in _GRADIENTS else set()
+        written |= {"aux"} if desc.epilogue in _AUX_OUT else set()
+        present = [(name, view) for name, view in operands.items() if view is not None]
+        touches = [memory.touched_by(view, name, writes=name in written) for name, view in present]
+        if desc.mode == PointerMode.DEVICE:
+            touches += [memory.touched(int(each), 4, "a scalar", writes=False) for each in (call.alpha, call.beta)]
+        return run, [*itertools.chain.from_iterable(touches)]
 
     def _reader(self, desc: Desc, value: float, name: str) -> Callable[[], float]:
         if desc.mode == PointerMode.HOST:
@@ -460,7 +473,8 @@ class FakeCublasLt:
             values = source.swapaxes(1, 2) if transposes else source
             target[...] = (factor() * values.astype(np.float64)).astype(target.dtype)
 
-        self._streams.put(stream or 0, KERNEL, "transform", run)
+        touches = self._memory.touched_by(source, "A", writes=False), self._memory.touched_by(target, "C", writes=True)
+        self._streams.put(stream or 0, KERNEL, "transform", run, lambda: itertools.chain(*touches))
         return 0
 
 

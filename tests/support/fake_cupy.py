@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
@@ -30,11 +31,12 @@ class Gpu(Protocol):
 
 
 class Memory:
-    """An allocation, freed when it is garbage-collected."""
+    """An allocation, which returns to the pool of its stream when it is garbage-collected."""
 
-    def __init__(self, gpu: Gpu, size: int) -> None:
-        self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1)), size, 0
-        weakref.finalize(self, gpu.memory.free, self.ptr).atexit = False
+    def __init__(self, gpu: Gpu, size: int, stream: int) -> None:
+        pool = stream, size
+        self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1), pool), size, 0
+        weakref.finalize(self, gpu.memory.free, self.ptr, pool).atexit = False
 
 
 class MemoryPointer:
@@ -93,6 +95,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def _settled(self) -> NDArray[Any]:
         self._gpu.streams.synchronize(self._module.cuda.get_current_stream().ptr)
+        self._gpu.streams.races.read_by_host(self._gpu.memory.touched_by(self._host, "an array", writes=False))
         return self._host
 
     def _part(self, view: NDArray[Any]) -> Any:
@@ -138,7 +141,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         def run() -> None:
             target[...] = values
 
-        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, MEMCPY, "set", run)
+        touches = self._gpu.memory.touched_by(target, "an array", writes=True)
+        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, MEMCPY, "set", run, lambda: touches)
 
     def set(self, values: NDArray[Any]) -> None:
         """Copies from the host, on the current stream."""
@@ -189,7 +193,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         def run() -> None:
             target[...] = compute()
 
-        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, KERNEL, "cupy", run)
+        touches = self._gpu.memory.touched_by(target, "an array", writes=True)
+        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, KERNEL, "cupy", run, lambda: touches)
 
     def _made(self, result: Any) -> Any:
         """Converts a result of NumPy to an array of this kind."""
@@ -265,7 +270,7 @@ class Stream:
     """`cupy.cuda.Stream`; without a handle, a new stream."""
 
     _handles = iter(range(0x5000_0000, 0x6000_0000, 0x10))
-    _current: list[Stream]
+    _current: _Current
     _streams: Streams
 
     def __init__(self, non_blocking: bool = False, ptr: int | None = None) -> None:
@@ -279,11 +284,11 @@ class Stream:
         return 0, self.ptr
 
     def __enter__(self) -> Self:
-        self._current.append(self)
+        self._current.stack.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._current.pop()
+        self._current.stack.pop()
 
     def synchronize(self) -> None:
         self._streams.synchronize(self.ptr)
@@ -293,6 +298,13 @@ class Stream:
 
     def end_capture(self) -> Graph:
         return Graph(self._streams, self._streams.end_capture(self.ptr))
+
+
+class _Current(threading.local):
+    """The stack of current streams of each thread; the last one is current."""
+
+    def __init__(self, default: Stream) -> None:
+        self.stack = [default]
 
 
 class Graph:
@@ -362,6 +374,10 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
         host = np.asarray(values, dtype)
         made = module.ndarray(host.shape, host.dtype)
         made._host[...] = host  # CuPy reads pageable host memory before the call returns
+        stream = module.cuda.get_current_stream().ptr
+        if stream and not made._is_capturing:  # streams wait for the default stream, though not the pretended ones
+            touches = gpu.memory.touched_by(made._host, "an array", writes=True)
+            gpu.streams.races.add(gpu.streams.races.put(stream), "asarray", touches)
         return made
 
     def ascontiguousarray(array: Any) -> Any:
@@ -400,10 +416,17 @@ def _compiled(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cuda(gpu: Gpu) -> Any:
     stream = type("Stream", (Stream,), {"_streams": gpu.streams})
-    stream._current = [stream(ptr=0)]
-    stream.null = stream._current[0]
-    allocators: list[Callable[[int], MemoryPointer]] = [lambda size: MemoryPointer(Memory(gpu, size), 0)]
-    here = {"default": staticmethod(allocators[0]), "current_stream": staticmethod(lambda: stream._current[-1].ptr)}
+    stream.null = stream(ptr=0)
+    stream._current = _Current(stream.null)
+
+    def allocation(size: int) -> Memory:
+        return Memory(gpu, size, stream._current.stack[-1].ptr)
+
+    allocators: list[Callable[[int], MemoryPointer]] = [lambda size: MemoryPointer(allocation(size), 0)]
+    here = {
+        "default": staticmethod(allocators[0]),
+        "current_stream": staticmethod(lambda: stream._current.stack[-1].ptr),
+    }
     pool = type("MemoryPool", (MemoryPool,), here)
 
     @contextlib.contextmanager
@@ -433,14 +456,14 @@ def _cuda(gpu: Gpu) -> Any:
 
     return SimpleNamespace(
         Stream=stream,
-        get_current_stream=lambda *_: stream._current[-1],
+        get_current_stream=lambda *_: stream._current.stack[-1],
         Device=Device,
         alloc=lambda size: allocators[-1](size),
         alloc_pinned_memory=gpu.pin,
         using_allocator=using_allocator,
         MemoryPool=pool,
         MemoryPointer=MemoryPointer,
-        Memory=lambda size: Memory(gpu, size),
+        Memory=allocation,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0),
     )

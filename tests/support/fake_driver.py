@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from cuda.bindings import driver
 
 from tests.support.device_memory import DeviceMemory
 from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverStatusError, Event, Node, Status, Streams
+from tests.support.races import Touch
 
 _CONTEXT: Final = 1
 _NEEDS_CONTEXT: Final = ("cuCtxSynchronize", "cuEvent", "cuGraph", "cuLaunch", "cuMem", "cuProfiler", "cuStream")
@@ -37,8 +38,9 @@ H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 6144,
 }
 
-Run = Callable[[], None]
-Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int], Run]
+Work = tuple[Callable[[], None], Callable[[], Iterable[Touch]], str]
+"""Runs a kernel; returns the memory that the kernel touches; the kernel's name."""
+Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int], Work]
 """Makes work of a launch: a kernel's handle, the address of its argument block, grid, block, bytes of shared memory."""
 
 
@@ -235,7 +237,8 @@ class FakeDriver:
         def run() -> None:
             target[...] = value
 
-        self._streams.put(stream, MEMSET, "memset", run)
+        touches = self._memory.touched(address, extent * size, "its target", writes=True)
+        self._streams.put(stream, MEMSET, "memset", run, lambda: touches)
         if stream in self._streams.captures:
             self._streams.captures[stream].nodes[-1].value = value
 
@@ -262,7 +265,11 @@ class FakeDriver:
         def run() -> None:
             target[...] = source
 
-        self._streams.put(stream, MEMCPY, "copy", run)
+        touches = [
+            *self._memory.touched(ends[0], target.size, "its target", writes=True),
+            *self._memory.touched(ends[1], target.size, "its source", writes=False),
+        ]
+        self._streams.put(stream, MEMCPY, "copy", run, lambda: touches)
         if stream in self._streams.captures:
             self._streams.captures[stream].nodes[-1].ends = ends
 
@@ -409,8 +416,9 @@ class FakeDriver:
         config = LaunchConfig.from_address(config_address)
         params = ctypes.c_void_p.from_address(arguments).value or 0
         grid, block = tuple(config.grid), tuple(config.block)
-        run = self._launcher(function, params, grid, block, config.shared_memory)
-        self._streams.put(config.stream or 0, KERNEL, "kernel", run)
+        self._streams.put(
+            config.stream or 0, KERNEL, "kernel", *self._launcher(function, params, grid, block, config.shared_memory)
+        )
         capture = self._streams.captures.get(config.stream or 0)
         if capture is not None:
             _, size = self._more["cuFuncGetParamInfo"](function, 0)

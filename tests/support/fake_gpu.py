@@ -95,12 +95,14 @@ class FakeGpu:
                 yield
 
     def settle(self) -> None:
-        """Fails if work is still waiting on a stream, or if work wrote outside of all allocations."""
+        """Fails if work is still waiting on a stream, wrote outside of all allocations, or raced with other work."""
         undone = self.streams.left_undone()
         self.streams.synchronize_all()
         self.memory.check_guards()
         self.memory.release()
+        races = self.streams.races.take()
         assert not undone, f"work that nobody waited for, by stream: {undone}"
+        assert not races, "races:\n" + "\n".join(races)
 
     def synchronize(self, stream: int = 0) -> None:
         """Waits for a stream."""

@@ -7,15 +7,17 @@ import ctypes
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from cuda.bindings import nvrtc
 
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.support.device_memory import BadAddressError, DeviceMemory
+from tests.support.fake_driver import Work
 from tests.support.fake_streams import DriverStatusError, Status
 from tests.support.kernel_families import ENTRIES
+from tests.support.kernel_memory import KernelCall, pointers
 
 _MACRO: Final = re.compile(r"--define-macro=(\w+)=(.*)")
 _OCCUPANCY: Final = ("BLOCKS", "1")
@@ -42,7 +44,7 @@ class FakeKernels:
         self._programs: dict[int, bytes] = {}
         self._names: dict[int, str] = {}
         self._modules: dict[int, dict[str, Any]] = {}
-        self._functions: dict[int, tuple[str, HostKernel, type[ctypes.Structure]]] = {}
+        self._functions: dict[int, tuple[str, HostKernel, type[ctypes.Structure], dict[str, str]]] = {}
         self._count = itertools.count()
         self.launched: list[str] = []
 
@@ -92,7 +94,7 @@ class FakeKernels:
     def _find(self, module: int, entry: bytes) -> int:
         made, name, handle = self._modules[module], entry.decode(), next(self._handles)
         macros = tuple(_OCCUPANCY if key == _OCCUPANCY[0] else (key, value) for key, value in made["macros"])
-        self._functions[handle] = name, self._host.get(ENTRIES[name], macros), ENTRIES[name].params
+        self._functions[handle] = name, self._host.get(ENTRIES[name], macros), ENTRIES[name].params, dict(macros)
         return handle
 
     def _parameter(self, function: int, index: int) -> tuple[int, int]:
@@ -102,12 +104,12 @@ class FakeKernels:
 
     def launch(
         self, function: int, params: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
-    ) -> Callable[[], None]:
+    ) -> Work:
         """Makes work of a launch, with a copy of the argument block. The order of blocks and threads varies."""
-        name, kernel, kind = self._functions[function]
+        name, kernel, kind, macros = self._functions[function]
         copied = kind.from_buffer_copy(ctypes.string_at(params, ctypes.sizeof(kind)))
         self.fault(name, copied)
-        for field, address in _addresses(copied):
+        for field, _, address in pointers(copied):
             if not self._memory.holds(address):
                 raise BadAddressError(f"{name} is given {field} {address:#x}, which belongs to no allocation")
         self.launched.append(name)
@@ -116,17 +118,6 @@ class FakeKernels:
         def run() -> None:
             kernel.launch(grid[:2], block[:2], copied, 0, grid[2], shared, order=order)  # type: ignore[arg-type]
 
-        return run
-
-
-def _addresses(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The names of the pointers in an argument block, with their addresses."""
-    for field, kind, *_ in params._fields_:
-        value = getattr(params, field)
-        if isinstance(value, ctypes.Structure):
-            yield from _addresses(value, f"{prefix}{field}.")
-        elif isinstance(value, ctypes.Array) and issubclass(value._type_, ctypes.Structure):
-            for i, each in enumerate(value):
-                yield from _addresses(each, f"{prefix}{field}[{i}].")
-        elif kind is ctypes.c_void_p and value:
-            yield prefix + field, value
+        call = KernelCall(name, macros, copied, grid)
+        touches = call.touches(self._memory)
+        return run, lambda: [*touches, *call.touches_by_table(self._memory)], name

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cuda.bindings import driver
+
+from tests.support.races import Known, Races, Stamp, Touch
 
 Status = driver.CUresult
 NodeType = driver.CUgraphNodeType
@@ -36,6 +38,7 @@ class Node:
 
     Attributes:
         after: indices of the nodes that must run before.
+        before: a bit for each node that runs before because of the edges.
         handle: the driver's handle.
         arguments: function and argument block of one of our kernels.
         value: the value of a memset.
@@ -45,6 +48,7 @@ class Node:
     kind: Any
     run: Callable[[], None]
     after: frozenset[int]
+    before: int = 0
     arguments: tuple[int, Any] | None = None
     value: int = 0
     ends: tuple[int, int] = (0, 0)
@@ -80,7 +84,10 @@ class Capture:
     handle: int = 0
 
     def add(self, stream: int, kind: Any, run: Callable[[], None]) -> None:
-        self.nodes.append(Node(kind, run, self.tails[stream]))
+        before = 0
+        for index in self.tails[stream]:
+            before |= self.nodes[index].before | 1 << index
+        self.nodes.append(Node(kind, run, self.tails[stream], before))
         self.tails[stream] = frozenset({len(self.nodes) - 1})
         if stream != self.origin:
             self.unjoined.add(stream)
@@ -109,13 +116,17 @@ def in_late_order(nodes: list[Node]) -> Iterator[int]:
 
 @dataclass
 class Event:
-    """A point in a stream: after its first `count` works, or after `tails` in a capture; `at_us` is its time."""
+    """A point in a stream: after its first `count` works, or after `tails` in a capture; `at_us` is its time.
+
+    `known` is the work that the point is ordered after.
+    """
 
     stream: int | None = None
     at_us: float = 0.0
     count: int = 0
     capture: Capture | None = None
     tails: frozenset[int] = frozenset()
+    known: Known = field(default_factory=dict)
 
 
 @dataclass
@@ -154,6 +165,7 @@ class Streams:
         costs_us: microseconds of each kind of work; 1 for kinds that are not named, 0 for events in graphs.
         now_us: the time, which is the sum of the costs of all work so far.
         observer: is told of all work.
+        races: checks the order of all accesses to memory.
     """
 
     def __init__(self) -> None:
@@ -163,27 +175,45 @@ class Streams:
         self.costs_us: dict[str, float] = {}
         self.now_us = 0.0
         self.observer: Observer = Observer()
+        self.races = Races()
         self._launched_on: dict[int, int] = {}
+        self._node_stamp: Stamp | None = None
 
     def running_on(self, stream: int) -> int:
         """The stream that runs the work of `stream`: for captured work, the stream on which the graph was launched."""
         return self._launched_on.get(stream, stream)
 
-    def put(self, stream: int, kind: Any, name: str, run: Callable[[], None]) -> None:
-        """Gives a stream work."""
+    def put(
+        self,
+        stream: int,
+        kind: Any,
+        name: str,
+        run: Callable[[], None],
+        touched: Callable[[], Iterable[Touch]] = tuple,
+        function: str = "",
+    ) -> None:
+        """Gives a stream work.
+
+        Args:
+            touched: returns the memory that the work touches, when the work is about to run.
+            function: the name of a kernel, for the description of a race.
+        """
         strict = [each for each in self.captures.values() if each.is_strict]
         if stream == 0 and strict:
             strict[0].is_broken = True
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
         self.log.setdefault(stream, []).append(name)
-        token = self.observer.given(kind)
+        token, capture = self.observer.given(kind), self.captures.get(stream)
+        stamp = None if capture is not None else self.races.put(stream)
 
         def work() -> None:
+            place = stamp or self._node_stamp
+            assert place is not None, "captured work runs in a launch of its graph"
+            self.races.add(place, function or name, touched())
             with self.observer.running(token, kind, name, stream):
                 run()
             self.now_us += self.costs_us.get(name, 1.0)
 
-        capture = self.captures.get(stream)
         if capture is not None:
             capture.add(stream, kind, work)
             return
@@ -200,6 +230,7 @@ class Streams:
             self.captures[stream].is_broken = True
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         self._run_to(stream, self._streams.setdefault(stream, _Stream()).given)
+        self.races.wait_on_host(self.races.recorded(stream))
 
     def _run_to(self, stream: int, count: int) -> None:
         own = self._streams.setdefault(stream, _Stream())
@@ -212,6 +243,7 @@ class Streams:
         """Runs the waiting work of all streams."""
         for stream in list(self._streams):
             self._run_to(stream, self._streams[stream].given)
+        self.races.wait_for_all()
 
     def abandon(self) -> None:
         """Drops all captures, and all work that has not run."""
@@ -237,7 +269,7 @@ class Streams:
             event.at_us = self.now_us
 
         self._give(stream, mark, is_work=False)
-        event.count = self._streams[stream].given
+        event.count, event.known = self._streams[stream].given, self.races.recorded(stream)
 
     def record_in_graph(self, event: Event, stream: int) -> None:
         """`cuEventRecordWithFlags` with an external event, which makes a node in a capture."""
@@ -258,6 +290,7 @@ class Streams:
         if capture is None and own is None:
             producer, count = event.stream, event.count
             self._give(stream, lambda: self._run_to(producer, count), is_work=False)
+            self.races.wait(stream, event.known)
             return
         if capture is None or own not in (None, capture):
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
@@ -272,6 +305,7 @@ class Streams:
         """`cuEventSynchronize`."""
         if event.stream is not None and event.capture is None:
             self._run_to(event.stream, event.count)
+            self.races.wait_on_host(event.known)
 
     def begin_capture(self, stream: int) -> None:
         """`cuStreamBeginCapture`."""
@@ -299,17 +333,20 @@ class Streams:
         if stream in self.captures:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         self.log.setdefault(stream, []).append("graph")
-        token = self.observer.given(None)
+        token, stamp = self.observer.given(None), self.races.put(stream)
 
         def run() -> None:
             self._launched_on = {capture.origin: stream}
             try:
                 for index in in_late_order(capture.nodes):
+                    node = capture.nodes[index]
+                    self._node_stamp = stamp._replace(node=index, before=node.before)
                     with self.observer.within_graph(token, executable, index):
-                        capture.nodes[index].run()
+                        node.run()
             finally:
-                self._launched_on = {}
+                self._launched_on, self._node_stamp = {}, None
 
         self._give(stream, run)
         for event in capture.events:
             event.stream, event.count = stream, self._streams[stream].given
+            event.known = self.races.recorded(stream)

@@ -27,6 +27,7 @@ def test_a_step_is_launched_by_its_graph_and_its_memory_is_counted(
         optimizer = gpu.lt.AdamW(model.parameters())
         step = gpu.lt.TrainStep(model, optimizer, loss="mse", batch_size=64, tune=False)
         step(*(gpu.cp.ones((64, size), model.dtype.numpy) for size in (16, 8)))
+        gpu.synchronize()
         internals.launch_of(step)(gpu.cp.cuda.Stream().ptr)
     gpu.synchronize_all()
     assert optimizer.steps.item() == 2

@@ -64,7 +64,7 @@ def plant(gpu: FakeGpu, fault: str) -> Callable[[], Any]:
             elif fault == "synchronise":
                 call("cuStreamSynchronize", stream)
             elif fault == "legacy":
-                call("cuMemsetD8Async", target.data.ptr, 1, 8, 0)
+                call("cuMemsetD8Async", w.data.ptr, 1, 8, 0)
             elif fault == "exception":
                 raise OSError("of the function")
             elif fault == "exception in a capture" and is_capturing:

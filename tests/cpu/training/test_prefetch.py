@@ -342,6 +342,28 @@ def test_batches_stay_until_as_many_more_were_asked_for(
     gpu.synchronize_all()
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_another_iterator_gets_the_memory_after_the_work_that_reads_it(gpu: FakeGpu, is_open: bool) -> None:
+    """CuPy's pool gives freed buffers to an iterator that is open already, or to a new one."""
+
+    def opened(stream: Any) -> Any:
+        return gpu.lt.prefetch(map(batch_of, range(2)), 1, 0, stream)
+
+    used = opened(gpu.stream)
+    batch = next(used)
+    if is_open:
+        other = opened(gpu.other_stream)
+        put_copy(gpu, batch[0])
+    used.close()
+    if not is_open:
+        put_copy(gpu, batch[0])
+    del used, batch
+    gc.collect()
+    for _ in other if is_open else opened(gpu.stream):
+        pass
+    gpu.synchronize_all()
+
+
 def test_buffers_stay_while_a_thread_receives(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     receives, closes, errors, freed = threading.Event(), threading.Event(), list[BaseException](), list[Any]()
     wait, destroy = driver.cuStreamWaitEvent, driver.cuEventDestroy

@@ -1,0 +1,137 @@
+"""Faults of the order of work on several streams. Most of them only the checker of `tests/support/races.py` sees."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.fault import Table
+
+_CALLS: Final = "tests/cpu/test_fake_gpu_calls.py"
+_STEPS: Final = "tests/cpu/test_fake_gpu_steps.py"
+_PADDED: Final = "tests/cpu/test_fake_gpu_padded.py"
+_PREFETCH_TEST: Final = "tests/cpu/training/test_prefetch.py"
+_STAY: Final = f"{_PREFETCH_TEST}::test_batches_stay_until_as_many_more_were_asked_for"
+_REUSED: Final = f"{_PREFETCH_TEST}::test_another_iterator_gets_the_memory_after_the_work_that_reads_it"
+_MADE: Final = f"{_STEPS}::test_objects_that_are_made_on_one_stream_are_used_on_another"
+_CHANGE: Final = f"{_STEPS}::test_streams_may_change_between_steps"
+
+FAULTS: Final[Table] = {
+    "lt_runtime/arrays/operand.py": {
+        "an array's own stream is not waited for": (
+            "            order_after(stream, producer)\n",
+            "            pass\n",
+            f"{_CALLS}::test_the_stream_of_an_interface_is_waited_for",
+        ),
+    },
+    "lt_runtime/gpu/memory.py": {
+        "a branch of a graph is not joined": (
+            "        order_after(memory.stream, own.stream)\n",
+            "        pass\n",
+            _CHANGE,
+        ),
+        "a branch uses its counters before they are zero": (
+            "            order_after(self.stream, own.stream)  #",
+            "            #",
+            f"{_CALLS}::test_same_buffers_on_other_streams",
+        ),
+    },
+    "lt_runtime/ops/adamw.py": {
+        "an optimizer may be used before its state is there": (
+            '            call("cuStreamSynchronize", self._stream)  #',
+            "            #",
+            f"{_MADE}[AdamW]",
+        ),
+    },
+    "lt_runtime/ops/first_use.py": {
+        "a measurement does not wait for the step's stream": (
+            '                call("cuStreamSynchronize", stream)\n',
+            "                pass\n",
+            "tests/cpu/test_fake_gpu_step_tuning.py::test_the_steps_stream_is_waited_for_before_a_measurement",
+        ),
+    },
+    "lt_runtime/plans/layers.py": {
+        "a branch's sum has its parts in the memory of the other branch": (
+            "self._put_sums(dy, db, other)\n            if not (",
+            "self._put_sums(dy, db, memory.on(other.stream))\n            if not (",
+            f"{_PADDED}::test_a_bias_gradient_alone_and_the_product_of_fewer_blocks_begin_in_time",
+        ),
+    },
+    "lt_runtime/training/averages.py": {
+        "averages are copied before the step has ended": (
+            "        self.model.device.synchronize()\n        averages = map",
+            "        averages = map",
+            f"{_STEPS}::test_averages_are_copied_after_the_steps",
+        ),
+        "averages may be used before they are there": (
+            "        model.device.synchronize()  # later",
+            "        # later",
+            f"{_MADE}[EMA]",
+        ),
+        "a tally is set to zero on a stream of its own": (
+            '            call("cuStreamSynchronize", handle)  # the next',
+            "            # the next",
+            f"{_STEPS}::test_metrics_begin_anew_when_they_are_read",
+        ),
+    },
+    "lt_runtime/training/captured.py": {
+        "a step's graph does not wait for a graph on another stream": (
+            '            call("cuStreamWaitEvent", stream, self._event, 0)',
+            "            pass",
+            _CHANGE,
+        ),
+        "an event that could not be recorded is not replaced by a wait": (
+            '            call("cuStreamSynchronize", self.stream)\n',
+            "            pass\n",
+            f"{_STEPS}::test_a_step_on_another_stream_after_an_event_that_could_not_be_recorded",
+        ),
+        "a step may be used before its tally is zero": (
+            '            call("cuStreamSynchronize", stream)  # later',
+            "            # later",
+            f"{_MADE}[TrainStep]",
+        ),
+        "a rehearsal does not wait for the stream": (
+            "        order_after(captured, stream)\n",
+            "",
+            _CHANGE,
+        ),
+        "the stream does not wait for the rehearsals": (
+            "            order_after(stream, captured)\n",
+            "            pass\n",
+            _CHANGE,
+        ),
+    },
+    "lt_runtime/training/parts.py": {
+        "a model may be used before its parameters are there": (
+            '            call("cuStreamSynchronize", stream_handle(None, self.ordinal))  #',
+            "            #",
+            f"{_MADE}[MLP]",
+        ),
+    },
+    "lt_runtime/training/prefetch.py": {
+        "the first copies do not wait for work that has read their memory": (
+            "            order_after(self._copies, stream_handle(stream, device))\n",
+            "",
+            f"{_REUSED}[False]",
+        ),
+        "a closed iterator's memory is reused under work that reads it": (
+            "            order_after(self._copies, stream_handle(self._stream, self._device))\n",
+            "",
+            f"{_REUSED}[True]",
+        ),
+        "a batch is given before it is copied": (
+            '            call("cuStreamWaitEvent", stream_handle(self._stream, self._device), slot.ready, 0)\n',
+            "            pass\n",
+            _STAY,
+        ),
+        "a batch is overwritten while it is read": (
+            '        call("cuStreamWaitEvent", self._copies, slot.released, 0)\n',
+            "",
+            _STAY,
+        ),
+        "a batch's memory is free before its event is recorded": (
+            "self._lane.ask()\n            self._permits.release()",
+            "self._permits.release()\n            threading.Event().wait(0.02)\n            self._lane.ask()",
+            _STAY,
+        ),
+    },
+}

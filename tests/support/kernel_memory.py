@@ -1,0 +1,122 @@
+"""The memory that a launch of one of our kernels reads and writes, as far as its argument block tells.
+
+Where the block does not tell an operand's extent, the operand is taken to end with its allocation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from lt_runtime.kernels.kernel import Matrix, struct
+from lt_runtime.kernels.tiling import Access
+from tests.support.device_memory import DeviceMemory
+from tests.support.races import Touch
+
+_WRITTEN: Final = frozenset(
+    (
+        *("average", "bias_gradient", "claimed", "copy", "counted", "d", "db", "dz", "gradient", "growth_tracker"),
+        *("kept", "loss", "m", "mean", "out", "partial", "parts", "preactivation", "state", "sum", "sums", "targets"),
+        *("ticket", "tickets", "to", "v", "v_max"),
+    )
+)
+"""Members of argument blocks and tables that hold the addresses of written operands; kernels only read the others."""
+_OTHERWISE: Final[Mapping[str, str]] = {
+    "adamw": "value scale",
+    "matmul_forward": "aux mask",
+    "mlp_fwd": "y",
+    "mlp_gradients": "layers",
+    "narrow_k": "vector",
+    "narrow_m": "vector",
+    "scale": "target",
+    "tally": "loss",
+}
+"""For kernels of which it is the other way round, the names of these members."""
+_SHAPES: Final[Mapping[str, tuple[str, str]]] = {
+    "a": ("rows", "depth"),
+    "b": ("depth", "cols"),
+    "from_": ("from_rows", "from_cols"),
+}
+"""The names of the members that hold the rows and columns of a matrix, if they are not `rows` and `cols`."""
+_VECTORS: Final = ("bias_gradient", "sum", "sums", "vector")
+"""Members that hold the addresses of vectors with an element for each row or for each column."""
+_TABLES: Final[Mapping[str, tuple[str, str]]] = {
+    "adamw": ("chunks", "AdamWChunk"),
+    "copy_rows": ("table", "Rows"),
+    "ema": ("chunks", "EmaChunk"),
+    "gradient_norm": ("chunks", "GradientChunk"),
+}
+"""For kernels that read addresses from a table on the device: the member that holds its address, its rows' struct."""
+_BLOCKS_OF_A_CHUNK: Final = 8  # of adamw
+
+
+class KernelCall(NamedTuple):
+    """A launch of a kernel.
+
+    Attributes:
+        macros: the definitions that the kernel is compiled under.
+        params: a copy of the argument block.
+    """
+
+    name: str
+    macros: Mapping[str, str]
+    params: Any
+    grid: tuple[int, int, int]
+
+    def touches(self, memory: DeviceMemory) -> list[Touch]:
+        """The operands whose addresses are in the argument block."""
+        found = list[Touch]()
+        for path, owner, pointer in pointers(self.params):
+            # Without partial sums, their address may be that of something else.
+            if path != "db.partial" or self.grid[1] > 1 or self.macros["ALIGNED"] == str(int(Access.FLAT)):
+                found += memory.touched(pointer, self._size(path, owner), path, writes=self._writes(path))
+        return found
+
+    def touches_by_table(self, memory: DeviceMemory) -> Iterator[Touch]:
+        """The operands whose addresses are in a table on the device, as the table is now."""
+        member, kind = _TABLES.get(self.name, ("", ""))
+        table = getattr(self.params, member, None)
+        count = self.grid[1] if self.name == "copy_rows" else self.grid[0]
+        count //= _BLOCKS_OF_A_CHUNK if self.name == "adamw" else 1
+        for row in (struct(kind) * count).from_address(table) if table else ():
+            for path, _, pointer in pointers(row):
+                size = 4 * row.count if hasattr(row, "count") else None
+                yield from memory.touched(pointer, size, path, writes=self._writes(path))
+
+    def _writes(self, path: str) -> bool:
+        names, otherwise = re.findall(r"[a-z_]+", path), _OTHERWISE.get(self.name, "").split()
+        if self.name == "tile_matmul" and self.macros["DERIVATIVE"] == "0":
+            otherwise = ["aux"]
+        return _WRITTEN.isdisjoint(names) != {*otherwise}.isdisjoint(names)
+
+    def _size(self, path: str, owner: Any) -> int | None:
+        """Bytes from an operand's address to its end; None if they are unknown."""
+        p, field = self.params, path.rpartition(".")[2]
+        operand, kinds = getattr(owner, field), (self.macros.get("SCALAR", "float"), self.macros.get("PRODUCT"))
+        item = 4 if "float" in kinds else 2
+        if not isinstance(operand, Matrix):
+            return item * min(p.rows, p.cols) if field in _VECTORS else None
+        lengths = [getattr(owner, each, None) for each in _SHAPES.get(field, ("rows", "cols"))]
+        if None in lengths:
+            return None
+        strides = operand.row_stride, operand.col_stride, getattr(owner, f"{field}_batch_stride", 0)
+        steps = zip((*lengths, self.grid[2]), strides, strict=True)
+        return item * (sum((length - 1) * stride for length, stride in steps) + 1)
+
+
+def pointers(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, Any, int]]:
+    """The operands of a struct: the path of their members, the struct that has the member, and the address."""
+    for field, kind, *_ in params._fields_:
+        value = getattr(params, field)
+        if isinstance(value, Matrix):
+            if value.data:
+                yield prefix + field, params, value.data
+        elif isinstance(value, ctypes.Structure):
+            yield from pointers(value, f"{prefix}{field}.")
+        elif isinstance(value, ctypes.Array) and issubclass(value._type_, ctypes.Structure):
+            for i, each in enumerate(value):
+                yield from pointers(each, f"{prefix}{field}[{i}].")
+        elif kind is ctypes.c_void_p and value:
+            yield prefix + field, params, value

@@ -1,0 +1,146 @@
+"""A checker of the order in which streams touch memory: two accesses that nothing orders are a race.
+
+The driver's stand-in stamps all work with the work that is ordered before it by streams, events and waits of the host.
+When the work runs, each access is compared with the earlier accesses to the same memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+_HOST: Final = -1
+"""Stands in for a stream in the accesses of the host."""
+Known: TypeAlias = Mapping[int, int]
+"""For each stream, the number of its last work that is ordered before."""
+
+
+class Stamp(NamedTuple):
+    """A work's place in the order of all work.
+
+    Attributes:
+        number: counts the calls that put work on any stream.
+        known: the work that is ordered before.
+        node: the index of a graph's node; all nodes of a launch have the launch's number.
+        before: a bit for each of the graph's nodes that come before.
+    """
+
+    stream: int
+    number: int
+    known: Known
+    node: int = 0
+    before: int = 0
+
+
+class Touch(NamedTuple):
+    """Bytes of an allocation that a work reads, or writes and perhaps reads.
+
+    Attributes:
+        accesses: accesses to the allocation so far.
+        start, end: in the allocation.
+        operand: the name that the work has for the memory.
+    """
+
+    accesses: list[Access]
+    start: int
+    end: int
+    writes: bool
+    operand: str
+
+
+class Access(NamedTuple):
+    """A touch by the work with this stamp and name."""
+
+    touch: Touch
+    stamp: Stamp
+    work: str
+
+    def precedes(self, stamp: Stamp) -> bool:
+        """Whether the access is ordered before the work with a stamp, or is that work's own."""
+        own = self.stamp
+        if own.number == stamp.number:
+            return own.node == stamp.node or bool(stamp.before >> own.node & 1)
+        return own.number <= stamp.known.get(own.stream, 0)
+
+    def __str__(self) -> str:
+        stream = "on the host" if self.stamp.stream == _HOST else f"on stream {self.stamp.stream:#x}"
+        node = f" in node {self.stamp.node} of a graph" if self.stamp.before or self.stamp.node else ""
+        verb = "writes" if self.touch.writes else "reads"
+        return f"{self.work} {stream}{node} {verb} {self.touch.operand}, bytes {self.touch.start} to {self.touch.end}"
+
+
+class Races:
+    """The order of all work of a pretended GPU, and the races so far."""
+
+    def __init__(self) -> None:
+        self._numbers, self._lock = itertools.count(1), threading.Lock()
+        self._known: dict[int, dict[int, int]] = {_HOST: {}}
+        self._found: dict[tuple[str, ...], str] = {}
+
+    def put(self, stream: int) -> Stamp:
+        """Stamps work that is put on a stream now."""
+        with self._lock:
+            known, number = self._known.setdefault(stream, {}), next(self._numbers)
+            _merge(known, self._known[_HOST])
+            known[stream] = known[_HOST] = number
+            return Stamp(stream, number, dict(known))
+
+    def recorded(self, stream: int) -> Known:
+        """The work that an event recorded on a stream now is ordered after."""
+        with self._lock:
+            return dict(self._known.get(stream, {}))
+
+    def wait(self, stream: int, known: Known) -> None:
+        """A stream waits for an event."""
+        with self._lock:
+            _merge(self._known.setdefault(stream, {}), known)
+
+    def wait_on_host(self, known: Known) -> None:
+        """The host waits for an event, or for a stream."""
+        self.wait(_HOST, known)
+
+    def wait_for_all(self) -> None:
+        """The host waits for all streams."""
+        for stream in list(self._known):
+            self.wait_on_host(self.recorded(stream))
+
+    def read_by_host(self, touches: Iterable[Touch]) -> None:
+        """The host reads memory now."""
+        self.add(self.put(_HOST), "the host", touches)
+
+    def add(self, stamp: Stamp, work: str, touches: Iterable[Touch]) -> None:
+        """Work runs, after all work that is ordered before it."""
+        for touch in touches:
+            new = Access(touch, stamp, work)
+            with self._lock:
+                kept = [each for each in touch.accesses if not self._compared(each, new)]
+                touch.accesses[:] = *kept, new
+
+    def _compared(self, old: Access, new: Access) -> bool:
+        """Whether later accesses that race with `old` race with `new` too; notes a race of the two."""
+        first, last = old.touch, new.touch
+        if first.end <= last.start or last.end <= first.start or not (first.writes or last.writes):
+            is_race = False
+        else:
+            is_race = not old.precedes(new.stamp)
+        if is_race:
+            key = old.work, first.operand, new.work, last.operand
+            self._found.setdefault(key, f"{old}; {new}; nothing orders the two")
+        covers = last.start <= first.start and first.end <= last.end and (last.writes or not first.writes)
+        return covers and old.precedes(new.stamp)
+
+    def take(self) -> list[str]:
+        """Descriptions of the races since the last call; forgets the order of all work, which has been waited for."""
+        with self._lock:
+            found = [*self._found.values()]
+            self._found.clear()
+            self._known = {_HOST: {}}
+        return found
+
+
+def _merge(known: dict[int, int], more: Known) -> None:
+    for stream, number in more.items():
+        if known.get(stream, 0) < number:
+            known[stream] = number
