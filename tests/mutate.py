@@ -1,11 +1,14 @@
-"""Changes one expression or statement of the package at a time, at random, and runs the tests that cover its line.
+"""Changes one expression or statement at a time, at random, and runs the tests that cover its line.
 
-`python -m tests.mutate --sample 300 --seed 1 --resume FILE` lists the changes that no test notices (survivors), and
-prints the share of the others. Results are appended to FILE; a run that finds the file goes on where it ended. `--root`
-names another checkout, which may be of another commit; its `.venv` runs its tests. A run of all tests, which takes
-minutes, first records which tests cover which line, unless `--lines` names such a record. With `--changed BASE`, for
-continuous integration, one file that differs from that commit is changed, and only the tests that import it are
-recorded and run.
+`python -m tests.mutate --sample 300 --seed 1 --resume FILE` changes the package, lists the changes that no test notices
+(survivors), and prints the share of the others. Results are appended to FILE; a run that finds the file goes on where
+it ended. `--root` names another checkout, which may be of another commit; its `.venv` runs its tests. A run of all
+tests, which takes minutes, first records which tests cover which line, unless `--lines` names such a record.
+
+With `--kernels` it changes `cuda_src`, and runs the tests on the host of the kernels that include the changed file.
+`--part 2/16` tries every sixteenth change of the sample, from the third one; several parts may run at once. With
+`--changed BASE`, for continuous integration, one file that differs from that commit is changed, and only the tests that
+import it are recorded and run.
 
 It exits with 1 if four or more changes survive and none is noticed: some changes do not alter the meaning. It needs the
 package `coverage`.
@@ -19,6 +22,7 @@ import copy
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,9 +39,9 @@ _TESTS: Final = ("tests/cpu", "tests/host_kernels")
 _UNRELATED: Final = ("cpu/test_mutants.py", "cpu/test_packaging.py", "cpu/kernels", "host_kernels/test_sanitizers.py")
 """Tests that are left out: they do not import the package into their own process, or compile kernels for minutes."""
 _LIMIT_S: Final = 60
-_CHOSEN_S: Final = 8.0
-"""Limit of the recorded seconds of a mutant's tests. Tests of the mutant's file, then the fastest, are chosen."""
-_CHOSEN: Final = 200
+_KERNEL_LIMIT_S: Final = 600
+_CHOSEN_S: Final = 25.0
+"""Limit of the recorded seconds of a mutant's tests. Tests of the mutant's file are chosen first, then any others."""
 _TELLING: Final = 4
 """About a quarter of all changes survive; it is unlikely that this many survive in turn."""
 
@@ -64,6 +68,19 @@ _SWAPS: Final[dict[type[ast.AST], type[ast.AST]]] = {
     ast.RShift: ast.LShift,
     ast.BitAnd: ast.BitXor,
 }
+_KERNEL_SWAPS: Final = {
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "+": "-", "-": "+",
+    "*": "+", "/": "*", "%": "/", "&": "^", "|": "^", "<<": ">>", ">>": "<<",
+}  # fmt: skip
+_KERNEL_CHANGES: Final = re.compile(r"(?<= )(?:[<>=!]=|&&|\|\||<<|>>|[-+*/%<>&|])(?= )|(?<![\w.\"])\d+(?![\w.\"])")
+"""Operators, which stand between spaces, and integers."""
+_KERNELS_LEFT_OUT: Final = ("#", "//", "static_assert", "template", "using ", "asm")
+_TESTS_OF_KERNELS: Final = {
+    **dict.fromkeys(("cross_entropy", "elementwise_loss"), "loss"),
+    **dict.fromkeys(("mlp_fwd", "mlp_bwd", "mlp_gradients"), "mlp"),
+    **dict.fromkeys(("narrow_k", "narrow_m", "narrow_n", "tile_matmul"), "own_products"),
+}
+"""Names of tests of kernels' files, where they differ from the file's name."""
 _Skipped = ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom
 """Nodes that are left out: Python 3.11 gives wrong positions in f-strings, and the texts of errors are prose."""
 
@@ -107,6 +124,29 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
                 (code[:begin] + new.encode() + code[end:]).decode(),
                 statement.lineno in in_functions,
             )
+
+
+def kernel_mutants_of(path: str, text: str) -> Iterator[Mutant]:
+    """Every possible change of a kernel's file: of an operator, or of an integer by 1."""
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith(_KERNELS_LEFT_OUT):
+            continue
+        for found in _KERNEL_CHANGES.finditer(line.partition("//")[0]):
+            new = _KERNEL_SWAPS.get(found[0]) or str(int(found[0]) + 1)
+            changed = f"{line[: found.start()]}{new}{line[found.end() :]}"
+            name = f"{path}:{number + 1}:{found.start()}: {found[0]} -> {new} in {line.strip()[:70]}"
+            yield Mutant(name, path, range(0), "".join((*lines[:number], changed, *lines[number + 1 :])))
+
+
+def kernel_tests(root: Path, path: str) -> list[str]:
+    """The files of tests of the kernels that include a file, directly or not."""
+    texts, names = {file.name: file.read_text() for file in (root / "cuda_src").iterdir()}, {Path(path).name}
+    while more := {name for name, text in texts.items() if any(f'#include "{each}"' in text for each in names)} - names:
+        names |= more
+    stems = sorted(Path(name).stem for name in names if name.endswith(".cu"))
+    tests = dict.fromkeys(f"tests/host_kernels/test_{_TESTS_OF_KERNELS.get(stem, stem)}.py" for stem in stems)
+    return [test for test in tests if (root / test).exists()]
 
 
 def _nodes(node: ast.AST, statement: Any) -> Iterator[tuple[Any, Any]]:
@@ -162,11 +202,14 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
     """Runs a mutant's tests; returns the verdict and the name of the test that failed."""
     verdict, output = Verdict.SURVIVED, "no test runs it"
     if tests:
-        verdict, output = checkout.try_out(mutant.path, mutant.text, tests, _LIMIT_S)
+        limit_s = _LIMIT_S if mutant.path.endswith(".py") else _KERNEL_LIMIT_S
+        verdict, output = checkout.try_out(mutant.path, mutant.text, tests, limit_s)
         # The changed value appears in the names of parametrised tests, which are then not found.
         if verdict is Verdict.BROKEN and "ERROR: not found" in output:
             functions = list(dict.fromkeys(name.partition("[")[0] for name in tests))
             verdict, output = checkout.try_out(mutant.path, mutant.text, functions, _LIMIT_S)
+        if "BuildError" in output:
+            verdict = Verdict.BROKEN
         seen = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         output = seen[0][:200] if seen else output[-200:]
     return {"name": mutant.name, "verdict": verdict.value, "tests": len(tests), "output": output}
@@ -175,7 +218,8 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
     """Tests that cover the mutant's lines, or its whole file if only its import runs the lines.
 
-    Tests that have the name of the mutant's file come first, then the fastest.
+    Tests that have the name of the mutant's file come first, and the others in a random order: the fastest tests alone
+    see fewer changes.
     """
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
     run = [lines[str(line)] for line in mutant.lines if str(line) in lines]
@@ -185,7 +229,8 @@ def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
         found |= {names[number] for tests in lines.values() for number in tests}
         found |= {name for name in names if stem in Path(name.partition("::")[0]).stem}
     chosen, left_s = [], _CHOSEN_S
-    for name in sorted(found, key=lambda name: (stem not in name, recorded["seconds"][name]))[:_CHOSEN]:
+    shuffled = random.Random(mutant.name).sample(sorted(found), len(found))
+    for name in sorted(shuffled, key=lambda name: stem not in name):
         left_s -= recorded["seconds"][name]
         if chosen and left_s < 0:
             break
@@ -216,6 +261,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--resume", type=Path, help="file of results")
     parser.add_argument("--lines", type=Path, help="file with the record of which tests run which line")
     parser.add_argument("--changed", metavar="BASE")
+    parser.add_argument("--kernels", action="store_true", help="change cuda_src")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="of the sample; the first part is 0/N")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="the command ends after so many")
     options = parser.parse_args(arguments)
     os.environ["LT_TEST_EXAMPLES"] = "10"
@@ -228,18 +275,23 @@ def main(arguments: Sequence[str]) -> int:
             changed = _changed(root, options.changed)
             paths = rng.sample(sorted(changed), min(1, len(changed)))
             tests = [test for path in paths for test in changed[path]]
-        mutants = [mutant for path in paths for mutant in mutants_of(path, (root / path).read_text())]
+        find = kernel_mutants_of if options.kernels else mutants_of
+        if options.kernels:
+            paths = sorted(str(file.relative_to(root)) for file in root.glob("cuda_src/*.cu*"))
+        mutants = [mutant for path in paths for mutant in find(path, (root / path).read_text())]
         lines = options.lines or Path(directory, "lines.json")
-        if mutants and not lines.exists():
+        if mutants and not lines.exists() and not options.kernels:
             print(record(checkout, tests, lines))
         recorded = json.loads(lines.read_text()) if lines.exists() else {"seconds": {}, "lines": {}}
         if options.changed:  # lines without a recorded test are left out: other tests may cover them
             mutants = [each for each in mutants if covering_tests(each, recorded)]
         done = _results(options.resume)
-        for mutant in rng.sample(mutants, min(options.sample, len(mutants))):
+        part, parts = map(int, options.part.split("/"))
+        for mutant in rng.sample(mutants, min(options.sample, len(mutants)))[part::parts]:
             if mutant.name in done:
                 continue
-            result = tried(checkout, mutant, covering_tests(mutant, recorded))
+            tests = kernel_tests(root, mutant.path) if options.kernels else covering_tests(mutant, recorded)
+            result = tried(checkout, mutant, tests)
             if result["verdict"] == Verdict.LEFT_OUT.value:
                 break
             done[mutant.name] = result
