@@ -41,7 +41,7 @@ _UNRELATED: Final = ("cpu/test_mutants.py", "cpu/test_packaging.py", "cpu/kernel
 _LIMIT_S: Final = 60
 _KERNEL_LIMIT_S: Final = 600
 _CHOSEN_S: Final = 25.0
-"""Limit of the recorded seconds of a mutant's tests. Tests of the mutant's file are chosen first, then any others."""
+"""Limit of the recorded seconds of a mutant's tests. Tests of the mutant's file and room are chosen first."""
 _TELLING: Final = 4
 """About a quarter of all changes survive; it is unlikely that this many survive in turn."""
 
@@ -218,19 +218,19 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
     """Tests that cover the mutant's lines, or its whole file if only its import runs the lines.
 
-    Tests that have the name of the mutant's file come first, and the others in a random order: the fastest tests alone
-    see fewer changes.
+    Tests that have the name of the mutant's file come first, then those of its room, and the others in a random order:
+    the fastest tests alone see fewer changes.
     """
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
     run = [lines[str(line)] for line in mutant.lines if str(line) in lines]
     found = {names[number] for tests in run for number in tests}
-    stem = Path(mutant.path).stem
+    stem, room = Path(mutant.path).stem, f"tests/cpu/{Path(mutant.path).parent.name}/"
     if run and not mutant.is_in_function:
         found |= {names[number] for tests in lines.values() for number in tests}
         found |= {name for name in names if stem in Path(name.partition("::")[0]).stem}
     chosen, left_s = [], _CHOSEN_S
     shuffled = random.Random(mutant.name).sample(sorted(found), len(found))
-    for name in sorted(shuffled, key=lambda name: stem not in name):
+    for name in sorted(shuffled, key=lambda name: (stem not in name, room not in name)):
         left_s -= recorded["seconds"][name]
         if chosen and left_s < 0:
             break
