@@ -11,7 +11,7 @@ import pytest
 from tests.mutants import FAULTS
 from tests.mutants.fault import Fault, StaleFaultError
 from tests.mutants.trial import ROOT, Copy, Verdict, own_environment, verdict_on
-from tests.mutate import Mutant, covering_tests, mutants_of
+from tests.mutate import Mutant, covering_tests, kernel_mutants_of, kernel_tests, mutants_of
 
 
 @functools.cache
@@ -111,10 +111,18 @@ def test_changes_of_a_file_are_each_one_change_that_parses() -> None:
         assert mutant.text != text
 
 
-def test_the_fastest_tests_that_cover_its_line_run_for_a_mutant() -> None:
-    mutant = Mutant("", "x.py", range(3, 5), "")
-    recorded = {"seconds": {"slow": 5.0, "fast": 1.0, "medium": 4.0, "other": 0.1}}
-    assert covering_tests(mutant, {**recorded, "lines": {"x.py": {"4": [0, 1, 2], "5": [3]}}}) == ["fast", "medium"]
-    at_import = Mutant("", "x.py", range(3, 5), "", is_in_function=False)
-    assert covering_tests(at_import, {**recorded, "lines": {"x.py": {"4": [], "5": [3]}}}) == ["other"]
-    assert covering_tests(mutant, {**recorded, "lines": {"x.py": {"5": [3]}}}) == []
+def test_tests_that_cover_its_line_run_for_a_mutant_and_those_of_its_room_first() -> None:
+    mutant, far, near, own = Mutant("", "room/x.py", range(3, 5), ""), "far", "tests/cpu/room/near", "tests/cpu/test_x"
+    recorded = {"seconds": {far: 20.0, near: 8.0, own: 15.0, "other": 0.1}}
+    assert covering_tests(mutant, {**recorded, "lines": {"room/x.py": {"4": [0, 1, 2], "5": [3]}}}) == [own, near]
+    at_import = Mutant("", "room/x.py", range(3, 5), "", is_in_function=False)
+    assert covering_tests(at_import, {**recorded, "lines": {"room/x.py": {"4": [], "5": [3]}}}) == [own, "other"]
+    assert covering_tests(mutant, {**recorded, "lines": {"room/x.py": {"5": [3]}}}) == []
+
+
+def test_a_kernel_is_changed_in_code_alone_and_tried_by_the_tests_of_its_includers() -> None:
+    text = '#include "a.cuh"\n// 1 + 1\nint x = f<2>(y + 3); // 4\n'
+    names = [each.name.partition(" in ")[0] for each in kernel_mutants_of("a.cu", text)]
+    assert names == ["a.cu:3:10: 2 -> 3", "a.cu:3:15: + -> -", "a.cu:3:17: 3 -> 4"]
+    found = kernel_tests(ROOT, "cuda_src/mlp_sums.cuh")
+    assert found == ["tests/host_kernels/test_mlp.py"]
