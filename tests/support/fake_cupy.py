@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tests.support.device_memory import DeviceMemory, matrix_at
 from tests.support.fake_streams import KERNEL, MEMCPY, Capture, Streams
+from tests.support.races import HOST
 
 
 class Gpu(Protocol):
@@ -95,7 +96,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def _settled(self) -> NDArray[Any]:
         self._gpu.streams.synchronize(self._module.cuda.get_current_stream().ptr)
-        self._gpu.streams.races.read_by_host(self._gpu.memory.touched_by(self._host, "an array", writes=False))
+        races = self._gpu.streams.races
+        races.add(races.put(HOST), "the host", self._gpu.memory.touched_by(self._host, "an array", writes=False))
         return self._host
 
     def _part(self, view: NDArray[Any]) -> Any:
@@ -141,8 +143,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         def run() -> None:
             target[...] = values
 
-        touches = self._gpu.memory.touched_by(target, "an array", writes=True)
-        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, MEMCPY, "set", run, lambda: touches)
+        self._write(MEMCPY, "set", run, target)
 
     def set(self, values: NDArray[Any]) -> None:
         """Copies from the host, on the current stream."""
@@ -193,8 +194,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         def run() -> None:
             target[...] = compute()
 
+        self._write(KERNEL, "cupy", run, target)
+
+    def _write(self, kind: Any, name: str, run: Callable[[], None], target: NDArray[Any]) -> None:
+        """Puts work on the current stream that writes to elements of this array."""
         touches = self._gpu.memory.touched_by(target, "an array", writes=True)
-        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, KERNEL, "cupy", run, lambda: touches)
+        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, kind, name, run, lambda: touches)
 
     def _made(self, result: Any) -> Any:
         """Converts a result of NumPy to an array of this kind."""

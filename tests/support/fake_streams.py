@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from cuda.bindings import driver
 
-from tests.support.races import Known, Races, Stamp, Touch
+from tests.support.races import HOST, Known, Races, Stamp, Touch
 
 Status = driver.CUresult
 NodeType = driver.CUgraphNodeType
@@ -230,7 +230,7 @@ class Streams:
             self.captures[stream].is_broken = True
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         self._run_to(stream, self._streams.setdefault(stream, _Stream()).given)
-        self.races.wait_on_host(self.races.recorded(stream))
+        self.races.wait(HOST, self.races.recorded(stream))
 
     def _run_to(self, stream: int, count: int) -> None:
         own = self._streams.setdefault(stream, _Stream())
@@ -305,7 +305,7 @@ class Streams:
         """`cuEventSynchronize`."""
         if event.stream is not None and event.capture is None:
             self._run_to(event.stream, event.count)
-            self.races.wait_on_host(event.known)
+            self.races.wait(HOST, event.known)
 
     def begin_capture(self, stream: int) -> None:
         """`cuStreamBeginCapture`."""
