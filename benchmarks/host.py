@@ -25,7 +25,7 @@ from benchmarks.timing import Call, HostTurn, built, synchronize, take_turns
 
 _QUEUE: Final = 1000  # about the launches that the driver queues before the host has to wait for the GPU
 _ALIGNED: Final = 256  # bytes, the alignment of memory that comes from an allocator
-_PLACES: Final = 20_000  # addresses, more than there are calls
+_PLACES: Final = 20_000  # distinct addresses of an operand; more than the timed calls, so that none is repeated
 _RANGES: Final = 1000
 _BATCHES: Final = 4  # the number of buffers through which `lt.prefetch` rotates
 

@@ -271,7 +271,7 @@ GPT2: Final[Shapes] = ((50257, _WIDTH), (1024, _WIDTH), *(_GPT2_BLOCK * 12), (_W
 """The tensors of GPT-2 with 124 million parameters."""
 GPT2_NAME: Final = "GPT-2 124M"
 GPT2_IN_ONE: Final[Shapes] = ((sum(map(math.prod, GPT2)),),)
-"""GPT-2's parameters as one flat tensor, which torch.compile updates in all rows of AdamW."""
+"""GPT-2's parameters as one flat tensor; torch.compile updates it in every case of AdamW."""
 SMALL: Final[Shapes] = ((64, 64), (64,)) * 3
 
 CASES: Final[Sequence[Case]] = (

@@ -233,7 +233,10 @@ def _enough(samples: Samples) -> Samples:
 
 
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
-    """The trees of forward and backward in the form of the table; and the number of samples and mean loss of each tree.
+    """Fits a decision tree for each kind of forward and backward problem.
+
+    Returns:
+        The trees as JSON, as the package's table of priors holds them; and each tree's number of samples and mean loss.
 
     Args:
         rows: as `fitting` gives them.

@@ -19,7 +19,7 @@ from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, spee
 PAGE: Final = Path(__file__).parent / "README.md"
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
 _VERSIONS: Final = {"PyTorch": "torch", "torch.compile": "torch", "JAX": "jax", "CuPy": "cupy"}
-"""The key of a result file's machine that holds the version of a peer, by the first word of the peer's label."""
+"""By the first word of a peer's label, the entry of a result file's "machine" that holds the peer's version."""
 
 Lines = Sequence[Sequence[str]]
 

@@ -10,8 +10,9 @@ namespace lt {
 
 constexpr int kFlatRows = 64;  // upper limit of a block's threads
 
-// Adds up the columns of a block and those that its octets reach beyond them, and calls `use(place, sum)` once for each of
-// the 8 · (blockDim.x + 1) places. As with `sum_over_block`, every thread must call it.
+// Sums each column that a block's octets touch over the block's rows. Octets that begin `lead` elements after a column's
+// start also reach into the next block's first 8 columns. Calls `use(i, sum)` once for each i below 8 · (blockDim.x + 1), in
+// which i counts columns from the block's first one. Every thread of the block must call this function.
 template <class Use>
 __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use) {
   constexpr int kSlice = 8;

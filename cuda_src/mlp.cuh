@@ -16,7 +16,7 @@
 
 namespace lt {
 
-constexpr int kStep = 16;           // rows of a tile, and columns of a step of a product
+constexpr int kStep = 16;           // rows of a tile of outputs; also the terms along K that one mma instruction sums
 constexpr int kSteps = WIDTH / kStep;
 constexpr int kTiles = WIDTH / 8;   // tiles of 8 columns
 constexpr int kSkew = 8;            // elements of padding behind each row, so that eight rows lie in different banks

@@ -5,7 +5,8 @@
 
 namespace lt {
 
-// The rows that all threads of a block go through together: at least `rows`.
+// `rows` rounded up to a multiple of blockDim.y: with this bound of a loop over rows, all threads of a block make equally
+// many turns and reach every barrier.
 __device__ inline uint32 block_rows(uint32 rows) { return (rows + blockDim.y - 1) / blockDim.y * blockDim.y; }
 
 // Stores the octets of a sweep into a matrix whose columns are contiguous. A block's octets, 8 · blockDim.x columns of

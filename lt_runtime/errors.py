@@ -36,7 +36,7 @@ _LONGEST: Final = 8000
 
 
 def printable(text: str, limit: int = _LONGEST) -> str:
-    """Text for people that may contain text from a file, a driver or a caller.
+    """Shortens and escapes a text for people, because it may quote a file, a driver or a caller.
 
     Characters that are not printable, such as ESC and halves of surrogate pairs, become escapes; ends of lines stay.
 

@@ -304,7 +304,7 @@ def heuristics_cache_get_capacity() -> int:
 def heuristics_cache_set_capacity(capacity: int) -> None:
     """Sets the number of entries that the cache of heuristic results can hold; 0 turns the cache off.
 
-    The library rounds the number up.
+    The library rounds `capacity` up.
 
     Raises:
         ArgumentError: the number is negative or does not fit size_t.

@@ -27,12 +27,12 @@ class Elements(Struct):
 
 @declared
 class Rounding(Struct):
-    """`lt::Rounding`."""
+    """The C++ struct `lt::Rounding`: one unit in a type's last place, its smallest normal number and the largest judged one."""
 
 
 @declared
 class Results(Struct):
-    """`lt::Results`."""
+    """The C++ struct `lt::Results`: addresses of the expected results, and of the error that each may have."""
 
 
 Comparison: Final = struct("Comparison")

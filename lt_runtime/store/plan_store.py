@@ -180,7 +180,7 @@ class PlanStore:
         self._seen = signature(self.path)
 
     def _locked(self, work: Callable[[], None], complaint: str) -> bool:
-        """Calls `work` under the lock that excludes other writers; returns whether that succeeded, and warns if not.
+        """Calls `work` under the lock that excludes other writers. Returns False, with a warning, if either fails.
 
         After a timeout, later calls do not wait for the lock until it has been free once.
         """

@@ -249,7 +249,7 @@ class Contenders(Protocol[Name]):
     """The contenders of a race."""
 
     def names(self) -> Sequence[Name]:
-        """Names of the contenders that are not rejected; the first is the present one."""
+        """Names of the contenders that are not rejected; the first is the choice that runs without tuning."""
 
     def take_times(self, names: Collection[Name]) -> Mapping[Name, Timing]:
         """Times contenders against each other; the result lacks contenders that were not tried."""

@@ -127,7 +127,7 @@ def test_a_repeated_call_that_cannot_be_captured_stays_as_it_was(gpu: FakeGpu, m
 
 
 def test_a_second_call_does_no_more_than_its_products(gpu: FakeGpu) -> None:
-    """The descriptor keeps the address of a bias, and without an activation dy is the gradient of both products."""
+    """A second call with one bias sets no attribute of a descriptor; without an activation no kernel computes dz."""
     product = Product(gpu, matmul_case(epilogue=Epilogue.BIAS), gpu.stream)
     layer = Layer(gpu, layer_case(activation="none", bias=False), gpu.stream)
     for check, products in ((product.check, 1), (layer.check, 3)):

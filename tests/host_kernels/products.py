@@ -101,7 +101,7 @@ CASE: Final[dict[str, Any]] = {
     "order": orders,
     "seed": seeds,
 }
-"""Strategies of a case's fields."""
+"""Hypothesis strategies that draw the fields of a test case, by name."""
 
 
 class Product:

@@ -32,7 +32,7 @@ MACROS = dict.fromkeys(ON.split(), "1") | dict(each.split("=") for each in OTHER
 """A value of each definition that some kernel file needs."""
 TEMPLATES = ("ColumnSum",)
 TILES = "mma.cuh"
-"""Kernels that include this header multiply 16-bit numbers."""
+"""Kernels that include this header multiply 16-bit numbers, so that they are compiled for FP16 and BF16 alone."""
 
 
 def defining_file(struct: type[Struct]) -> str:

@@ -12,7 +12,7 @@ class StaleFaultError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """An entry of the table.
+    """A planted fault: a text of a file that is replaced by a wrong one, and the tests that must then fail.
 
     Attributes:
         name: what is wrong, in a few words.

@@ -47,7 +47,7 @@ def scalar_adamw(
     lr_scale: float = 1.0,
     weight_decay: float = 0.3,
 ) -> float:
-    """PyTorch's documented algorithm, one number at a time in double precision. test_schedules.py holds the factors."""
+    """PyTorch's documented algorithm, one number at a time in double precision."""
     m = v = v_max = 0.0
     for step, gradient in enumerate(gradients, 1):
         rate = 0.02 * lr_scale * learning_rate_factor(schedule, step)

@@ -15,30 +15,28 @@ from tests.support.product_problems import TF32, forward, input_gradient, weight
 
 @pytest.mark.parametrize(
     ("problem", "method"),
-    [
-        (input_gradient(798, 1093, 2720), PADDED),  # 19.1 µs by this method, 58.5 by cuBLASLt on the operands
-        (weight_gradient(381, 3112, 674), PADDED),  # 9.9 and 25.7
+    [  # Comments are µs on an H200: by the expected method, then by the second fastest one.
+        (input_gradient(798, 1093, 2720), PADDED),  # 19.1, 58.5
+        (weight_gradient(381, 3112, 674), PADDED),  # 9.9, 25.7
         (input_gradient(3567, 3379, 843), PADDED),  # the copies are larger than a workspace
-        (input_gradient(2825, 2681, 23), LIBRARY),  # 15.4 µs by this method, 33.3 by the next
-        (weight_gradient(1075, 35, 2596), LIBRARY),  # 10.5 against 14.2
-        (input_gradient(2596, 35, 1075), LIBRARY),  # 10.6 against 11.2
-        (input_gradient(712, 105, 112, **TF32), LIBRARY),  # 4.3 against 6.7
-        (forward(674, 3112, 381, **TF32), PADDED),  # 18.5 against 32.0
-        # 33.6 µs, and 47.0 on padded copies in the operands' own order
-        (weight_gradient(1093, 2720, 798, **TF32), K_MAJOR),
-        (input_gradient(798, 1093, 2720, **TF32), K_MAJOR),  # 42.0 and 50.5, as above
+        (input_gradient(2825, 2681, 23), LIBRARY),  # 15.4, 33.3
+        (weight_gradient(1075, 35, 2596), LIBRARY),  # 10.5, 14.2
+        (input_gradient(2596, 35, 1075), LIBRARY),  # 10.6, 11.2
+        (input_gradient(712, 105, 112, **TF32), LIBRARY),  # 4.3, 6.7
+        (forward(674, 3112, 381, **TF32), PADDED),  # 18.5, 32.0
+        (weight_gradient(1093, 2720, 798, **TF32), K_MAJOR),  # 33.6, 47.0 by PADDED
+        (input_gradient(798, 1093, 2720, **TF32), K_MAJOR),  # 42.0, 50.5 by PADDED
         (forward(457, 11, 312, Epilogue.BIAS), NARROW),  # 3.2
-        (weight_gradient(6, 840, 1108), NARROW),  # 4.0 against 5.7
-        (weight_gradient(17, 4280, 871), PADDED),  # 7.0 against 11.6
-        (input_gradient(7221, 4, 744), PADDED),  # 8.4 against 10.5
-        (weight_gradient(21, 24, 3904, **TF32), LIBRARY),  # 7.5 against 11.0
-        (weight_gradient(584, 3625, 444, **TF32), K_MAJOR),  # 31.8 against 40.0
-        # 3.4; our kernel for narrow products takes 5.0, the one for tiles 3.7
-        (input_gradient(424, 1384, 14), LIBRARY),
-        (input_gradient(170, 792, 21), TILE),  # 2.7 against 3.2
-        (weight_gradient(15, 4064, 139, **TF32), NARROW),  # 3.8 against 6.3
-        (input_gradient(625, 77, 13, **TF32), LIBRARY),  # 3.1 against 4.7
-        (weight_gradient(13, 77, 625), NARROW),  # 3.7 against 6.3
+        (weight_gradient(6, 840, 1108), NARROW),  # 4.0, 5.7
+        (weight_gradient(17, 4280, 871), PADDED),  # 7.0, 11.6
+        (input_gradient(7221, 4, 744), PADDED),  # 8.4, 10.5
+        (weight_gradient(21, 24, 3904, **TF32), LIBRARY),  # 7.5, 11.0
+        (weight_gradient(584, 3625, 444, **TF32), K_MAJOR),  # 31.8, 40.0
+        (input_gradient(424, 1384, 14), LIBRARY),  # 3.4, 3.7 by TILE
+        (input_gradient(170, 792, 21), TILE),  # 2.7, 3.2
+        (weight_gradient(15, 4064, 139, **TF32), NARROW),  # 3.8, 6.3
+        (input_gradient(625, 77, 13, **TF32), LIBRARY),  # 3.1, 4.7
+        (weight_gradient(13, 77, 625), NARROW),  # 3.7, 6.3
         (forward(256, 512, 784), LIBRARY),
     ],
 )
