@@ -27,7 +27,7 @@ class Elements(Struct):
 
 @declared
 class Rounding(Struct):
-    """The C++ struct `lt::Rounding`: one unit in a type's last place, its smallest normal number and the largest judged one."""
+    """The C++ struct `lt::Rounding`: a type's last place, smallest normal and largest judged number."""
 
 
 @declared
