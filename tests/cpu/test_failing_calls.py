@@ -1,5 +1,7 @@
 """Calls of cuBLASLt, the driver and NVRTC fail in turn: the error names the call, and the next operation is right.
 
+Allocations of GPU memory fail in turn too: the next training step is as if nothing had failed.
+
 `LT_TEST_FAULTS` is the number of calls of each operation that fail one after the other, or `all`. They are drawn with
 the operation's name as the seed; the first and the last call are always among them.
 """
@@ -17,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from tests.host_kernels.harness import HostKernels
@@ -24,11 +27,13 @@ from tests.support.attempts import OPERATIONS, Attempt
 from tests.support.fake_gpu import FakeGpu
 from tests.support.forked import forked
 from tests.support.hurry import hurry
+from tests.support.placed import host_of
 
 _FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "6")
 _MANY: Final = 1000
 # Number of failing calls that are tried for an operation with more than `_MANY` calls, which takes seconds.
 _OF_A_SEARCH: Final = 3
+_ALLOCATIONS: Final = 50  # the first allocations of a training step, each of which is made to fail
 _CALLS_AFTER: Final = 4  # the third call with the same buffers is captured, and the fourth launches the graph
 
 _OTHERWISE: Final = {
@@ -172,3 +177,69 @@ def test_calls_fail_in_turn(name: str, unused_gpu: FakeGpu, tmp_path: Path) -> N
     used = tmp_path / "used"
     used.mkdir()
     assert forked(lambda: _fail_in_turn(unused_gpu, used, name), 900) > 0
+
+
+class _Run:
+    """A training run; only the first step of a batch size allocates memory."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self._model = gpu.lt.MLP([12, *[16] * 19, 5], dropout=0.25, seed=3, device="cuda")
+        self._optimizer = gpu.lt.AdamW(self._model.parameters(), lr=1e-2)
+        self._step = gpu.lt.TrainStep(self._model, self._optimizer, ema=gpu.lt.EMA(self._model, 0.5))
+        self.state()
+
+    def train(self, rows: int, fail_at: int = 0) -> None:
+        """Makes a step on a batch of so many rows, in which an allocation fails unless `fail_at` is 0."""
+        generator = np.random.default_rng(rows)
+        x, labels = generator.standard_normal((rows, 12)).astype(np.float32), generator.integers(0, 5, rows)
+        batch = [self._gpu.cp.asarray(each) for each in (x, labels)]
+        self._gpu.memory.allocations, self._gpu.memory.fail_at = 0, fail_at
+        self._step(*batch, stream=self._gpu.stream)
+
+    def state(self) -> list[bytes]:
+        """Everything that a step changes."""
+        self._gpu.streams.synchronize_all()
+        arrays = [each.data for each in self._model.parameters()] + [*self._step.ema.averages.values()]
+        arrays += [moment for moments in self._optimizer.moments for moment in moments] + [self._optimizer.steps]
+        return [host_of(self._gpu, each).tobytes() for each in arrays]
+
+    def end(self) -> Any:
+        """The final state, the metrics, and the bytes that are allocated."""
+        gc.collect()
+        return self.state(), tuple(self._step.metrics(stream=self._gpu.stream)), self._gpu.memory_used()
+
+
+def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int]) -> None:
+    """Trains on batches of these sizes. In forked processes, one allocation of the last batch's step fails, and the
+    step is repeated: it must end as a step without a failure does.
+    """
+    with gpu.active():
+        run, rows = _Run(gpu), sizes[-1]
+        for each in sizes[:-1]:
+            run.train(each)
+        before = run.state()
+        gc.freeze()
+
+        def succeed() -> Any:
+            run.train(rows)
+            return gpu.memory.allocations, run.end()
+
+        def fail(number: int) -> Any:
+            with pytest.raises((gpu.lt.errors.LtError, MemoryError), match=r"(?i)memory"):
+                run.train(rows, fail_at=number)
+            assert run.state() == before
+            assert not gpu.streams.captures
+            gc.collect()  # frames of the error keep arrays
+            run.train(rows)
+            return run.end()
+
+        count, expected = forked(succeed)
+        assert count >= _ALLOCATIONS
+        for number in range(1, _ALLOCATIONS + 1):
+            assert forked(lambda number=number: fail(number)) == expected, f"allocation {number} of {count} failed"
+
+
+@pytest.mark.parametrize("sizes", [[8], [8, 5]], ids=["first call", "second batch size"])
+def test_allocations_of_a_step_fail_in_turn(sizes: list[int], unused_gpu: FakeGpu) -> None:
+    forked(lambda: _lose_memory_in_turn(unused_gpu, sizes))

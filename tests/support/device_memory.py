@@ -22,16 +22,23 @@ class BadAddressError(AssertionError):
     """An address that belongs to no allocation, was freed, or is too close to the allocation's end."""
 
 
+class FullError(Exception):
+    """An allocation that a test makes fail. The driver and CuPy report it in their own ways."""
+
+
 class DeviceMemory:
     """All allocations of a pretended GPU.
 
     Attributes:
+        allocations: the number of allocations so far, with those that failed.
+        fail_at: number of the allocation that is to fail; 0 if none is.
         retired: freed memory that work which has not run yet may still read.
     """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._blocks: dict[int, tuple[NDArray[np.uint8], int]] = {}
+        self.allocations = self.fail_at = 0
         self.retired: list[NDArray[np.uint8]] = []
         self._accesses: dict[int, list[Access]] = {}
         self._pools: dict[Hashable, list[list[Access]]] = {}
@@ -42,7 +49,13 @@ class DeviceMemory:
         Args:
             pool: key of a pool, which may return any freed memory of the same key. The bytes are new all the same, but
                 they have the freed memory's accesses.
+
+        Raises:
+            FullError: this allocation is to fail.
         """
+        self.allocations += 1
+        if self.allocations == self.fail_at:
+            raise FullError
         buffer = np.empty(size + 2 * GUARD + _ALIGNMENT, np.uint8)
         start = -(-(buffer.ctypes.data + GUARD) // _ALIGNMENT) * _ALIGNMENT
         offset = start - buffer.ctypes.data

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.device_memory import DeviceMemory, matrix_at
+from tests.support.device_memory import DeviceMemory, FullError, matrix_at
 from tests.support.fake_streams import KERNEL, MEMCPY, Capture, Streams
 from tests.support.races import HOST
 
@@ -36,7 +36,10 @@ class Memory:
 
     def __init__(self, gpu: Gpu, size: int, stream: int) -> None:
         pool = stream, size
-        self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1), pool), size, 0
+        try:
+            self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1), pool), size, 0
+        except FullError:
+            raise CUDARuntimeError(2) from None
         weakref.finalize(self, gpu.memory.free, self.ptr, pool).atexit = False
 
 
@@ -325,8 +328,8 @@ class Graph:
         self._streams.launch_graph(self._capture, stream.ptr, self._executable)
 
 
-class OutOfMemoryError(Exception):
-    """Never raised."""
+class OutOfMemoryError(MemoryError):
+    """The error of CuPy's pools."""
 
 
 class CUDARuntimeError(Exception):
@@ -427,7 +430,13 @@ def _cuda(gpu: Gpu) -> Any:
     def allocation(size: int) -> Memory:
         return Memory(gpu, size, stream._current.stack[-1].ptr)
 
-    allocators: list[Callable[[int], MemoryPointer]] = [lambda size: MemoryPointer(allocation(size), 0)]
+    def of_default_pool(size: int) -> MemoryPointer:
+        try:
+            return MemoryPointer(allocation(size), 0)
+        except CUDARuntimeError as error:
+            raise OutOfMemoryError(f"Out of memory allocating {size} bytes") from error
+
+    allocators: list[Callable[[int], MemoryPointer]] = [of_default_pool]
     here = {
         "default": staticmethod(allocators[0]),
         "current_stream": staticmethod(lambda: stream._current.stack[-1].ptr),

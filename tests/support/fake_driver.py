@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from cuda.bindings import driver
 
-from tests.support.device_memory import DeviceMemory
+from tests.support.device_memory import DeviceMemory, FullError
 from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverStatusError, Event, Node, Status, Streams
 from tests.support.races import Touch
 
@@ -201,7 +201,10 @@ class FakeDriver:
         if strict and not getattr(self._mode, "relaxed", False):
             strict[0].is_broken = True
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-        return self._memory.allocate(size)
+        try:
+            return self._memory.allocate(size)
+        except FullError:
+            raise DriverStatusError(Status.CUDA_ERROR_OUT_OF_MEMORY) from None
 
     def cuMemFree(self, address: int) -> None:
         self._memory.free(address)
