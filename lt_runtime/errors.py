@@ -30,7 +30,7 @@ Everything except `GpuError` is raised before anything is launched or written, o
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 _LONGEST: Final = 8000
 
@@ -118,14 +118,20 @@ class CaptureError(LtError, RuntimeError):
 
 
 class GpuError(LtError, RuntimeError):
-    """The driver, the compiler or cuBLASLt reported a failure."""
+    """The driver, the compiler or cuBLASLt reported a failure.
+
+    Attributes:
+        aftermath: end of the messages of `DriverError` and `CublasLtError`; empty until the CUDA context is lost.
+    """
+
+    aftermath: ClassVar[str] = ""
 
 
 class DriverError(GpuError):
     """A CUDA driver call failed; `status` is its `CUresult` as an int, and `name` that status's name."""
 
     def __init__(self, call: str, status: int, name: str, explanation: str) -> None:
-        super().__init__(f"{call} failed with {name} ({status}): {explanation}")
+        super().__init__(f"{call} failed with {name} ({status}): {explanation}{self.aftermath}")
         self.call, self.status, self.name = call, status, name
 
 
@@ -141,7 +147,7 @@ class CublasLtError(GpuError):
     """A cuBLASLt call failed; `status` is its `cublasStatus_t` as an int, and `name` that status's name."""
 
     def __init__(self, call: str, status: int, name: str, explanation: str) -> None:
-        super().__init__(f"{call} returned {name} ({status}): {explanation}")
+        super().__init__(f"{call} returned {name} ({status}): {explanation}{self.aftermath}")
         self.call, self.status, self.name = call, status, name
 
 

@@ -14,10 +14,15 @@ from typing import Any, Final, TypeAlias
 
 from cuda.bindings import driver
 
-from lt_runtime.errors import DriverError, MissingLibraryError
+from lt_runtime.errors import DriverError, GpuError, MissingLibraryError
 
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _POINTER: Final = ctypes.c_void_p
+_FATAL: Final = (
+    *("ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "LAUNCH_FAILED"),
+    *("HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC"),
+)
+"""Names of failures, without their prefix, after which the driver refuses all further work of the process."""
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuCtxGetDevice": (ctypes.POINTER(ctypes.c_int),),
     **dict.fromkeys(("cuEventRecord", "cuGraphLaunch", "cuStreamIsCapturing"), (_POINTER, _POINTER)),
@@ -48,6 +53,8 @@ def check(name: str, status: int) -> None:
     if status != driver.CUresult.CUDA_SUCCESS:
         result = driver.CUresult(status)
         _, text = driver.cuGetErrorString(result)
+        if result.name.removeprefix("CUDA_ERROR_") in _FATAL and not GpuError.aftermath:
+            GpuError.aftermath = f"; the CUDA context is lost since {name} reported {result.name}: start a new process"
         raise DriverError(name, int(result), result.name, text.decode() if text else "unknown error")
 
 

@@ -18,7 +18,7 @@ from lt_runtime import ranges
 from lt_runtime.arrays.libraries import cupy, current_streams, signature_of
 from lt_runtime.arrays.operand import CUPY, Operand, library_of
 from lt_runtime.arrays.transfer import arena_size, arena_views
-from lt_runtime.errors import CaptureError, GpuError
+from lt_runtime.errors import CaptureError, DriverError, GpuError
 from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, check, function, is_capturing, is_current
@@ -66,7 +66,9 @@ class GraphOrder:
         """Records the event that the next launch on another stream waits for."""
         if self._record(self._event, self.stream):
             # The event could not be recorded, so no other stream can wait for this launch: the host waits instead.
-            call("cuStreamSynchronize", self.stream)
+            # A failure of both calls is left to the next call, because it may be that of the launch before.
+            with contextlib.suppress(DriverError):
+                call("cuStreamSynchronize", self.stream)
 
     def wait(self) -> None:
         """Waits on the host until all graphs have run."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from lt_runtime.arguments import Fixed, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
-from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.errors import ArgumentError, DriverError, KindError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._parameters import HeldArrays, changes
 from lt_runtime.ops.adamw import AdamW
@@ -186,8 +186,12 @@ class TrainStep(Fixed):
                 parts = [*zip(*(np.split(each, self.accumulate) for each in batch), strict=True)]
                 self._body.run(parts, self._tally, None)
             return self._tally.mean.copy()
-        if not self._gpu.repeat(batch, stream):
-            self._gpu.run(batch, stream)
+        try:
+            if not self._gpu.repeat(batch, stream):
+                self._gpu.run(batch, stream)
+        except DriverError as error:
+            error.args = (f"{self}: {error}",)
+            raise
         return self._tally.mean
 
     def __repr__(self) -> str:
@@ -202,7 +206,11 @@ class TrainStep(Fixed):
             stream: the stream of the steps, which this waits for. If None, it is the current stream of the library
                 that the batches come from, as for the steps.
         """
-        totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
+        try:
+            totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
+        except DriverError as error:
+            error.args = (f"{self}: {error}",)
+            raise
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)

@@ -25,6 +25,7 @@ import pytest
 from tests.host_kernels.harness import HostKernels
 from tests.support.attempts import OPERATIONS, Attempt
 from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_streams import DriverStatusError, Observer, Status
 from tests.support.forked import forked
 from tests.support.hurry import hurry
 from tests.support.placed import host_of
@@ -205,9 +206,9 @@ class _Run:
         return [host_of(self._gpu, each).tobytes() for each in arrays]
 
     def end(self) -> Any:
-        """The final state, the metrics, and the bytes that are allocated."""
+        """The metrics, the final state, and the bytes that are allocated."""
         gc.collect()
-        return self.state(), tuple(self._step.metrics(stream=self._gpu.stream)), self._gpu.memory_used()
+        return tuple(self._step.metrics(stream=self._gpu.stream)), self.state(), self._gpu.memory_used()
 
 
 def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int]) -> None:
@@ -243,3 +244,35 @@ def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int]) -> None:
 @pytest.mark.parametrize("sizes", [[8], [8, 5]], ids=["first call", "second batch size"])
 def test_allocations_of_a_step_fail_in_turn(sizes: list[int], unused_gpu: FakeGpu) -> None:
     forked(lambda: _lose_memory_in_turn(unused_gpu, sizes))
+
+
+class _IllegalAccess(Observer):
+    """The third kernel of every graph accesses an address that it must not."""
+
+    def within_graph(self, token: Any, executable: int, index: int) -> Any:
+        if index == 2:
+            raise DriverStatusError(Status.CUDA_ERROR_ILLEGAL_ADDRESS)
+        return super().within_graph(token, executable, index)
+
+
+def _lose_the_context(gpu: FakeGpu, *, by_metrics: bool) -> None:
+    with gpu.active():
+        run, lost = _Run(gpu), "the CUDA context is lost since cu.* reported CUDA_ERROR_ILLEGAL_ADDRESS: start a new"
+        run.train(8)
+        run.state()
+        gpu.streams.observer = _IllegalAccess()
+        run.train(8)  # the host does not wait, so that only a later call can tell
+        gpu.driver.is_lost = not by_metrics  # a real GPU runs at once; this one runs in the next call that waits
+        with pytest.raises(gpu.lt.errors.DriverError, match=rf"^TrainStep\(.* failed with .*_ADDRESS \(700\).*{lost}"):
+            run.end() if by_metrics else run.train(8)
+        x, rng = gpu.cp.ndarray((8, 12)), gpu.lt.Philox(7)
+        for later in (lambda: run.train(8), lambda: run.train(5), run.end, lambda: gpu.lt.dropout(x, 0.5, rng=rng)):
+            with pytest.raises(gpu.lt.errors.GpuError, match=lost):
+                later()
+
+
+@pytest.mark.parametrize("by_metrics", [True, False])
+def test_an_error_of_a_replay_names_the_step_and_later_calls_say_what_is_lost(
+    by_metrics: bool, unused_gpu: FakeGpu
+) -> None:
+    forked(lambda: _lose_the_context(unused_gpu, by_metrics=by_metrics))

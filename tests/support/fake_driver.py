@@ -67,6 +67,7 @@ class FakeDriver:
     Attributes:
         elsewhere: the GPU that a stream belongs to, by handle, if it is another GPU.
         contexts: the stack of current contexts; a test empties it to begin as a process does.
+        is_lost: whether work has accessed an illegal address.
         profiler_calls: "start" and "stop", as profilers from outside were told.
     """
 
@@ -82,6 +83,7 @@ class FakeDriver:
         self._mode = threading.local()
         self.elsewhere: dict[int, int] = {}
         self.contexts = [_CONTEXT]
+        self.is_lost = False
         self.profiler_calls: list[str] = []
 
     @property
@@ -103,11 +105,8 @@ class FakeDriver:
 
         @functools.wraps(known)
         def run(*arguments: Any) -> int:
-            try:
-                known(*arguments)
-            except DriverStatusError as fault:
-                return int(fault.status)
-            return 0
+            status, _ = self._called(name, known, arguments)
+            return int(status)
 
         return run
 
@@ -118,14 +117,23 @@ class FakeDriver:
         def run(*arguments: Any) -> tuple[Any, ...]:
             if not self.contexts and name.startswith(_NEEDS_CONTEXT):
                 return (Status.CUDA_ERROR_INVALID_CONTEXT, None)
-            try:
-                result = known(*arguments)
-            except DriverStatusError as fault:
-                return (fault.status, None)
+            status, result = self._called(name, known, arguments)
+            if status != Status.CUDA_SUCCESS:
+                return (status, None)
             results = result if isinstance(result, tuple) else () if result is None else (result,)
-            return (Status.CUDA_SUCCESS, *results)
+            return (status, *results)
 
         return run
+
+    def _called(self, name: str, known: Callable[..., Any], arguments: Any) -> tuple[Any, Any]:
+        """The status and the result of a function. After an illegal access all calls that need a context fail."""
+        if self.is_lost and name.startswith(_NEEDS_CONTEXT):
+            return Status.CUDA_ERROR_ILLEGAL_ADDRESS, None
+        try:
+            return Status.CUDA_SUCCESS, known(*arguments)
+        except DriverStatusError as fault:
+            self.is_lost |= fault.status == Status.CUDA_ERROR_ILLEGAL_ADDRESS
+            return fault.status, None
 
     def pin(self, address: int, size: int) -> None:
         """Makes memory of the host page-locked."""
