@@ -216,7 +216,7 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 
 
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
-    """Tests that cover the mutant's lines, or its whole file if only its import runs the lines.
+    """Tests that cover the mutant's lines; if only its import runs these, tests that cover its file, or of its room.
 
     Tests that have the name of the mutant's file come first, then those of its room, and the others in a random order:
     the fastest tests alone see fewer changes.
@@ -227,7 +227,7 @@ def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
     stem, room = Path(mutant.path).stem, f"tests/cpu/{Path(mutant.path).parent.name}/"
     if run and not mutant.is_in_function:
         found |= {names[number] for tests in lines.values() for number in tests}
-        found |= {name for name in names if stem in Path(name.partition("::")[0]).stem}
+        found |= {name for name in names if room in name or stem in Path(name.partition("::")[0]).stem}
     chosen, left_s = [], _CHOSEN_S
     shuffled = random.Random(mutant.name).sample(sorted(found), len(found))
     for name in sorted(shuffled, key=lambda name: (stem not in name, room not in name)):
