@@ -116,7 +116,7 @@ def test_tests_that_cover_its_line_run_for_a_mutant_and_those_of_its_room_first(
     recorded = {"seconds": {far: 20.0, near: 8.0, own: 15.0, "other": 0.1}}
     assert covering_tests(mutant, {**recorded, "lines": {"room/x.py": {"4": [0, 1, 2], "5": [3]}}}) == [own, near]
     at_import = Mutant("", "room/x.py", range(3, 5), "", is_in_function=False)
-    assert covering_tests(at_import, {**recorded, "lines": {"room/x.py": {"4": [], "5": [3]}}}) == [own, "other"]
+    assert covering_tests(at_import, {**recorded, "lines": {"room/x.py": {"4": [], "5": [3]}}}) == [own, near, "other"]
     assert covering_tests(mutant, {**recorded, "lines": {"room/x.py": {"5": [3]}}}) == []
 
 
