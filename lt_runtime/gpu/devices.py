@@ -14,7 +14,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from lt_runtime.arguments import shown
-from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.errors import ArgumentError, GpuError, LtError
 from lt_runtime.gpu.driver import call
 
 _MOST_GPUS: Final = 10**9  # larger numbers are no ordinals, and Python may refuse to print them
@@ -145,7 +145,13 @@ def make_context_current() -> None:
 
 @contextlib.contextmanager
 def activated(ordinal: int) -> Iterator[None]:
-    """Makes a device's primary context current for the calling thread, and restores the previous one at the end."""
+    """Makes a device's primary context current for the calling thread, and restores the previous one at the end.
+
+    Raises:
+        GpuError: the CUDA context is lost, so that no library can use a GPU in this process any more.
+    """
+    if GpuError.aftermath:
+        raise GpuError(f"GPU {ordinal} cannot be used{GpuError.aftermath}")
     if _device_of_thread() == ordinal:
         yield
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,9 @@ from lt_runtime.store.keys import SCHEMA
 
 _LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a dead process holds no lock
 _POLL_SECONDS: Final = 0.005
+_SLOW_SECONDS: Final = 1.0
+"""If a look at the file takes so long, the disk is not used for `_PAUSE_SECONDS`: a step makes dozens of calls."""
+_PAUSE_SECONDS: Final = 60.0
 
 
 def plans_directory() -> Path:
@@ -42,14 +46,14 @@ def plan_store(device: int) -> PlanStore:
 
 @functools.cache
 def _opened(directory: Path, known: Fingerprint) -> PlanStore:
-    path = directory / known.file_name
-    others = [] if path.exists() else directory.glob(f"{known.file_name.rpartition('-')[0]}-*.json")
+    store = PlanStore(directory / known.file_name, known)
+    others = directory.glob(f"{known.file_name.rpartition('-')[0]}-*.json") if store.is_missing else []
     with contextlib.suppress(OSError, ValueError):
         for other in others:
             if f'"schema": {SCHEMA},'.encode() not in read_regular(other, LARGEST)[:40]:
                 warnings.warn(f"{other} is of another version of lt_runtime: it stays and is not used", stacklevel=4)
                 break
-    return PlanStore(path, known)
+    return store
 
 
 class PlanStore:
@@ -66,6 +70,7 @@ class PlanStore:
         self._seen: Signature = None  # signature of the file at its last reading
         self._patience = _LOCK_SECONDS
         self._warned = False
+        self._paused_until = 0.0
         self._lock = threading.RLock()
 
     def product(self, key: str) -> ProductEntry | None:
@@ -125,6 +130,12 @@ class PlanStore:
         return entry if isinstance(entry, ProductEntry) and not entry.is_usable else None
 
     @property
+    def is_missing(self) -> bool:
+        """Whether there is no file; False while the disk is not used."""
+        with self._lock:
+            return self._reload() and self._seen is None
+
+    @property
     def has_unproven(self) -> bool:
         """Whether the algorithm of any product must still be rebuilt and verified."""
         with self._lock:
@@ -139,11 +150,18 @@ class PlanStore:
                 entry = self._document.get(key)
         return entry if isinstance(entry, kind) and entry.is_usable else None
 
-    def _reload(self) -> None:
-        """Reads the file again if it has changed."""
-        current = signature(self.path)
+    def _reload(self) -> bool:
+        """Reads the file again if it has changed; returns whether the disk is fast enough to be used."""
+        begun = time.monotonic()
+        if begun < self._paused_until:
+            return False
+        current, ended = signature(self.path), time.monotonic()
+        if ended - begun >= _SLOW_SECONDS:
+            self._paused_until = ended + _PAUSE_SECONDS
+            self._warn(f"{self.path} is on a slow disk ({ended - begun:.1f} s a call); plans are kept in memory alone")
+            return False
         if current == self._seen:
-            return
+            return True
         self._seen = current
         try:
             self._absorb_file()
@@ -151,6 +169,7 @@ class PlanStore:
             self._locked(self._absorb_or_set_aside, f"{self.path} {error} and is not used")
         except OSError as error:
             self._warn(f"{self.path} cannot be read ({error})")
+        return True
 
     def _absorb_file(self) -> None:
         """Adds the entries of the file, if the file exists."""
@@ -171,7 +190,8 @@ class PlanStore:
 
     def _save(self) -> bool:
         """Writes all entries, from memory and from the file, into the file; returns whether that succeeded."""
-        return self._locked(self._rewrite, f"{self.path} cannot be written; plans are kept in memory alone")
+        complaint = f"{self.path} cannot be written; plans are kept in memory alone"
+        return self._reload() and self._locked(self._rewrite, complaint)
 
     def _rewrite(self) -> None:
         """Replaces the file by all known entries. The caller must hold the lock."""

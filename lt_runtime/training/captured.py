@@ -348,7 +348,7 @@ def _device_memory(size: int) -> Any:
 
 def _close(device: int, buffers: OrderedDict[_Key, StepBuffers], count: int | None = None) -> None:
     """Waits until graphs have run, then frees the `count` least recently used ones, or all if `count` is None."""
-    if not buffers:
+    if not buffers or GpuError.aftermath:  # a lost context has freed its graphs
         return
     with activated(device):
         _order(device).wait()

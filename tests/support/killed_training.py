@@ -61,7 +61,7 @@ class _Trainee:
     """A process that trains; it reports each step by a byte, and in the end the number of steps and the digest.
 
     Args:
-        least: the number of steps after which it ends; None for never. It makes five steps at least.
+        least: the number of steps after which it ends; None for never. It saves a checkpoint once at least.
     """
 
     def __init__(self, device: str, path: Path, least: int | None) -> None:
@@ -73,7 +73,7 @@ class _Trainee:
         try:
             for made, (number, *run) in enumerate(_steps(device, path)):
                 os.write(told, b".")
-                if least is not None and made >= _EVERY // 2 and number >= least:
+                if least is not None and made >= _EVERY and number >= least:
                     os.write(told, f" {number} {_digest(*run)}".encode())
                     break
         except BaseException:
