@@ -272,7 +272,5 @@ def _lose_the_context(gpu: FakeGpu, *, by_metrics: bool) -> None:
 
 
 @pytest.mark.parametrize("by_metrics", [True, False])
-def test_an_error_of_a_replay_names_the_step_and_later_calls_say_what_is_lost(
-    by_metrics: bool, unused_gpu: FakeGpu
-) -> None:
+def test_an_error_of_a_replay_names_the_step_and_later_ones_the_loss(by_metrics: bool, unused_gpu: FakeGpu) -> None:
     forked(lambda: _lose_the_context(unused_gpu, by_metrics=by_metrics))

@@ -28,6 +28,27 @@ FAULTS: Final[Table] = {
             "tests/cpu/test_fake_gpu_narrow.py::test_inference_is_measured_where_that_is_asked_for",
         ),
     },
+    "lt_runtime/gpu/memory.py": {
+        "memory of a stream stays allocated if its second allocation fails": (
+            "            undo.callback(self.free)\n",
+            "",
+            "tests/cpu/test_failing_calls.py::test_allocations_of_a_step_fail_in_turn[first call]",
+        ),
+    },
+    "lt_runtime/gpu/driver.py": {
+        "an illegal access is taken for an error of one call": (
+            '"ILLEGAL_ADDRESS", ',
+            "",
+            "tests/cpu/test_failing_calls.py::test_an_error_of_a_replay_names_the_step_and_later_ones_the_loss[True]",
+        ),
+    },
+    "lt_runtime/store/plan_store.py": {
+        "a slow disk is used on and on": (
+            "if begun < self._paused_until:",
+            "if begun < 0.0:",
+            "tests/cpu/test_bad_disks.py",
+        ),
+    },
     "lt_runtime/training/step.py": {
         "tensors are evaluated on CuPy's current stream": (
             "stream_handle(None, device, library_of(x).current_stream)",

@@ -51,7 +51,6 @@ def main() -> None:
         "another batch size": lambda: step(x[:4], target[:4]),
         "metrics": step.metrics,
         "linear_fwd": lambda: lt.linear_fwd(x, model.layers[0].weight.data),
-        "MLP": lambda: lt.MLP([64, 32, 16], dtype="float32", device="cuda"),
         "bind": lambda: lt.bind(lt.dropout, x, 0.5, rng=lt.Philox(1), out=x),
     }
     for name, call in later.items():
