@@ -22,7 +22,7 @@ from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
 from lt_runtime.store.document import Document, Fingerprint, UnusableError, machine
-from lt_runtime.store.entries import Entry, LayerEntry, ProductEntry, entry_of
+from lt_runtime.store.entries import Entry, LayerEntry, ProductEntry
 from lt_runtime.store.keys import Json, parse_key, to_json
 from lt_runtime.store.plan_store import PlanStore, plans_directory
 from lt_runtime.tables import Line, table
@@ -161,12 +161,8 @@ def _verify(_: argparse.Namespace) -> _Result:
     files, lines = list[Json](), list[Line]()
     for file in _files():
         faults = [] if file.fault is None else [file.fault]
-        for key, entry in file.document.raw.items() if file.document is not None else ():
-            try:
-                entry_of(entry)
-                parse_key(key)
-            except ValueError as error:
-                faults.append(f"the entry {key} is damaged ({error})")
+        if file.document is not None:
+            faults.extend(file.document.faults())
         files.append({"name": file.path.name, "ok": not faults or file.is_of_another_version, "faults": faults})
         lines += [f"{file.path.name}:{'' if faults else ' sound'}", *(f"  {fault}" for fault in faults)]
     ok = all(file["ok"] for file in files)
@@ -194,6 +190,8 @@ def _store_for(path: Path, document: Document) -> PlanStore:
         raise ArgumentError(f"there is neither a GPU here nor a file in {plans_directory()} to compare {path} with")
     if differences:
         raise ArgumentError(f"{path} was measured elsewhere ({', '.join(differences)})")
+    if fault := next(document.faults(), None):
+        raise ArgumentError(f"{path} is damaged ({fault})")
     return PlanStore(plans_directory() / theirs.file_name, theirs)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, printable
 from lt_runtime.files import replacing
 from lt_runtime.tables import Line, rendered
 
@@ -66,7 +66,7 @@ def readable_output(name: str) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"{name}: {printable(str(message))}\n"
     try:
         yield
     finally:

@@ -6,16 +6,16 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from lt_runtime.errors import LtError
+from lt_runtime.errors import LtError, printable
 from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.cache import make_plan
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.store.document import Document, UnusableError
-from lt_runtime.store.entries import LayerEntry
+from lt_runtime.store.entries import Entry, LayerEntry
 from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import PlanStore, plan_store
 from lt_runtime.training.body import chains_of
@@ -42,7 +42,7 @@ def choices_of(model: MLP) -> str | None:
         return None
     store = plan_store(device)
     made = Document(store.fingerprint)
-    for rows in _known_rows(model, store):
+    for rows in _known_rows(model, store.keys, store.choice):
         for problem in _problems(model, rows, device, store):
             entry: Any = store.choice(problem_key(problem))
             if entry is not None:
@@ -50,18 +50,18 @@ def choices_of(model: MLP) -> str | None:
                 made.add(problem_key(problem), replace(entry, rejected=(), **others))
     if not made.raw:
         return None
-    with contextlib.suppress(OSError):  # raised for more entries than a plan file may hold
-        text = made.without_algorithms().render().decode()
-        if len(text) <= _LARGEST:
-            return text
+    text = made.without_algorithms().render().decode()
+    if len(text) <= _LARGEST:
+        return text
     warnings.warn(f"the plan choices are {len(made.raw)}: too many for a checkpoint, which has none", stacklevel=3)
     return None
 
 
 def take_choices(path: object, text: object, model: MLP) -> None:
-    """Adds a checkpoint's plan choices to the plan cache for problems without an entry, as `cache merge` does.
+    """Adds a checkpoint's plan choices for the model to the plan cache, as `cache merge` does.
 
-    Damaged choices, and choices from another kind of machine, are not used; a line is logged instead.
+    Problems that have an entry already keep it. Damaged choices, and choices from another kind of machine, are not
+    used; a line is logged instead.
 
     Args:
         path: path of the checkpoint.
@@ -72,21 +72,30 @@ def take_choices(path: object, text: object, model: MLP) -> None:
         return
     store = plan_store(device)
     try:
-        theirs = Document.parse(text.encode(errors="replace"))
-        known = store.keys
-        store.merge(Document(theirs.fingerprint, {key: raw for key, raw in theirs.raw.items() if key not in known}))
+        theirs = Document.parse(text[: _LARGEST + 1].encode(errors="replace"))
+        theirs.require(store.fingerprint)
+        theirs.require_sound()
+        known, sizes = store.keys, _known_rows(model, theirs.raw, theirs.get)
+        lacking = {key: raw for key, raw in theirs.raw.items() if key not in known}
+        # A forward entry decides which backward problem follows, and an entry of a layer decides which products it has.
+        while lacking and (found := lacking.keys() & _keys(model, sizes, device, store)):
+            store.merge(Document(theirs.fingerprint, {key: lacking.pop(key) for key in found}))
     except UnusableError as error:
-        _logger.info("%s: its plan choices are not used: what they hold %s", path, error)
+        _logger.info("%s: its plan choices are not used: what they hold %s", printable(str(path)), error)
 
 
-def _known_rows(model: MLP, store: PlanStore) -> list[int]:
-    """The micro-batch sizes for which the plan cache knows the model's first layer."""
+def _known_rows(model: MLP, keys: Iterable[str], choice: Callable[[str], Entry | None]) -> list[int]:
+    """The micro-batch sizes for which the model's first layer is among some entries, given by their keys."""
     (chain,) = chains_of(model, _ANY_ROWS, accumulates=False)
     pattern = re.escape(problem_key(chain.forwards[0]))
     pattern = pattern.replace(str(_ANY_ROWS), _NUMBER, 1).replace(str(_ANY_ROWS), r"\1")
-    found = [match for key in store.keys if (match := re.fullmatch(pattern, key))]
-    measured = [(entry.when, int(match[1])) for match in found if (entry := store.choice(match[0])) is not None]
+    found = [match for key in keys if (match := re.fullmatch(pattern, key))]
+    measured = [(entry.when, int(match[1])) for match in found if (entry := choice(match[0])) is not None]
     return [rows for _, rows in sorted(measured)[-_MOST_SIZES:]]
+
+
+def _keys(model: MLP, sizes: Iterable[int], device: int, store: PlanStore) -> set[str]:
+    return {problem_key(problem) for rows in sizes for problem in _problems(model, rows, device, store)}
 
 
 def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[Remembered]:

@@ -9,29 +9,31 @@ is made from its JSON at its first use, because making it takes four times as lo
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from lt_runtime import cublaslt
-from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.errors import ArgumentError, LtError, printable
 from lt_runtime.files import parse_json, read_private, read_regular
 from lt_runtime.gpu.devices import device_count, device_info, kernel_driver_version
 from lt_runtime.gpu.driver import call
 from lt_runtime.paths import kernel_sources
-from lt_runtime.store.entries import Entry, ProductEntry, better, entry_of, has_its_digest, signed
-from lt_runtime.store.keys import SCHEMA, Json, from_json, to_json
+from lt_runtime.problem import MatmulProblem
+from lt_runtime.store.entries import Entry, ProductEntry, better, entry_of, has_its_digest, recency, signed
+from lt_runtime.store.keys import SCHEMA, Json, from_json, parse_key, to_json
 
 LARGEST: Final = 8 << 20
 """Limit of a file's bytes: reading as many takes about a second, whatever they hold. An entry has about 1,000 bytes."""
 _NEWEST_SCHEMA: Final = 1_000_000
 _PARTS: Final = {"schema", "fingerprint", "entries"}
+_LARGEST_ENTRY: Final = 100_000
+"""Limit of the characters of an entry that another machine has measured."""
 _LINE_DEPTH: Final = 3
 """Depth of the JSON at which each object is written on one line: a configuration, or a rejected algorithm."""
 
@@ -186,6 +188,26 @@ class Document:
         if differences:
             raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
 
+    def require_sound(self) -> None:
+        """Checks every entry, before entries of another machine are merged.
+
+        Raises:
+            UnusableError: "damaged", because of the first entry with a fault.
+        """
+        for fault in self.faults():
+            raise UnusableError("damaged", f"is damaged ({fault})")
+
+    def faults(self) -> Iterator[str]:
+        """The faults of the entries in words: a key of no problem, values that are not accepted, or too many values."""
+        for key, raw in self.raw.items():
+            try:
+                if isinstance(parse_key(key), MatmulProblem) is not isinstance(entry_of(raw), ProductEntry):
+                    raise ValueError("it is an entry of another kind of problem")
+                if len(_dump(raw)) > _LARGEST_ENTRY:
+                    raise ValueError(f"it has more than {_LARGEST_ENTRY} characters")
+            except ValueError as error:
+                yield f"the entry {printable(key, 100)} is damaged ({error!s:.200})"
+
     def get(self, key: str) -> Entry | None:
         """The entry under a key; None if the key has no entry, or an entry whose values are not accepted."""
         if key in self.raw and key not in self._made:
@@ -232,15 +254,19 @@ class Document:
     def render(self) -> bytes:
         """The bytes of the file: JSON on many lines, sorted, so that people can read it and compare two files.
 
-        Raises:
-            OSError: the file would be larger than readers accept.
+        If the file would be larger than readers accept, the document first loses its oldest entries.
         """
+        while len(content := self._content()) > LARGEST:
+            oldest = sorted(self.raw, key=lambda key: recency(self.raw[key].get("when", "")))
+            for key in oldest[: len(oldest) // 8 + 1]:
+                del self.raw[key]
+                self._made.pop(key, None)
+        return content
+
+    def _content(self) -> bytes:
         parts = {"schema": SCHEMA, "fingerprint": to_json(self.fingerprint), "entries": self.raw}
         lines = [f'"{name}": {_render(part, 1)}' for name, part in parts.items()]
-        content = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-        if len(content) > LARGEST:
-            raise OSError(errno.EFBIG, f"more than {LARGEST} bytes")
-        return content
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 _dump = json.JSONEncoder(sort_keys=True).encode

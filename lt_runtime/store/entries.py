@@ -180,8 +180,9 @@ Kind = TypeVar("Kind", ProductEntry, LayerEntry)
 def better(ours: Kind, theirs: Kind) -> Kind:
     """The better of two entries for one problem, which is kept. The order of several merges does not change the result.
 
-    The later entry is better; of entries with equal dates, the faster one; of equally fast entries, the one with an
-    algorithm. A barred entry loses to any other entry, which then lists the barred choice among its rejected ones.
+    The later entry is better, unless its date is in the future; of entries with equal dates, the faster one; of equally
+    fast entries, the one with an algorithm. A barred entry loses to any other entry, which then lists the barred choice
+    among its rejected ones.
     """
     if replace(ours, barred=None) == replace(theirs, barred=None):
         return theirs if ours.barred is None else ours
@@ -195,8 +196,13 @@ def better(ours: Kind, theirs: Kind) -> Kind:
     return theirs if known else replace(theirs, rejected=(*theirs.rejected, kind(*choice, ours.barred)))
 
 
-def _rank(entry: Entry) -> tuple[str, float, int, bool, str]:
-    return entry.when, -entry.us, len(entry.rejected), entry.is_usable, str(entry)
+def recency(when: object) -> tuple[bool, str]:
+    """Sorts dates: a date in the future, which no measurement here has, comes before all others."""
+    return str(when) <= now(), str(when)
+
+
+def _rank(entry: Entry) -> tuple[tuple[bool, str], float, int, bool, str]:
+    return recency(entry.when), -entry.us, len(entry.rejected), entry.is_usable, str(entry)
 
 
 def signed(key: str, entry: Entry) -> Json:

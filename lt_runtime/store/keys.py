@@ -20,6 +20,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
+from lt_runtime.files import parse_json
+from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
 
 SCHEMA: Final = 6
@@ -55,8 +57,13 @@ def parse_key(key: str) -> Remembered:
     try:
         if len(key) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST} characters")
-        ((name, fields),) = json.loads(key).items()
+        ((name, fields),) = parse_json(key.encode()).items()
         problem: Remembered = from_json(_CLASSES[name], fields)
+        if isinstance(problem, MatmulProblem):
+            specs = (problem.a, problem.b, problem.c, problem.d, problem.aux)
+            _require_small(max(problem.batch * each.batch_stride for each in specs if each is not None))
+        if isinstance(problem, MLPProblem):
+            _require_small(max(problem.dims) * max(problem.rows, *problem.dims))
         if problem_key(problem) != key:  # this also detects values of another type than their field's
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
@@ -115,7 +122,17 @@ def from_json(kind: type[_Record], value: object) -> _Record:
     hints = field_types(typing.cast(Any, kind))
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise ValueError(f"{kind.__name__} has the fields {', '.join(hints)}")
-    return kind(**{name: _value(name, hint, value[name]) for name, hint in hints.items()})
+    made = kind(**{name: _value(name, hint, value[name]) for name, hint in hints.items()})
+    if isinstance(made, Layout):
+        _require_small(made.extent)
+        if made.leading_dimension < max(1, made.cols if made.order is Order.ROW else made.rows):
+            raise ValueError(f"leading_dimension is {made.leading_dimension}, and the matrix has {made.shape}")
+    return made
+
+
+def _require_small(elements: int) -> None:
+    if elements > _LIMITS[int][1]:
+        raise ValueError(f"an operand has {elements:.1e} elements, more than any memory holds")
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:

@@ -111,18 +111,21 @@ class PlanStore:
         self.put({key: replace(entry, barred=reason)})
 
     def merge(self, other: Document) -> tuple[int, bool]:
-        """Adds another machine's entries, without their algorithms; see `unproven`.
+        """Adds another machine's entries, without their algorithms (see `unproven`), where no usable entry is known.
 
         Returns:
-            The number of entries that were new or better, and whether the file contains them.
+            The number of entries that were added or replaced, and whether the file contains them.
 
         Raises:
-            UnusableError: the entries are valid for another machine.
+            UnusableError: the entries are valid for another machine, or one of them is damaged.
         """
         other.require(self.fingerprint)
+        other.require_sound()
         with self._lock:
             self._reload()
-            return self._document.absorb(other.without_algorithms()), self._save()
+            entries = {key: self._document.get(key) for key in other.raw}
+            wanted = {key: other.raw[key] for key, ours in entries.items() if ours is None or not ours.is_usable}
+            return self._document.absorb(Document(other.fingerprint, wanted).without_algorithms()), self._save()
 
     def unproven(self, key: str) -> ProductEntry | None:
         """The entry of a product if its algorithm must still be rebuilt and verified; None otherwise."""

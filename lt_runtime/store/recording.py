@@ -22,7 +22,7 @@ from typing import Final
 
 from lt_runtime.environment import RECORD_VARIABLE, setting
 from lt_runtime.errors import ArgumentError
-from lt_runtime.files import read_regular, try_lock
+from lt_runtime.files import parse_json, read_regular, try_lock
 from lt_runtime.problem import MLPProblem
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 
@@ -129,7 +129,7 @@ def _read_line(place: str, line: str) -> Problem:
     try:
         if len(line) > _LONGEST:
             raise ValueError(f"it has {len(line)} characters")
-        problem = parse_key(json.loads(line)["problem"])
+        problem = parse_key(parse_json(line.encode())["problem"])
         if isinstance(problem, MLPProblem):
             raise ValueError("it is no single problem")
         return problem

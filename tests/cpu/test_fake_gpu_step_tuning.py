@@ -384,8 +384,9 @@ def test_what_is_measured_here_is_not_taken_from_a_checkpoint(process: Process, 
     with process("elsewhere") as gpu:
         run = Run(gpu)
         run.train()
+        store, key = own("store.plan_store").plan_store(0), min(entries(gpu))
+        store.bar(key, store.choice(key), "wrong")
         ours = entries(gpu)
-        assert ours
         gpu.lt.load_checkpoint(tmp_path / "run", run.model, run.optimizer)
         assert entries(gpu) == ours
 
@@ -425,6 +426,26 @@ def test_plan_choices_of_other_models_stay_where_they_are(process: Process, tmp_
         run = Run(gpu, tune=False)
         gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
         assert "plans" not in content(tmp_path / "run")[0]
+
+
+def test_a_checkpoint_brings_no_plans_of_other_models(process: Process, tmp_path: Path) -> None:
+    with process() as gpu:
+        run = Run(gpu, (8, 3))
+        run.train()
+        gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
+        described, values = content(tmp_path / "run")
+        plans = own("store.document").Document.parse(described["plans"].encode())
+        expected = plans.raw.keys() | set()
+        Run(gpu, (16, 5)).train()
+        plans.absorb(own("store.document").Document(plans.fingerprint, entries(gpu)))
+        assert expected < plans.raw.keys()
+        own("saving.checkpoint_file").write(
+            tmp_path / "run", values, json.dumps(described | {"plans": plans.render().decode()})
+        )
+    with process("elsewhere") as gpu:
+        run = Run(gpu, (8, 3))
+        gpu.lt.load_checkpoint(tmp_path / "run", run.model, run.optimizer)
+        assert entries(gpu).keys() == expected
 
 
 def test_of_many_sizes_of_batch_the_latest_are_taken_along(

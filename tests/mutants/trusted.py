@@ -60,6 +60,25 @@ FAULTS: Final[Table] = {
             "tests/cpu/store/test_store_faults.py::test_a_file_that_cannot_be_used_is_kept_and_costs_one_warning",
         ),
     },
+    "lt_runtime/store/entries.py": {
+        "a date in the future outranks a measurement": (
+            "return str(when) <= now(), str(when)",
+            "return True, str(when)",
+            "tests/cpu/store/test_store_attacks.py::test_what_comes_from_elsewhere_never_outranks_a_measurement_here",
+        ),
+    },
+    "lt_runtime/store/plan_store.py": {
+        "merged plans take the place of ours": (
+            "if ours is None or not ours.is_usable}",
+            "if key}",
+            "tests/cpu/store/test_store_attacks.py::test_what_comes_from_elsewhere_never_outranks_a_measurement_here",
+        ),
+        "junk is merged": (
+            "        other.require_sound()\n",
+            "",
+            "tests/cpu/store/test_store_attacks.py::test_a_file_with_one_bad_entry_is_not_merged",
+        ),
+    },
     "lt_runtime/files.py": {
         "files of other users are used": (
             "if status.st_uid not in (0, os.geteuid()):",
@@ -158,6 +177,11 @@ FAULTS: Final[Table] = {
             "if key not in known}",
             "if key}",
             f"{_TUNED_STEPS}::test_what_is_measured_here_is_not_taken_from_a_checkpoint",
+        ),
+        "a checkpoint brings plans of other models": (
+            "lacking.keys() & _keys(model, sizes, device, store)",
+            "{*lacking}",
+            f"{_TUNED_STEPS}::test_a_checkpoint_brings_no_plans_of_other_models",
         ),
         "a checkpoint has no algorithms of products": (
             "                yield from _products(problem, device)\n",

@@ -249,7 +249,8 @@ def test_merging_without_a_gpu_goes_by_what_the_cache_has(
     other = tmp_path / "other.json"
     PlanStore(other, H200).put({PRODUCT: product(when=LATER)})
     assert f"neither a GPU here nor a file in {plans} to compare {other} with" in refused("merge", other)
-    path = fill(plans)
+    path = plans / H200.file_name
+    PlanStore(path, H200).put({LAYER: layer()})
     shown("merge", other)
     found = Document.read(path).get(PRODUCT)
     assert found is not None

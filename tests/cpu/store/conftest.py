@@ -8,6 +8,7 @@ import pytest
 
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.plan_store import PlanStore
+from tests.cpu.cli.conftest import cli as cli  # a fixture
 from tests.support.plan_entries import H200, KEY, product
 
 

@@ -83,6 +83,10 @@ def test_processes_append_to_one_file(tmp_path: Path) -> None:
         ('{"key": 1}', "line 3 is"),
         ('{"problem": 1}', "line 3"),
         ('{"problem": "{Product}"}', "line 3 is .*'{Product}' is not the key of a problem"),
+        ('{"problem": "\\ud800}"}', "line 3 is .*surrogates not allowed"),
+        (json.dumps({"problem": layer_key(-128)}), "line 3 is .*rows is -128"),
+        (json.dumps({"problem": layer_key(2**62)}), f"line 3 is .*rows is {2**62}"),
+        (json.dumps({"problem": layer_key(2**40)}), "line 3 is .*more than any memory holds"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

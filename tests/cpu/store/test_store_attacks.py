@@ -8,15 +8,18 @@ import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.store import document as document_module
 from lt_runtime.store.document import LARGEST, Document, UnusableError
-from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.entries import ProductEntry, now, signed
 from lt_runtime.store.keys import SCHEMA, to_json
 from lt_runtime.store.plan_store import PlanStore
-from tests.support.plan_entries import H200, KEY, OTHER, layer, layer_key, product
+from tests.cpu.cli.conftest import Cli
+from tests.support.plan_entries import H200, KEY, LATER, LAYER, OTHER, layer, product, product_key
 
 SOMEBODY = 54321
 
@@ -151,16 +154,67 @@ def test_a_bad_file_is_set_aside_at_once(path: Path, make: Callable[[Path], None
     assert PlanStore(path, H200).product(KEY) == entry
 
 
-def test_no_file_is_written_that_would_not_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_loses_its_oldest_entries(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = PlanStore(path, H200)
-    assert store.put({KEY: product()})
-    content = path.read_bytes()
-    monkeypatch.setattr(document_module, "LARGEST", len(content) + 100)
-    with pytest.warns(UserWarning, match="cannot be written; plans are kept in memory alone .*more than"):
-        assert not store.put({OTHER: product()}, {layer_key(64): layer()})
+    assert store.put({KEY: product(), product_key(7): product(when="9999-01-01T00:00:00Z")})
+    monkeypatch.setattr(document_module, "LARGEST", path.stat().st_size + 200)
+    for rows in range(200, 212):
+        assert store.put({product_key(rows): product(when=f"2026-02-01T00:00:{rows - 200:02}Z")})
+        assert PlanStore(path, H200).product(product_key(rows)) is not None
+    assert set(Document.read(path).raw) == {product_key(210), product_key(211)}
+
+
+def planted(path: Path, key: str, **changes: Any) -> None:
+    """Writes a file with one entry and its right digest, whatever its values are."""
+    path.write_bytes(Document(H200, {key: signed(key, product(**changes))}).render())
+
+
+HALF = '{"MatmulProblem": {"dtype": "\\ud800"}}'
+JUNK: dict[str, tuple[Callable[[Path], object], str]] = {
+    "junk keys": (lambda path: planted(path, "junk"), "'junk' is not the key of a problem"),
+    "a key of control characters": (lambda path: planted(path, "\x1b[2J"), "is not the key of a problem"),
+    "a key that holds half a character": (lambda path: planted(path, HALF), "surrogates not allowed"),
+    "an entry of another kind": (lambda path: planted(path, LAYER), "another kind of problem"),
+    "a huge entry": (lambda path: planted(path, KEY, barred="!" * 200_000), "more than 100000 characters"),
+    "UTF-16 with half a character": (
+        lambda path: path.write_bytes(f'{HEAD}{{"\ud800": 0}}}}'.encode("utf-16", "surrogatepass")),
+        "is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), JUNK.values(), ids=JUNK)
+def test_a_file_with_one_bad_entry_is_not_merged(
+    path: Path, tmp_path: Path, make: Callable[[Path], object], message: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(path.parents[1]))
+    assert PlanStore(path, H200).put({OTHER: product()})
+    content, theirs = path.read_bytes(), tmp_path / "theirs.json"
+    make(theirs)
+    status, out, err = cli("cache", "merge", theirs)
+    assert (status, out, err.count("\n"), err[:-1].isprintable()) == (1, "", 1, True)
+    assert message in err
     assert path.read_bytes() == content
-    assert store.product(OTHER) is not None
-    assert set(Document.read(path).raw) == {KEY}
+    if theirs.read_bytes().isascii():  # as JSON it is sound
+        with pytest.raises(UnusableError, match="is damaged"):
+            PlanStore(path, H200).merge(Document.parse(theirs.read_bytes()))
+
+
+@pytest.mark.parametrize("when", [LATER, "9999-12-31T23:59:59Z"])
+@pytest.mark.parametrize("us", [0.0, 1e9])
+def test_what_comes_from_elsewhere_never_outranks_a_measurement_here(path: Path, when: str, us: float) -> None:
+    theirs = Document(
+        H200, {KEY: signed(KEY, product(when=when, us=us)), LAYER: signed(LAYER, layer(when=when, us=us))}
+    )
+    first, second, store = product(), layer(), PlanStore(path, H200)
+    store.put({KEY: first}, {LAYER: second})
+    assert store.merge(theirs) == (0, True)
+    assert (store.product(KEY), store.layer(LAYER)) == (first, second)
+    later = PlanStore(path.with_name("empty.json"), H200)
+    assert later.merge(theirs) == (2, True)
+    first, second = product(when=now()), layer(when=now())
+    later.put({KEY: first}, {LAYER: second})
+    assert (later.product(KEY), later.layer(LAYER)) == (first, second)
 
 
 def test_a_file_for_people_to_exchange_may_be_a_link(path: Path, filled: ProductEntry, tmp_path: Path) -> None:

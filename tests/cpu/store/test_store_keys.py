@@ -19,6 +19,7 @@ from lt_runtime.problem import (
     DType,
     ForwardProblem,
     MatmulProblem,
+    MLPProblem,
     Spec,
 )
 from lt_runtime.store import entries
@@ -30,6 +31,7 @@ SPEC = Spec(packed(2, 3))
 PROBLEM = MatmulProblem(DType.BFLOAT16, DType.FLOAT32, Compute.FLOAT32, SPEC, SPEC, SPEC)
 KEY = problem_key(PROBLEM)
 LEAKY = problem_key(ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("leaky_relu"), SPEC, SPEC, SPEC))
+MLP = problem_key(MLPProblem(DType.FLOAT32, 8, (16, 16, 4), (True, True), Activation("relu")))
 
 WRITTEN = (
     *(MatmulProblem, ForwardProblem, BackwardProblem, Derivative, Spec, Layout, Activation, Fingerprint),
@@ -100,6 +102,10 @@ def test_what_a_key_looks_like() -> None:
         KEY.replace('"batch": 1, ', ""),
         KEY.replace('"batch": 1', '"batch": 1, "more": 1'),
         KEY.replace('"batch": 1', '"batch": 1, "batch": 1'),
+        *(KEY.replace('"rows": 2', f'"rows": {size}') for size in (-128, 2**62, 10**30)),
+        *(KEY.replace('"leading_dimension": 3', f'"leading_dimension": {size}') for size in (-1, 0, 2, 2**48)),
+        KEY.replace('"batch": 1', f'"batch": {2**20}').replace('"batch_stride": 0', f'"batch_stride": {2**40}'),
+        MLP.replace('"rows": 8', f'"rows": {2**47}'),
         KEY.replace('"bfloat16"', '"bfloat17"'),
         KEY.replace('"bfloat16"', "1"),
         KEY.replace('"no_split_k": false', '"no_split_k": 0'),
