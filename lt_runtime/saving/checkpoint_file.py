@@ -218,6 +218,13 @@ def of_others(path: str | os.PathLike[str]) -> CheckpointError:
 
 @contextlib.contextmanager
 def _file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    name = os.fspath(path)
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise FileError(errno.EINVAL, "a path has no NUL and only characters of the file system's encoding", name)
     try:
         yield
     except OSError as error:

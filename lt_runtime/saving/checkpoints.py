@@ -19,7 +19,7 @@ from lt_runtime.arrays.transfer import replace_all
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
-from lt_runtime.ops._parameters import check_rounding, write_values
+from lt_runtime.ops._parameters import check_rounding, values_for, write_values
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
@@ -128,7 +128,7 @@ def load_checkpoint(
         theirs = _description_of(path, file.text)
         if optimizer is None:
             _check_options(path, {"model": theirs["model"]}, {"model": model.options}, _OF_TRAINING)
-            _write_saved(model, file.load(_value_names(path, file.kinds, _shapes_of(model))))
+            _write_saved(path, model, file.load(_value_names(path, file.kinds, _shapes_of(model))))
             return
         plans = theirs.pop(_PLANS, None)
         if "optimizer" not in theirs:
@@ -195,7 +195,7 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
     except (ArgumentError, OperandError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
     _value_names(path, file.kinds, _shapes_of(model))  # also compares the biases
-    _write_saved(model, values)
+    _write_saved(path, model, values)
     return model
 
 
@@ -355,10 +355,18 @@ def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str
     return [name + _MASTER if name + _MASTER in kinds else name for name in shapes]
 
 
-def _write_saved(model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
-    """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies."""
-    found = {name.removesuffix(_MASTER): array.astype(np.float32, copy=False) for name, array in values.items()}
-    write_values([(each, found[each.name]) for each in model.parameters()])
+def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
+    """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
+
+    Raises:
+        CheckpointError: the model's type would make a finite value infinite.
+    """
+    found = {name.removesuffix(_MASTER): array for name, array in values.items()}
+    try:
+        assigned = [(each, values_for(each, each.name, found[each.name])) for each in model.parameters()]
+    except ArgumentError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    write_values(assigned)
 
 
 def _shapes_of(model: MLP) -> dict[str, tuple[int, ...]]:
@@ -368,8 +376,11 @@ def _shapes_of(model: MLP) -> dict[str, tuple[int, ...]]:
 def _shapes(path: str | os.PathLike[str], options: Mapping[str, Any], kinds: Kinds) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases."""
     try:
+        # A header has room for millions of sizes; names of layers are only made for as many as there are arrays.
+        if len(options["dims"]) > len(kinds) + 1:
+            raise CheckpointError(f"{path} describes {len(options['dims']) - 1} layers, but has {len(kinds)} arrays")
         dims = integers("dims", options["dims"])
-    except (ArgumentError, KeyError) as error:
+    except (ArgumentError, KeyError, TypeError) as error:
         raise of_others(path) from error
     return shapes_of(dims, [f"layer{i}.bias" in kinds for i in range(len(dims) - 1)])
 

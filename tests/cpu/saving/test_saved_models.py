@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, CheckpointError, KindError, MissingFileError, OperandError
+from lt_runtime.errors import ArgumentError, CheckpointError, FileError, KindError, MissingFileError, OperandError
 from lt_runtime.saving import checkpoint_file
 from tests.support.numpy_cases import DTYPES, Array
 from tests.support.training_runs import assert_same, content_of, rewrite, run_of, train
@@ -201,6 +201,41 @@ def test_forged_files(tmp_path: Path, change: Any, message: str) -> None:
     lt.save_model(path, run_of()[0])
     forge(path, change)
     refused(path, message)
+
+
+def test_values_beyond_the_range_of_the_type(tmp_path: Path) -> None:
+    path, model = tmp_path / "model", trained("float16")
+    lt.save_model(path, model)
+    forge(path, lambda arrays, _: arrays["layer0.weight"].__setitem__((3, 2), 1e30))
+    refused(path, r"cannot be used: layer0.weight has 1e\+30 at \(3, 2\), which is too large for float16")
+    before = {name: array.copy() for name, array in values_of(model).items()}
+    with pytest.raises(CheckpointError, match=r"layer0.weight has 1e\+30"):
+        lt.load_checkpoint(path, model)
+    assert_same(values_of(model), before)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_paths_that_no_file_can_have(name: str) -> None:
+    run = run_of()
+    calls: list[Callable[[], object]] = [
+        lambda: lt.load_model(name, device="cpu"),
+        lambda: lt.save_model(name, run[0]),
+        lambda: lt.load_checkpoint(name, *run),
+        lambda: lt.save_checkpoint(name, *run),
+    ]
+    for call in calls:
+        with pytest.raises(FileError, match="a path has no NUL"):
+            call()
+
+
+def test_millions_of_layers_are_refused_before_their_names_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    lt.save_model(path, run_of()[0])
+    forge(path, lambda _, options: options.update(dims=[1] * 1_000_000))
+    monkeypatch.setattr("lt_runtime.saving.checkpoints.shapes_of", None)
+    refused(path, "describes 999999 layers, but has 4 arrays")
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:
