@@ -194,12 +194,18 @@ def _digest(text: str, kinds: Kinds, arrays: Iterable[NDArray[Any]]) -> str:
 
 
 def _check_memory(path: str | os.PathLike[str], kinds: Kinds, names: Collection[str]) -> None:
-    """Raises `CheckpointError` if the arrays need more than the machine's memory. A sparse file may claim any size."""
+    """Raises `CheckpointError` if the arrays need more than the available memory. A sparse file may claim any size."""
     sizes = {name: math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for name, kind in kinds.items()}
     needed = sum(sizes[name] for name in names) + max(sizes.values(), default=0)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = _available_memory()
     if needed > memory:
-        raise CheckpointError(f"{path} takes {needed} bytes of memory to be read; this machine has {memory}")
+        raise CheckpointError(f"{path} takes {needed} bytes of memory to be read; this machine has {memory} available")
+
+
+def _available_memory() -> int:
+    """Bytes that Linux can give to processes without swapping; caches of files count as available."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10
 
 
 def _kind_in(file: Any, name: str) -> Kind:

@@ -238,6 +238,14 @@ def test_millions_of_layers_are_refused_before_their_names_are_made(
     refused(path, "describes 999999 layers, but has 4 arrays")
 
 
+def test_memory_in_use_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model"
+    lt.save_model(path, run_of()[0])
+    meminfo = "MemTotal: 99999999 kB\nMemAvailable: 0 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: meminfo)
+    refused(path, "takes 780 bytes of memory to be read; this machine has 0 available$")
+
+
 def test_damage_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "model"
     lt.save_model(path, run_of()[0])
@@ -259,7 +267,7 @@ def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dims", "huge", "message"),
     [
-        ([1 << 20, 1 << 20], "layer0.weight", "takes 8796093022208 bytes of memory .*; this machine has [0-9]+$"),
+        ([1 << 20, 1 << 20], "layer0.weight", "takes 8796093022208 bytes .*; this machine has [0-9]+ available$"),
         ([6, 12, 3], "layer0.weight.m", r"is float32 \(.*\); here its shape is"),
     ],
 )
