@@ -150,6 +150,8 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         return hint(value)
     if hint is bytes and isinstance(value, str):
         return bytes.fromhex(value)
+    if origin in (tuple, Sequence, Mapping):
+        raise ValueError(f"{name} is {value!r:.200}")
     kinds = (int, float) if hint is float else (hint,) if hint in _SCALARS else _SCALARS
     if type(value) not in kinds or (hint in _LIMITS and not _LIMITS[hint][0] <= value <= _LIMITS[hint][1]):
         raise ValueError(f"{name} is {value!r:.200}")

@@ -175,6 +175,10 @@ JUNK: dict[str, tuple[Callable[[Path], object], str]] = {
     "a key of control characters": (lambda path: planted(path, "\x1b[2J"), "is not the key of a problem"),
     "a key that holds half a character": (lambda path: planted(path, HALF), "surrogates not allowed"),
     "an entry of another kind": (lambda path: planted(path, LAYER), "another kind of problem"),
+    "a value for a list": (
+        lambda path: planted(path, KEY, rejected=True),
+        "is damaged (rejected is True)",
+    ),
     "a huge entry": (lambda path: planted(path, KEY, barred="!" * 200_000), "more than 100000 characters"),
     "UTF-16 with half a character": (
         lambda path: path.write_bytes(f'{HEAD}{{"\ud800": 0}}}}'.encode("utf-16", "surrogatepass")),
