@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
 import stat
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -37,6 +38,8 @@ _HEADER_LIMIT: Final = 4 << 20
 """Limit of a header's bytes: enough for thousands of layers, and parsed within a second. safetensors allows 100 MB."""
 
 _MESSAGE_LIMIT: Final = 200
+_PIECE: Final = 16 << 20
+"""Bytes that are read and hashed at once, a multiple of every type's size."""
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text: str) -> None:
@@ -49,8 +52,10 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text
     # Arrays with larger elements come first, so that every array is aligned to its type.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
     by_name = dict(sorted(arrays.items()))
-    digest = _digest(text, {name: kind_of(array) for name, array in by_name.items()}, by_name.values())
-    header = _header(ordered, {_TEXT: text, _DIGEST: digest})
+    digest = _digest(text, {name: kind_of(array) for name, array in by_name.items()})
+    for array in by_name.values():
+        digest.update(_bytes_of(array))
+    header = _header(ordered, {_TEXT: text, _DIGEST: digest.hexdigest()})
     if len(header) > _HEADER_LIMIT:
         raise CheckpointError(
             f"{path} would need a header of {len(header)} bytes; at most {_HEADER_LIMIT} are accepted"
@@ -93,39 +98,65 @@ class OpenFile:
         kinds: types and shapes of its arrays, sorted by name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: Any) -> None:
-        self._path, self._file, self._metadata = path, file, file.metadata()
-        # Another key may be a damaged form of one of the two names.
+    def __init__(self, path: str | os.PathLike[str], file: Any, handle: int, start: int) -> None:
+        self._path, self._handle, self._metadata = path, handle, file.metadata()
+        # Refuses all keys but two, because an unknown key may be a damaged form of one of them.
         if self._metadata is None or self._metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
             raise of_others(path)
         self.text: str = self._metadata[_TEXT]
         self.kinds: Kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
+        self._start, self._order = start, file.offset_keys()  # safetensors refuses gaps between arrays
 
     def load(self, names: Collection[str]) -> dict[str, NDArray[Any]]:
-        """Reads all arrays, one at a time, checks the file's digest, and returns the named arrays.
+        """Reads the file as `scan` does, and returns the named arrays.
+
+        Raises:
+            CheckpointError: see `scan`; or the arrays need more memory than the machine has.
+        """
+        self.require_memory(sum(size_of(self.kinds[name]) for name in names))
+        kept = {name: np.empty(self.kinds[name].shape, np.dtype(self.kinds[name].dtype)) for name in names}
+
+        def keep(name: str, at: int, piece: NDArray[Any]) -> None:
+            if name in kept:
+                kept[name].reshape(-1)[at : at + piece.size] = piece
+
+        self.scan(keep)
+        return kept
+
+    def scan(self, use: Callable[[str, int, NDArray[Any]], None]) -> None:
+        """Reads all arrays in pieces of `_PIECE` bytes, in the order of their names, and checks the file's digest.
 
         A file of an earlier version has no digest: a warning is given at the line that called the public function.
 
+        Args:
+            use: is called with the name of an array, the number of elements before a piece, and the flat piece.
+
         Raises:
-            CheckpointError: the file is damaged, or its arrays need more memory than the machine has.
+            CheckpointError: the file is damaged, of which `use` hears only afterwards.
         """
-        wanted, kept = set(names), dict[str, NDArray[Any]]()
-        _check_memory(self._path, self.kinds, wanted)
-
-        def arrays() -> Iterator[NDArray[Any]]:
-            for name in self.kinds:
-                array = self._file.get_tensor(name)
-                if name in wanted:
-                    kept[name] = array
-                yield array
-
-        digest = _digest(self.text, self.kinds, arrays())
+        sizes = [size_of(self.kinds[name]) for name in self._order]
+        starts = dict(zip(self._order, itertools.accumulate(sizes, initial=self._start), strict=False))
+        digest = _digest(self.text, self.kinds)
+        for name, kind in self.kinds.items():
+            dtype = np.dtype(kind.dtype)
+            for at in range(0, size_of(kind), _PIECE):
+                piece = np.empty(min(_PIECE, size_of(kind) - at), np.uint8)
+                if os.preadv(self._handle, [piece.data], starts[name] + at) < piece.size:
+                    raise CheckpointError(f"{self._path} is damaged: it became shorter while it was read")
+                digest.update(piece.data)
+                use(name, at // dtype.itemsize, piece.view(dtype))
         if _DIGEST not in self._metadata:
             found = f"{self._path} is of an earlier version, which saved no digest: damage goes unnoticed"
-            warnings.warn(found, stacklevel=3)
-        elif self._metadata[_DIGEST] != digest:
+            warnings.warn(found, stacklevel=4)
+        elif self._metadata[_DIGEST] != digest.hexdigest():
             raise CheckpointError(f"{self._path} is damaged: its content does not have the digest it was saved with")
-        return kept
+
+    def require_memory(self, needed: int) -> None:
+        """Raises `CheckpointError` if so many bytes are not available. A sparse file may claim any size."""
+        available = _available_memory()
+        if needed > available:
+            complaint = f"takes {needed} bytes of memory to be read; this machine has {available} available"
+            raise CheckpointError(f"{self._path} {complaint}")
 
 
 @contextlib.contextmanager
@@ -150,7 +181,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
             # "pread" is used, because the library's default maps the file: if another process shortens a mapped file,
             # reading it kills this process.
             with safe_open(f"/proc/self/fd/{handle}", framework="np", backend="pread") as file:
-                yield OpenFile(path, file)
+                yield OpenFile(path, file, handle, _LENGTH_BYTES + length)
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {shortened(str(error))}") from error
 
@@ -180,26 +211,19 @@ def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, s
     return text + b" " * (-len(text) % _LENGTH_BYTES)
 
 
-def _digest(text: str, kinds: Kinds, arrays: Iterable[NDArray[Any]]) -> str:
-    """SHA-256 of the text and of all arrays' names, types, shapes and bytes, independent of their places in the file.
+def _digest(text: str, kinds: Kinds) -> Any:
+    """SHA-256 of the text and of all arrays' names, types and shapes, to which the arrays' bytes are then added.
 
     Args:
-        kinds: types and shapes of all arrays, sorted by name.
-        arrays: the arrays in the same order.
+        kinds: types and shapes of all arrays, sorted by name, the order in which their bytes are added. The digest does
+            not depend on their places in the file.
     """
-    digest = hashlib.sha256(json.dumps([text, *((name, *kind) for name, kind in kinds.items())]).encode())
-    for array in arrays:
-        digest.update(_bytes_of(array))
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps([text, *((name, *kind) for name, kind in kinds.items())]).encode())
 
 
-def _check_memory(path: str | os.PathLike[str], kinds: Kinds, names: Collection[str]) -> None:
-    """Raises `CheckpointError` if the arrays need more than the available memory. A sparse file may claim any size."""
-    sizes = {name: math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for name, kind in kinds.items()}
-    needed = sum(sizes[name] for name in names) + max(sizes.values(), default=0)
-    memory = _available_memory()
-    if needed > memory:
-        raise CheckpointError(f"{path} takes {needed} bytes of memory to be read; this machine has {memory} available")
+def size_of(kind: Kind) -> int:
+    """Bytes of an array."""
+    return math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
 
 
 def _available_memory() -> int:

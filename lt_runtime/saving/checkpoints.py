@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance, integers, one_of, shown
 from lt_runtime.arrays.operand import CUPY, read
-from lt_runtime.arrays.transfer import replace_all
+from lt_runtime.arrays.transfer import replace_all, store
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
-from lt_runtime.ops._parameters import check_rounding, values_for, write_values
+from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
@@ -189,14 +189,49 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
     with checkpoint_file.reading(path) as file:
         options = _description_of(path, file.text)["model"]
         # The file's arrays are compared with its `dims` before a model is made, in case the file claims huge sizes.
-        values = file.load(_value_names(path, file.kinds, _shapes(path, options, file.kinds)))
-    try:
-        model = MLP(**options, device="cpu" if place is None else place)
-    except (ArgumentError, OperandError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
-    _value_names(path, file.kinds, _shapes_of(model))  # also compares the biases
-    _write_saved(path, model, values)
+        names = _value_names(path, file.kinds, _shapes(path, options, file.kinds))
+        file.require_memory(2 * sum(checkpoint_file.size_of(file.kinds[name]) for name in names))  # with gradients
+        try:
+            model = MLP(**options, device="cpu" if place is None else place)
+        except (ArgumentError, OperandError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
+        _value_names(path, file.kinds, _shapes_of(model))  # also compares the biases
+        writer = _Writer(model, names)
+        file.scan(writer.write)
+    if writer.fault:
+        raise CheckpointError(f"{path} cannot be used: {writer.fault}")
     return model
+
+
+class _Writer:
+    """Writes pieces of a file's arrays into a new model.
+
+    Attributes:
+        fault: the first finite number that the model's type does not hold, in words; empty if there is none.
+    """
+
+    def __init__(self, model: MLP, names: Collection[str]) -> None:
+        self.fault = ""
+        parameters, ordinal = {each.name: each for each in model.parameters()}, model.device.ordinal
+        self._parameters = {name: parameters[name.removesuffix(_MASTER)] for name in names}
+        self._stream = 0 if ordinal is None else CUPY.current_stream(ordinal)
+
+    def write(self, name: str, at: int, piece: NDArray[Any]) -> None:
+        """Writes a piece, before which an array has `at` elements, into a parameter's data and master copy."""
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            return
+        arrays = [each for each in (parameter.master, parameter.data) if each is not None]
+        for array in arrays:
+            operand = read(name, array.reshape(-1)[at : at + piece.size], self._stream)
+            with np.errstate(all="ignore"):
+                values = rounded(piece.astype(np.float32, copy=False), np.dtype(operand.dtype))
+                lost = np.isinf(values) & np.isfinite(piece)
+            store(operand, values, self._stream)
+        if lost.any() and not self.fault:
+            place = np.unravel_index(at + int(lost.argmax()), parameter.data.shape)
+            found = f"{name} has {piece[lost][0]!s} at {tuple(map(int, place))}"
+            self.fault = f"{found}, which is too large for {operand.element_type().value}"
 
 
 def _check_kinds(path: object, model: object) -> None:

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lt_runtime.arguments import by_layer, flag, integer, integers, shown
 from lt_runtime.arrays.operand import CUPY, Operand, library_of, read_step
@@ -26,6 +25,7 @@ from lt_runtime.ranges import range_of
 from lt_runtime.training.parts import ComputeDevice, Linear, NarrowPasses, activations_by_layer, backward_layer
 
 _Value = TypeVar("_Value")
+_DRAWN: Final = 1 << 20  # values that are drawn at once
 _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
 """The arguments of `MLP` except the device, in the order in which saved files list them."""
 
@@ -305,24 +305,21 @@ class MLP:
 
     def _parameters(self, biases: Sequence[bool], *, has_masters: bool) -> dict[str, Parameter]:
         """Weights and biases by their names. All values share one allocation, as do gradients and master copies."""
-        generator, values = np.random.default_rng(self.seed), dict[str, NDArray[np.float32]]()
-        for name, shape in shapes_of(self.dims, biases).items():
+        named = shapes_of(self.dims, biases)
+        generator, shapes = np.random.default_rng(self.seed), [*named.values()]
+        kinds = [self.dtype.numpy] * 2 + [np.dtype(np.float32)] * has_masters  # of values, gradients, master copies
+        arenas = [host_zeros(arena_size(shapes, kind.itemsize), kind) for kind in kinds]
+        values, _, *masters = [arena_views(arena, shapes) for arena in arenas]
+        for place, (name, shape) in enumerate(named.items()):
             if name.endswith("weight"):  # a bias follows its layer's weight, and has the same bound
                 bound = 1.0 / math.sqrt(shape[1])
-            values[name] = generator.uniform(-bound, bound, shape).astype(np.float32)
-        drawn, own = [*values.values()], self.dtype.numpy
-        data, grads = self._arena(drawn, own), self._arena([np.zeros_like(array) for array in drawn], own)
-        masters = self._arena(drawn, np.dtype(np.float32)) if has_masters else [None] * len(drawn)
-        made = (Parameter(*arrays) for arrays in zip(data, grads, masters, values, strict=True))
-        return {parameter.name: parameter for parameter in made}
-
-    def _arena(self, values: Sequence[NDArray[np.float32]], dtype: np.dtype[Any]) -> list[Any]:
-        """Arrays on the model's device that hold the given values rounded to a type, all in one allocation."""
-        shapes = [array.shape for array in values]
-        flat = host_zeros(arena_size(shapes, dtype.itemsize), dtype)
-        for view, array in zip(arena_views(flat, shapes), values, strict=True):
-            view[...] = array
-        return arena_views(self.device.asarray(flat), shapes)
+            for start in range(0, math.prod(shape), _DRAWN):  # in pieces, which take little memory
+                drawn = generator.uniform(-bound, bound, min(_DRAWN, math.prod(shape) - start)).astype(np.float32)
+                for views in (values, *masters):
+                    views[place].reshape(-1)[start : start + drawn.size] = drawn
+        made = [arena_views(self.device.asarray(arena), shapes) for arena in arenas]
+        made += [[None] * len(shapes)] * (not has_masters)
+        return {arrays[-1]: Parameter(*arrays) for arrays in zip(*made, named, strict=True)}
 
 
 def shapes_of(dims: Sequence[int], biases: Sequence[bool]) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import safetensors.numpy
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, CheckpointError, FileError, KindError, MissingFileError, OperandError
 from lt_runtime.saving import checkpoint_file
+from lt_runtime.training import mlp
 from tests.support.numpy_cases import DTYPES, Array
 from tests.support.training_runs import assert_same, content_of, rewrite, run_of, train
 
@@ -47,6 +50,33 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, dtype: str, with_optimizer
     assert_same(values_of(model), values_of(run[0]))
     x = X.astype(DTYPES[dtype])
     assert model(x).tobytes() == run[0](x).tobytes()
+
+
+def test_arrays_are_drawn_and_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = trained("bfloat16")
+    lt.save_model(tmp_path / "model", whole)
+    monkeypatch.setattr(checkpoint_file, "_PIECE", 8)
+    monkeypatch.setattr(mlp, "_DRAWN", 7)
+    assert_same(values_of(trained("bfloat16")), values_of(whole))
+    assert_same(values_of(lt.load_model(tmp_path / "model", device="cpu")), values_of(whole))
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+import lt_runtime as lt
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+before = peak()
+model = lt.load_model(sys.argv[1], device="cpu")
+print(peak() - before - sum(each.data.nbytes for each in model.parameters()))  # gradients are not touched yet
+"""
+
+
+def test_a_model_takes_little_more_memory_than_its_own_arrays(tmp_path: Path) -> None:
+    lt.save_model(tmp_path / "model", lt.MLP([4096, 3072, 4096], device="cpu"))
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "model")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert int(done.stdout) < 64 << 20
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -243,7 +273,7 @@ def test_memory_in_use_is_not_available(tmp_path: Path, monkeypatch: pytest.Monk
     lt.save_model(path, run_of()[0])
     meminfo = "MemTotal: 99999999 kB\nMemAvailable: 0 kB\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: meminfo)
-    refused(path, "takes 780 bytes of memory to be read; this machine has 0 available$")
+    refused(path, "takes 984 bytes of memory to be read; this machine has 0 available$")
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:
