@@ -38,7 +38,7 @@ _HEADER_LIMIT: Final = 4 << 20
 """Limit of a header's bytes: enough for thousands of layers, and parsed within a second. safetensors allows 100 MB."""
 
 _MESSAGE_LIMIT: Final = 200
-_PIECE: Final = 16 << 20
+_PIECE: Final = 4 << 20
 """Bytes that are read and hashed at once, a multiple of every type's size."""
 
 
