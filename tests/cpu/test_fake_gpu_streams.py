@@ -27,6 +27,7 @@ def _tensor(gpu: FakeGpu, values: NDArray[Any]) -> Any:
 def _layer_calls(gpu: FakeGpu) -> Calls:
     layer, tensor = CheckedLayer(gpu, layer_case(dtype=DType.FLOAT16)), gpu.torch.Tensor
     x, w, bias, dy = (tensor(each) for each in (layer.x.array, layer.w.array, layer.bias, layer.dy.array))
+    gpu.streams.synchronize_all()  # the arrays were made on CuPy's current stream
     with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
         _, ctx = gpu.lt.linear_fwd(x, w, bias, activation="gelu")
     return {
