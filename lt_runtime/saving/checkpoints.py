@@ -17,6 +17,7 @@ from lt_runtime.arguments import check_instance, integers, one_of, shown
 from lt_runtime.arrays.operand import CUPY, read
 from lt_runtime.arrays.transfer import replace_all, store
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
+from lt_runtime.files import parse_json
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
 from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
@@ -359,7 +360,7 @@ def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
         CheckpointError: the text is no description, or has another format version.
     """
     try:
-        description = json.loads(text)
+        description = parse_json(text.encode())
         version = description["format"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise of_others(path) from error

@@ -18,7 +18,7 @@ VALUES: Final = (None, True, 0, -1, 1e308, 10**30, "", "\x1b[2J\ud800", "9" * 50
 def mutated(draw: st.DrawFn, content: bytes, resigned: Callable[[Any], Any] = lambda value: value) -> bytes:
     """A changed copy of a file's content.
 
-    Bytes are changed, cut or doubled. If the content is JSON, a value or a name may also be replaced.
+    Bytes are changed, cut or doubled. If the content is JSON, or lines of JSON, a value or a name may also be replaced.
 
     Args:
         resigned: makes digests fit again in changed JSON, so that the checks behind them are reached; half of the
@@ -37,7 +37,10 @@ def mutated(draw: st.DrawFn, content: bytes, resigned: Callable[[Any], Any] = la
         data = json.loads(content)
     except ValueError:  # lines of JSON: one of them is changed
         lines = content.splitlines()
-        number = draw(st.sampled_from([index for index, line in enumerate(lines) if line.startswith(b"{")]))
+        numbers = [index for index, line in enumerate(lines) if line.startswith(b"{")]
+        if not numbers:  # the content is no text
+            return content[:start] + content[end:]
+        number = draw(st.sampled_from(numbers))
         lines[number] = draw(mutated(lines[number], resigned))
         return b"\n".join(lines) + b"\n"
     holder, place = draw(st.sampled_from([*_places(data)]))
