@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.narrow import supports
 from lt_runtime.plans.cache import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.problem import BackwardProblem, ForwardProblem, Saved
 from lt_runtime.products.methods import Choose, heuristic_algorithm
-from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy
 from lt_runtime.store.keys import problem_key, to_json
 from lt_runtime.store.plan_store import PlanStore
@@ -205,8 +204,9 @@ class _Search:
         self._expected = self._operands.results(self._placed(self._plainest))
         winner, timings = race(self)
         old, new, products = timings.get(self._untuned, timings[winner]), timings[winner], {**self._products.found}
-        for plan in winner:
-            products |= self._products.as_planned(plan)
+        if winner in self._splits(self.before):
+            for plan in winner:
+                products |= self._products.as_planned(plan)
         words = " | ".join(strategy_in_words(to_json(plan.strategy)) for plan in winner)
         reasons = [rejection_in_words(each) for rejected in self._rejected.values() for each in rejected]
         slow = {key: each.median_us for key, each in self._timings.items() if key not in self.after}
@@ -223,8 +223,7 @@ class _Search:
 
         An algorithm that is the fastest alone need not be the fastest within a pass, where clocks, the contents of
         caches and concurrent kernels differ: at 1600x256x1024 in TF32 the algorithm of GELU's derivative that is 3 %
-        faster alone takes 39 µs beside the weight gradient, the untuned algorithm 28 (H200). So the best tuned split
-        also competes with one of its products untuned, each in turn.
+        faster alone takes 39 µs beside the weight gradient, the untuned algorithm 28 (H200).
         """
         by_priors, plainest = self._untuned_and_plainest(self.after)
         times = self._times(self.after)
@@ -235,24 +234,8 @@ class _Search:
         sound = [split for split in untuned if not any(map(self._products.is_unsound, split))]
         may_stay = self.after.keys() >= {*map(_key, self._untuned)}
         may_stay = may_stay and not any(map(self._products.is_unsound, self._untuned))
-        mixed = [split for split in self._mixed(best[0]) if not any(map(self._products.is_unsound, split))]
-        finalists = [*[self._untuned] * may_stay, by_priors, *close, plainest, *sound[:_MOST_BY_HEURISTIC], *mixed]
+        finalists = [*[self._untuned] * may_stay, by_priors, *close, plainest, *sound[:_MOST_BY_HEURISTIC]]
         return [*dict.fromkeys(finalists)]
-
-    def _mixed(self, split: _Split) -> Iterator[_Split]:
-        """Splits that differ from a tuned split of several products in one product, whose algorithm is untuned."""
-        if sum(len(plan.products) for plan in split) < 2:
-            return
-        for place, plan in enumerate(split):
-            for name, untuned in self.before[_key(plan)].products.items():
-                if untuned.blob != plan.products[name].blob:
-                    choose = functools.partial(self._choose_mixed, untuned.problem)
-                    mixed = plan_for(plan.problem, self._bench.device, plan.strategy, choose)
-                    yield (*split[:place], mixed, *split[place + 1 :])
-
-    def _choose_mixed(self, untuned: MatmulProblem, problem: MatmulProblem, device: int) -> AlgorithmPlan:
-        choose = heuristic_algorithm if problem == untuned else self._products.plan
-        return choose(problem, device)
 
     def take_times(self, names: Collection[_Split]) -> dict[_Split, Timing]:
         """Times the splits; the untuned split is timed for the report even if it is rejected. See `Contenders`."""

@@ -46,7 +46,6 @@ class LayerGpu:
     Attributes:
         us: microseconds of a plan, by its name; `default_us` for other plans.
         tuned_us: microseconds with tuned algorithms, where they differ from `us`.
-        mixed_us: microseconds with one algorithm tuned and the other untuned, where they differ from `us`.
         wrong: names of plans that write twos, which is wrong.
         too_large: problems for which there is not enough memory.
         refused: names of epilogues that the library refuses.
@@ -60,7 +59,6 @@ class LayerGpu:
         self.us: dict[str, float] = {}
         self.default_us = 10.0
         self.tuned_us: dict[str, float] = {}
-        self.mixed_us: dict[str, float] = {}
         self.too_large: list[Any] = []
         self.wrong: set[str] = set()
         self.refused: set[str] = set()
@@ -147,10 +145,10 @@ class LayerGpu:
 
     def _pay(self, plan: LayerPlan) -> None:
         name = plan_name(plan.problem, plan.strategy)
-        times = {(True,): self.tuned_us, (False, True): self.mixed_us}
-        tuned = (*sorted({each.tuned for each in plan.products.values()}),)  # type: ignore[attr-defined]
         us = self.us.get(name, self.default_us)
-        self.clock._spent += times.get(tuned, self.us).get(name, us)
+        if all(each.tuned for each in plan.products.values()):  # type: ignore[attr-defined]
+            us = self.tuned_us.get(name, us)
+        self.clock._spent += us
         self.clock.launched.append((name, 0))
 
     def _write(self, plan: LayerPlan, addresses: set[int]) -> None:

@@ -172,14 +172,6 @@ def test_algorithms_are_compared_in_place(
     assert entries[winner].algorithm == algorithm
 
 
-def test_one_product_may_stay_untuned_beside_a_tuned_one(gpu: LayerGpu) -> None:
-    name = BY_KERNELS.format("output")
-    gpu.tuned_us, gpu.mixed_us = {name: 9.5}, {name: 7.0}
-    assert tune().after_us == 17.0
-    algorithms = [entry_of(gpu, problem).algorithm for problem, _ in gpu.tuned]
-    assert algorithms.count(BY_HEURISTIC) == 1
-
-
 def test_what_runs_untuned_does_not_stay_where_its_algorithm_is_wrong(gpu: LayerGpu) -> None:
     gpu.tuned_us = dict.fromkeys((FUSED, MASKED, SPLIT, PLAIN), 11.0)
     gpu.wrong_first = {"relu_bias", "relu_aux_bias", "bias", "none"}
