@@ -59,11 +59,11 @@ _EXPORTS = {
     "training.prefetch": "Prefetcher prefetch",
     "training.step": "Metrics TrainStep evaluate",
 }
-"""Public names by the module that holds them, with blanks between them."""
+"""For each module, its public names, separated by blanks."""
 _HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
-# A list for each topic. Type checkers follow `+=`, and take no computed list.
+# `__all__` is written out by topic with `+=`, because type checkers ignore a computed `__all__`.
 __all__ = ["LinearContext", "Philox", "contiguous", "dropout", "linear", "linear_bwd", "linear_fwd", "matmul"]
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
 __all__ += ["EMA", "MLP", "AdamW", "GradScaler", "Parameter", "Schedule"]

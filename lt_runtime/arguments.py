@@ -1,4 +1,4 @@
-"""Checks of arguments other than arrays, and how errors show values.
+"""Checks of arguments other than arrays, and the form in which error messages show values.
 
 NumPy's integers, floats and truth values count as Python's. A truth value is neither an integer nor a number.
 """
@@ -23,13 +23,13 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def shown(value: object) -> str:
-    """A value as errors show it: its `repr`, shortened to one line; the type and shape of an array on a GPU."""
+    """The text of a value in errors: its `repr`, shortened to one line; for an array on a GPU its type and shape."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and not isinstance(value, (np.ndarray, np.generic)):
         return f"a {type(value).__name__} of shape {shape}"
     try:
         return " ".join(_SHORT.repr(value).split())
-    except Exception:  # a caller's class may raise anything; Python raises for an int of too many digits
+    except Exception:  # repr of a caller's class may raise anything, and int's raises for thousands of digits
         return f"a {type(value).__name__}"
 
 
@@ -149,7 +149,7 @@ class Fixed:
 
         def __setattr__(self, name: str, value: object) -> None:
             may_change = name in self._changeable or name.startswith("_")
-            # Python assigns the same array to `steps` after `optimizer.steps += 1`.
+            # `optimizer.steps += 1` also assigns the same array to `steps` again: setting the present value is allowed.
             if self._is_made and not may_change and value is not getattr(self, name, self):
                 kind, accepted = type(self).__name__, ", ".join(self._changeable)
                 what = f"what can be set are {accepted}" if accepted else f"make another {kind}"

@@ -1,4 +1,4 @@
-"""The environment variables that lt_runtime reads, and which of their values have a meaning."""
+"""The environment variables that lt_runtime reads, and their accepted values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fault_of(name: str) -> str | None:
 
 
 def setting(name: str) -> str | None:
-    """The value of a variable; None if it is unset, empty, or has no meaning. The last case warns once."""
+    """The value of a variable; None if it is unset, empty, or has no meaning. A value without meaning warns once."""
     fault = fault_of(name)
     if fault is not None:
         _warn(fault)

@@ -23,10 +23,10 @@ from typing import Any, BinaryIO, Final, TypeAlias
 from lt_runtime.paths import CACHE_VARIABLE
 
 TEMPORARY: Final = ".tmp"
-"""Suffix of files that are still being written."""
+"""Suffix of the names of files that are still being written."""
 
 _MOST_SEARCHED: Final = 100_000
-"""Most directory entries that are searched for abandoned files; searching more would delay a save."""
+"""Number of directory entries that a save searches for abandoned files; searching more would delay the save."""
 
 _HALF_A_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -98,7 +98,7 @@ def parse_json(content: bytes) -> Any:
     try:
         value = json.loads(content.decode(), object_pairs_hook=_distinct, parse_constant=_refuse_constant)
         if _HALF_A_CHARACTER.search(content):
-            json.dumps(value, ensure_ascii=False).encode()  # fails unless the other half is there
+            json.dumps(value, ensure_ascii=False).encode()  # fails if one half of a surrogate pair stands alone
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
     return value
@@ -133,9 +133,9 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     while True:
         temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
-        with os.fdopen(handle, "wb") as file:  # locked until it is closed
+        with os.fdopen(handle, "wb") as file:  # closing the file frees its lock
             if try_lock(handle) is False or not os.fstat(handle).st_nlink:
-                continue  # another process found it unlocked, took it for abandoned, and removes it
+                continue  # before it was locked, another process took it for abandoned and removes it: try a new name
             try:
                 yield file
                 file.flush()
@@ -162,7 +162,7 @@ def _mode(path: Path) -> int | None:
         return None
     if stat.S_ISLNK(mode):
         return None
-    if not stat.S_ISREG(mode):  # renaming would replace even a device
+    if not stat.S_ISREG(mode):  # renaming a file to this path would replace even a device
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return stat.S_IMODE(mode)
 

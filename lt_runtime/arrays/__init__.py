@@ -1,1 +1,1 @@
-"""Operands read where they lie: address, shape, strides, type, device, and the library they came from."""
+"""Reads operands in place: address, shape, strides, type, device, and the library that an array comes from."""

@@ -1,4 +1,4 @@
-"""Checks on operands that every operation makes before anything is launched."""
+"""Checks of operands. Every operation makes them before it launches anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
 
-_WORK: Final = 10_000  # limit of steps of NumPy's search for a common element, after which overlap is assumed
+_WORK: Final = 10_000  # NumPy's search for a common element stops after so many steps; overlap is then assumed
 
 
 def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why: str) -> None:
@@ -95,11 +95,12 @@ def check_no_overlap(out: Operand, *others: Operand) -> None:
 def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
     """Raises `OverlapError` if a written operand shares memory with another operand, written or read.
 
-    There may be thousands of operands. None has a negative stride.
+    Address ranges are sorted and swept, because comparing all pairs of thousands of operands would be slow. No operand
+    may have a negative stride, so that each range begins at its address.
     """
     spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
     spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]
-    reaching: list[tuple[int, int, bool, Operand]] = []  # earlier address ranges that end after the present one's start
+    reaching: list[tuple[int, int, bool, Operand]] = []  # ranges begun earlier that reach beyond `start`
     for span in sorted(spans, key=itemgetter(0)):
         start, _, is_written, operand = span
         reaching = [each for each in reaching if each[1] > start]

@@ -18,7 +18,7 @@ from lt_runtime.errors import MissingLibraryError, OperandError
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import cupy_current
 
-_ALIGNED: Final = 256  # alignment in bytes; no plan depends on a larger alignment
+_ALIGNED: Final = 256  # bytes; no plan depends on a larger alignment of an address
 
 Look: TypeAlias = tuple[Callable[[Any], int], Callable[[Any], tuple[Any, ...]]]
 """Two functions of an array: the first returns its address, the second its device, shape, strides and type."""
@@ -145,7 +145,7 @@ class TorchLibrary(Library):
     def current_stream(self, device: int) -> int:
         """See `Library`."""
         torch = sys.modules["torch"]
-        # `torch.cuda.current_stream` wraps the handle in an object, which takes as long as the rest of a short call.
+        # `torch.cuda.current_stream` is avoided: it wraps the handle in an object, which takes as long as a short call.
         handle: int = torch._C._cuda_getCurrentRawStream(device)
         return handle
 
@@ -211,7 +211,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
     try:
         forms = tuple([None if array is None else form_of(array) for array in arrays])
         addresses = tuple([0 if array is None else address_of(array) for array in arrays])
-    except (AttributeError, TypeError):  # an array of another library than the first
+    except (AttributeError, TypeError):  # an array is of another library than the first array
         return None
     bits = 0
     for address in addresses:
@@ -224,7 +224,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 def _look_of(kind: type) -> Look | None:
     """The functions that read arrays of a class; None unless it is CuPy's ndarray, or PyTorch's Tensor or Parameter.
 
-    There is none for a subclass of one of the three, because it may override what the functions read.
+    Subclasses of these three classes get None too, because they may override the attributes that the functions read.
     """
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:

@@ -26,7 +26,7 @@ _ACCEPTED: Final = "NumPy and CuPy arrays, PyTorch tensors, and objects with __d
 _PROTOCOLS: Final = ("__dlpack_device__", "__cuda_array_interface__")
 _UNKNOWN_ADDRESS: Final = int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
 _DEVICE_ORDINAL: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-_DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_DLPACK_CUDA: Final = (2, 13)  # DLPack's device types kDLCUDA and kDLCUDAManaged
 
 _Source: TypeAlias = "tuple[int, Library, Callable[[str, Any, int, int], Operand]]"
 HOST: Final = -1
@@ -187,12 +187,12 @@ def device_of(name: str, array: Any) -> int:
 
 
 def library_of(array: Any) -> Library:
-    """The library whose current stream orders an array's contents: PyTorch for its tensors, CuPy for all others."""
+    """The library whose current stream orders work on an array: PyTorch for its tensors, CuPy for all others."""
     return TORCH if is_from(array, "torch") else CUPY
 
 
 def _source(name: str, array: Any) -> _Source:
-    """Device of an array, the library that orders its contents, and the function that reads it."""
+    """Device of an array, the library whose stream orders work on it, and the function that reads it as an operand."""
     if isinstance(array, np.ndarray):
         return HOST, NUMPY, _read_numpy
     if is_from(array, "cupy"):
@@ -245,7 +245,7 @@ def _read_numpy(name: str, array: np.ndarray[Any, Any], device: int, stream: int
 
 def check_plain(name: str, array: np.ndarray[Any, Any]) -> None:
     """Raises `OperandError` for a masked array or a `numpy.matrix`, whose arithmetic differs from plain arrays'."""
-    masked = sys.modules.get("numpy.ma")  # NumPy imports it at its first use
+    masked = sys.modules.get("numpy.ma")  # NumPy imports numpy.ma at its first use; before, there are no masked arrays
     if masked is not None and isinstance(array, masked.MaskedArray):
         found = f"{name} is a masked array of shape {array.shape}"
         raise OperandError(f"{found}; accepted are arrays without a mask, as {name}.filled(value) makes them")
@@ -273,7 +273,8 @@ def _read_torch(name: str, tensor: Any, device: int, stream: int) -> Operand:
 
 
 def _read_dlpack(name: str, array: Any, device: int, stream: int) -> Operand:
-    with cupy_stream(device, stream) as module:  # the producer orders its work before CuPy's current stream
+    # the array's library makes CuPy's current stream wait for the array's earlier work
+    with cupy_stream(device, stream) as module:
         view = module.from_dlpack(array)
     namespace = getattr(array, "__array_namespace__", None)
     return _read_cupy(name, view, device, stream, CUPY if namespace is None else _array_api(namespace()))
@@ -294,7 +295,7 @@ def _read_interface(name: str, array: Any, device: int, stream: int) -> Operand:
 
 def _interface_dtype(name: str, array: Any, typestr: str) -> np.dtype[Any]:
     if typestr == "<V2" and "bfloat16" in str(getattr(array, "dtype", "")):
-        return DType.BFLOAT16.numpy  # the interface has no type code for bfloat16
+        return DType.BFLOAT16.numpy  # `__cuda_array_interface__` has no type code for bfloat16
     if typestr.startswith((">V", "|V", "<V")):
         raise DTypeError(f"{name} has type string {typestr!r}; accepted are float32, float16 and bfloat16")
     dtype = np.dtype(typestr)

@@ -1,6 +1,6 @@
-"""Copies of values between the host and arrays of any library, and many arrays in one allocation (an arena).
+"""Copies values between the host and arrays of any library; places many arrays in one allocation (an arena).
 
-Each array of an arena is aligned as if it were allocated alone, so that plans for it are the same.
+Each array of an arena is aligned as if it were allocated alone, so that operations on it get the same plans.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.problem import ALIGNMENT
 
-_LARGEST_INTEGER: Final = 1 << 24  # FP32 represents all integers up to this limit exactly
-_DLPACK_CPU: Final = 1  # kDLCPU
+_LARGEST_INTEGER: Final = 1 << 24  # FP32 holds every integer up to here exactly
+# DLPack's device type kDLCPU: host memory.
+_DLPACK_CPU: Final = 1
 _NOT_CONVERTED: Final = (AttributeError, BufferError, OverflowError, RuntimeError, TypeError, ValueError)
 """The exceptions that libraries raise for a value that is no array, or that NumPy cannot represent."""
 
@@ -46,7 +47,7 @@ def host_values(name: str, values: Any) -> NDArray[Any]:
 
 
 def in_float32(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    """Numbers rounded to FP32; `dtype` is the type that they will be rounded to next.
+    """Rounds numbers to FP32; the caller then rounds the result to `dtype`, which must hold it too.
 
     Raises:
         ArgumentError: an integer above 2**24 in magnitude, or a finite number that would become infinite.
@@ -147,20 +148,20 @@ def arena_size(shapes: _Shapes, itemsize: int) -> int:
 
 
 def arena_views(flat: Any, shapes: _Shapes) -> list[Any]:
-    """Arrays within `flat`, which has `arena_size` elements and begins on `ALIGNMENT` bytes."""
+    """Arrays of the given shapes within `flat`, which has `arena_size` elements and is aligned to `ALIGNMENT` bytes."""
     starts = _starts(shapes, flat.itemsize)
     return [flat[start : start + math.prod(shape)].reshape(shape) for start, shape in zip(starts, shapes, strict=False)]
 
 
 def host_zeros(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A flat NumPy array of zeros that begins on `ALIGNMENT` bytes."""
+    """A flat NumPy array of zeros, whose address is a multiple of `ALIGNMENT` bytes."""
     memory = np.zeros(size * dtype.itemsize + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size * dtype.itemsize].view(dtype)
 
 
 def _starts(shapes: _Shapes, itemsize: int) -> list[int]:
-    """Offsets of the arrays in elements, followed by the end of the last array."""
+    """Offsets of an arena's arrays in elements, followed by the end of the last array."""
     step = ALIGNMENT // itemsize
     sizes = (-(-math.prod(shape) // step) * step for shape in shapes)
     return [*itertools.accumulate(sizes, initial=0)]

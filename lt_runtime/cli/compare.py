@@ -17,10 +17,10 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "copies": ("memcpy", "copy", "resize"),
     "pow": ("pow",),
 }
-"""Families of kernels that a training step should not have, with words that occur in the kernels' names."""
+"""Families of kernels that a training step should not launch, each with words that occur in the kernels' names."""
 _PLANNED: Final = "copies that a plan chose"
 _NOISES: Final = 3.0
-"""A change must exceed this many standard errors of the difference, and the share `_LEAST` of the time before."""
+"""A change is reported if it exceeds this many standard errors of the difference, and `_LEAST` times the old time."""
 _LEAST: Final = 0.02
 _MEDIAN_ERROR: Final = 0.93
 """The standard error of a median of n normal values is their interquartile range times this, divided by √n."""
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Figures(NamedTuple):
-    """Time of a step, share, and variance of the time."""
+    """A kernel's or layer's time in a step, its share of the total time, and the variance of its time."""
 
     us: float
     share: float
@@ -83,7 +83,7 @@ class _Figures(NamedTuple):
 
 
 def _figures(report: Report) -> Iterator[tuple[_Key, _Figures]]:
-    """The figures of a report's kernels and layers."""
+    """The figures of each kernel and layer of a report."""
     timed, traced, whole = max(report.timed_steps, 1), max(report.traced_steps, 1), report.totals.step_us
     for each in report.kernels:
         variance = each.count * each.std_us**2 / traced

@@ -26,9 +26,9 @@ from lt_runtime.training.prefetch import prefetch
 from lt_runtime.training.step import TrainStep
 from lt_runtime.tuner.report import Progress, progress_bar
 
-_DIMS: Final = (64, 256, 128, 10)  # pixels, hidden layers, classes
+_DIMS: Final = (64, 256, 128, 10)  # columns: pixels, two hidden layers, classes
 _BATCH: Final = 64
-_SPLIT_SEED: Final = 1797  # the held-out fifth is the same whatever the training seed
+_SPLIT_SEED: Final = 1797  # seed of the split: the held-out fifth does not depend on the training seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def train(options: argparse.Namespace, progress: Progress | None, profiled: Prof
         profiled: a profile in which the last epoch runs; None for no profile.
     """
     digits = load_digits()
-    batches = len(digits.labels) // _BATCH  # of an epoch; the samples left out differ from epoch to epoch
+    batches = len(digits.labels) // _BATCH  # per epoch; the rest of the samples is left out, another rest in each epoch
     settings = {name: getattr(options, name) for name in ("dtype", "dropout", "seed", "device")}
     model, total = MLP(_DIMS, **settings), options.epochs * batches
     schedule = schedules.warmup_cosine(min(batches, total - 1), total)
@@ -111,7 +111,7 @@ def train(options: argparse.Namespace, progress: Progress | None, profiled: Prof
             count, is_last, start = batches - (epoch == 0), epoch == options.epochs - 1, time.perf_counter()
             with profiled if profiled is not None and is_last else contextlib.nullcontext():
                 losses += [copied(step(*batch)) for batch in itertools.islice(prefetched, count)]
-                losses[-1] = float(losses[-1])  # waits for the epoch
+                losses[-1] = float(losses[-1])  # waits until the epoch has run
             if profiled is None or not is_last or not steps:
                 seconds, steps = seconds + time.perf_counter() - start, steps + count
         held_out = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))

@@ -40,7 +40,7 @@ CUDA_REQUIREMENTS: Final = {
     "CuPy": "cupy-cuda13x>=14",
     "CUPTI": "nvidia-cuda-cupti>=13,<14",
 }
-"""The requirements of the extra `cuda13`, by the library that each contains; a test compares them with pyproject.toml.
+"""The packages that the extra `cuda13` installs, by the library that each contains; a test compares pyproject.toml.
 """
 
 PACKAGES: Final = (
@@ -190,7 +190,7 @@ def driver_of(pci_devices: Path = PCI_DEVICES) -> Driver | None:
         from cuda.bindings import driver as api
 
         from lt_runtime.gpu import devices
-    except ImportError:  # the missing package has a finding of its own
+    except ImportError:  # a missing cuda-bindings is reported as a missing package
         return None
     try:
         (status,) = api.cuInit(0)
@@ -329,7 +329,7 @@ def report_lines(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Rows of equal length as lines, whose columns but the last are as wide as their longest cell."""
+    """Formats rows of equal length as lines; every column but the last is padded to its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for *cells, last in rows:
         yield "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), last])

@@ -57,12 +57,12 @@ def writable(option: str, path: Path) -> Path:
 
 
 class _Probed(Exception):  # noqa: N818  # no error
-    """Ends the attempt to write a file without replacing it."""
+    """Leaves `replacing` in `writable` before the file is replaced."""
 
 
 @contextlib.contextmanager
 def readable_output(name: str) -> Iterator[None]:
-    """Shows warnings in the form of errors, on one line, and characters that stdout's encoding lacks as escapes."""
+    """Prints warnings on one line, as errors are, and escapes characters that stdout's encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     before = warnings.formatwarning

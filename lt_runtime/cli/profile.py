@@ -109,7 +109,7 @@ def _run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]
             return {}, (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
     except BaseException as error:
-        inner = error.__traceback__  # from the script's first frame on
+        inner = error.__traceback__  # the traceback from the script's first frame on, without frames of runpy
         while inner is not None and inner.tb_frame.f_code.co_filename != script:
             inner = inner.tb_next
         inner = inner or error.__traceback__

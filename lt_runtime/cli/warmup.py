@@ -30,9 +30,9 @@ PRESETS: Final = Path(__file__).parents[1] / "presets.json"
 _FIELDS: Final = ("M", "N", "K")
 _COMMENT: Final = "#"
 _LARGEST: Final = 1 << 17
-"""Limit of a file's bytes, a hundred times the size of the presets; a file of this size is read within a second."""
+"""Limit of a file's bytes: a hundred times the size of presets.json, and read within a second."""
 _MOST: Final = 2**63 - 1
-"""The largest size that a layer can have."""
+"""The largest accepted number of rows, inputs or outputs of a layer."""
 _SIZES: Final = "integers of at least 1, below 2**63"
 
 
@@ -166,7 +166,7 @@ def _plain(path: Path, text: str) -> Shapes:
 
 
 class _Field(NamedTuple):
-    """A value of a JSON file, with its line and its name for errors."""
+    """A value of a JSON file, with its line and its name, which errors show."""
 
     path: Path
     name: str
@@ -182,7 +182,8 @@ class _Field(NamedTuple):
         if not isinstance(self.node, ast.Dict):
             raise self._refusal("objects")
         for key, node in zip(self.node.keys, self.node.values, strict=True):
-            assert isinstance(key, ast.Constant)  # keys of JSON objects are always constants
+            # a key of a JSON object is a string, which Python's parser reads as a Constant
+            assert isinstance(key, ast.Constant)
             name = str(key.value)
             field = self._replace(name=f"{prefix}{name}", node=node)
             if accepted and name not in accepted:

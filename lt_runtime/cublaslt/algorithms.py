@@ -72,7 +72,7 @@ class Algorithm:
             ArgumentError: the value is not accepted. A tile or a number of stages that these bindings do not know is
                 accepted if the algorithm lists it among its capabilities.
         """
-        listed = AlgoCapAttribute.__members__.get(f"{attribute.name}S")  # TILE_IDS of TILE_ID, STAGES_IDS of STAGES_ID
+        listed = AlgoCapAttribute.__members__.get(f"{attribute.name}S")  # TILE_ID's capability is TILE_IDS
         if listed and not attribute.accepted.allows(value) and value in self.capabilities(listed):
             packed = value.to_bytes(attribute.size, "little")
         else:
@@ -123,7 +123,7 @@ def get_heuristics(
     like: Algorithm | None = None,
     stream: int | None = None,
 ) -> list[Algorithm]:
-    """At most `count` algorithms for a product, the most promising first; an empty list if none supports it.
+    """Returns at most `count` algorithms for a product, the most promising first; an empty list if none supports it.
 
     The heuristic reads the bias and aux pointers. Set them before, to the real addresses or to other addresses with
     the same alignment.

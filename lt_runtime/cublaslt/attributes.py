@@ -97,7 +97,7 @@ class Attribute(enum.IntEnum):
         (number,) = self.packer.unpack(data)
         try:
             return self.accepted.kind(number) if self.accepted.kind else number
-        except ValueError:  # -1, which means "unset", or a value that a later version added
+        except ValueError:  # not in the enum: -1, which means "unset", or a value that a later version added
             return number
 
 
@@ -131,7 +131,7 @@ def address(alignment: int) -> Accepted:
 
 
 def _tile(number: int) -> Any:
-    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: making the enum takes milliseconds
+    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: creating the enum `MatmulTile` takes milliseconds
 
     return MatmulTile(number)
 

@@ -55,7 +55,7 @@ class Descriptor(Owner, Generic[A, V]):
         self._values: dict[A, V] = arguments
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
-        self._free.atexit = False  # at exit the system frees the memory, and the library may be unloaded by then
+        self._free.atexit = False  # not at exit: the library may be unloaded by then, and the system frees the memory
 
     def set(self, attribute: A, value: V) -> None:
         """Sets one attribute.
@@ -70,7 +70,7 @@ class Descriptor(Owner, Generic[A, V]):
         call(self._setter, self.handle, attribute, attribute.pack(value), attribute.size, attribute=attribute)
         before = self._values.get(attribute)
         self._values[attribute] = value
-        # Checks ask only whether an address is 0: replacing one address by another keeps the revision.
+        # `validate` reads of an address only whether it is 0: replacing one address by another keeps the revision.
         if not (attribute.accepted.alignment and before and value):
             self.revision = next(_revisions)
 
@@ -86,7 +86,7 @@ class Descriptor(Owner, Generic[A, V]):
         return value
 
     def recall(self, attribute: A) -> V:
-        """Does the same as `get`, but asks the library only the first time."""
+        """As `get`, but keeps the value: the library is asked only the first time."""
         if attribute not in self._values:
             self._values[attribute] = self.get(attribute)
         return self._values[attribute]

@@ -17,7 +17,7 @@ from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 
 Scalar = int | float | complex
 _Reader = Callable[[Scalar], bytes | int | None]
-"""Converts α or β to the form that the library reads: the number's bytes, or its address."""
+"""Function that converts α or β to the argument that cuBLASLt reads: a pointer to the number's bytes, or an address."""
 
 _LAYOUT: Final = [attribute for attribute in MatrixLayoutAttribute if attribute <= MatrixLayoutAttribute.BATCH_MODE]
 _T: Final = DataType
@@ -106,12 +106,13 @@ class PreparedMatmul:
     ) -> None:
         validate(desc, a_layout, b_layout, c_layout, d_layout)
         check_pointers(desc)
-        self._kept = desc, a_layout, b_layout, c_layout, d_layout  # the library reads them at each launch
+        # kept alive: cuBLASLt reads the descriptors at each launch
+        self._kept = desc, a_layout, b_layout, c_layout, d_layout
         self._handles = tuple(each.handle for each in self._kept)
         self._handle, self._algorithm = pointer(handle), None if algorithm is None else algorithm.blob
         mode = desc.recall(MatmulDescAttribute.POINTER_MODE)
         self._alpha, self._beta = _scalar_readers(mode, desc.recall(MatmulDescAttribute.SCALE_TYPE))
-        usual = (1.0, 0.0) if mode == PointerMode.HOST else ()  # packed once here: most launches pass one of these
+        usual = (1.0, 0.0) if mode == PointerMode.HOST else ()  # α and β of most launches, packed once
         self._packed: dict[Scalar, Any] = {value: self._alpha(value) for value in usual}
         self.launch = function("cublasLtMatmul")
 
@@ -139,7 +140,7 @@ class PreparedMatmul:
         packed = self._packed
         try:
             factor, c_factor = packed.get(alpha) or self._alpha(alpha), packed.get(beta) or self._beta(beta)
-        except TypeError:  # an unhashable object is no number; the readers name it in their error
+        except TypeError:  # a scalar that cannot be hashed: the readers raise the error that names it
             factor, c_factor = self._alpha(alpha), self._beta(beta)
         return (
             self._handle, desc, factor, a, a_layout, b, b_layout, c_factor, c, c_layout, d, d_layout,
@@ -193,7 +194,7 @@ def _check_transformed(name: str, address: int, layout: MatrixLayout, operation:
 
 
 def _scalar_readers(mode: int, scale_type: int) -> tuple[_Reader, _Reader]:
-    """Readers of α and β for a pointer mode, which says whether each is a number, an address or ignored.
+    """Functions that convert α and β; the pointer mode says whether each is a number, an address or ignored.
 
     Raises:
         ArgumentError: the library does not have this scale type.

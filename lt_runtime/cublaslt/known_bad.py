@@ -8,7 +8,7 @@ from typing import Final
 
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Epilogue
 
-_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # how much of K one pipeline stage covers, by stages id
+_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # terms of K that one pipeline stage covers, by STAGES_ID
 _MAX_INT32: Final = 2**31 - 1
 
 

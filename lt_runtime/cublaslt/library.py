@@ -174,7 +174,7 @@ def failure(name: str, status: int, attribute: Attribute | None = None) -> Cubla
 
 
 def read_bytes(name: str, owner: Any, attribute: Attribute) -> bytes:
-    """The bytes that the call `name` writes for an attribute of a descriptor or algorithm.
+    """Reads an attribute of a descriptor or algorithm by the C function `name`; returns its bytes.
 
     Raises:
         MissingLibraryError: the attribute is newer than the library.
@@ -230,7 +230,7 @@ class Handle(Owner):
 
     @property
     def value(self) -> int:
-        """The same as `handle`."""
+        """The C pointer; the same as `handle`."""
         return self.handle
 
     def close(self) -> None:
@@ -329,7 +329,7 @@ _forwarder: Final = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes
 
 
 def logger_set_callback(callback: Callback | None) -> None:
-    """Passes every message to `callback(level, function, message)` as well as writing it; None removes the callback.
+    """Passes every log message to `callback(level, function, message)` besides writing it; None removes the callback.
 
     The callback runs in the thread that logs, during the call that is logged, and must not call the library. An
     exception that it raises is reported as unraisable, and the call continues.
@@ -347,7 +347,7 @@ def _stop_logging() -> None:
 
 
 def logger_set_level(level: int) -> None:
-    """Logs the messages of a level and of all lower levels.
+    """Has cuBLASLt log the messages of a level and of all lower levels.
 
     Raises:
         ArgumentError: the level is not 0 to 5. The library itself would accept 6.
@@ -358,7 +358,7 @@ def logger_set_level(level: int) -> None:
 
 
 def logger_set_mask(mask: int) -> None:
-    """Logs the kinds of messages whose bits are set in the mask.
+    """Has cuBLASLt log the kinds of messages whose bits are set in the mask.
 
     Raises:
         ArgumentError: the mask has other bits.
@@ -369,7 +369,7 @@ def logger_set_mask(mask: int) -> None:
 
 
 def logger_open_file(path: str | os.PathLike[str]) -> None:
-    """Writes the messages to a file, which is made if it does not exist.
+    """Writes cuBLASLt's log messages to a file, which is created if it does not exist.
 
     Raises:
         CublasLtError: the file cannot be opened.
@@ -378,5 +378,5 @@ def logger_open_file(path: str | os.PathLike[str]) -> None:
 
 
 def logger_force_disable() -> None:
-    """Turns logging off until the process ends."""
+    """Turns cuBLASLt's logging off until the process ends."""
     call("cublasLtLoggerForceDisable")

@@ -44,7 +44,7 @@ _NARROW: Final = (_T.R_8F_E4M3, _T.R_8F_E5M2, _T.R_6F_E2M3, _T.R_6F_E3M2, _T.R_4
 
 def element_bytes(data_type: int) -> int:
     """The bytes of an element, and the alignment of its address; 1 where several elements share a byte."""
-    kind, width = DataType(data_type).name.split("_")[:2]  # such as R, 16BF
+    kind, width = DataType(data_type).name.split("_")[:2]  # such as "R" and "16BF", from R_16BF
     bits = int(width.rstrip("BFIU"))
     return max(1, bits * (2 if kind == "C" else 1) // 8)
 
@@ -67,7 +67,8 @@ def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout
     layouts = {"A": a, "B": b, "C": c, "D": d}
     if not any(layout.recall(_L.BATCH_MODE) == BatchMode.GROUPED for layout in layouts.values()):
         for name, layout in layouts.items():
-            layout.check_leading_dimension(f"layout of {name}: ")  # `set` may have changed it since it was made
+            # again: `set` may have changed the layout since its construction
+            layout.check_leading_dimension(f"layout of {name}: ")
         _check_shapes(desc, a, b, c, d)
         _check_batch(d)
     types = [layout.recall(_L.TYPE) for layout in layouts.values()]
@@ -90,7 +91,7 @@ def check_pointers(desc: MatmulDesc) -> None:
 
 
 def read_shape(layout: MatrixLayout, operation: int) -> tuple[int, int]:
-    """Rows and columns of op(X)."""
+    """Rows and columns of an operand after its transposition."""
     rows, cols = layout.recall(_L.ROWS), layout.recall(_L.COLS)
     return (rows, cols) if operation in (Operation.N, Operation.CONJG) else (cols, rows)
 
@@ -141,7 +142,7 @@ def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
     epilogue, own = Epilogue(desc.recall(_M.EPILOGUE)), d.recall(_L.TYPE)
     is_batch = d.recall(_L.BATCH_COUNT) > 1
     if epilogue.has_aux:
-        unit = 8 if epilogue.has_gelu else 128  # elements of GELU's input, or bits of ReLU's mask
+        unit = 8 if epilogue.has_gelu else 128  # GELU: elements; ReLU's mask: bits
         rows, leading = d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
         if leading % unit or leading < rows:
             raise ArgumentError(

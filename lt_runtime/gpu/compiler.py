@@ -1,10 +1,11 @@
-"""Compiles our CUDA sources with NVRTC and keeps the machine code in the user's cache directory.
+"""Compiles the package's CUDA sources with NVRTC, and keeps the machine code in the user's cache directory.
 
 Cached machine code is used only if the same compiler would produce it again from the same sources, headers and options.
 The driver runs cached files as they are. So a file is used only if nobody but the user and root can have written it,
 and if its header has the expected key and the SHA-256 digest of the rest.
 
-A process that finds all its kernels in the cache does not load NVRTC: loading takes longer than everything else here.
+A process that finds all its kernels in the cache does not load NVRTC: loading NVRTC takes longer than all other work of
+this module.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ exponential."""
 watchers: Final[list[Callable[[str], object]]] = []
 """Functions that are called with the name of each source before it is compiled, for progress bars."""
 _warned: Final[set[Path]] = set()
-"""Cache directories that a warning was given for."""
+"""Cache directories about which this process has warned."""
 
 _TOOLKIT_HEADERS: Final = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp", "math_constants.h")
 """The CUDA runtime's headers that our sources include, directly or through another header, under NVRTC."""
@@ -45,10 +46,12 @@ _SEARCHED_FIRST: Final = ("site-packages", "conda")
 """Where pathfinder looks for a library before it asks the system's loader, which would load the library."""
 _HEAD_BYTES: Final = 4096
 
-_LIMIT: Final = 256 << 20  # bytes of all files of the kernel cache together
-_LARGEST: Final = 16 << 20  # bytes of the largest file that is read; a kernel of ours has about 100 kB
+_LIMIT: Final = 256 << 20  # limit of the kernel cache: bytes of all files
+# Bytes of the largest file that is read from the kernel cache; a kernel has about 100 kB.
+_LARGEST: Final = 16 << 20
 _SUFFIX: Final = ".kernel"
-_SUFFIXES: Final = (_SUFFIX, ".cubin")  # earlier versions stored the machine code alone as .cubin
+# Earlier versions wrote .cubin files, which are deleted when the cache exceeds its limit.
+_SUFFIXES: Final = (_SUFFIX, ".cubin")
 
 
 def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
@@ -147,7 +150,8 @@ def nvrtc_libraries() -> Iterator[Path]:
     """
     header = None if _is_loaded() else pathfinder.locate_nvidia_header_directory("nvrtc")
     if header is not None and header.found_via in _SEARCHED_FIRST:
-        library = Path(header.abs_path or "").parent / "lib" / _NVRTC  # as a wheel or a conda package has it
+        # the place of the library in a wheel or a conda package
+        library = Path(header.abs_path or "").parent / "lib" / _NVRTC
         if library.is_file():
             yield library
     try:
@@ -189,7 +193,7 @@ def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
 def _output(kind: str, program: Any) -> bytes:
     """The compiler's output for a program: its "ProgramLog" or its "CUBIN"."""
     text = bytes(_call(f"nvrtcGet{kind}Size", program))
-    _call(f"nvrtcGet{kind}", program, text)  # NVRTC writes into `text`
+    _call(f"nvrtcGet{kind}", program, text)  # NVRTC writes its output into the buffer `text`
     return text
 
 
@@ -232,7 +236,8 @@ class KernelCache:
         head, code = content[: len(_head(key, b""))], content[len(_head(key, b"")) :]
         if head != _head(key, code):
             return None
-        with contextlib.suppress(OSError):  # the directory may belong to root, or be read-only
+        # setting the time fails if the file belongs to root or the directory is read-only
+        with contextlib.suppress(OSError):
             os.utime(path)
         return code
 
@@ -248,7 +253,7 @@ class KernelCache:
         files = []
         for path in self._directory.iterdir():
             if path.suffix in _SUFFIXES:
-                with contextlib.suppress(FileNotFoundError):  # another process may delete files at the same time
+                with contextlib.suppress(FileNotFoundError):  # another process may have deleted the file meanwhile
                     status = path.lstat()
                     files.append((status.st_mtime_ns, status.st_size, path))
         total = 0
@@ -262,5 +267,5 @@ class KernelCache:
 
 
 def _head(key: str, code: bytes) -> bytes:
-    """The header of a file; its length depends only on the key's."""
+    """The header of a file of the kernel cache; its length depends only on the length of the key."""
     return f"lt_runtime kernel\n{key}\n{hashlib.sha256(code).hexdigest()}\n".encode()

@@ -17,7 +17,7 @@ from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError, GpuError, LtError
 from lt_runtime.gpu.driver import call
 
-_MOST_GPUS: Final = 10**9  # larger numbers are no ordinals, and Python may refuse to print them
+_MOST_GPUS: Final = 10**9  # numbers of more digits are no ordinals, and Python may refuse to print them
 
 
 @dataclass(frozen=True, slots=True)

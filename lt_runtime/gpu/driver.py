@@ -40,7 +40,7 @@ def call(name: str, *arguments: Any) -> Any:
     """
     try:
         status, *results = getattr(driver, name)(*arguments)
-    except RuntimeError as error:  # cuda.bindings found no libcuda
+    except RuntimeError as error:  # cuda.bindings raises this if it finds no libcuda
         raise _missing(error) from error
     check(name, status)
     if len(results) > 1:
@@ -91,7 +91,7 @@ def is_current(device: int) -> bool:
     """Whether the calling thread has a current context, and the context belongs to `device`."""
     cell = _ordinal.cell
     status = function("cuCtxGetDevice")(cell)
-    return not status and cell.value == device  # a nonzero status says that there is no context
+    return not status and cell.value == device  # a nonzero status: the thread has no context
 
 
 def is_capturing(stream: int) -> bool:

@@ -22,8 +22,9 @@ from lt_runtime.gpu.streams import private_stream
 from lt_runtime.ranges import listening
 
 stand_in: Callable[[Graph, Callable[[], Graph]], Graph] | None = None
-"""Set by a profile, which launches training steps from copies of their graphs with events inside. The function takes a
-graph that is to be launched, and a function that captures the same work again. It returns the graph to launch."""
+"""Hook of a profile, which times training steps by launching copies of their graphs that contain events. The function
+takes a graph that is to be launched, and a function that captures the same work again. It returns the graph to
+launch."""
 
 _lock = threading.Lock()
 _with_ranges: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -33,7 +34,7 @@ _PREFIX: Final = "CU_GRAPH_NODE_TYPE_"
 _ATTEMPTS: Final = 3
 _INVALIDATED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
 _UNSUPPORTED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-"""Status of a call that is forbidden to a capturing thread: the thread's own mistake, which a second try repeats."""
+"""Status of a call that CUDA forbids to a capturing thread: another attempt would fail in the same way."""
 _ACTIVE: Final = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
@@ -113,7 +114,7 @@ def _arguments(params: Any) -> Iterator[bytes]:
     for index in itertools.count() if pointers else ():
         try:
             _, size = call(*about, index)
-        except DriverError:  # the index is one past the last argument
+        except DriverError:  # the index is one past the last argument: all have been read
             return
         address = ctypes.c_void_p.from_address(pointers + index * ctypes.sizeof(ctypes.c_void_p)).value
         yield ctypes.string_at(address or 0, size)
@@ -194,7 +195,7 @@ class CapturedNodes:
         graph, capture = graph_under_capture(self._stream)
         if not graph:
             return
-        if capture != self._capture:  # the previous capture was abandoned, and this is another attempt
+        if capture != self._capture:  # a second attempt after an abandoned capture
             self._seen.clear()
             self.paths.clear()
             self._capture = capture
@@ -265,7 +266,7 @@ def graphs_with_ranges() -> list[Graph]:
 
 
 def _destroy(graph: driver.CUgraph | int) -> None:
-    with contextlib.suppress(DriverError):  # the status can only be an error of earlier work on the GPU
+    with contextlib.suppress(DriverError):  # the status is ignored: it can only be an error of earlier work on the GPU
         call("cuGraphDestroy", graph)
 
 

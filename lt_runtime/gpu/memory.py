@@ -107,12 +107,13 @@ class StreamMemory:
         if self._branch is None:
             self._check_capture(self.workspace_size)
             own = stream_memory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
-            order_after(self.stream, own.stream)  # the branch's counters are zeroed on the branch's stream
+            # waits, because the new memory's counters are zeroed on the branch's stream
+            order_after(self.stream, own.stream)
             self._branch = own
         return self._branch
 
     def free(self) -> None:
-        """Frees everything, the branch's memory too. See `release`."""
+        """Frees all of this memory and the branch's memory; see `release` for the conditions."""
         while self._allocated:
             call("cuMemFree", self._allocated.pop())
         if self._branch is not None:
@@ -133,7 +134,7 @@ class StreamMemory:
 
 
 OnMemory: TypeAlias = Callable[[StreamMemory], None]
-"""Function of a stream's memory, such as `Plan.reserve`."""
+"""A function that takes a `StreamMemory`, such as `Plan.reserve`."""
 
 memories: dict[tuple[int, int], StreamMemory] = {}
 """The memories made so far, by device and stream; `stream_memory` makes them."""

@@ -16,7 +16,7 @@ from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DriverEr
 from lt_runtime.gpu.driver import call, is_capturing
 
 _DEFAULT_STREAM: Final = 0
-_OF_EVERY_DEVICE: Final = range(3)  # handles of the default stream, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD
+_OF_EVERY_DEVICE: Final = range(3)  # handles that name the default stream: 0, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD
 
 
 def cupy_current(device: int) -> int:
@@ -54,7 +54,7 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
 
 
 _placed: Final[set[tuple[int, int]]] = set()
-"""Devices, and handles of streams that were found to be on the device.
+"""Pairs of a device and the handle of a stream that was found to be on this device.
 
 A new stream may get the handle of a destroyed one. If the new stream is on another device, this check does not notice;
 but the driver refuses every launch on it, so that nothing runs in the wrong place.
@@ -64,7 +64,8 @@ but the driver refuses every launch on it, so that nothing runs in the wrong pla
 def _check_place(stream: Any, handle: int, device: int) -> None:
     """Raises `DeviceError` if a stream is not of `device`. A device below 0 is the host, which uses no stream."""
     if device >= 0 and handle not in _OF_EVERY_DEVICE:
-        # During a capture cuStreamGetDevice would invalidate it; the driver checks each launch anyway.
+        # A stream under capture is not checked: cuStreamGetDevice would invalidate the capture, and each launch is
+        # checked.
         if is_capturing(handle):
             return
         home = int(call("cuStreamGetDevice", handle))
