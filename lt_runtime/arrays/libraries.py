@@ -47,7 +47,7 @@ class Library(ABC):
         """An uninitialised row-major array whose memory is ordered with `stream`."""
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
-        """A function that makes an array like `empty` on the library's current stream; `device` must be current."""
+        """Returns a function that makes arrays as `empty` does, on the current stream; `device` must be current."""
         return lambda: self.empty(shape, dtype, device, self.current_stream(device))
 
     def current_stream(self, device: int) -> int:

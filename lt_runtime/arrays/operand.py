@@ -90,7 +90,7 @@ class Operand:
 
     @property
     def spec(self) -> Spec:
-        """Layout and alignment for a problem. An array that is not a matrix is read as one row."""
+        """Layout and alignment, as a problem states them. An array that is not a matrix counts as one row."""
         return Spec(self.layout if len(self.shape) == 2 else self.check_packed(), self.alignment)
 
     @property

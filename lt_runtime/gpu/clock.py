@@ -69,7 +69,7 @@ class Clock:
         return self._time([graph.launch for graph in graphs], untimed=len(graphs) if behind_itself else 1)
 
     def _time(self, runs: Sequence[Callable[[int], object]], untimed: int) -> list[float]:
-        """Microseconds that each of `runs` takes; before they are timed, the first `untimed` of them run once."""
+        """Microseconds that each run takes. Each of the first `untimed` runs is made once more before it is timed."""
         with contextlib.ExitStack() as stack:
             events = []
             for _ in range(2 * len(runs)):

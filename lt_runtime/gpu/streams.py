@@ -62,7 +62,7 @@ but the driver refuses every launch on it, so that nothing runs in the wrong pla
 
 
 def _check_place(stream: Any, handle: int, device: int) -> None:
-    """Raises `DeviceError` if a stream is not of `device`. A device below 0 is the host, which uses no stream."""
+    """Raises `DeviceError` if a stream is not of `device`; accepts any stream on the host, a device below 0."""
     if device >= 0 and handle not in _OF_EVERY_DEVICE:
         # A stream under capture is not checked: cuStreamGetDevice would invalidate the capture, and each launch is
         # checked.

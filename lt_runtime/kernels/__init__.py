@@ -1,1 +1,1 @@
-"""Our kernels: a module for each family of `.cu` files, which alone launches it."""
+"""The package's CUDA kernels: each module prepares and launches the kernels of one family of `.cu` files."""

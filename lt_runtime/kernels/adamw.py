@@ -1,7 +1,7 @@
-"""adamw.cu, gradient_norm.cu and ema.cu: the kernels over all parameters, and the tables that they find them in.
+"""adamw.cu, gradient_norm.cu and ema.cu: kernels over all parameters, and the tables of the parameters' addresses.
 
-A table is on the device. It has a row for every chunk of a tensor. The update has eight blocks for each row of its
-table; the norm and the averages have one.
+Each kernel reads a table on the device, which has a row for every chunk of a tensor. AdamW's kernel has eight blocks
+for each row; the kernels of the gradient norm and of the averages have one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import DECAYS
 
 UPDATE_THREADS: Final = 128
-_UPDATE_BLOCKS: Final = 8  # blocks that share a chunk
+_UPDATE_BLOCKS: Final = 8  # blocks of the update that share a chunk of a tensor
 UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
-"""Elements of a chunk: a thread loads all of its own at once."""
-UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters of blocks, 64 words apart
+"""Elements of a chunk of the update: each of its threads loads one octet."""
+UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters, which blocks that are done increment, 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
-_NORM_CHUNK: Final = 16384  # elements, at least
-_NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last block
+_NORM_CHUNK: Final = 16384  # least number of elements of a chunk whose norm one block computes
+_NORM_CHUNKS: Final = 8192  # about the most chunks: the last block adds up a sum for each
 WORD_BYTES: Final = 4
 _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
@@ -37,7 +37,7 @@ ADAMW: Final = Entry("adamw", "adamw.cu")
 GRADIENT_NORM: Final = Entry("gradient_norm", "gradient_norm.cu")
 EMA: Final = Entry("ema", "ema.cu")
 OptimizerState: Final = struct("OptimizerState")
-"""An optimizer's state on the device, without the moments."""
+"""The C++ struct of an optimizer's state on the device: steps, settings and loss scale, without the moments."""
 _Settings: Final = struct("AdamWSettings")
 
 
@@ -71,7 +71,7 @@ def adamw_params(options: Options, settings: int, tensors: int) -> Struct:
     """The update's argument block, without the addresses of the table, the state and the loss scale.
 
     Args:
-        settings: device address of `settings_words`.
+        settings: device address of the words that `settings_words` returns.
         tensors: their number.
     """
     scaler, beta1, beta2 = options.scaler, options.hyper.beta1, options.hyper.beta2
@@ -162,16 +162,16 @@ def ema_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
 
 
 def _table(kind: str, chunk: int, tensors: Sequence[Tensor]) -> NDArray[Any]:
-    """A row of the struct `kind` for each chunk of each tensor; a row of zeros if there are no elements."""
+    """A kernel's table: a row of the struct `kind` for each chunk of each tensor; one row of zeros if all are empty."""
     dtype = np.dtype(struct(kind))
     rows = np.concatenate([_rows(dtype, chunk, number, tensor) for number, tensor in enumerate(tensors)])
     return rows if rows.size else np.zeros(1, dtype)
 
 
 def _rows(kind: np.dtype[Any], chunk: int, number: int, tensor: Tensor) -> NDArray[Any]:
-    """The rows of one tensor. Of all values that are computed here, a row holds those for which its struct has a field.
+    """The table's rows for one tensor. Each row gets the computed values for which its struct has a field.
 
-    The field `type` is the type of the last array.
+    The field `type` gets the type of the tensor's last array.
     """
     size, arrays = tensor
     starts = np.arange(0, size, chunk, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""One run of a plan: all that may differ between two runs."""
+"""The arguments of one run of a plan: everything that may differ between two runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lt_runtime.kernels.kernel import Dropout
 from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 from lt_runtime.reference.philox import round_keys
 
-_ROUNDS: Final = 10  # of Philox4x32
+_ROUNDS: Final = 10  # rounds of Philox4x32
 
 
 @functools.lru_cache(maxsize=1024)
@@ -22,7 +22,7 @@ def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class DropoutState:
-    """The arguments that a kernel draws a layer's dropout mask from.
+    """The arguments from which a kernel draws a layer's dropout mask.
 
     Attributes:
         threshold: see `keep_threshold`.
@@ -49,7 +49,7 @@ class DropoutState:
         return cls(keep_threshold(p), philox, address)
 
     def block(self) -> Dropout:
-        """The kernels' argument block."""
+        """The C++ struct `Dropout` that kernels take."""
         step = 0 if self.step_address else self.philox.step
         limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
         return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)

@@ -15,26 +15,43 @@ from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, WARP, Tiling, next_
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
 
-# These numbers may be tuned. Others are in the sources: launch bounds, and the loads a thread waits for at once. All
-# decide the order of sums, and with it the bits of results. Where rows might be streamed, the loss's last bits also
-# depend on the GPU: on the number of its multiprocessors, and on whether their shared memory holds a row.
-_WARP_ROW_THREADS: Final = 320  # threads of a block in which a row is shared by a warp or fewer threads
-_BLOCK_ROW_THREADS: Final = 256  # threads of a block that shares a row: fewer threads wait at its barriers
-_LONG_ROW_THREADS: Final = 512  # of a block that shares a long row, and has a multiprocessor for itself
-_LONG_ROW: Final = 112 << 10  # bytes; an H200's shared memory does not hold two longer rows
-_COLUMNS_PER_LANE: Final = 16  # a row has so many threads that each has about 16 columns or fewer, up to a warp
-_WARP_COLUMNS: Final = 2048  # a longer row is shared by a whole block
-_BATCH: Final = 4  # packets that a thread waits for at once; softmax_rows.cuh has the same number
-_KEPT_BATCHES: Final = 1  # batches that stay in registers, which have room for few, if a block shares a longer row
-_SPREAD: Final = 2  # WEIGHTS where labels are smoothed and classes have weights
-_FEW_CLASSES: Final = 16  # as few as a thread keeps in registers; few_classes.cuh has the same number
-_ROWS_OF_ONE_BLOCK: Final = 1024  # with few classes a block of a thread a row counts labels itself, and waits for none
-_COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
-_MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up; few classes may take more blocks
-_BLOCKS_PER_MULTIPROCESSOR: Final = 2  # they share its memory where rows are a block's but not long
-_RESERVED_SHARED: Final = 2048  # bytes of shared memory a block for the kernel's own variables and the driver's
-# Each block counts up to so many labels itself; more labels are counted by a launch of their own. The number cannot be
-# smaller: several blocks of few classes rely on a launch of its own.
+# The constants below may be tuned. Further ones are in the CUDA sources: launch bounds, and the number of loads a
+# thread issues before it waits. All decide the order of sums, and so the last bits of results. Where rows may be copied
+# to shared memory ahead (streamed), the loss's last bits also depend on the number of the GPU's multiprocessors, and on
+# whether their shared memory holds a row.
+# Threads of a block in which each row is computed by a warp or by fewer threads.
+_WARP_ROW_THREADS: Final = 320
+# Threads of a block that computes one row at a time. More threads would wait longer at the block's barriers.
+_BLOCK_ROW_THREADS: Final = 256
+# Threads of a block that computes a long row, and is the only block of its multiprocessor.
+_LONG_ROW_THREADS: Final = 512
+# Bytes of a row from which on it is long: an H200's shared memory does not hold two longer rows.
+_LONG_ROW: Final = 112 << 10
+# A row is shared by so many threads, at most a warp, that each has about 16 columns or fewer.
+_COLUMNS_PER_LANE: Final = 16
+# Columns beyond which a whole block computes a row.
+_WARP_COLUMNS: Final = 2048
+# Packets of 16 bytes that a thread loads before it waits; softmax_rows.cuh has the same number.
+_BATCH: Final = 4
+# Batches of packets that stay in registers if a block computes a row; registers have room for few.
+_KEPT_BATCHES: Final = 1
+# Value of the macro WEIGHTS if labels are smoothed and classes have weights.
+_SPREAD: Final = 2
+# Number of classes up to which one thread keeps a row in registers; few_classes.cuh has the same number.
+_FEW_CLASSES: Final = 16
+# With few classes, rows up to which one block computes all, one thread a row. It counts the labels itself, and waits
+# for no other block.
+_ROWS_OF_ONE_BLOCK: Final = 1024
+# Threads that share a row of column-major logits, so that neighbouring threads read down the columns.
+_COLUMN_LANES: Final = 8
+# Most blocks of a grid: each writes a partial sum, and the last block adds them up. With few classes there may be more.
+_MAX_BLOCKS: Final = 4096
+# Blocks that share a multiprocessor's shared memory if a block computes a row that is not long.
+_BLOCKS_PER_MULTIPROCESSOR: Final = 2
+# Bytes of a block's shared memory that the kernel's own variables and the driver take.
+_RESERVED_SHARED: Final = 2048
+# Number of labels up to which each block counts them all itself; more labels are counted by a separate launch. The
+# number cannot be smaller: with few classes, several blocks rely on the separate launch.
 _COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK
 
 
@@ -44,7 +61,7 @@ COUNT_LABELS: Final = Entry("count_labels", "cross_entropy.cu")
 
 
 class Weighting(NamedTuple):
-    """How a pass weighs its target.
+    """Label smoothing and weights of a cross-entropy pass.
 
     Attributes:
         smoothing: of the labels; 0 for none.
@@ -58,12 +75,12 @@ class Weighting(NamedTuple):
 
     @property
     def mode(self) -> int:
-        """WEIGHTS of `cross_entropy.cuh`."""
+        """Value of the macro WEIGHTS, which selects the code in `cross_entropy.cuh`."""
         return _SPREAD if self.classes and self.smoothing > 0 else int(self.rows or self.classes)
 
 
 class RowGroup(enum.Enum):
-    """The threads that share a row: at most a warp, a block, or the only block of a multiprocessor.
+    """The threads that compute a row together: at most a warp, a block, or the only block of a multiprocessor.
 
     Attributes:
         threads: threads of a block.
@@ -79,7 +96,7 @@ class RowGroup(enum.Enum):
 
 
 def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
-    """The definitions that cross_entropy is compiled for, besides a type: blocks, threads, threads of a row, weights.
+    """The macros of cross_entropy besides the type: blocks, threads, threads that share a row, weights.
 
     Args:
         kept: batches that stay in registers.
@@ -91,14 +108,14 @@ def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
 
 
 class Labels(NamedTuple):
-    """The form of class labels: int64 (`wide`) or int32, and the label whose rows are left out, or None."""
+    """The type of class labels, int64 (`wide`) or int32; and the label whose rows are ignored, or None."""
 
     wide: bool = False
     ignore_index: int | None = None
 
     @property
     def fields(self) -> dict[str, int]:
-        """The fields of an argument block that state the form."""
+        """These options as fields of a kernel's argument block."""
         ignores = self.ignore_index is not None
         return {"wide_labels": self.wide, "ignore_index": self.ignore_index or 0, "ignores": ignores}
 
@@ -125,7 +142,7 @@ class RowSharing:
 
     @classmethod
     def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False) -> RowSharing:
-        """The division of the rows for a shape, order and type; `spreads` is an attribute."""
+        """How rows are shared for a shape, order and type; for `spreads` see the attributes."""
         packets, row_group = logits.cols * itemsize // VECTOR_BYTES, RowGroup.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
@@ -139,7 +156,7 @@ class RowSharing:
 
     @property
     def batches(self) -> int:
-        """Batches of packets that a thread reads at most from a matrix row."""
+        """The most batches of packets that a thread reads from one row."""
         return -(-self.packets // _BATCH)
 
     @property
@@ -153,7 +170,7 @@ class RowSharing:
         return _KEPT_BATCHES if has_more and not self.spreads else 0
 
     def held_packets(self, device: int) -> int:
-        """How many packets of each thread fit into the block's share of shared memory.
+        """Number of packets of each thread that fit into the block's share of shared memory.
 
         It is at most the number of packets in all batches of a row.
         """
@@ -194,20 +211,21 @@ class CrossEntropyPass:
         params = entry.params(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, **of_labels)
         params.smoothing, params.lanes, params.held = weighting.smoothing, sharing.lanes, held
         self._launches = Launches(entry, macros, device, tiling, params, shared=held * sharing.held_bytes)
-        # Few labels are counted by the blocks themselves, which costs less than a launch.
+        # If there are few labels, each block counts them itself, which costs less than a separate launch.
         self._counts = (bool(params.ignores) or weighting.classes) and logits.rows > _COUNTED_IN_BLOCKS
         counting = Tiling((min(-(-logits.rows // THREADS), _MAX_BLOCKS), 1), (THREADS, 1))
         count = COUNT_LABELS.params(rows=logits.rows, **of_labels)
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
-        # The scratch memory holds the number of rows that count, then losses of blocks or rows.
+        # The scratch memory holds the number of rows that are not ignored, then the loss of each block or of each row.
         keeps_rows = self._streams and sharing.row_group is not RowGroup.WARP
         self.scratch_bytes = 4 * (1 + max(tiling.grid[0], counting.grid[0], keeps_rows * logits.rows))
 
     def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
         """Whether a row can be copied while the previous row is computed.
 
-        Rows must begin at multiples of 16 bytes. A warp or a block must hold a row, or a multiprocessor a batch of it.
-        The address of the first row, which is not known yet, is left to `launch`.
+        Rows must begin at multiples of 16 bytes. A warp's or block's registers and shared memory must hold a row; a
+        block that has a multiprocessor to itself must hold a batch of packets of the row. The address of the first row,
+        which is not known yet, is left to `launch`.
         """
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
@@ -234,7 +252,7 @@ class CrossEntropyPass:
         """
         logits, labels, gradient, loss, row_weights, class_weights = call.addresses
         scratch, tickets, counted = memory.scratch(self.scratch_bytes), memory.tickets, 0
-        if self._counts:  # the number of rows that count, or the sum of the weights of their labels
+        if self._counts:  # counts the rows that are not ignored, or sums up the class weights of their labels
             params, launch = self._count_launches[memory.stream]
             counted = scratch
             params.labels, params.class_weights = labels, class_weights

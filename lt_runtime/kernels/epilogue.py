@@ -16,14 +16,16 @@ from lt_runtime.problem import ACTIVATIONS, Derivative, DType, ForwardProblem, M
 ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
 """The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Saved.MASK: 3}
-# Blocks that a multiprocessor shall hold, which bounds a thread's registers. Measured on an H200: with fewer blocks
-# memory's latency shows; with more blocks the compiler moves the early loads to the end of the loop.
+# Launch bounds: blocks that a multiprocessor must be able to hold, which limits a thread's registers. Measured on an
+# H200: fewer blocks do not hide the latency of memory; with more blocks the compiler has too few registers to load
+# early.
 _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
-_DROPOUT_ROW: Final = 2048  # elements of a block's row
-_DROPOUT_BLOCKS: Final = 6  # blocks that a multiprocessor shall hold
+_DROPOUT_ROW: Final = 2048  # elements of a row, as the kernel of dropout divides an array without gaps
+# Launch bound: blocks of the kernel of dropout that a multiprocessor must be able to hold.
+_DROPOUT_BLOCKS: Final = 6
 _DROPOUT_WAVES: Final = 4
-_KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0, which makes the kernel a copy
+_KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0: the kernel then copies
 
 
 EPILOGUE_FWD: Final = Entry("epilogue_fwd", "epilogue_fwd.cu")
@@ -52,13 +54,15 @@ class ForwardPass:
         function, keeps, drops = ACTIVATION_NAMES[problem.activation.name], self._keeps, problem.dropout
         macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product.d_dtype, KEEP=keeps)
         macros += access.macros(_FORWARD_BLOCKS - keeps)
-        # The random numbers make a 16-bit pass compute-bound: one persistent wave of blocks is faster.
+        # Random numbers make a 16-bit pass compute-bound, so that one wave of persistent blocks is faster than many
+        # blocks.
         busy = drops and dtype is not DType.FLOAT32
         params = EPILOGUE_FWD.params(*map(Matrix.of, (product.d, kept, layout)), 0, *layout.shape)
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
-        self._written: dict[int, tuple[int, ...]] = {}  # addresses in the argument block of each stream
+        # the addresses that each stream's argument block holds now, by stream
+        self._written: dict[int, tuple[int, ...]] = {}
 
     def launch(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
@@ -113,8 +117,8 @@ class BackwardPass:
             saved_bits = 1 if derivative.saved is Saved.MASK else 8 * dtype.itemsize
             self.moved += derivative.saved_spec.layout.size * saved_bits // 8
         if self._sums or transposes:
-            # In FP32 a single block is too slow for a whole strip of columns: on an H200 two passes over 256x512 took
-            # 1.2 µs more in a step.
+            # In FP32 no block sums up a strip of columns alone, because that is too slow: on an H200 it made two passes
+            # over 256x512 in a training step take 1.2 µs longer.
             strips = dtype is not DType.FLOAT32 and not is_flat
             tiling = reduction(layout, wave, transposes=transposes, strips=strips)
         else:
@@ -152,15 +156,15 @@ class BackwardPass:
 
 
 def _backward_blocks(dtype: DType, access: Access, dropout: bool) -> int:
-    """Blocks that a multiprocessor shall hold of a backward pass; with one more, 16-bit dropout spilled registers."""
+    """Launch bound of a backward pass, in blocks of a multiprocessor; one more makes 16-bit dropout spill registers."""
     return _BACKWARD_BLOCKS[dtype] - (dropout and access is Access.FLAT and dtype is not DType.FLOAT32)
 
 
 def _access(dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, *, transposes: bool) -> Access:
     """How a backward pass moves octets.
 
-    Access.FLAT is impossible with a mask, whose octets are bytes, and with a transposed dz, whose octets lie in
-    columns.
+    Access.FLAT, which reads a matrix as one long row, is impossible with a mask, in which an octet is one byte, and
+    with a transposed dz, in which an octet lies in a column.
     """
     is_mask = derivative.saved is Saved.MASK
     saved, result = None if is_mask else derivative.saved_spec, None if transposes else dz
@@ -202,7 +206,7 @@ class DropoutPass:
 
 
 def _folded(spec: Spec) -> Spec:
-    """Elements without gaps, in row-major order, as rows of a length that suits the kernel, or else as one row.
+    """The matrix as which the kernel reads packed elements: rows of a length that suits the kernel, or one row.
 
     Each element keeps its row-major index, which decides its random number.
     """

@@ -1,4 +1,4 @@
-"""Our kernels: named by entry, compiled under definitions, loaded once a device, launched with one argument block.
+"""Loads the package's CUDA kernels, once for each device and set of macros, and prepares their launches.
 
 A kernel takes one struct by value, so that a launch passes one pointer. The structs are declared in `cuda_src` alone,
 one member a line, and kernels have their signatures on one line: `struct` reads the declarations and makes the classes
@@ -27,11 +27,12 @@ from lt_runtime.paths import kernel_sources
 from lt_runtime.problem import DType, Spec
 
 _OVERLAP_CAPABILITY: Final = 90
-_SHARED_WITHOUT_ASKING: Final = 32 << 10  # bytes; the limit is 48 KiB, less what the kernel declares
+# bytes of dynamic shared memory that every kernel gets without asking: 48 KiB less its static shared memory
+_SHARED_WITHOUT_ASKING: Final = 32 << 10
 _ATTRIBUTE: Final = driver.CUfunction_attribute
 
 SCALAR: Final = {DType.FLOAT32: "float", DType.FLOAT16: "__half", DType.BFLOAT16: "__nv_bfloat16"}
-"""The CUDA C++ name of each type."""
+"""The CUDA C++ name of each element type."""
 _BITS: Final = 8
 
 
@@ -45,7 +46,8 @@ class Struct(ctypes.Structure):
     """A struct of `cuda_src`. Its fields have the names of the C++ members; `in` and `from` are `in_` and `from_`."""
 
 
-_NAMED: Final = ("int", "uint32", "int64", "uint64", "float", "double")  # as ctypes names them, without "c_"
+# types of fields, named as in ctypes without "c_"
+_NAMED: Final = ("int", "uint32", "int64", "uint64", "float", "double")
 _NUMBERS: Final = {"unsigned char": ctypes.c_uint8, **{name: getattr(ctypes, f"c_{name}") for name in _NAMED}}
 _STRUCT: Final = re.compile(r"^struct (?:alignas\(\d+\) )?(\w+) {\n(.*?)^};", re.MULTILINE | re.DOTALL)
 _TYPE: Final = r"(?:const )?(?:struct )?(unsigned char|\w+)(?:<\w+>)?(\*?)"
@@ -85,7 +87,7 @@ def declared(cls: type[_Struct]) -> type[_Struct]:
 
 @declared
 class Matrix(Struct):
-    """`lt::Matrix`; strides are in elements."""
+    """The C++ struct `lt::Matrix`: an address and the strides of a matrix in elements."""
 
     @classmethod
     def of(cls, matrix: Layout | Spec | None, *, is_mask: bool = False) -> Matrix:
@@ -102,7 +104,7 @@ class Matrix(Struct):
 
 @declared
 class Dropout(Struct):
-    """`lt::Dropout`."""
+    """The C++ struct `lt::Dropout`: the arguments of a dropout mask."""
 
 
 class Entry(NamedTuple):
@@ -151,7 +153,7 @@ class Kernel:
     def _allow_shared(self, size: int) -> None:
         """Allows blocks `size` bytes of shared memory.
 
-        Also reserves as much shared memory of a multiprocessor as its blocks can use.
+        Also has the driver configure a multiprocessor with as much shared memory as its blocks can use.
         """
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)

@@ -21,11 +21,13 @@ from lt_runtime.problem import DType
 
 LOSSES: Final = {"mse": "lt::SquaredError", "huber": "lt::Huber", "bce_with_logits": "lt::BinaryCrossEntropy"}
 """The struct of `losses.cuh` for each loss."""
-_OCTETS: Final = 2  # octets that a thread waits for at once
-_MOST_JOINED: Final = 1 << 32  # elements of rows with weights: the kernel divides numbers of 32 bits
-_MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up
+_OCTETS: Final = 2  # octets that a thread loads before it waits for them
+# Limit of the elements of joined rows that have weights: the kernel finds an element's row by a 32-bit division.
+_MOST_JOINED: Final = 1 << 32
+# Most blocks of a loss's grid: each writes a partial sum, and the last block adds them up.
+_MAX_BLOCKS: Final = 4096
 _SCALE_BLOCKS: Final = 1 << 16
-_TALLY_ROWS: Final = THREADS // WARP  # rows that a block handles at a time: one for each warp
+_TALLY_ROWS: Final = THREADS // WARP  # rows of logits that a block of the tally reads at a time: one for each warp
 _TALLY_BLOCKS: Final = 1024
 
 
@@ -33,7 +35,7 @@ ELEMENTWISE_LOSS: Final = Entry("elementwise_loss", "elementwise_loss.cu")
 
 
 class ElementwiseLoss(NamedTuple):
-    """Which loss a pass computes.
+    """The loss that a pass computes, with its options.
 
     Attributes:
         name: one of `LOSSES`.
@@ -47,7 +49,7 @@ class ElementwiseLoss(NamedTuple):
 
 
 def loss_macros(dtype: DType, name: str, *, weighted: bool) -> Macros:
-    """The definitions that elementwise_loss is compiled for."""
+    """The preprocessor definitions of elementwise_loss."""
     return define(SCALAR=dtype, LOSS=LOSSES[name], WEIGHTED=weighted)
 
 
@@ -124,11 +126,11 @@ def launch_scale(
 
 TALLY: Final = Entry("tally", "tally.cu")
 TallyState: Final = struct("TallyState")
-"""A tally's sums on the device."""
+"""The C++ struct of a tally on the device: sums of losses and counts of rows over steps."""
 
 
 class TallyPass:
-    """Adds a part of a step to a tally.
+    """Adds a micro-batch of a step to a tally: its loss, and its correctly classified rows.
 
     Args:
         dtype: type of the logits; any type without logits.

@@ -41,7 +41,8 @@ class MatmulPass:
         self._problem, self._product, epilogue = problem, product or problem.d, problem.epilogue
         self._adds_c = problem.c is not None and (product is not None or c_lies_across(problem))
         self._has_mask = epilogue.activation == "relu" and problem.aux is not None
-        # Forward's columns are D's contiguous axis, so that one thread writes a whole byte of ReLU's mask.
+        # The forward kernel takes D's contiguous axis for its columns, so that one thread writes a whole byte of ReLU's
+        # mask.
         self._flips = problem.d.layout.order is Order.COLUMN and not epilogue.is_derivative
         product_dtype, function = DType.FLOAT32 if product else problem.d_dtype, ACTIVATION_NAMES[epilogue.activation]
         macros = define(SCALAR=problem.d_dtype, PRODUCT=product_dtype, OPERAND=problem.dtype, ACTIVATION=function)
@@ -52,7 +53,7 @@ class MatmulPass:
             params, self._write = self._epilogue_params(), self._write_epilogue
         grid, block = grid_for(packed(params.rows, params.cols))
         if epilogue.has_bias_gradient:
-            grid = (grid[0], 1)  # a block sees every row of the columns that it sums up
+            grid = (grid[0], 1)  # one block reads all rows of the columns that it sums up
         self._is_empty = 0 in grid or problem.batch == 0
         tiling = Tiling(grid, block)
         self._launches = Launches(entry, macros, device, tiling, params, batch=problem.batch)
@@ -77,7 +78,8 @@ class MatmulPass:
     def _write_epilogue(self, params: Any, call: Call, product: int) -> None:
         _, _, c, vector, aux, d = call.addresses
         params.product.data, params.d.data = product, d
-        params.bias.data = params.bias_gradient = vector  # a kernel reads only one of the two
+        # bias and bias_gradient share an address: each kernel uses only one of them
+        params.bias.data = params.bias_gradient = vector
         if self._has_mask:
             params.mask.data = aux
         elif self._problem.aux is not None:
@@ -108,5 +110,5 @@ class MatmulPass:
         return params
 
     def _turned(self, spec: Spec) -> Layout:
-        """The layout of a matrix as the kernel sees it."""
+        """The layout by which the kernel reads a matrix: transposed if the pass exchanges rows and columns."""
         return spec.layout.transposed if self._flips else spec.layout

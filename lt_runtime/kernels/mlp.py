@@ -22,24 +22,33 @@ WIDTHS: Final = (16, 32, 64, MAX_WIDTH)
 """Columns of the hidden layers that the kernels are compiled for; narrower layers are padded."""
 MAX_LAYERS: Final = 16
 TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
-_CAPABILITY: Final = 80  # of the instructions in mma.cuh
-_STEP: Final = 16  # rows of a tile; numbers of columns are padded to multiples of it
-_SKEW: Final = 8  # elements between two rows in shared memory
-_FRAGMENT: Final = 128  # sums of a tile of a gradient, 16 x 8
-_RESERVED_SHARED: Final = 1024  # bytes that the driver takes of a block's shared memory
-_NARROWER: Final = 64  # columns of hidden layers up to which a warp that takes rows has registers for two tiles
+# Least compute capability of a GPU that has the tensor-core instructions in mma.cuh.
+_CAPABILITY: Final = 80
+# Rows of a tile; the kernels pad numbers of columns to multiples of it.
+_STEP: Final = 16
+# Elements of padding behind each row in shared memory.
+_SKEW: Final = 8
+# FP32 sums of a tile of a gradient, 16 x 8.
+_FRAGMENT: Final = 128
+# Bytes that the driver takes of a block's shared memory.
+_RESERVED_SHARED: Final = 1024
+# Columns of hidden layers up to which a row warp (see `Block`) has registers for two tiles.
+_NARROWER: Final = 64
 _FORWARD_WARPS: Final = 4
-_FORWARD_BLOCKS: Final = 3  # per multiprocessor
+_FORWARD_BLOCKS: Final = 3  # blocks of mlp_fwd that a multiprocessor holds
 _GRADIENTS_BLOCK: Final = (32, 8)
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
-# Registers of each of a multiprocessor's schedulers, among which a block's warps are distributed.
+# Registers of each of a multiprocessor's four schedulers; a block's warps are distributed among the schedulers.
 _REGISTERS: Final = 1 << 14
 _SCHEDULERS: Final = 4
-_MOST_REGISTERS: Final = 255  # of a thread
-_OTHER_REGISTERS: Final = 52  # registers that a thread of mlp_bwd needs for everything but its sums
-_MOST_PARTS: Final = 3  # most launches of a backward pass: with more of them, the layers' own kernels are faster
-_LOSS_PLACES: Final = 4  # places of the loss among a block's sums; see mlp_sums.cuh
+_MOST_REGISTERS: Final = 255  # most registers that a thread can have
+# Registers that a thread of mlp_bwd needs besides its sums.
+_OTHER_REGISTERS: Final = 52
+# Most launches of a backward pass: if it needs more, running layer by layer is faster.
+_MOST_PARTS: Final = 3
+# Numbers that the loss takes among a block's partial sums; see mlp_sums.cuh.
+_LOSS_PLACES: Final = 4
 
 
 MLP_FWD: Final = Entry("mlp_fwd", "mlp_fwd.cu")
@@ -52,7 +61,7 @@ class Block(NamedTuple):
 
     Attributes:
         row_warps: warps that take rows through the layers.
-        row_tiles: tiles of 16 rows that such a warp has at a time: with two, it reads weights half as often.
+        row_tiles: tiles of 16 rows that a row warp computes at a time: with two, it reads weights half as often.
         sum_warps: warps that make the gradients of the weights, and keep their sums in registers.
     """
 
@@ -62,27 +71,27 @@ class Block(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """How many threads a block has."""
+        """Threads of a block."""
         return WARP * (self.row_warps + self.sum_warps)
 
     @property
     def registers(self) -> int:
-        """How many registers a thread may have."""
+        """Registers that a thread may use, so that the schedulers hold all warps of the block."""
         warps_each = -(-self.threads // (WARP * _SCHEDULERS))
         return min(_REGISTERS // (WARP * warps_each), _MOST_REGISTERS)
 
     @property
     def chunk(self) -> int:
-        """Rows that a row warp has at a time."""
+        """Rows that a row warp computes at a time."""
         return _STEP * self.row_tiles
 
 
 _BLOCKS: Final = tuple(Block(*each) for each in ((4, 2, 4), (4, 1, 4), (4, 1, 8), (2, 1, 4), (2, 1, 8)))
-"""The blocks that a plan chooses from, the best first. With eight sum warps a thread has no registers for two tiles."""
+"""Ways to divide a block's warps, the best first. With eight sum warps a thread has no registers for two tiles."""
 
 
 class Part(NamedTuple):
-    """A launch of mlp_bwd, which makes the gradients of the layers from `first` to `last`."""
+    """One launch of mlp_bwd, which computes the gradients of the layers from `first` to `last`."""
 
     first: int
     last: int
@@ -104,12 +113,12 @@ def supports(problem: MLPProblem, device: int) -> bool:
 
 
 def forward_macros(dtype: DType, activation: str, width: int) -> Macros:
-    """The definitions that mlp_fwd is compiled for; `width` counts the padded columns of the hidden layers."""
+    """Preprocessor definitions of mlp_fwd; `width` counts the padded columns of the hidden layers."""
     return define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation], WIDTH=width)
 
 
 def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) -> Macros:
-    """The definitions that mlp_bwd is compiled for.
+    """Preprocessor definitions of mlp_bwd.
 
     Args:
         loss: one of `LOSSES`; None if the gradient of the outputs is given.
@@ -124,7 +133,7 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
 
 
 class MlpForward:
-    """The outputs of an MLP."""
+    """The pass that computes the outputs of an MLP."""
 
     scratch_bytes = 0
 
@@ -218,7 +227,7 @@ def _layers_of(problem: MLPProblem) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def _fill(params: Struct, addresses: list[int]) -> None:
-    """Each layer's weight and bias, in turn."""
+    """Writes each layer's addresses, given as weight and bias in turn, into a kernel's argument block."""
     for i in range(0, len(addresses), 2):
         layer = params.layers[i // 2]
         layer.weight, layer.bias = addresses[i], addresses[i + 1]
@@ -264,9 +273,9 @@ def _parts_for(problem: MLPProblem, device: int) -> tuple[Part, ...]:
 def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tuple[Part, ...]:
     """The fewest launches that compute all gradients; none if no block size has room for them.
 
-    They have the first block size that needs the fewest launches.
+    Of several block sizes that need equally few launches, the first of `_BLOCKS` is taken.
 
-    Each launch computes all rows through the layers again, so that a single launch is best.
+    Each launch repeats the forward and backward pass of all rows, so that a single launch is best.
 
     Args:
         shared: bytes of shared memory that a block may have.
@@ -292,7 +301,7 @@ def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...
 
 
 def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
-    """The blocks to choose from. With few rows each row warp takes one tile at a time, which is fastest."""
+    """The usable entries of `_BLOCKS`. With few rows it is fastest if each row warp computes one tile at a time."""
     is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
     most = 1 if is_small or _sizes(problem)[1] > _NARROWER else _BLOCKS[0].row_tiles
     return [block for block in _BLOCKS if block.row_tiles <= most]
@@ -313,7 +322,7 @@ def _saved(problem: MLPProblem) -> Saved:
 def _backward_bytes(problem: MLPProblem, part: Part) -> int:
     """Bytes of shared memory that a block of mlp_bwd takes.
 
-    It holds the weights and biases, and the `WarpBuffers` of each row warp; mlp_bwd.cu has a drawing.
+    The memory holds weights, biases, and the `WarpBuffers` of each row warp; mlp_bwd.cu has a drawing.
     """
     (inputs, width, *_, outputs), hidden = _sizes(problem), len(problem.dims) - 2
     first, last, saved = part.first, part.last, _saved(problem)
@@ -327,7 +336,7 @@ def _backward_bytes(problem: MLPProblem, part: Part) -> int:
 
 
 def _sums_each(problem: MLPProblem, part: Part) -> int:
-    """How many sums of gradients a thread of mlp_bwd keeps in its registers, see `split_of` there."""
+    """Number of gradients' sums that a thread of mlp_bwd keeps in registers; see `split_of` in mlp_bwd.cu."""
     found, warps = 0, part.block.sum_warps
     for above, below in itertools.pairwise(_sizes(problem)[part.first : part.last + 2]):
         parts = [(-(-below // _STEP // i), -(-above // _STEP // (warps // i))) for i in range(1, warps + 1)]
@@ -342,6 +351,6 @@ def _shared_of_block(device: int) -> int:
 
 
 def _blocks(device: int, shared: int, most: int) -> int:
-    """Blocks that a multiprocessor holds if each takes `shared` bytes of its memory; registers suffice for `most`."""
+    """Blocks that a multiprocessor holds: its memory for `shared` bytes a block, its registers for `most` blocks."""
     (size,) = device_attributes(device, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
     return max(1, min(most, size // (shared + _RESERVED_SHARED)))

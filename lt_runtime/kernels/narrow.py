@@ -1,4 +1,4 @@
-"""narrow_n.cu, narrow_k.cu and narrow_m.cu: products with one tiny dimension, which are a matter of latency."""
+"""narrow_n.cu, narrow_k.cu and narrow_m.cu: matrix products with one tiny dimension, whose time is memory's latency."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from lt_runtime.problem import DType, MatmulProblem, Spec
 
 MAX_WIDTH: Final = 16
 """The largest size of a dimension that the kernels count as tiny."""
-_BUSY_THREADS: Final = 1024  # threads a multiprocessor: with more, other threads' work hides memory's latency
-_SHARED_ROWS: Final = 4  # rows of a thread where there are more rows than threads
-_QUAD: Final = 4  # columns of a thread of narrow_m
-_K_THREADS: Final = 128  # threads of a block of narrow_k that makes no sums
-_SUM_OCTETS: Final = 4  # octets side by side in a block of narrow_k that sums up its rows: a line of the cache
-_MAX_SIDE: Final = 16  # quads side by side in a block of narrow_m: 64 columns
-_LONG: Final = 16  # rows that a thread of narrow_m goes through at most, before blocks share the rows
-_PART: Final = 4  # fewest rows of a thread in a block that shares rows with others
+# Threads of a multiprocessor that are enough to hide the latency of memory.
+_BUSY_THREADS: Final = 1024
+# Rows of a thread if there are many more rows than threads that the GPU runs at a time; otherwise a thread has one row.
+_SHARED_ROWS: Final = 4
+_QUAD: Final = 4  # columns that a thread of narrow_m computes
+# Threads of a block of narrow_k for an epilogue without sums over rows.
+_K_THREADS: Final = 128
+# Octets side by side in a block of narrow_k that also sums over rows: a line of the cache.
+_SUM_OCTETS: Final = 4
+# Most quads side by side in a block of narrow_m: 64 columns.
+_MAX_SIDE: Final = 16
+# Rows of a thread of narrow_m beyond which several blocks share the rows.
+_LONG: Final = 16
+# Fewest rows of a thread of narrow_m if several blocks share the rows.
+_PART: Final = 4
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
 
 
@@ -33,7 +40,7 @@ NARROW_M: Final = Entry("narrow_m", "narrow_m.cu")
 
 
 class _Form(NamedTuple):
-    """The kernel that makes a product, and the matrices in the form that the kernel reads.
+    """The kernel that computes a product, and the matrices in the form that the kernel reads.
 
     Attributes:
         entry: the kernel, whose name says the tiny dimension.
@@ -47,7 +54,7 @@ class _Form(NamedTuple):
 
 
 def supports(problem: MatmulProblem) -> bool:
-    """Whether one of the kernels makes this product: one dimension is tiny, and its matrices lie as a layer's do."""
+    """Whether a kernel computes the product: one dimension is tiny, and the orders are those of a layer's products."""
     return _form_of(problem) is not None
 
 
@@ -91,15 +98,15 @@ def _row_major(spec: Spec) -> Spec | None:
 
 
 _Geometry: TypeAlias = tuple[Tiling, int | None, int]
-"""How threads share a product: the kernel's tiling, a thread's rows, and a thread's number of partial sums.
+"""How threads share a product: the kernel's tiling, the rows of a thread, and a thread's partial sums.
 
-A thread works on so many rows at a time; None for a kernel that is not compiled for a number of rows. Blocks in the
-same column of the grid add up their partial sums; the last number is 0 if no sum is shared.
+The rows of a thread are None for a kernel that is not compiled for a number of rows. Blocks in the same column of the
+grid add up their threads' partial sums; the number of sums is 0 if none is shared.
 """
 
 
 def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) -> _Geometry:
-    """narrow_n: each octet of a row has its own thread as long as the GPU has enough threads.
+    """Tiling of narrow_n: each octet of a row has its own thread as long as the GPU has enough threads.
 
     Rows are divided among at least one block for each SM, if there are enough rows.
     """
@@ -118,7 +125,7 @@ def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) 
 
 
 def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """narrow_k without sums: a thread for each octet of D, or for several octets of a column."""
+    """Tiling of narrow_k without sums over rows: a thread for each octet of D, or for several octets of a column."""
     octets = -(-problem.n // OCTET)
     many = aligned and problem.m * octets >= _SHARED_ROWS * wave_of(device, _BUSY_THREADS)
     rows = _SHARED_ROWS if many else 1
@@ -129,7 +136,7 @@ def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
 
 
 def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """narrow_k with sums: blocks share a strip of columns, unless a block has a thread for each row.
+    """Tiling of narrow_k with sums over rows: blocks share a strip of columns, unless a block has a thread a row.
 
     A block with a thread for each row handles its strip alone and waits for no other block; the strips are so narrow
     that they occupy the GPU. A multiprocessor holds one such block, because loading all rows of B at once takes many
@@ -147,7 +154,7 @@ def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
 
 
 def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
-    """narrow_m: strips of columns so narrow that they occupy the GPU; several blocks share the rows of a long strip."""
+    """Tiling of narrow_m: strips of columns so narrow that they occupy the GPU; blocks share a long strip's rows."""
     wave = wave_of(device, 2)
     quads = -(-(problem.n + problem.epilogue.sums_operand) // _QUAD)
     widest = min(_MAX_SIDE, next_power_of_two(quads))
@@ -227,7 +234,7 @@ def _is_aligned(form: _Form, problem: MatmulProblem) -> bool:
 
 
 def narrow_macros(dtype: DType, width: int, aligned: bool, rows: int | None, epilogue: Epilogue | None) -> Macros:
-    """A kernel's definitions; `rows` and `epilogue` are None for a kernel that is not compiled for them."""
+    """A kernel's macros; `rows` and `epilogue` are None for a kernel that is not compiled for them."""
     shared = define() if rows is None else define(ROWS=rows)
     macros = (*define(SCALAR=dtype, WIDTH=width), *shared, *define(ALIGNED=aligned))
     if epilogue is None:

@@ -17,7 +17,8 @@ from lt_runtime.problem import DType
 
 RESIZED: Final = 3
 """Matrices that one launch of `resize` copies, at most."""
-# Blocks of a copy, if its rows are not too long: computing a thread's place costs as much as copying a few octets.
+# A thread copies several rows, because computing its position costs as much as copying a few octets. The fewest and the
+# most blocks of a copy, unless its rows are too long.
 _ROWS_OF_A_THREAD: Final = 4
 _FEWEST_BLOCKS: Final = 512
 _MOST_BLOCKS: Final = 2048
@@ -26,9 +27,9 @@ _MOST_BLOCKS: Final = 2048
 COPIED: Final = 3
 """Arrays whose rows one launch of `copy_rows` copies, at most."""
 TABLE_BYTES: Final = COPIED * sizeof(struct("Rows"))
-"""Bytes of a table on the device that holds the arrays' places."""
+"""Bytes of a table on the device that holds the address and the row stride of each array to copy."""
 Place: TypeAlias = tuple[int, int]
-"""An array's address, and bytes from row to row: the fields of `lt::Rows`."""
+"""Where an array's rows lie: address, and bytes from row to row. These are the fields of `lt::Rows`."""
 
 
 @declared
@@ -79,7 +80,7 @@ class ResizePass:
         """Puts the copies on a stream, whose memory's lock the caller holds.
 
         Args:
-            addresses: of each copy's source and target.
+            addresses: the address of each copy's source, followed by the address of its target.
         """
         params, launch = self._launches[stream]
         for item, (source, target) in zip(params.items, addresses, strict=False):
@@ -88,9 +89,9 @@ class ResizePass:
 
 
 def _tiled(source: Layout, target: Layout) -> tuple[int, int, int]:
-    """Blocks side by side, threads of a block side by side, and blocks below each other.
+    """The grid of a copy: blocks side by side, threads of a block side by side, and blocks below each other.
 
-    A row's first octet may begin before it where rows are no whole octets, see resize.cu.
+    If rows are no whole octets, a row's first octet may begin before the row, so that it is aligned; see resize.cu.
     """
     before = OCTET - 1 if target.leading_dimension % OCTET else 0
     wide = packed(target.rows, target.cols + before)
@@ -102,11 +103,11 @@ def _tiled(source: Layout, target: Layout) -> tuple[int, int, int]:
 
 
 class RowsCopy:
-    """Copies of arrays' rows, of any types, into buffers that stay, in one kernel.
+    """Copies the rows of arrays of any types into fixed buffers, in one kernel.
 
     Args:
         targets: the buffers of each array, for at most `COPIED` arrays.
-        parts: number of parts of each array's buffers.
+        parts: number of equal parts (micro-batches) of each array's buffers.
     """
 
     def __init__(self, targets: Sequence[RowBuffers], parts: int, device: int) -> None:
@@ -117,7 +118,7 @@ class RowsCopy:
         self._lock = threading.Lock()
 
     def launch(self, places: Sequence[Place], stream: int, table: int = 0) -> None:
-        """Puts the copies of arrays at these places on a stream.
+        """Puts the copies of the arrays at `places` on a stream.
 
         Args:
             table: device address of a table from which the kernel reads the places when it runs, instead of `places`;
@@ -130,12 +131,12 @@ class RowsCopy:
 
 
 def write_table(table: int, places: Sequence[Place], stream: int) -> None:
-    """Puts on a stream a write of these places into the table at this device address.
+    """Puts on a stream the write of `places` into the table at the device address `table`.
 
     Raises:
         DriverError: the driver refused; the contents of the table are undefined then.
     """
     rows = pack(f"{2 * len(places)}q", *itertools.chain.from_iterable(places))
     status = function("cuMemcpyHtoDAsync_v2")(table, rows, len(rows), stream)
-    if status:  # the bytes are not page-locked, so that the driver has read them before the call returns
+    if status:  # `rows` may be freed: it is not page-locked, so that the driver has read it already
         check("cuMemcpyHtoDAsync", status)

@@ -18,10 +18,10 @@ from lt_runtime.problem import DType, MatmulProblem, Spec
 CAPABILITY: Final = 80
 """The least compute capability of a GPU that has the instructions in mma.cuh."""
 TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
-_SIDE: Final = 64  # rows and columns of a tile
-_BLOCKS: Final = 3  # of a multiprocessor
-_ONE_GROUP: Final = 16  # parts of K up to which one block adds up the sums of all
-_MOST: Final = 1 << 30  # multiply-adds of a product: larger ones are for the library
+_SIDE: Final = 64  # rows and columns of a tile of D
+_BLOCKS: Final = 3  # blocks that a multiprocessor holds
+_ONE_GROUP: Final = 16  # parts of K up to which one block adds up the partial sums of all parts
+_MOST: Final = 1 << 30  # most multiply-adds of a product: cuBLASLt makes larger products
 EPILOGUES: Final = (
     *(Epilogue.NONE, Epilogue.BIAS, Epilogue.RELU, Epilogue.RELU_BIAS, Epilogue.GELU, Epilogue.GELU_BIAS),
     *(Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU, Epilogue.DGELU_BGRAD, Epilogue.BGRADA),
@@ -32,7 +32,7 @@ TILE_MATMUL: Final = Entry("tile_matmul", "tile_matmul.cu")
 
 
 def supports(problem: MatmulProblem) -> bool:
-    """Whether the kernel makes this product. It multiplies 16-bit matrices with rows that are no whole vectors."""
+    """Whether the kernel can compute a product, which must have 16-bit matrices with ragged rows."""
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or problem.device_scalars:
         return False
     if problem.epilogue not in EPILOGUES or not is_preferred(problem.dtype, problem.a, problem.b, problem.d):
@@ -48,7 +48,7 @@ def lies_right(b: Order, epilogue: Epilogue) -> bool:
 
 
 def is_preferred(dtype: DType, a: Spec, b: Spec, d: Spec) -> bool:
-    """Whether the kernel multiplies A and B: they have 16 bits, ragged rows, and are not too large."""
+    """Whether the kernel is for products of A and B: they have 16 bits and ragged rows, and are not too large."""
     (m, k), n = a.layout.shape, b.layout.cols
     fits = 0 < m * n * k <= _MOST and n < _SIDE * MAX_GRID_Y
     return fits and dtype in TYPES and not are_whole(dtype, a, b, d)
@@ -58,10 +58,10 @@ class Shares(NamedTuple):
     """How blocks share a product.
 
     Attributes:
-        down, across: blocks below each other and side by side, each of which makes tiles of D.
-        part: terms of K that a block has.
+        down, across: blocks below each other and side by side; each computes one or several tiles of D.
+        part: terms of K that a block sums up.
         parts: blocks that share K.
-        products: of tiles of A and B that all blocks make.
+        products: products of a tile of A and a tile of B, of all blocks together.
     """
 
     down: int
@@ -72,11 +72,11 @@ class Shares(NamedTuple):
 
 
 def shares_of(problem: MatmulProblem, multiprocessors: int) -> Shares:
-    """How blocks share a product on a GPU of so many multiprocessors: K is split if there are fewer tiles than run."""
+    """How blocks share a product on a GPU: K is split if D has fewer tiles than the GPU runs blocks at a time."""
     wave, columns = multiprocessors * _BLOCKS, problem.n + problem.epilogue.sums_operand
     down, across, steps = (-(-size // _SIDE) for size in (problem.m, columns, problem.k))
     products, steps_of_a_part = down * across * steps, -(-steps // max(1, min(wave // (down * across), steps)))
-    # Blocks that add up D's columns wait for each other, so that few blocks share a column.
+    # Blocks that sum over D's columns wait for each other. So few blocks share a column of tiles.
     if problem.epilogue is Epilogue.DGELU_BGRAD:
         down = min(down, max(1, wave // across))
     return Shares(down, across, _SIDE * steps_of_a_part, -(-steps // steps_of_a_part), products)
@@ -129,7 +129,7 @@ class TileMatmulPass:
 
 
 def tile_macros(dtype: DType, a: Order, b: Order, epilogue: Epilogue) -> Macros:
-    """The kernel's definitions, for A and B that lie in these orders."""
+    """The kernel's preprocessor definitions; `a` and `b` are the orders of A and B."""
     of_operands = define(SCALAR=dtype, A_ALONG_K=a is Order.ROW, B_ALONG_K=b is Order.COLUMN)
     activation = ACTIVATION_NAMES[epilogue.activation]
     return (*of_operands, *define(ACTIVATION=activation, DERIVATIVE=epilogue.is_derivative))

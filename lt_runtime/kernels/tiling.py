@@ -20,30 +20,32 @@ VECTOR_BYTES: Final = 16
 """Bytes of the widest access to memory."""
 MAX_GRID_Y: Final = 65535
 
-# Fewest and most rows and cols of a matrix with Access.FLAT, where an octet may reach into the next row. A block then
-# has 8 to 64 rows of threads, and there are enough counters for the sums.
+# Fewest rows and columns, and most columns, of a matrix that Access.FLAT reads as one row, where an octet may reach
+# into the next row. Within these limits a block has 8 to 64 rows of threads, and there are enough counters for the
+# sums.
 _FEWEST_FLAT: Final = (OCTET, 2 * OCTET + 1)
 _MOST_FLAT: Final = 1 << 18
-_MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and looks four steps ahead
+_MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and loads four steps ahead
 _OCTETS_A_THREAD: Final = 2
 # A block that sees every row of a narrow strip of columns sums the strip up alone, without waiting for other blocks.
 _STRIP_OCTETS: Final = 2
 _STRIP_THREADS: Final = 128
 _STRIP_ROWS: Final = 4 * _STRIP_THREADS
-_UPRIGHT_BLOCK: Final = (8, 32)  # with this block a pass that transposes writes lines of 32 elements
+_UPRIGHT_BLOCK: Final = (8, 32)  # 32 rows: a pass that transposes writes lines of 32 elements
 _SQUARE_BLOCK: Final = (16, 16)
-# Matrices of at most so many elements are summed up by these blocks, which share the sums out among more columns of
-# blocks, so that each has fewer parts to add up: on an H200 in BF16 a derivative with its sum over 8192x3072 takes
-# 38.1 µs with square blocks and 39.4 µs with a warp side by side, over 8192x768 11.2 and 14.3 µs. Larger matrices have
-# fewer parts anyway, and blocks that read longer pieces of a row are faster there.
+# Upright and square blocks sum up matrices of at most so many elements. They divide the sums among more columns of
+# blocks, so that each column adds up fewer partial sums: on an H200 in BF16 a derivative with its sum over 8192x3072
+# takes 38.1 µs with square blocks and 39.4 µs with a warp side by side, over 8192x768 11.2 and 14.3 µs. Larger matrices
+# have fewer parts anyway, and blocks that read longer pieces of a row are faster there.
 _UPRIGHT_ELEMENTS: Final = 1 << 21
 _SQUARE_ELEMENTS: Final = 1 << 25
-# A warp that reads down the columns takes eight elements of a column at a time: in FP32 a whole sector of 32 bytes.
+# A pass that reads column-major matrices: a warp reads eight consecutive elements of a column, in FP32 a whole sector
+# of 32 bytes.
 _TURNING_BLOCK: Final = (4, 64)
 
 
 Pair: TypeAlias = tuple[int, int]
-"""A number in x and one in y."""
+"""A number in x (columns) and one in y (rows)."""
 
 
 class Tiling(NamedTuple):
@@ -68,7 +70,7 @@ def are_whole(dtype: DType, *specs: Spec) -> bool:
 
 
 class Access(enum.IntEnum):
-    """How a pass moves octets; see sweep.cuh."""
+    """How a pass loads and stores octets; see sweep.cuh."""
 
     ANY = 0
     ALIGNED = 1
@@ -76,7 +78,7 @@ class Access(enum.IntEnum):
 
     @classmethod
     def of(cls, *operands: tuple[DType, Spec | None]) -> Access:
-        """The fastest way to move octets that matrices of one shape and their types allow.
+        """The fastest way to load and store octets that is possible for matrices of one shape.
 
         None stands for an absent matrix.
         """
@@ -86,7 +88,7 @@ class Access(enum.IntEnum):
         return cls.FLAT if all(_is_flat(spec) for _, spec in matrices) else cls.ANY
 
     def macros(self, blocks: int) -> Macros:
-        """The definitions of how a kernel moves octets, and of how many blocks a multiprocessor shall hold.
+        """The macros for how a kernel loads and stores octets, and for the blocks that a multiprocessor must hold.
 
         The number of blocks bounds a thread's registers, except in the slow path, which uses as many registers as it
         needs.
@@ -95,7 +97,7 @@ class Access(enum.IntEnum):
 
 
 def _is_flat(spec: Spec) -> bool:
-    """Whether a matrix is large, and has no gaps between its rows."""
+    """Whether a matrix has no gaps between its rows and is large enough for Access.FLAT."""
     layout, (rows, cols) = spec.layout, _FEWEST_FLAT
     is_large = layout.rows >= rows and cols <= layout.cols <= _MOST_FLAT
     has_no_gaps = layout.order is Order.ROW and layout.leading_dimension == layout.cols
@@ -127,7 +129,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def wave_of(device: int, blocks: int) -> int:
-    """Blocks that run at a time if a multiprocessor holds `blocks`."""
+    """Blocks that the GPU runs at a time (a wave) if a multiprocessor holds `blocks` blocks."""
     return device_info(device).multiprocessors * blocks
 
 
@@ -175,7 +177,7 @@ def reduction(layout: Layout, wave: int, *, transposes: bool, strips: bool = Tru
 
 
 def _sum_block(layout: Layout) -> Pair:
-    """Threads of a block that sums up columns, in x and y."""
+    """Threads in x and y of a block that sums up columns."""
     for block, most in ((_UPRIGHT_BLOCK, _UPRIGHT_ELEMENTS), (_SQUARE_BLOCK, _SQUARE_ELEMENTS)):
         x, y = block
         if layout.size <= most and layout.cols >= OCTET * x and layout.rows >= y:
