@@ -104,11 +104,15 @@ class Races:
 
     def add(self, stamp: Stamp, work: str, touches: Iterable[Touch]) -> None:
         """Work runs, after all work that is ordered before it."""
-        for touch in touches:
-            new = Access(touch, stamp, work)
-            with self._lock:
-                kept = [each for each in touch.accesses if not self._compared(each, new)]
-                touch.accesses[:] = *kept, new
+        with self._lock:
+            for touch in touches:
+                new, accesses = Access(touch, stamp, work), touch.accesses
+                # Most work repeats the only access of earlier work on its stream.
+                if len(accesses) == 1 and accesses[0].touch is touch and accesses[0].stamp.stream == stamp.stream:
+                    kept = []
+                else:
+                    kept = [each for each in accesses if not self._compared(each, new)]
+                accesses[:] = *kept, new
 
     def _compared(self, old: Access, new: Access) -> bool:
         """Whether later accesses that race with `old` race with `new` too; notes a race of the two."""
