@@ -26,11 +26,11 @@ class TorchDType(Protocol):
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether its values are floating-point numbers."""
+        """Whether the type's values are floating-point numbers."""
 
     @property
     def is_complex(self) -> bool:
-        """Whether its values are complex."""
+        """Whether the type's values are complex numbers."""
 
 
 class DType(enum.Enum):
@@ -81,7 +81,7 @@ def type_name(dtype: object) -> str:
     """The name of an element type, such as "bfloat16", from whichever library it comes."""
     if isinstance(dtype, DType):
         return dtype.value
-    name = getattr(dtype, "name", None)  # NumPy's dtypes
+    name = getattr(dtype, "name", None)  # dtypes of NumPy have a name
     if isinstance(name, str):
         return name
     if isinstance(dtype, type):  # scalar types such as numpy.float16 and ml_dtypes.bfloat16
@@ -161,7 +161,7 @@ class Activation:
     def of(cls, activation: ActivationName | Activation, negative_slope: float = 0.01) -> Activation:
         """The activation for a name with a slope, or for an `Activation`. Raises as the class."""
         if isinstance(activation, Activation):
-            cls(negative_slope=negative_slope)  # not used, but checked
+            cls(negative_slope=negative_slope)  # refuses a wrong slope, although it is not used
             return activation
         return cls(activation, negative_slope)
 
@@ -320,11 +320,11 @@ class MatmulProblem:
     no_split_k: bool = False
 
     operands: ClassVar = ("a", "b", "c", "vector", "aux", "d")
-    """Names of a call's addresses, in their order; `vector` is the bias or the bias gradient."""
+    """Names of the addresses of a `Call`, in their order; `vector` is the bias or the bias gradient."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to multiply."""
+        """Whether the product has nothing to multiply: M, N, K or the batch is 0."""
         return 0 in (self.batch, self.m, self.n, self.k)
 
     @property
@@ -366,7 +366,7 @@ class ForwardProblem:
     backward: bool = False
 
     operands: ClassVar = ("x", "w", "bias", "y", "kept")
-    """Names of a call's addresses, in their order; `kept` is the tensor that is written besides y."""
+    """Names of the addresses of a `Call`, in their order; `kept` is the tensor that is written besides y."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +418,7 @@ class BackwardProblem:
     input_derivative: Derivative | None = None
 
     operands: ClassVar = ("dy", "x", "w", "saved", "saved_below", "dx", "dw", "db", "dz", "db_below")
-    """Names of a call's addresses, in their order; `saved_below` and `db_below` belong to the layer below."""
+    """Names of the addresses of a `Call`, in order; `saved_below` and `db_below` belong to the layer below."""
 
 
 @dataclass(frozen=True, slots=True)

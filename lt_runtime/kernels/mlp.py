@@ -260,7 +260,7 @@ def _forward_bytes(problem: MLPProblem) -> int:
 
 
 def _sums(problem: MLPProblem) -> list[int]:
-    """How many sums each layer's gradients take: 16 x 8 tiles of the weight's, and a tile in each row for the bias."""
+    """Number of sums of each layer's gradients: 16 x 8 tiles for the weight, and one a row of tiles for the bias."""
     pairs = itertools.pairwise(_sizes(problem))
     return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in pairs]
 

@@ -19,13 +19,15 @@ from lt_runtime.ops.call import New, Operation, PreparedCall, Request, dropouts_
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, ForwardProblem, Philox, Saved, Spec
 
-_BITS: Final = 8  # of a byte
-_Y, _KEPT = 3, 4  # places, among the arrays of a forward call, of y and of the matrix that is saved besides y
-_FIRST_OUTPUT: Final = 5  # place of the first output of a backward call, after dy, x, w and two saved tensors
+_BITS: Final = 8  # bits of a byte, in a layout that counts bits
+# Indices, among the arrays of a forward call, of y and of the tensor that is saved for backward besides y.
+_Y, _KEPT = 3, 4
+# Index of the first output among the arrays of a backward call, after dy, x, w and two saved tensors.
+_FIRST_OUTPUT: Final = 5
 _OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
 
 Sources = tuple[Philox | None, Philox | None]
-"""The sources of the dropout masks of the layer and of the layer below."""
+"""Sources of the random numbers of the dropout masks of a layer and of the layer below."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +130,7 @@ class LinearForward(Operation):
         problem, layer = request.problem, request.detail
         if plan is not None:
             saved, kept = plan.strategy.saved, plan.kept_spec
-        elif problem.backward:  # on the host the pre-activation is saved for every activation
+        elif problem.backward:  # on the host, whatever the activation, the pre-activation is saved
             saved = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
             kept = problem.preactivation or Spec(packed(*layer.shape[:2]))
         else:
@@ -290,7 +292,7 @@ class LinearBackward(Operation):
         if options.before_activation:
             exact = reference.linear_bwd(dy, x, w, dy)
         else:
-            z = dy if saved is None else saved  # without a saved tensor the derivative is 1, and z is not read
+            z = dy if saved is None else saved  # without a saved tensor the derivative is 1: any z will do
             exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, scalars[0]))
         values: dict[str, Any] = exact._asdict()
         if below is not None:
@@ -338,7 +340,7 @@ BACKWARD: Final = LinearBackward()
 
 def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
     spec = saved.spec if saved else None
-    if saved and layer.saved_layout:  # the strides of an array with one row do not tell its layout
+    if saved and layer.saved_layout:  # forward has made the array: the strides of a single row do not tell its layout
         spec = Spec(layer.saved_layout, saved.alignment)
     return Derivative(layer.activation, layer.saved_as, spec, None if db is None else db.alignment, layer.dropout > 0)
 

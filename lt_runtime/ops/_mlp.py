@@ -19,10 +19,12 @@ from lt_runtime.plans.mlp import MlpPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan
 
-_PLACES: Final = 2 * MAX_LAYERS  # each layer has a weight and a bias
-_FIRST: Final = 2  # place of the first weight among the arrays
+_PLACES: Final = 2 * MAX_LAYERS  # number of parameters: each layer has a weight and a bias
+# Index of the first weight among the arrays of a call.
+_FIRST: Final = 2
 _OUT: Final = 1
-_LOSS: Final = _FIRST + 2 * _PLACES + 1  # index behind all parameters, their gradients, and the gradients' scale
+# Index of the loss among the arrays: behind all parameters, their gradients, and `grad_scale`.
+_LOSS: Final = _FIRST + 2 * _PLACES + 1
 _plan: Final = functools.lru_cache(maxsize=2048)(MlpPlan)
 
 

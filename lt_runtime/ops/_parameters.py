@@ -1,4 +1,4 @@
-"""`Parameter`, how its arrays are read and checked, and how values are written into it."""
+"""`Parameter`; reads and checks its arrays, and writes values into them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lt_runtime.problem import DType, type_name
 
 
 class _Changes:
-    """Version mark that shows whether an attribute of any parameter has been set.
+    """Shows whether an attribute of any parameter has been set since a holder of parameters last looked.
 
     Attributes:
         latest: an object that is replaced at each change. A holder compares it with the object that it saw last.
@@ -69,7 +69,8 @@ class Parameter:
         elif name == "lr_scale" or (name == "weight_decay" and value is not None):
             value = not_negative(f"{self.name}.{name}", value)
         object.__setattr__(self, name, value)
-        # Set after the attribute, so that a thread that sees this object also sees the attribute.
+        # `changes.latest` is replaced after the attribute is set, so that a thread that sees the new object also sees
+        # the new value.
         changes.latest = object()
 
     def __repr__(self) -> str:
@@ -198,7 +199,7 @@ def _in_fp32(operand: Operand, stream: int) -> Any:
     A CuPy array is converted on the host, because on the GPU CuPy would first compile a kernel.
     """
     array = operand.array
-    if hasattr(array, "float"):  # a PyTorch tensor
+    if hasattr(array, "float"):  # it is a PyTorch tensor
         return array.float()
     values = fetch(operand, stream).astype(np.float32)
     if operand.device == HOST:
@@ -315,7 +316,7 @@ def check_masters(parameters: Sequence[Parameter], stream: int) -> None:
         if parameter.master is not None:
             arrays = parameter.data, parameter.master
             data, master = (fetch(read(parameter.name, array, stream), stream) for array in arrays)
-            if data.dtype != np.float32:  # FP32 data are updated directly
+            if data.dtype != np.float32:  # FP32 data have no master copy: the optimizer updates them directly
                 check_rounding(parameter.name, data, master)
 
 

@@ -30,12 +30,13 @@ from lt_runtime.schedules import Schedule
 __all__ = ["AdamW", "Parameter"]
 
 MomentsType: TypeAlias = Literal["float32", "bfloat16"] | DType | np.dtype[Any] | type[Any] | TorchDType
-_WORDS: Final = [name for name, *_ in kernels.OptimizerState._fields_]  # names of the 32-bit words
+# names of the 32-bit words of the state on the device
+_WORDS: Final = [name for name, *_ in kernels.OptimizerState._fields_]
 _BLOCK: Final = 32768  # elements that the host updates at a time, so that intermediate results stay in its cache
 _PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 
 Moments = Sequence[tuple[Any, ...]]
-"""For each parameter m, v and, with AMSGrad, the largest v."""
+"""The moments of each parameter: m, v and, with AMSGrad, the largest v."""
 
 
 class AdamW(Fixed):
@@ -128,7 +129,7 @@ class AdamW(Fixed):
             scaler,
             _moments_type(moments),
             flag("stochastic_rounding", stochastic_rounding),
-            Philox(seed).seed,  # refuses anything but a 64-bit seed
+            Philox(seed).seed,  # `Philox` refuses anything but a 64-bit seed
         )
         arrays = {
             f"{each.name}.{part} (parameter {i})": getattr(each, part)
@@ -259,7 +260,7 @@ class HostState:
         self.apply_settings(stream)
         scaler = self.options.scaler
         check_masters([read.parameter for read in self._parameters], 0)
-        with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as on a GPU
+        with np.errstate(all="ignore"):  # NaN and infinite gradients cost no warnings, as on a GPU
             factor, finite = self._judge()
             if self.options.skip_nonfinite and not finite:
                 self.skipped_steps += 1
@@ -315,7 +316,8 @@ class GpuState:
         with activated(self._device):
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
             self._seen: object = None
-            # The arrays whose addresses the kernels' tables hold, besides the parameters' own.
+            # Keeps arrays alive: the kernels' tables hold the addresses of these arrays, besides those of the
+            # parameters' arrays.
             self._kept: list[Any] = []
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
             self.moments = _moments(parameters, options, lambda size, dtype: self._zeros((size,), dtype))

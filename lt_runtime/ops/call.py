@@ -51,7 +51,7 @@ class New:
     """A result for which the caller gives no buffer: an array that the call makes.
 
     Attributes:
-        shape: of the memory, row-major.
+        shape: shape of the memory that is allocated, row-major.
         view: function that makes the array from the memory; None if the array is all of the memory.
     """
 
@@ -101,7 +101,7 @@ class Request(NamedTuple):
         written: indices, among the arrays, of the operands that are written.
         new: results for which the caller gives no buffer, by their indices among the arrays.
         detail: data that only the operation itself reads, on the host or to build the caller's result.
-        same: places of an operand and of a result that may be the same memory, if their strides are equal.
+        same: indices of an operand and of a result that may be the same memory, if their strides are equal.
         dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
             dropout the call's scalars are the sources of the masks, and a repeated call is not captured, because its
             masks change.
@@ -144,7 +144,7 @@ class PreparedCall:
         for i, size in [each for each in present if each[0] in self.request.written]:
             others = []
             for j, other in present:
-                if (j, i) == self.request.same:  # the two may coincide, but not overlap in part
+                if (j, i) == self.request.same:  # `same`: the two may be one memory, but must not overlap in part
                     others += [(j, -other, 0), (j, 0, size)]
                 elif j != i:
                     others.append((j, -other, size))
@@ -178,7 +178,7 @@ class PreparedCall:
         return filled, tuple(addresses)
 
     def put(self, call: Call) -> None:
-        """Puts the plan's launches on the call's stream."""
+        """Puts the plan's kernels for this call on the call's stream."""
         memory = memories.get((self.device, call.stream)) or stream_memory(self.device, call.stream)
         with memory.lock:
             self.plan.put(call, memory)
@@ -279,13 +279,14 @@ def perform(
     if signature is not None and stream.__class__ is not Binding and not asked_for.get():
         forms, addresses = signature
         device = forms[0][0]
-        # Without a signature, a tensor on the CPU is refused below, with or without a driver.
+        # `device` is negative for a PyTorch tensor on the CPU, which `_cold_call` refuses, even on a machine without a
+        # driver.
         if device >= 0 and is_current(device):
             current = current_streams[type(arrays[0])]
             handle = current(device) if stream is None else stream_handle(stream, device)
             try:
                 prepared: PreparedCall | None = cache.calls.get((operation, options, forms))
-            except TypeError:  # an option that cannot be hashed
+            except TypeError:  # an option cannot be hashed, so that it is no accepted value: `_cold_call` refuses it
                 prepared = signature = None
             if prepared is not None and prepared.generation is cache.generation:
                 filled: Sequence[Any] = arrays
@@ -333,7 +334,7 @@ def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
         return _uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
     try:
         launch: Callable[[], object] = prepared.plan.bind(call)
-    except (GpuError, CaptureError) as error:  # another capture may have begun since the check
+    except (GpuError, CaptureError) as error:  # another thread may have begun a capture since `is_captured` was asked
         warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
         return functools.partial(prepared.put, call)
     return launch
@@ -371,7 +372,7 @@ def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bo
 def _make_room() -> None:
     """Makes room in the full cache of repeated calls: drops the calls that have no launch yet.
 
-    If most calls have a launch, so that this frees little, all calls are dropped.
+    If most calls have a launch, dropping the others would free little: then all calls are dropped.
     """
     bound = {repeat: launch for repeat, launch in list(cache.repeats.items()) if launch}
     cache.repeats.clear()
@@ -446,13 +447,13 @@ def prepare(
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
-    """The operands' addresses, 0 for an absent one."""
+    """The addresses of the operands; 0 for an absent operand."""
     return tuple([0 if operand is None else operand.address for operand in operands])
 
 
 def _run_on_host(prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> None:
     ranges.tell(prepared)
-    with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
+    with np.errstate(all="ignore"):  # overflow and NaN give no warnings, as on a GPU
         prepared.operation.on_host(prepared.request, arrays, scalars)
 
 

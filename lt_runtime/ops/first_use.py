@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 
 asked_for: Final[ContextVar[bool]] = ContextVar("lt_runtime_tuning", default=False)
-"""Whether the calling thread is within `tuning()`: it measures also problems that it has run before."""
+"""Whether the calling thread is within `tuning()`, and so also measures problems that it has run untuned before."""
 _is_switched_off: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_not_tuning", default=False)
 _is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
 _seen: Final[set[tuple[Remembered | LayerChain, int]]] = set()
-"""Problems and chains that need no further measurement on a device: they have been measured, or cannot be."""
+"""Pairs of a problem or chain and a device that are not measured (again): they have been, or measuring has failed."""
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
 
-# A meaningless value of an environment variable costs a warning at import, even if no GPU is used.
+# Reads every environment variable at import, so that a value without meaning gives its warning even if no GPU is used.
 for _name in VARIABLES:
     setting(_name)
 
@@ -140,7 +140,7 @@ def _is_known(chain: LayerChain, device: int) -> bool:
 
 def _prove(problem: Remembered, device: int) -> None:
     """Verifies other machines' algorithms for the products of a problem's plan."""
-    if isinstance(problem, MLPProblem):  # plans without products have no algorithms to verify
+    if isinstance(problem, MLPProblem):  # a fused MLP has no matrix products of cuBLASLt's to verify
         return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:

@@ -204,7 +204,7 @@ def linear_bwd(
         saved = None if before_activation else ctx.saved
         outputs = out_dx if need_dx else None, out_dw if need_dw else None, out_db if need_db else None
         arrays = dy, ctx.x, ctx.w, saved, saved_below, *outputs, out_dz, out_db_below if need_db_below else None
-    except Exception:  # arrays have no truth value
+    except Exception:  # a flag could be an array, which has no truth value
         BackwardOptions.of(options)
         raise
     return perform(BACKWARD, arrays, options, (ctx.rng, rng_below), stream)
@@ -213,7 +213,7 @@ def linear_bwd(
 def _check_below(ctx: LinearContext, through: LinearContext, require_same: bool) -> None:
     """Raises `ArgumentError` if the layer's x is not the same matrix as the y of the layer below.
 
-    Shapes are compared later.
+    The shapes of the two layers are compared when the backward call is read.
     """
     has_shape = through.shape[:2] == ctx.shape[::2]
     if flag("require_same", require_same) and has_shape and not is_same_matrix(ctx.x, through.y):

@@ -26,7 +26,7 @@ from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, 
 from lt_runtime.problem import DType
 from lt_runtime.products.plan import Pass, PassPlan, Plan
 
-_GRADIENT, _LOSS = 3, 4  # indices in `LossOperation.names`
+_GRADIENT, _LOSS = 3, 4  # indices of the gradient and the loss in `LossOperation.names`
 _RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "row_weights")
 _INT64: Final = range(-(2**63), 2**63)
 _NAN_BITS: Final = 0x7FC00000
@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 
 
 class _NoElements:
-    """The loss of empty arrays, which is NaN; their gradient has no elements either."""
+    """The pass for arrays without elements: the loss is NaN, and the gradient is empty."""
 
     scratch_bytes = 0
 

@@ -20,9 +20,12 @@ from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
 from lt_runtime.problem import ALIGNMENT, Compute, ComputeName, DType, MatmulProblem, Spec
 
 _PLAIN: Final = frozenset({int, float})
-_C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # Indices of these operands among the arrays of a call.
-_MASK_BITS: Final = 128  # In cuBLASLt a ReLU mask's leading dimension is a multiple of this many bits.
-_AUX_ELEMENTS: Final = 8  # In cuBLASLt the leading dimension of GELU's auxiliary matrix is a multiple of this.
+# Indices of C, the auxiliary matrix, the bias gradient and D among the arrays of a call.
+_C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8
+# cuBLASLt requires that the leading dimension of ReLU's mask is a multiple of this many bits.
+_MASK_BITS: Final = 128
+# cuBLASLt requires that the leading dimension of GELU's auxiliary matrix is a multiple of this many elements.
+_AUX_ELEMENTS: Final = 8
 
 
 class Matmul(Operation):

@@ -1,6 +1,7 @@
 """Makes plans, and keeps plans, prepared calls and launches of repeated calls in memory.
 
-A plan has a problem's measured strategy, or the first of its unmeasured strategies that cuBLASLt accepts.
+A plan uses the measured strategy of its problem. Without a measurement it uses the first strategy, in the order of
+`priors`, that cuBLASLt accepts.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ OnMiss: TypeAlias = Callable[[Problem, int], None]
 """Hook that runs before a plan is made for a problem and a device; it may measure the problem."""
 
 calls: Final[dict[Hashable, Any]] = {}
-"""Prepared calls by operation, options and signature without addresses; see `generation`."""
+"""Prepared calls, by operation, options and the signature's first part, which has no addresses; see `generation`."""
 repeats: Final[dict[Hashable, Any]] = {}
-"""The launches of repeated calls by prepared call, stream and addresses; False for a call that was made once."""
+"""The graph launches of repeated calls, by prepared call, stream and addresses; False for a call that was made once."""
 generation = object()
 """An object that is replaced whenever plans are forgotten; prepared calls of an earlier generation are not used."""
 

@@ -54,7 +54,7 @@ class ForwardPlan(Plan):
     def _matmul_problem(self) -> MatmulProblem:
         problem, is_exact = self.problem, self._scratch_bytes > 0
         d = self.kept_spec if self._product_is_kept else None
-        if is_exact:  # the product lies in scratch memory, in the order of y, which our kernel writes
+        if is_exact:  # the product is stored in scratch memory in y's order, because our kernel reads it to write y
             d = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
         kinds = problem.dtype, DType.FLOAT32 if is_exact else problem.dtype, problem.compute
         plain = MatmulProblem(*kinds, problem.x, problem.w.transposed, d or problem.y, self.strategy.epilogue)

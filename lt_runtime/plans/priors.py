@@ -29,12 +29,12 @@ Tree: TypeAlias = Mapping[str, Any]
 values below the limit, and a tree for all others."""
 
 RAGGED: Final = "ragged"
-"""Prefix of the names of trees for problems whose products our kernel for ragged rows computes."""
+"""Prefix of the names of the decision trees for problems whose products are computed by our kernel for ragged rows."""
 _FILES: Final = "priors_sm*.json"
 OTHER: Final = "other"
 """Key of the backward tree for activations that cuBLASLt has no epilogue for: our kernel takes their derivatives."""
 _TALL: Final = 1 << 15
-"""Number of rows from which FP32 and TF32 products with whole rows are bound by the memory's bandwidth."""
+"""Number of rows from which FP32 and TF32 products without ragged rows are bound by the memory's bandwidth."""
 _FEW_COLUMNS: Final = OCTET
 """Number of columns up to which, for ragged products, our kernel for narrow products beats the one for ragged rows."""
 
@@ -62,8 +62,9 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[strategie
     kernel = strategies.MadeBy.KERNEL.value
     features, is_ours = backward_features(problem), is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
     wanted = dict(leaf_of(_tree(device, "backward", problem, _below(problem), is_ours=is_ours), features))
-    # If dz differs from dy, our kernel reads dy in any case, and sums it at hardly any cost. cuBLASLt's kernels that
-    # sum 16-bit rows of no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
+    # If dz differs from dy, our kernel reads dy in any case, and then sums the bias gradient at hardly any cost.
+    # cuBLASLt is slow with a bias gradient of ragged 16-bit rows: on an H200 BF16 256x7x6156 takes 245 µs, and 9
+    # without the bias gradient.
     sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
     # In FP32 65536x40x24 takes 44 µs with the derivative in the product's epilogue, and 32 with our kernel.
     if problem.dtype.itemsize == 4 and features["whole"] and features["rows"] >= _TALL:
@@ -92,12 +93,12 @@ def _tree(device: int, part: str, problem: ForwardProblem | BackwardProblem, res
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
-    """Features of a forward problem for the decision trees: those of its product; see `features_of`."""
+    """Features of a forward problem for the decision trees: the sizes of its product, see `features_of`."""
     return features_of(problem.y.layout, problem.x.layout.cols, problem.dtype)
 
 
 def backward_features(problem: BackwardProblem) -> dict[str, int]:
-    """Features of a backward problem for the decision trees: those of dx's product, even if dx is not requested."""
+    """Features of a backward problem for the decision trees: sizes of dx's product, even if dx is not requested."""
     return features_of(problem.x.layout, problem.dy.layout.cols, problem.dtype)
 
 

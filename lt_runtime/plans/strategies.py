@@ -16,10 +16,13 @@ from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
-_MASK_BITS: Final = 128  # In cuBLASLt a mask's leading dimension is a multiple of this many bits.
-_AUX_ELEMENTS: Final = 8  # In cuBLASLt a pre-activation's leading dimension is a multiple of this many elements.
+# cuBLASLt requires that the leading dimension of ReLU's mask is a multiple of this many bits.
+_MASK_BITS: Final = 128
+# cuBLASLt requires that the leading dimension of a saved pre-activation is a multiple of this many elements.
+_AUX_ELEMENTS: Final = 8
 _VECTOR_BYTES: Final = 16
-_FUSED_ELEMENTS: Final = 1 << 20  # size of the largest ragged FP32 output for which cuBLASLt's GELU is preferred
+# Elements of a ragged FP32 or TF32 output up to which cuBLASLt's GELU is preferred to our kernel.
+_FUSED_ELEMENTS: Final = 1 << 20
 
 
 class MadeBy(enum.Enum):
@@ -189,7 +192,7 @@ def _makers_below(problem: BackwardProblem) -> Iterator[tuple[MadeBy, MadeBy]]:
 
 
 def _multiplies(problem: BackwardProblem) -> bool:
-    """Whether the products are not empty: dy, x and w have elements."""
+    """Whether the products have something to multiply: dy, x and w have elements."""
     return all(spec.layout.size for spec in (problem.dy, problem.x, problem.w))
 
 

@@ -1,1 +1,1 @@
-"""One matrix product as a plan: the library's, a narrow one, one on padded copies, one with a pass."""
+"""Plans of one matrix product: by cuBLASLt on the operands or on padded copies, or by our kernels."""

@@ -34,53 +34,53 @@ class _Rates(NamedTuple):
     moved: float
 
     def us(self, problem: MatmulProblem) -> float:
-        """Microseconds of a product."""
+        """Estimated microseconds of a product."""
         m, n, k = problem.m, problem.n, problem.k
         moved = (m * k + k * n) * problem.dtype.itemsize + m * n * problem.d_dtype.itemsize
         return self.launch_us + m * n * k / self.multiplied + moved / self.moved
 
 
-# cuBLASLt uses Hopper's kernels if no operand is ragged, and otherwise kernels of older GPUs.
+# Rates of cuBLASLt: it uses kernels for Hopper if no operand is ragged, and kernels for older GPUs otherwise.
 _WHOLE_16_BITS: Final = _Rates(2.2, 570e6, 3.2e6)
 _RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 2.2e6)
 _RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
-"""The rates for short sums, which are not split; see `most_promising`."""
+"""Rates for ragged products with a short K, whose sums are not split among blocks; see `most_promising`."""
 _WHOLE_TF32: Final = _Rates(5.2, 150e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
 _RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
 _RAGGED_TF32_LONG_K: Final = _Rates(6.5, 44e6, 1.8e6)
 _LONG_K: Final = 384
-"""Terms of a sum from which on ragged TF32 products are mostly split, and the parts added up."""
+"""Terms of K from which on cuBLASLt mostly splits the sums of ragged TF32 products, and adds up the parts."""
 _RAGGED_TF32_OVER_ROWS: Final = _Rates(8.0, 44e6, 2.7e6)
-"""The rates of a product that sums over rows of both operands, as a weight gradient: cuBLASLt splits the sum."""
+"""Rates for a product that sums over rows of both operands, such as a weight gradient: cuBLASLt splits the sum."""
 _FP32: Final = _Rates(2.9, 18e6, 4e6)
 _FP32_OVER_ROWS: Final = _Rates(6.0, 18e6, 4e6)
 _NARROW: Final = _Rates(1.8, 11e6, 2.8e6)
 _NARROW_OF_OCTETS: Final = _NARROW._replace(multiplied=2e6)
-"""The rates for more than eight columns, which our kernel pads to 16."""
+"""Rates of our kernel for narrow products with more than eight columns, which it pads to 16."""
 _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
 _WIDE: Final = 13
-"""The least number of columns to which `_NARROW_BUT_WIDE` applies."""
+"""Number of columns of a narrow product from which on `_NARROW_BUT_WIDE` applies."""
 _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
 """Launch time in microseconds of our kernel for ragged rows and at least `_WIDE` columns, by the bytes of an element.
 
-The kernel reads the elements of ragged rows one by one."""
+It is long because the kernel reads the elements of ragged rows one by one."""
 _TILE_US: Final = 2.3
 """Launch time in microseconds of our kernel for ragged rows."""
 _TILES: Final = 180.0
-"""Products of tiles that our kernel for ragged rows makes in a microsecond."""
+"""Pairs of tiles of A and B that our kernel for ragged rows multiplies in a microsecond."""
 _TILE_MOVED: Final = 4e6
 """Bytes that our kernel for ragged rows moves in a microsecond."""
 _SHARED_US: Final = 1.2
 """Microseconds for each doubling of the blocks that share a sum."""
 _ADDED_UP: Final = 15.0
-"""Blocks whose sums of columns our kernel for ragged rows adds up in a microsecond."""
+"""Blocks whose partial sums over columns (a bias gradient) our kernel for ragged rows adds up in a microsecond."""
 _RAGGED_SUMMED: Final = 24.0
-"""Ragged rows of 16-bit numbers that cuBLASLt's kernels add up in a microsecond."""
+"""Ragged 16-bit rows that cuBLASLt's epilogues for bias gradients sum up in a microsecond."""
 _SUMMED: Final = 1e3
 """Rows that our kernel for narrow products adds up in a microsecond, as for a weight gradient."""
 _SUMMED_OCTETS: Final = {2: 1.9e6, 4: 3.5e6}
-"""Multiply-adds in a microsecond for a weight gradient with more than eight columns, by the bytes of an element."""
+"""Multiply-adds of our kernel in a microsecond for a weight gradient with more than eight columns, by element bytes."""
 _PASS_US: Final = 2.0
 """Launch time in microseconds of an elementwise kernel of ours."""
 _COPY_US: Final = 1.4
@@ -88,7 +88,7 @@ _COPY_US: Final = 1.4
 _PASS_MOVED: Final = 3.7e6
 """Bytes that an elementwise or copying kernel reads and writes in a microsecond."""
 _FILLED: Final = 112
-"""Tiles of 64x128 elements that keep all multiprocessors busy."""
+"""Number of tiles of 64x128 elements that keeps all multiprocessors busy."""
 _LEAST_BUSY: Final = 0.15
 """The least share of multiprocessors that cuBLASLt's kernels for copies along K keep busy; fewer tiles share sums."""
 _FP32_AND_BACK: Final = 8
@@ -140,7 +140,8 @@ def library_us(problem: MatmulProblem) -> float:
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if problem.epilogue.sums_operand:
         us += problem.k / _RAGGED_SUMMED
-    if rounds_before_epilogue(problem):  # The product is written in FP32, and a pass of ours reads it.
+    # cuBLASLt would round before the epilogue: so the product is written in FP32, and a pass of ours reads it.
+    if rounds_before_epilogue(problem):
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
     return us
 

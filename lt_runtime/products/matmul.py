@@ -26,7 +26,8 @@ _REQUESTED: Final = 8
 _MAX_KERNELS: Final = 2
 # Partial sums of a split K stay in FP32, because in the output type they would lose precision.
 _REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE
-_ANY_ADDRESS: Final = 256  # the heuristic reads pointers' values; an aligned address here stands for the later calls'
+# Aligned stand-in for pointers that later calls set: the heuristic reads the pointers' alignment.
+_ANY_ADDRESS: Final = 256
 _DATA_TYPES: Final = {
     DType.FLOAT32: cublaslt.DataType.R_32F,
     DType.FLOAT16: cublaslt.DataType.R_16F,
@@ -68,14 +69,14 @@ def column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublas
 def rounds_before_epilogue(problem: MatmulProblem) -> bool:
     """Whether cuBLASLt would round the product to 16 bits before the epilogue, and the result again.
 
-    It does on an H200 (13.1) if rows of A, B, C or D are ragged, whether the launch is one kernel or two.
+    cuBLASLt 13.1 rounds twice on an H200 if rows of A, B, C or D are ragged, whether it launches one kernel or two.
     """
     specs = problem.a, problem.b, problem.d, *([problem.c] if problem.c else [])
     return _changes_16_bits(problem) and not are_whole(problem.dtype, *specs)
 
 
 def _changes_16_bits(problem: MatmulProblem) -> bool:
-    """Whether the epilogue changes the product, and the result has 16 bits."""
+    """Whether there is an epilogue that changes the values of a 16-bit product."""
     epilogue = problem.epilogue
     return epilogue is not Epilogue.NONE and not epilogue.sums_operand and problem.d_dtype.itemsize == 2
 
@@ -157,7 +158,8 @@ class MatmulPlan(AlgorithmPlan):
         has_many = offered.has_many_tiles(self.problem)
         if rank is None and found and (splits_all or has_many):
             found += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
-        if rank is None and has_many:  # The smaller tiles are offered to queries with less workspace.
+        # Queries with less workspace are made too, because they return algorithms with smaller tiles.
+        if rank is None and has_many:
             for workspace in (self.workspace_size // 8, 0):
                 found += self.query(workspace, cublaslt.ReductionScheme.NONE)
         self.candidates = tuple(found)
@@ -201,7 +203,7 @@ class MatmulPlan(AlgorithmPlan):
         c = d if self.problem.c is None else 2 * _ANY_ADDRESS
         try:
             return rehearse(partial(prepared, alpha, a, b, beta, c, d, _ANY_ADDRESS, self.workspace_size), self.device)
-        except CublasLtError:  # cuBLASLt refuses to launch some algorithms of its heuristic
+        except CublasLtError:  # cuBLASLt refuses to launch some algorithms that its heuristic offers
             return []
 
     def _prepare(self, algorithm: cublaslt.Algorithm) -> cublaslt.PreparedMatmul:

@@ -35,25 +35,25 @@ NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
 TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
 """The bytes by which the plan cache names our two kernels. No version of cuBLASLt gives them to an algorithm."""
 
-_ALGORITHM: Final = 64  # size in bytes of a cuBLASLt algorithm
+_ALGORITHM: Final = 64  # bytes of a `cublasLtMatmulAlgo_t`
 _COPIES_MARGIN_US: Final = 1.6
-"""Microseconds by which copies must be faster; estimates of small products are no better.
+"""Microseconds by which padded copies must be estimated to be faster: estimates of small products err by as much.
 
-It is fitted to whole passes. Ragged products beside each other can take longer than one after the other: the backward
-pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on copies, although its two products take
-15.0 and 16.7 one by one.
+The margin is fitted to whole passes, because two ragged products that run concurrently can take longer than one after
+the other: the backward pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on copies, although
+its two products take 15.0 and 16.7 one by one.
 """
 _TILE_MARGIN: Final = 1.15
 _TILE_MARGIN_US: Final = 0.6
 """The estimated time of `TILE` is multiplied by the factor, and the microseconds are added, if there is no epilogue.
 
-Both are fitted to 30 products of tuned passes: where this kernel is expected to be faster by less, passes are often
-faster without it.
+Both are fitted to 30 products of tuned passes: where this kernel is estimated to be faster by less than the handicap,
+passes are often faster without it.
 """
 
 
 class OwnPlan(AlgorithmPlan):
-    """A product by a kernel of ours on one device.
+    """The plan of a product that a kernel of ours computes on one device.
 
     Raises:
         PlanError: the kernel does not support the problem or the GPU, or its partial sums exceed the workspace.
@@ -73,14 +73,14 @@ class OwnPlan(AlgorithmPlan):
 
 
 class NarrowPlan(OwnPlan):
-    """A product with one tiny dimension."""
+    """The plan of a product with one tiny dimension, by our narrow kernels."""
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         super().__init__(problem, device, NARROW_MATMUL, NarrowPass(problem, device))
 
 
 class TilePlan(OwnPlan):
-    """A product of 16-bit matrices with ragged rows."""
+    """The plan of a product of 16-bit matrices with ragged rows, by our kernel `tile_matmul`."""
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         if not tile_matmul.supports(problem):

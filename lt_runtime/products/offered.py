@@ -36,7 +36,7 @@ from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, DType, MatmulProblem
 
 _HOPPER: Final = 66
-"""The id of the kernels for which `_estimated_us` holds; too few products were measured for others."""
+"""Id (CONFIG_ID) of the kernels for which `_estimated_us` holds; too few products were measured with other ids."""
 _HOPPER_TF32: Final = 43
 _OLDER_TF32: Final = 21
 _SELDOM_FAST: Final = (20, 41, 42)
@@ -44,16 +44,16 @@ _SELDOM_FAST: Final = (20, 41, 42)
 SHORT_K: Final = 128
 """Terms of a sum up to which it is not worth splitting."""
 _TALL: Final = 1 << 15
-"""Rows or columns of D from which on `has_many_tiles` holds."""
+"""Rows or columns of D from which on `has_many_tiles` is true for TF32 products with a short K."""
 _SHORT_TF32: Final = 55
 _SHORTEST_K: Final = 32
-"""Terms of an input gradient's sum up to which `_SHORT_TF32` is taken."""
+"""Terms of an input gradient's K up to which the kernel with the id `_SHORT_TF32` is taken."""
 _MOST_SHORT: Final = 1 << 21
-"""Elements of D up to which `_SHORT_TF32` is taken."""
+"""Elements of D up to which the kernel with the id `_SHORT_TF32` is taken."""
 _FEWEST_TERMS: Final = {Compute.TF32: (64, 64), Compute.FLOAT32: (32, 8)}
-"""The fewest terms of a part of a split sum of four-byte elements, in a gradient and in a forward product."""
+"""The fewest terms that each part of a split K must have in TF32 and FP32: in a gradient, and in a forward product."""
 _LARGE: Final = 1e9
-"""Multiply-adds from which on a product is large."""
+"""Multiply-adds from which on `is_large` is true."""
 MULTIPROCESSORS: Final = 132
 """Multiprocessors of an H200."""
 _LAUNCH_US: Final = 3.0
@@ -68,9 +68,9 @@ _MULTIPLIED: Final = 7.5e6
 _GRADIENT_US: Final = {_HOPPER_TF32: 9.0, _OLDER_TF32: 5.0}
 """Microseconds that a gradient's product in TF32 takes besides loads and multiplications, by the id of the kernel."""
 _GRADIENT_MULTIPLIED: Final = {_HOPPER_TF32: 1e6, _OLDER_TF32: 0.7e6}
-"""Multiply-adds of a multiprocessor in a microsecond, in such products."""
+"""Multiply-adds of a multiprocessor in a microsecond in a gradient's product in TF32, by the id of the kernel."""
 _GRADIENT_LOADED: Final = 14e3
-"""Numbers that a multiprocessor loads in a microsecond, in such products."""
+"""Numbers that a multiprocessor loads in a microsecond in a gradient's product in TF32."""
 _WRITTEN: Final = 12e3
 """Numbers of a tile that a multiprocessor writes in a microsecond if sums are short, even those beyond D's edge."""
 _SPLIT_US: Final = 1.0
@@ -78,7 +78,7 @@ _SPLIT_US: Final = 1.0
 _ADDED: Final = 0.5e6
 """Partial sums of a split K that are added up in a microsecond."""
 _WORTH: Final = 0.9
-"""Another algorithm is chosen if its estimate is below this fraction of the first algorithm's."""
+"""Another algorithm is chosen if its estimated time is below this fraction of the first algorithm's."""
 
 
 class Offered(NamedTuple):
@@ -103,7 +103,7 @@ def library_shape(problem: MatmulProblem) -> tuple[int, int]:
 
 
 def is_split_for_nothing(problem: MatmulProblem, offered: Offered) -> bool:
-    """Whether an algorithm splits sums that are short."""
+    """Whether an algorithm splits a K that is too short for splitting to pay."""
     return problem.k <= SHORT_K and offered.splitk > 1
 
 
@@ -122,8 +122,9 @@ def is_large(problem: MatmulProblem) -> bool:
 
 
 def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The index of the algorithm to take, by the rules that stand at the head of this module."""
-    is_fp32 = problem.dtype is DType.FLOAT32 and problem.compute is Compute.FLOAT32  # the id 20 is often the fastest
+    """The index of the algorithm to use, by the rules in this module's docstring."""
+    # In full FP32, unlike in other types, the kernels with the id 20 are often the fastest.
+    is_fp32 = problem.dtype is DType.FLOAT32 and problem.compute is Compute.FLOAT32
     seldom_fast = () if is_fp32 else _SELDOM_FAST
     some = [i for i, each in enumerate(offers) if each.algo_id not in seldom_fast] or [*range(len(offers))]
     return some[_most_promising(problem, [offers[i] for i in some])]
@@ -132,15 +133,16 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     """`most_promising` for offers without the kernels of `_SELDOM_FAST`, or with these kernels alone."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
-    lies_along_k = problem.b.layout.order is Order.COLUMN  # as the weight of a forward pass does
+    lies_along_k = problem.b.layout.order is Order.COLUMN  # B is contiguous along K, as in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)
-    sums_over_rows = problem.a.layout.order is Order.COLUMN  # as a weight gradient does
+    sums_over_rows = problem.a.layout.order is Order.COLUMN  # A is contiguous along M, as in a weight gradient
     is_short = problem.k <= (SHORT_K if lies_along_k else _SHORTEST_K) and problem.m * problem.n <= _MOST_SHORT
     if is_tf32 and is_ragged and is_short and not sums_over_rows:
         return next((i for i, each in enumerate(offers) if each.algo_id == _SHORT_TF32), 0)
     if is_split_for_nothing(problem, first):
         return next((i for i, each in enumerate(offers) if each.splitk <= 1), 0)
-    # For epilogues that differentiate or sum there is no estimate: tiles do not determine their time.
+    # There is no estimate for an epilogue with a derivative or a bias gradient: its time does not follow from the
+    # tiles.
     if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
         return 0
     usual = _usual(problem, offers, is_gradient=not lies_along_k)
@@ -161,7 +163,7 @@ def _usual(problem: MatmulProblem, offers: Sequence[Offered], *, is_gradient: bo
 
 
 def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
-    """Microseconds; infinity if there is no estimate, as for a split K, whose partial sums take time to add."""
+    """Estimated microseconds; infinity without an estimate, as for a split K, whose partial sums take time to add."""
     if offered.algo_id != _HOPPER or offered.tile is None or offered.splitk > 1 or not offered.waves:
         return math.inf
     (rows, cols), terms = offered.tile, problem.k * problem.dtype.itemsize
@@ -172,13 +174,14 @@ def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
 
 
 def _gradient_us(problem: MatmulProblem, offered: Offered) -> float:
-    """Microseconds of a gradient's product in TF32; infinity if there is no estimate."""
+    """Estimated microseconds of a gradient's product in TF32; infinity without an estimate."""
     if offered.algo_id not in _GRADIENT_US or offered.tile is None or not offered.waves:
         return math.inf
     (rows, cols), parts = offered.tile, max(offered.splitk, 1)
     m, n = library_shape(problem)
     tiles = -(-m // rows) * -(-n // cols)
-    if offered.algo_id == _HOPPER_TF32:  # Its blocks divide tiles, or parts of their sums, evenly among them.
+    # The kernel's blocks divide the tiles, or the parts of a split K of each tile, evenly among themselves.
+    if offered.algo_id == _HOPPER_TF32:
         of_each = max(1.0, tiles / (MULTIPROCESSORS * min(offered.waves, 1.0)))
     else:
         of_each = math.ceil(tiles * parts / MULTIPROCESSORS)

@@ -4,9 +4,9 @@ For ragged rows cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048
 takes 5.7. The extents decide the kernel, not the leading dimensions. So operands are copied with zeros appended along
 their contiguous axis, which add nothing to any sum. A result that is longer for that reason is copied without its tail.
 
-Hopper's tensor cores read TF32 operands only along K. If an operand of a gradient's product lies the other way,
-cuBLASLt uses older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So copies
-that lie along K are another method.
+Hopper's tensor cores read TF32 operands only if they are contiguous along K. If an operand of a gradient's product is
+not, cuBLASLt uses older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So
+products on copies that are contiguous along K are another method.
 
 To the tuner and the plan cache the copies are part of the algorithm. Two products of one gradient share its copy.
 """
@@ -30,11 +30,12 @@ from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.plan import AlgorithmPlan
 
 PADDED_MARK: Final = b"lt_runtime: padded".ljust(64, b"\0")
-"""Prefix, in the plan cache, of an algorithm of cuBLASLt's that works on padded copies."""
+"""Bytes that precede cuBLASLt's algorithm in the plan cache if the product runs on padded copies."""
 K_MAJOR_MARK: Final = b"lt_runtime: k-major".ljust(64, b"\0")
-"""Prefix of an algorithm that works on padded copies which lie along K."""
+"""Bytes that precede cuBLASLt's algorithm in the plan cache if the padded copies are contiguous along K."""
 
-_MEMORY_SHARE: Final = 64  # copies take at most this fraction of a GPU's memory, because their buffer is never freed
+# limit of the copies' bytes: a GPU's memory divided by this, because their buffer is never freed
+_MEMORY_SHARE: Final = 64
 
 
 def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
@@ -88,7 +89,7 @@ def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]
 
 
 def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spec:
-    """The operand's own spec if it has that size and order and is not ragged; otherwise the spec of a packed copy."""
+    """The operand's own spec if it has the given size and order and is not ragged; otherwise a packed copy's spec."""
     layout = spec.layout
     if layout.shape == (rows, cols) and layout.order is order and moves_vectors(spec, dtype):
         return spec

@@ -31,7 +31,8 @@ class Plan(ABC):
     def moved(self) -> int:
         """Bytes that copies of operands and a layer's passes read and write in a run.
 
-        It is the sum of `moved` over the plan's attributes, plans of products among them. A `MatmulPass` has none.
+        It is the sum of `moved` over the plan's attributes, plans of products among them. A `MatmulPass` has no
+        attribute `moved`, and is left out.
         """
         return sum(getattr(part, "moved", 0) for part in vars(self).values())
 

@@ -32,7 +32,7 @@ def library_may_fuse(problem: MatmulProblem) -> bool:
     if problem.aux is not None and problem.aux.alignment < _AUX_ALIGNMENT:
         return False
     if epilogue.sums_operand:
-        # The operand that is summed over K must be contiguous along its other axis.
+        # BGRADA and BGRADB: cuBLASLt sums an operand over K only if the operand is contiguous along its other axis.
         is_a = epilogue is Epilogue.BGRADA
         order = (problem.a if is_a else problem.b).layout.order
         return problem.batch == 1 and order is (Order.COLUMN if is_a else Order.ROW)
