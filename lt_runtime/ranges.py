@@ -19,14 +19,14 @@ from lt_runtime.arguments import check_instance
 STEP: Final = "step"
 """The name of the range around one training step. A profile counts steps by it."""
 
-_MOST_RANGES: Final = 4096  # `Range` objects that are kept; a script may use a new name at each step
+_MOST_RANGES: Final = 4096  # limit of cached `Range` objects: a script may use a new name at each step
 
 
 class Listener(Protocol):
     """An object whose methods are called when ranges begin and end, on the thread of the range.
 
-    A range that was open when the listener was added calls `exit` alone. Of several listeners, the last that was added
-    hears the end of a range first.
+    For a range that was open when the listener was added, only `exit` is called. Of several listeners, the last that
+    was added hears the end of a range first.
     """
 
     def enter(self, name: str) -> None:
@@ -37,7 +37,7 @@ class Listener(Protocol):
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Called in an operation's range with the work that it runs: a `PreparedCall` of `ops/call.py`, or an `AdamW`."""
+"""Functions that are called in an operation's range with the work that it runs: a `PreparedCall`, or an `AdamW`."""
 
 
 def tell(work: Any) -> None:
@@ -57,8 +57,9 @@ class Range(contextlib.ContextDecorator):
     A range may be entered again before it has ended, and by several threads at once.
     """
 
-    # Methods for ranges without listeners and tools: one reverses an empty list, the other releases an empty
-    # memoryview, and both ignore their arguments. Two Python functions would take three times as long.
+    # `__enter__` and `__exit__` of ranges without listeners and tools, which do nothing. Instead of Python functions,
+    # which would take three times as long, they are methods of built-in objects: one reverses an empty list, the other
+    # releases an empty memoryview.
     __enter__: Any = [].reverse
     __exit__: Any = memoryview(b"").__exit__
 
@@ -89,7 +90,7 @@ _domain: Any = None
 """The package's NVTX domain; None if no tool is attached."""
 
 is_heard = False
-"""Whether there is a listener or a tool. Code that opens ranges at a cost does so only if this is true."""
+"""Whether a listener or an NVTX tool exists. Code for which opening a range is costly opens it only if this is true."""
 
 
 def _settle() -> None:
@@ -179,7 +180,7 @@ OPERATION: Final = "lt."
 
 
 class Place(NamedTuple):
-    """The layer and the phase that some work belongs to.
+    """The layer and the phase of a step to which a kernel, a call or a range belongs.
 
     Attributes:
         layer: the name of the innermost range that is neither a phase nor an operation's; "" if there is none.

@@ -138,11 +138,11 @@ def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layo
 
 
 def _run(operation: Operation, given: Sequence[Operand | None], first_output: int, options: Any, stream: Any) -> None:
-    """Runs an operation. Operands beyond the operation's own are not passed to it, but must be on the same device."""
+    """Runs an operation. Operands that the operation does not name are only checked to be on the same device."""
     for place in range(first_output, len(operation.names)):
         if out := given[place]:
             check_no_overlap(out, *filter(None, given[:place]))
-    # An empty operand may have address 0, and is taken to be on the device of the others.
+    # An empty operand may have address 0, which tells no device: it is taken to be on the others' device.
     somewhere = next((each.address for each in given if each and each.address), 0)
     placed = [each and replace(each, device=device_of_address(each.name, each.address or somewhere)) for each in given]
     first, *others = filter(None, placed)
@@ -158,7 +158,7 @@ def _optional(name: str, given: int, lies: Layout | int) -> Operand | None:
 
 
 def _operand(name: str, given: int, lies: Layout | int) -> Operand:
-    """The operand at an address, on a device yet unknown.
+    """Makes the `Operand` at an address; its device is found out later.
 
     Args:
         lies: the layout of a matrix, or the length of a vector.

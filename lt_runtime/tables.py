@@ -39,10 +39,10 @@ def table(title: str | None, headings: Sequence[str], lines: Sequence[Sequence[s
 def rendered(line: Line, *, styled: bool = False) -> str:
     """The text of a line as Rich formats it for this terminal; a string as it is, which needs no package.
 
-    Bold and coloured text needs `styled`, because a text may also go to a file.
+    Only with `styled` is the text bold or coloured, because it may also go to a file.
 
-    Rich only formats here. It flushes stdout all the same, and ends the process at a closed pipe; everything printed
-    before is therefore flushed first, which raises an exception.
+    Rich is used only to format, but it also flushes stdout, and ends the process if the pipe is closed. So stdout is
+    flushed before, which raises an exception in this case.
     """
     if isinstance(line, str):
         return printable(line)
@@ -53,6 +53,6 @@ def rendered(line: Line, *, styled: bool = False) -> str:
     console = Console(color_system="auto" if styled else None)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
-    with console.capture() as captured:  # tables are wrapped; lines are not, because users copy names from them
+    with console.capture() as captured:  # only tables are wrapped to the width: users copy names from lines
         console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
     return captured.get().removesuffix("\n")

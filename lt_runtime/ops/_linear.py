@@ -1,4 +1,4 @@
-"""A linear layer's passes as operations, and `LinearContext`, which backward needs from forward."""
+"""The passes of a linear layer as operations, and `LinearContext`, the record of a forward pass for backward."""
 
 from __future__ import annotations
 

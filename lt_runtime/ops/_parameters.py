@@ -100,7 +100,7 @@ class Parameter:
 
 
 class HeldArrays:
-    """The arrays of parameters at the construction of this object, for a holder of the arrays' addresses.
+    """The arrays that parameters had when this object was made; notices if one has been replaced since.
 
     Args:
         holder: the name of the holder in errors, such as "the optimizer".

@@ -273,7 +273,7 @@ class HostState:
                 scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
 
     def _judge(self) -> tuple[float, bool]:
-        """The gradients' factor, from clipping and the loss scale; and whether all gradients are finite."""
+        """The factor by which clipping and the loss scale multiply gradients; and whether all gradients are finite."""
         options = self.options
         if self.grad_norm is None:
             return 1.0, True

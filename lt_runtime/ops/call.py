@@ -41,7 +41,7 @@ _MOST_CALLS: Final = 1024
 _MOST_REPEATS: Final = 1024
 _UNTIL_RETRY: Final = 1000  # calls
 _ONCE: Final = False
-"""Value in `cache.repeats` of a call that was made once with its arrays, and has no launch yet."""
+"""Value in `cache.repeats` for a call that was made once with its arrays: no graph has been captured for it yet."""
 _OWN_THREADS: Final = "lt_runtime "
 """Prefix of the names of all threads that the package starts."""
 
@@ -138,7 +138,7 @@ class PreparedCall:
     _overlaps: list[tuple[int, list[tuple[int, int, int]]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Notes for each written operand the distances to every other operand at which the two overlap."""
+        """Computes the distances between the addresses of a written operand and of any other at which they overlap."""
         present = [(place, size) for place, size in enumerate(self.sizes) if size]
         self._overlaps = []
         for i, size in [each for each in present if each[0] in self.request.written]:
@@ -151,7 +151,7 @@ class PreparedCall:
             self._overlaps.append((i, others))
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
-        """Whether no written operand overlaps another; only where operands begin and end is compared."""
+        """Whether no written operand overlaps another. Gaps between an operand's rows count as part of the operand."""
         for i, others in self._overlaps:
             start = addresses[i]
             for j, above, below in others:

@@ -42,7 +42,8 @@ calls: Final[dict[Hashable, Any]] = {}
 repeats: Final[dict[Hashable, Any]] = {}
 """The graph launches of repeated calls, by prepared call, stream and addresses; False for a call that was made once."""
 generation = object()
-"""An object that is replaced whenever plans are forgotten; prepared calls of an earlier generation are not used."""
+"""An object that is replaced whenever plans are forgotten. A prepared call keeps the object of its time, and is not
+used once the two differ."""
 
 _plans: dict[tuple[Problem, int], Plan] = {}
 _lock = threading.RLock()

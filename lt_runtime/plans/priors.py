@@ -129,7 +129,7 @@ def _below(problem: BackwardProblem) -> str:
 
 
 def _distance(strategy: strategies.BackwardStrategy, wanted: Mapping[str, Any]) -> tuple[int, int]:
-    """The number of parts with different makers, where absent parts agree; then the number of cuBLASLt's epilogues."""
+    """Sort key: in how many parts a strategy differs from `wanted`, then how many of cuBLASLt's epilogues it uses."""
     parts = {name: value for name, value in to_json(strategy).items() if value != strategies.MadeBy.NOBODY.value}
     differences = sum(wanted.get(name, value) != value for name, value in parts.items())
     return differences, [*parts.values()].count(strategies.MadeBy.EPILOGUE.value)

@@ -218,5 +218,5 @@ def dz_spec(problem: BackwardProblem) -> Spec:
 
 
 def unchanged(db: int | None) -> Derivative:
-    """The derivative of a layer without activation and dropout; `db` is the alignment of a wanted bias gradient."""
+    """The `Derivative` of a layer without activation and dropout; `db` is the bias gradient's alignment, or None."""
     return Derivative(Activation(), Saved.NOTHING, None, db)

@@ -62,7 +62,8 @@ _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
 _WIDE: Final = 13
 """Number of columns of a narrow product from which on `_NARROW_BUT_WIDE` applies."""
 _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
-"""Launch time in microseconds of our kernel for ragged rows and at least `_WIDE` columns, by the bytes of an element.
+"""Launch time in microseconds of our narrow kernels for ragged rows and at least `_WIDE` columns, by bytes of an
+element.
 
 It is long because the kernel reads the elements of ragged rows one by one."""
 _TILE_US: Final = 2.3
@@ -72,7 +73,8 @@ _TILES: Final = 180.0
 _TILE_MOVED: Final = 4e6
 """Bytes that our kernel for ragged rows moves in a microsecond."""
 _SHARED_US: Final = 1.2
-"""Microseconds for each doubling of the blocks that share a sum."""
+"""Microseconds that our kernel for ragged rows takes longer with each doubling of the blocks that share a sum over
+K."""
 _ADDED_UP: Final = 15.0
 """Blocks whose partial sums over columns (a bias gradient) our kernel for ragged rows adds up in a microsecond."""
 _RAGGED_SUMMED: Final = 24.0
@@ -90,9 +92,11 @@ _PASS_MOVED: Final = 3.7e6
 _FILLED: Final = 112
 """Number of tiles of 64x128 elements that keeps all multiprocessors busy."""
 _LEAST_BUSY: Final = 0.15
-"""The least share of multiprocessors that cuBLASLt's kernels for copies along K keep busy; fewer tiles share sums."""
+"""Least share of the multiprocessors that cuBLASLt keeps busy on copies along K: with fewer tiles it splits the
+sums."""
 _FP32_AND_BACK: Final = 8
-"""Bytes an element that a product in FP32 with a pass moves more than a 16-bit product: FP32 is written and read."""
+"""Additional bytes of an element if a product is written in FP32 and our pass reads it again, instead of a 16-bit
+product."""
 
 
 def narrow_us(problem: MatmulProblem) -> float:

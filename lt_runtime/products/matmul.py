@@ -58,7 +58,7 @@ def library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
 
 
 def column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublaslt.MatrixLayout:
-    """The layout by which cuBLASLt reads a matrix or a batch: a row-major matrix is its transpose to the library."""
+    """The layout by which cuBLASLt, which is column-major, reads a matrix or a batch; row-major ones are transposed."""
     layout = spec.layout
     rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
     stride = spec.batch_stride if batch > 1 else 0

@@ -33,7 +33,8 @@ Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
 
 NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
 TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
-"""The bytes by which the plan cache names our two kernels. No version of cuBLASLt gives them to an algorithm."""
+"""The bytes that stand for our two kernels in the plan cache, in place of an algorithm of cuBLASLt. No algorithm of any
+version of cuBLASLt has these bytes."""
 
 _ALGORITHM: Final = 64  # bytes of a `cublasLtMatmulAlgo_t`
 _COPIES_MARGIN_US: Final = 1.6
@@ -45,7 +46,8 @@ its two products take 15.0 and 16.7 one by one.
 """
 _TILE_MARGIN: Final = 1.15
 _TILE_MARGIN_US: Final = 0.6
-"""The estimated time of `TILE` is multiplied by the factor, and the microseconds are added, if there is no epilogue.
+"""Handicap of our kernel for ragged rows (`TILE`) without an epilogue: its estimated time is multiplied by the factor,
+and the microseconds are added.
 
 Both are fitted to 30 products of tuned passes: where this kernel is estimated to be faster by less than the handicap,
 passes are often faster without it.
@@ -118,7 +120,7 @@ class Method:
 
 
 def _is_copied(problem: MatmulProblem, *, k_major: bool = False) -> bool:
-    """Whether copies of the operands would differ from the operands, and, with `k_major`, from plain padded copies."""
+    """Whether padded copies would differ from the operands; with `k_major`, also from copies in the same order."""
     return padded_problem(problem) is not None and (not k_major or padded_problem(problem, k_major=True) is not None)
 
 

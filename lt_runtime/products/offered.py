@@ -59,7 +59,8 @@ MULTIPROCESSORS: Final = 132
 _LAUNCH_US: Final = 3.0
 _ROUND_US: Final = 0.4
 _EPILOGUE_US: Final = 1.5
-"""Microseconds that an epilogue adds to a round of tiles of more than `_ROWS` rows."""
+"""Microseconds that an epilogue adds to a round (one tile on each multiprocessor) if tiles have more than `_ROWS`
+rows."""
 _ROWS: Final = 64
 _LOADED: Final = 90e3
 """Bytes that a multiprocessor loads in a microsecond."""
@@ -72,7 +73,8 @@ _GRADIENT_MULTIPLIED: Final = {_HOPPER_TF32: 1e6, _OLDER_TF32: 0.7e6}
 _GRADIENT_LOADED: Final = 14e3
 """Numbers that a multiprocessor loads in a microsecond in a gradient's product in TF32."""
 _WRITTEN: Final = 12e3
-"""Numbers of a tile that a multiprocessor writes in a microsecond if sums are short, even those beyond D's edge."""
+"""Numbers of D that a multiprocessor writes in a microsecond if K is short. Numbers of a tile beyond D's edge take as
+long."""
 _SPLIT_US: Final = 1.0
 """Microseconds that the addition of partial sums takes at least."""
 _ADDED: Final = 0.5e6

@@ -63,7 +63,7 @@ def is_separate(problem: MatmulProblem) -> bool:
 
 
 def _needs_pass(problem: MatmulProblem) -> bool:
-    """Whether the problem has an epilogue, or a C that cuBLASLt does not take."""
+    """Whether cuBLASLt's plain product needs our pass: for an epilogue, or for a C that cuBLASLt does not take."""
     return problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
 
 

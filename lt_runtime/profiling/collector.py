@@ -24,15 +24,15 @@ from lt_runtime.ranges import listening
 Path: TypeAlias = tuple[str, ...]
 
 MOST_PATHS: Final = 65536
-"""Limit of distinct paths of ranges in one profile; work in further ranges counts to the ranges around them."""
+"""Limit of distinct paths of ranges in one profile; work in further ranges is assigned to the ranges around them."""
 MOST_BORDERS: Final = 4_000_000
 """Limit of recorded begins and ends of ranges, of 16 bytes each. After the limit, work of threads that open no ranges
 themselves is assigned to no range."""
 
 _NEVER_CAPTURED: Final = {0, 1, 2}
-"""Handles of the default stream, and of CU_STREAM_LEGACY and CU_STREAM_PER_THREAD."""
+"""Handles of streams that cannot be captured: the default stream's, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD."""
 _LOCAL: Final = 0xFFFFFFFF
-"""Mask of a node's own number in its id; the upper 32 bits are the id of its graph."""
+"""Mask of the lower 32 bits of a node's id, which identify the node in its graph; the upper ones are the graph's id."""
 
 _numbers: Final = itertools.count(1)
 """Ids of paths, never used twice: CUPTI still links calls to the ids of ranges that are open after a profile's end."""
@@ -65,9 +65,10 @@ class Collector:
         self.activities: list[Activity] = []
         self.dropped = 0
         self._thread, self._own_thread = _Thread(), 0
-        self._threads = set[int]()  # ids of the threads that opened ranges
+        self._threads = set[int]()  # ids of the threads that have opened ranges
         self._ids, self._paths = dict[Path, int](), dict[int, Path]({0: ()})
-        # Ids of the paths of open ranges in the thread that made the profile, and the times from which each was open.
+        # The history of open ranges in the thread that made the profile: ids of paths, and the time from which each was
+        # open.
         self._borders, self._opened = array("q"), array("q")
         # The ranges in which each node was captured, by the ids of its graph and of the node in the graph. A cloned or
         # executable graph is traced back to its source, which is the graph that it was made from.
@@ -86,10 +87,11 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
         try:
-            while self._thread.open:  # these ranges will end after the profile
+            while self._thread.open:  # ranges that are still open: they will end after the profile
                 self._thread.open.pop()
                 cupti.pop_id()
-            with contextlib.suppress(GpuError):  # an error of the program's own work, which its own calls will raise
+            # an error of the program's own work: the program's next call will raise it
+            with contextlib.suppress(GpuError):
                 _wait_for_gpus()
                 self._note_graphs()
             ended = _moment()
@@ -201,7 +203,7 @@ class Collector:
 
 
 def _moment() -> tuple[int, int]:
-    """The present time on CUPTI's clock and on the host's monotonic clock, in nanoseconds.
+    """Reads CUPTI's clock and the host's monotonic clock at the same moment, in nanoseconds.
 
     Both clocks are read several times; the reading that took the least time is the most accurate and is returned.
     """

@@ -20,7 +20,7 @@ from lt_runtime.ranges import PHASES, Place, place_of
 UNATTRIBUTED: Final = "(unattributed)"
 _LEAST_GAP_NS: Final = 1000
 Works: TypeAlias = dict[Place, list[Work]]
-"""The work of the operations at each place of a step; a place is a layer and a phase."""
+"""FLOPs and bytes of the operations at each place of a step; a place is a layer and a phase."""
 _WITH_LAYERS: Final = ("forward", "backward", "")
 
 
@@ -141,7 +141,7 @@ def layers_of(
 
 
 def works_of(steps: Sequence[Step]) -> Works:
-    """The work of a step's operations at each place; of several steps, the last that contains the place counts."""
+    """FLOPs and bytes of a step's operations at each place, taken from the last step that contains the place."""
     return {place: [work_of(ran) for ran in cell.works] for step in steps for place, cell in step.items()}
 
 
@@ -150,7 +150,7 @@ def _layer(
 ) -> Layer:
     cells = [step[place] for step in steps if place in step]
     times = [cell.us for cell in cells]
-    # The ranges of a graph are timed in different launches: a range minus its nested ranges may be less than 0.
+    # At least 0: ranges of a graph are timed in different launches, so that nested ranges may seem to take longer.
     us = max(0.0, statistics.median(times))
     flops, moved = sum(work.flops for work in works), sum(work.bytes for work in works)
     kind = next((work.kind for work in works if work.kind), "")

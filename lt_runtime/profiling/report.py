@@ -28,7 +28,8 @@ _LARGEST: Final = 1 << 24
 """Limit of a report's bytes; a kernel takes about 400."""
 _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
-"""The table leaves out rows for time outside of layers that is shorter than this."""
+"""Microseconds of a step: the printed table leaves out rows of time outside of layers that are shorter and have no
+kernels."""
 _SHOWN_NAME: Final = 72
 _CATEGORIES: Final = {
     "memcpy": "gpu_memcpy", "memset": "gpu_memset", "call": "cuda_runtime", "synchronization": "cuda_runtime",
@@ -230,7 +231,8 @@ def plot(report: Report, file: Path) -> None:
     from matplotlib.figure import Figure
 
     longest = sorted(report.layers, key=lambda each: -each.us)[:_MOST_BARS]
-    layers = [each for each in report.layers if each in longest and each.us > 0][::-1]  # matplotlib draws bars upwards
+    # reversed, because matplotlib draws the first bar at the bottom
+    layers = [each for each in report.layers if each in longest and each.us > 0][::-1]
     figure = Figure(figsize=(15, max(5.0, 2.5 + 0.3 * len(layers))), layout="constrained")
     FigureCanvasAgg(figure)
     times, moved, roof = figure.subplots(1, 3, width_ratios=(3, 2, 4))

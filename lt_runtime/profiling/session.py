@@ -54,11 +54,12 @@ class Profile:
         self.report, self.is_done = Report(), False
         self._skip, self._timed, self._traced, self._device = skip, timed, 0 if device is None else traced, device
         self._thread = _Thread()
-        self._steps = self._measure()  # each `next` ends a step
-        self._lock = threading.Lock()  # several threads may end steps
+        self._steps = self._measure()  # a generator: each `next` ends a step
+        self._lock = threading.Lock()  # several threads may end steps at the same time
         self._seen = self._traced_steps = 0
-        self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first step
-        self._timer = Timer(None)  # empty until steps are timed
+        # Whether steps end with calls of `step` rather than of a `TrainStep`; None before the first step.
+        self._is_marked = is_marked
+        self._timer = Timer(None)  # a timer without steps, until steps are timed
         self._collector: Any = None
         self._notes: list[str] = []
         self._undo = contextlib.ExitStack()
@@ -68,7 +69,7 @@ class Profile:
             raise ArgumentError("a profile is running already; profiles do not nest, and there is one for all threads")
         self._undo.callback(_running.release)
         if self._device is not None and self._device == current_device():
-            make_context_current()  # ranges may begin before the first call of CUDA, and events need a context
+            make_context_current()  # ranges may begin before any library has made a CUDA context, which events need
         self._undo.enter_context(ranges.listening(self))
         next(self._steps, None)
         return self

@@ -18,8 +18,9 @@ from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.marks import EventMarks, MarkedCopy, MarkedGraph
 from lt_runtime.ranges import Place, place_of
 
-_MOST_PENDING: Final = 2048  # ranges that have ended and whose events have not been read
-_MOST_SPANS: Final = 20_000  # limit of timed ranges that are kept for the trace
+_MOST_PENDING: Final = 2048  # limit of ended ranges whose events have not been read; the oldest are read beyond it
+# Limit of the timed ranges that are kept for the trace.
+_MOST_SPANS: Final = 20_000
 _MOST_PLACES: Final = 4096
 RANGES: Final = 1_000_000
 """The number of the stream under which the trace shows ranges timed on the GPU."""
@@ -193,7 +194,8 @@ class Timer:
         copy = None if marked is None else marked.next
         if marked is None or copy is None or copy.graph is None:
             return graph
-        self._read_while(lambda: copy.is_unread)  # this launch will overwrite the copy's events
+        # the next launch of this copy overwrites its events: their times are read before
+        self._read_while(lambda: copy.is_unread)
         marked.launch(copy)
         frames = self._thread.open
         self._pending.append(_Launch(marked, copy, frames[-1] if frames else None))
@@ -246,9 +248,11 @@ class Timer:
         for frame in copy.frames:
             path = frame.path if parent is None else (*parent.path, *frame.path)
             us = sum(times[frame.start : frame.end])
-            self._add(frame, path, frame.parent or parent, us, 0.0)  # the host does not run the ranges of a replay
+            # host time 0: the host does not run the code of a replay's ranges
+            self._add(frame, path, frame.parent or parent, us, 0.0)
             self._keep(None, path, us, began_us + sum(times[: frame.start]))
-            frame.inside = frame.host_inside = 0.0  # the copy's next launch is read into the same frame
+            # reset: the times of the copy's next launch are added to the same frame
+            frame.inside = frame.host_inside = 0.0
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:
         """Adds the time of a range, without the time of the ranges within it, to the cell of its place.

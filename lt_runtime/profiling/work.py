@@ -36,7 +36,7 @@ COPY: Final = "copy"
 _COPIED: Final = 1 << 29  # bytes
 _EXTENT: Final = 8192
 _ROUNDS: Final = 6
-_LIMIT: Final = 1 << 16  # bytes that are read of the file
+_LIMIT: Final = 1 << 16  # limit of the bytes of the file of ceilings
 
 
 class Work(NamedTuple):
@@ -63,10 +63,10 @@ def work_of(ran: PreparedCall | AdamW) -> Work:
     if isinstance(ran, AdamW):
         return Work(bytes=_bytes_of_update(ran))
     problem = ran.request.problem
-    if isinstance(problem, MLPProblem):  # the fused backward kernel repeats the forward pass, which `work_of` counts
+    if isinstance(problem, MLPProblem):  # counts the forward pass too: the fused backward kernel repeats it
         return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
     if not isinstance(problem, Remembered):
-        return Work(bytes=sum(ran.sizes))  # a loss or dropout reads or writes each array once
+        return Work(bytes=sum(ran.sizes))  # losses and dropout read or write each array once
     kind = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
     least = roofline.work_of(problem)
     if ran.plan is None:
@@ -89,7 +89,7 @@ def _moved(plan: Plan) -> int:
     for each in _products(plan).values():
         moved += roofline.work_of(each.inner.problem if isinstance(each, PaddedPlan) else each.problem).bytes
     if isinstance(plan, ProductPlan) and plan.product.problem is not plan.problem:
-        # A pass of ours reads the plain product, and the operands that only the epilogue needs; it writes D.
+        # Our pass after the plain product reads that product and the operands of the epilogue, and writes D.
         plain, whole = plan.product.problem, plan.problem
         moved += roofline.work_of(whole).bytes - roofline.work_of(plain).bytes
         moved += sum(each.batch * each.d.layout.size * each.d_dtype.itemsize for each in (plain, whole))
@@ -131,7 +131,7 @@ def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
     if missing:
         with workbench(device) as bench:
             known |= {kind: measure(bench, kind) for kind in sorted(missing)}
-        with contextlib.suppress(OSError):  # without the file they are measured again next time
+        with contextlib.suppress(OSError):  # if the file cannot be written, the next process measures again
             replace_private(path, json.dumps(known, indent=2).encode())
     return known
 
@@ -151,4 +151,5 @@ def measure(bench: Bench, kind: str) -> float:
         plan, operands = make_plan(problem, bench.device), ProductOperands(bench.memory, problem)
         operands.fill(NORMAL, 0)
         amount, run = 2 * _EXTENT**3, lambda stream: plan.run(operands.call(stream))
-    return 1e6 * amount / min(bench.clock.once(run) for _ in range(_ROUNDS))  # the first round loads the kernel
+    # the fastest of several rounds: the first also loads the kernel
+    return 1e6 * amount / min(bench.clock.once(run) for _ in range(_ROUNDS))

@@ -96,7 +96,8 @@ def gradient_norm(gradients: Sequence[NDArray[Any]], scale: float = 1.0) -> tupl
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """The factor that clips gradients of norm `norm` to `max_norm`, as in PyTorch's `clip_grad_norm_`."""
-    return min(max_norm / (norm + 1e-6), 1.0)  # in this order of its arguments, min returns NaN if the norm is NaN
+    # Python's min returns its first argument if this is NaN: the factor is NaN if the norm is NaN
+    return min(max_norm / (norm + 1e-6), 1.0)
 
 
 def next_scale(scaler: GradScaler, scale: float, growth_tracker: int, finite: bool) -> tuple[float, int]:

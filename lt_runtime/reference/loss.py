@@ -96,7 +96,7 @@ def cross_entropy(
 
 
 def _mean(losses: Array, slopes: Array, row_weights: Weights) -> tuple[float, Array]:
-    """The mean of losses and its gradient; `slopes` are the losses' derivatives. The mean of no losses is NaN."""
+    """The mean of elementwise losses and its gradient; `slopes` are their derivatives. The mean of no losses is NaN."""
     if losses.size == 0:
         return float("nan"), slopes
     if row_weights is not None:

@@ -17,8 +17,9 @@ _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)
-_BLOCK: Final = 4096  # calls computed at a time, so that their words stay in the processor's cache
-LANES: Final = 8  # the 16-bit lanes in the 128 bits of one call
+# Calls of Philox that are computed at a time: their words stay in the processor's cache.
+_BLOCK: Final = 4096
+LANES: Final = 8  # 16-bit numbers (lanes) in the 128 bits that one call of Philox gives
 
 
 def round_keys(key: tuple[int, int], rounds: int = 10) -> list[tuple[int, int]]:
@@ -58,7 +59,7 @@ def _mix(state: NDArray[np.uint64], key: tuple[int, int]) -> None:
 
 
 def random_lanes(calls: NDArray[np.uint64], third: int, fourth: int, seed: int) -> NDArray[np.uint16]:
-    """The lanes (n, 8) of calls with these numbers (n,); lane 0 is the low half of word 0.
+    """The 16-bit lanes (n, 8) of the calls of Philox with given numbers (n,); lane 0 is the low half of word 0.
 
     A call's counter is four words: the low and the high word of its number, the third, the fourth; its key is the seed.
     """

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from lt_runtime.problem import DType
 from lt_runtime.reference.philox import LANES, random_lanes
 
-_STREAMS: Final = 1 << 31  # the third counter word's highest bit, which the ids of dropout's layers never set
+# Highest bit of the third word of Philox's counter. Dropout puts a layer's id there, which never has this bit.
+_STREAMS: Final = 1 << 31
 _TILE: Final = 256
 
 
@@ -55,7 +56,7 @@ def rounding_lanes(
     return in_order[:size]
 
 
-@functools.lru_cache(maxsize=1)  # the tensors of one parameter share their calls
+@functools.lru_cache(maxsize=1)  # m and v use the calls of their parameter
 def _lanes_of_calls(first: int, count: int, seed: int, tensor: int, step: int) -> NDArray[np.uint16]:
     return random_lanes(np.arange(first, first + count, dtype=np.uint64), _STREAMS + tensor, step, seed)
 

@@ -80,7 +80,7 @@ class HostTally:
 
     def read(self, stream: Any) -> Totals:
         """Returns the sums and starts new ones; waits for the stream."""
-        stream_handle(stream, HOST)  # refuses anything but a stream
+        stream_handle(stream, HOST)  # refuses an argument that is no stream
         totals, self._totals = self._totals, _NOTHING
         return totals
 

@@ -39,7 +39,7 @@ LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] 
     "bce_with_logits": (losses.bce_with_logits, ("pos_weight",)),
 }
 """The function of each loss, and the options that it takes in a training step."""
-_ARRAYS: Final = ("class_weights", "pos_weight")  # options that are arrays; the others are numbers
+_ARRAYS: Final = ("class_weights", "pos_weight")  # the options that are arrays; all others are numbers
 LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"]
 OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
 
@@ -88,7 +88,8 @@ def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
             raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {', '.join(known) or 'none'}")
     numbers = {option: value for option, value in given.items() if option not in _ARRAYS}
     row, classifies = np.zeros((1, model.dims[-1]), np.float32), name == "cross_entropy"
-    function(row, np.zeros(1, np.int32) if classifies else row, **numbers)  # refuses wrong numbers
+    # Computes the loss of a row of zeros, so that wrong options are refused now.
+    function(row, np.zeros(1, np.int32) if classifies else row, **numbers)
     arrays = {option: _on_device(option, given[option], model) for option in given if option in _ARRAYS}
     is_elementwise = name in ELEMENTWISE and all(each is None for each in arrays.values())
     elementwise = ElementwiseLoss(name, **numbers) if is_elementwise else None
@@ -120,7 +121,7 @@ def _own_loss(
             return losses.Loss(loss, gradient)
         if device is None:
             factor = np.float32(share) * (np.float32(1.0) if grad_scale is None else grad_scale)
-            with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
+            with np.errstate(all="ignore"):  # overflow and NaN give no warnings, as on a GPU
                 return losses.Loss(loss, (gradient * factor).astype(outputs.dtype))
         rounded = gradient if outputs.dtype == fp32 else CUPY.empty(shape, outputs.dtype, device, stream or 0)
         if rounded.size:
@@ -159,7 +160,7 @@ _INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8
 
 
 class StepBody:
-    """One step: the checks of its batch, and its operations in the order in which they run.
+    """A training step: checks its batch, and runs its operations in their order.
 
     Args:
         rows: the number of rows of every batch; None for any multiple of `parts`.
@@ -261,7 +262,8 @@ class StepBody:
         scores = Scores(outputs, target) if loss.classifies else None
         del outputs, out  # From here on, each array is freed after its last use, so that later arrays get its memory.
         device = model.device.ordinal
-        # No later operation of the step reads the tally: on a GPU it is updated on a second stream, concurrently.
+        # No other operation of the step reads the tally of losses: a GPU updates it on a branch of the graph,
+        # concurrently.
         concurrent = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
         with concurrent as memory:
             with range_of("loss"):
@@ -300,7 +302,7 @@ def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
         rows: number of rows of a micro-batch.
         accumulates: whether a step has several micro-batches: all but the first add to the gradients.
     """
-    from lt_runtime.tuner.chain import LayerChain  # imported here, because only tuning needs it
+    from lt_runtime.tuner.chain import LayerChain  # imported late, because only tuning needs the tuner
 
     layers, types = model.layers, (model.dtype, Compute(model.compute))
     dropout, bias = [each.dropout > 0 for each in layers], [each.bias is not None for each in layers]

@@ -97,7 +97,7 @@ class StepBuffers:
             shapes = [(rows, *rest)] * parts
             flat = CUPY.zeros((arena_size(shapes, dtype.itemsize),), dtype, device, stream)
             made.append(arena_views(flat, shapes))
-            # Equal parts of an arena begin at equal distances.
+            # `flat` holds the micro-batches of an array as equal parts, so that they begin at equal distances.
             targets.append(RowBuffers(flat.data.ptr, rows, dtype.itemsize * math.prod(rest), flat.nbytes // parts))
         self.parts = [*zip(*made, strict=True)]
         self.graph: Graph | None = None
@@ -107,7 +107,7 @@ class StepBuffers:
         self._range = range_of("input")
 
     def fill(self, places: Sequence[Place], stream: int) -> None:
-        """Copies the arrays of a batch into the buffers; without places, from the places that the table then holds."""
+        """Copies a batch's arrays into the buffers: from `places`, or, if empty, from the addresses in the table."""
         with self._range:
             self._copy.launch(places, stream, 0 if places else self._table.data.ptr)
 
@@ -172,7 +172,7 @@ class GpuStep:
         return self.tally.read(stream_handle(stream, self._device, self._current_stream))
 
     def repeat(self, batch: tuple[Any, ...], stream: Any) -> bool:
-        """Runs a step if an equivalent batch was run before; returns whether the step was run.
+        """Runs a step if a batch equivalent to this one was run before; returns whether the step was run.
 
         Batches are equivalent if they differ only in addresses and values; their checks need not be repeated. This
         method is the shortest way from a call to the launch of the graph.
@@ -279,7 +279,7 @@ class GpuStep:
             if self._captures:
                 buffers.graph = self._capture(buffers, stream)
         except BaseException as error:
-            if not self._buffers:  # no graph holds an address of the pool
+            if not self._buffers:  # only if no graph holds addresses of the pool
                 self._pool.free_all_blocks()
             if isinstance(error, out_of_memory):
                 raise GpuError(f"no memory for batches of {batch[0].shape[0]} rows: {error}") from error
@@ -297,7 +297,8 @@ class GpuStep:
         captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:
-            self._rehearse(buffers, cupy().cuda.MemoryPool(), captured)  # this pool is freed before the next line
+            # the memory of the first rehearsal is freed when this pool is dropped, before the second
+            self._rehearse(buffers, cupy().cuda.MemoryPool(), captured)
             self._rehearse(buffers, self._pool, captured)
         finally:
             order_after(stream, captured)

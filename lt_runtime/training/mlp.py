@@ -88,7 +88,7 @@ class MLP:
         self.dims = integers("dims", dims)
         if len(self.dims) < 2 or min(self.dims) < 1:
             raise ArgumentError(f"dims is {list(self.dims)}; accepted are at least two positive sizes")
-        self.seed = Philox(seed).seed  # refuses anything but a 64-bit seed
+        self.seed = Philox(seed).seed  # `Philox` refuses anything but a 64-bit seed
         self.dtype = DType.parse("the model", dtype)
         self.master_weights = flag("master_weights", master_weights)
         if not self.master_weights and self.dtype is not DType.BFLOAT16:
@@ -311,7 +311,7 @@ class MLP:
         arenas = [host_zeros(arena_size(shapes, kind.itemsize), kind) for kind in kinds]
         values, _, *masters = [arena_views(arena, shapes) for arena in arenas]
         for place, (name, shape) in enumerate(named.items()):
-            if name.endswith("weight"):  # a bias follows its layer's weight, and has the same bound
+            if name.endswith("weight"):  # `bound` is the weight's: each bias follows the weight of its layer
                 bound = 1.0 / math.sqrt(shape[1])
             for start in range(0, math.prod(shape), _DRAWN):  # in pieces, which take little memory
                 drawn = generator.uniform(-bound, bound, min(_DRAWN, math.prod(shape) - start)).astype(np.float32)

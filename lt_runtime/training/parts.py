@@ -32,7 +32,7 @@ from lt_runtime.problem import Activation, Chosen, DType, MLPProblem, activation
 from lt_runtime.ranges import range_of
 
 _PATIENCE_S: Final = 2.0
-_CAPTURING: Final = 900  # the value of cudaErrorStreamCaptureUnsupported
+_CAPTURING: Final = 900  # the number of cudaErrorStreamCaptureUnsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,15 @@ class ComputeDevice:
             return array
         with self.current():
             copy = cupy().asarray(array)
-            call("cuStreamSynchronize", stream_handle(None, self.ordinal))  # work on any stream may read the copy
+            # waits, because work on any stream may read the copy
+            call("cuStreamSynchronize", stream_handle(None, self.ordinal))
             return copy
 
     def read(self, name: str, array: Any, stream: int) -> Operand:
         """Reads an array as an operand; raises `DeviceError`, with a remedy, if it is not on this device."""
         if self.ordinal is None:
-            on_host({"the model": np.empty(0), name: array})  # refuses arrays on a GPU without asking for a driver
+            # refuses arrays on a GPU, also on a machine without a driver
+            on_host({"the model": np.empty(0), name: array})
         operand = read(name, array, stream)
         if operand.device == (HOST if self.ordinal is None else self.ordinal):
             return operand
@@ -195,7 +197,7 @@ class NarrowPasses:
         biases, hidden = tuple(each.bias is not None for each in layers), {each.activation for each in layers[:-1]}
         self._layers, self._problem = layers, MLPProblem(dtype, 1, dims, biases, layers[0].activation)
         is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
-        # None if the kernels support the model with no number of rows.
+        # None if the one-kernel passes do not support the model, whatever the number of rows.
         self._device = device if is_plain and device is not None and supports(self._problem, device) else None
         self._chosen: dict[tuple[int, bool], bool] = {}
         self._generation: object = None

@@ -63,7 +63,7 @@ def is_pinned(array: NDArray[Any]) -> bool:
     """Whether an array lies in page-locked memory, from which a GPU can copy while the host continues."""
     try:
         return int(call("cuPointerGetAttribute", _MEMORY_TYPE, array.ctypes.data)) == _HOST_MEMORY
-    except DriverError:  # pageable memory, which the driver does not know
+    except DriverError:  # the driver knows no address in pageable memory
         return False
 
 
@@ -158,7 +158,7 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
 
 
 class _HostLane:
-    """A lane: transfers batches from the reading thread to the user. This one, on the host, copies each batch once."""
+    """Transfers batches from the reading thread to the user (a lane). On the host it copies each batch once."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around the reading thread's work."""
@@ -180,7 +180,7 @@ class _HostLane:
 
 
 class _GpuLane(_HostLane):
-    """The lane to a GPU, a ring of slots: each batch overwrites the oldest one.
+    """Transfers batches to a GPU through a ring of slots: each new batch overwrites the oldest one.
 
     Args:
         depth: the number of batches that are read ahead, and of the latest batches that the user may still read.
@@ -191,7 +191,7 @@ class _GpuLane(_HostLane):
         self._given: collections.deque[Slot] = collections.deque()
         with activated(device), contextlib.ExitStack() as stack:
             self._copies = private_stream(device, "prefetch")
-            # CuPy's pool may give the copies memory that work on the user's stream has used until now.
+            # Waits for earlier work on the user's stream, whose freed memory CuPy's pool may hand out for the buffers.
             order_after(self._copies, stream_handle(stream, device))
             events = list[int]()
             for _ in range(4 * depth):
@@ -271,7 +271,7 @@ class _Work:
         self._lane = lane
         self._permits, self._stopped = threading.Semaphore(depth), threading.Event()
         self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._turn = threading.RLock()  # reentrant: a signal handler may close the iterator that its thread waits for
+        self._turn = threading.RLock()  # reentrant: a signal handler may call `close` in a thread that waits in `take`
         self._is_left_alone = False
         self._thread = threading.Thread(target=self._run, args=(source,), name="lt_runtime prefetch", daemon=True)
         self._thread.start()
@@ -292,7 +292,8 @@ class _Work:
         """Ends the reading thread and frees the lane's buffers."""
         self._stopped.set()
         self._permits.release()
-        if threading.current_thread() is self._thread:  # a garbage collection in this thread ends the `Prefetcher`
+        # the reading thread itself has collected the `Prefetcher`: it cannot wait for itself
+        if threading.current_thread() is self._thread:
             self._is_left_alone = True
             return
         self._ready.put((None, StopIteration()))  # wakes the thread that waits for a batch, if there is one

@@ -181,7 +181,7 @@ class TrainStep(Fixed):
         batch = (x, target) if row_weights is None else (x, target, row_weights)
         if self._gpu is None:
             self._body.read(batch, 0)
-            stream_handle(stream, HOST)  # refuses anything but a stream
+            stream_handle(stream, HOST)  # refuses a `stream` that is no stream
             with range_of(STEP):
                 parts = [*zip(*(np.split(each, self.accumulate) for each in batch), strict=True)]
                 self._body.run(parts, self._tally, None)
@@ -273,7 +273,7 @@ def evaluate(
         stream = stream_handle(stream, HOST if device is None else device)
     tallies, sizes = list[Tally](), list[int]()
     for x, target in _pairs(batches):
-        device_of("x", x)  # refuses anything but an array
+        device_of("x", x)  # refuses inputs that are no array
         if device is not None and stream is None:
             stream = stream_handle(None, device, library_of(x).current_stream)
         outputs = model(x, stream=stream)

@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Problems that are decided together, by the indices of their layers; None for an absent problem.
+    """The problems that the tuner decides together, as indices of their layers; None for an absent problem.
 
     A part has a forward problem, the backward problem that reads its saved tensor, or both.
     """
@@ -128,7 +128,7 @@ class LayerChain:
         return cls(tuple(Layer(replace(each, backward=False)) for each in chain.forwards.values()))
 
     def narrow(self, device: int) -> list[MLPProblem]:
-        """The chain as an `MLPProblem`, if one kernel can run each pass of it on a GPU; otherwise an empty list."""
+        """A list: the chain as an `MLPProblem` if one kernel can run each of its passes on a GPU; otherwise empty."""
         forwards = [*self.forwards.values()]
         if len(forwards) < max(2, len(self.layers)):
             return []
@@ -170,9 +170,9 @@ class LayerChain:
         return None
 
     def keeping(self, saved: Mapping[int, Saved | None]) -> LayerChain:
-        """The chain with other saved tensors, by the index of the layer whose forward pass saves them.
+        """The chain with other kinds of saved tensors, given by the index of the layer whose forward pass saves them.
 
-        None leaves a layer as it is.
+        The kind None leaves a layer unchanged.
         """
         layers = [*self.layers]
         for index, kept in saved.items():
@@ -199,7 +199,7 @@ class LayerChain:
         return [*alone, *sorted([*rest, *read], key=lambda part: -(part.backward or 0))]
 
     def cut(self, part: Part) -> LayerChain:
-        """A part of this chain as a separate chain."""
+        """A part of this chain as a chain of its own."""
         forward = None if part.forward is None else self.layers[part.forward].forward
         backward = None if part.backward is None else self.layers[part.backward].backward
         if None in part or part.forward == part.backward:
@@ -232,7 +232,7 @@ def saved_kinds(problem: LayerProblem) -> tuple[Saved, ...]:
 def derivative_of(problem: ForwardProblem) -> Derivative:
     """The derivative of a layer's activation and dropout, with the layer's bias gradient.
 
-    The derivative reads the tensor that the plainest strategy saves: a plain product followed by our kernel.
+    It reads the tensor that the plainest strategy saves, which is a plain product followed by our kernel.
     """
     *_, plainest = forward_strategies(problem)
     db, spec = None if problem.bias is None else ALIGNMENT, _saved_spec(problem, plainest.saved)

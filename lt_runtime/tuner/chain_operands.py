@@ -26,17 +26,20 @@ _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 _ADDED_TO: Final = ("dw", "db", "db_below")
 """Outputs of a backward problem that it also reads if it accumulates."""
 
-# Strategies differ by how often they round, and by the library's GELU. These are limits on the error of a whole output,
-# relative to its norm; the error of a single element may be `_PEAK` times larger.
+# Results of two strategies may differ, because they round at other points and because cuBLASLt approximates GELU. The
+# constants below bound the difference of a whole output, relative to its norm; a single element may differ `_PEAK`
+# times as much.
 _HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
-_ROUNDINGS: Final = 2  # roundings in each layer that a value passes
-_LAYERS: Final = 2  # layers that a value passes in a forward pass and the backward pass that reads its saved tensor
+# Number of roundings of a value in each layer that it passes.
+_ROUNDINGS: Final = 2
+# Layers that a value passes in a forward pass and in the backward pass that reads the tensor it saves.
+_LAYERS: Final = 2
 _APPROXIMATION: Final = 2e-3
 _PEAK: Final = 32
 
 
 class Tensor(NamedTuple):
-    """An operand's place in a chain. Equal tensors are one buffer, whichever problems they are operands of.
+    """Identifies an operand in a chain of layers. Operands of several problems with equal `Tensor`s share one buffer.
 
     Attributes:
         role: "output", "weight", "bias", "kept mask", "gradient" (of an output), "weight gradient" and the like.
@@ -90,7 +93,7 @@ Placed: TypeAlias = Sequence[tuple[int, LayerPlan | MlpPlan]]
 
 
 def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Place:
-    """The place of a vector with an element for each column of a matrix; no place if `alignment` is None."""
+    """The `Tensor` of a vector with an element for each column of a matrix; no `Tensor` if `alignment` is None."""
     return role, layer, None if alignment is None else Spec(packed(1, matrix.layout.cols), alignment)
 
 
@@ -153,7 +156,7 @@ class ChainOperands(Operands):
 
 
 class OperandSets:
-    """A chain's operands on a bench, in enough sets that the L2 cache does not hold the next one.
+    """Sets of a chain's operands, used in turn: so many that the L2 cache does not hold the next set.
 
     Attributes:
         measured: number of contenders that were timed on them.
@@ -186,7 +189,8 @@ class OperandSets:
     def results(self, plans: Placed) -> dict[str, Buffer]:
         """The results of plans on the data of `prepare`. The plans run in a graph, where dw and dx are concurrent."""
         launch = self._launch(plans)
-        launch(0, self._clock.stream)  # A run that still loads a kernel, or allocates, cannot be captured.
+        # Each plan runs once before the capture, because loading a kernel and allocating cannot be captured.
+        launch(0, self._clock.stream)
         self._sets[0].prepare()
         with self._clock.capture(lambda stream: launch(0, stream)) as graph:
             self._clock.replay([graph])

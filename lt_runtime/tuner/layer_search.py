@@ -27,24 +27,24 @@ from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words
 from lt_runtime.tuner.roofline import floor_us
 from lt_runtime.tuner.timing import Bench, Timing, fastest, race
 
-# Rounds of a stage's timing, and seconds after which the stage times no further plan; see `Stopwatch`.
+# Rounds of timing in each stage of a search, and seconds after which the stage times no further plan; see `Stopwatch`.
 _SCREENING: Final = 3, 0.5
 _PLANS: Final = 5, 0.8
 _FINALS: Final = 7, 0.8
 _PRODUCTS_S: Final = 2.0
 _LEAST_PRODUCT_S: Final = 0.05
-# Algorithms differ by 1 to 8 %, seldom by more: a plan that is further behind with untuned algorithms will not win with
-# tuned ones.
+# Plans within this factor of the fastest are tuned. Tuned algorithms gain 1 to 8 %, seldom more: a plan that is further
+# behind with untuned algorithms will not win.
 _PROMISING: Final = 1.4
 _CLOSE: Final = 1.1
 _MOST_FINALISTS: Final = 6
 _MOST_BY_HEURISTIC: Final = 2
 
 _Key: TypeAlias = tuple[LayerProblem, Strategy]
-"""Key of a plan. A plan with untuned algorithms and its counterpart with tuned algorithms have the same key."""
+"""Key of a plan: its problem and strategy. A plan has the same key with untuned and with tuned algorithms."""
 _Plans: TypeAlias = dict[_Key, LayerPlan]
 _Split: TypeAlias = tuple[LayerPlan, ...]
-"""One plan for each problem of a part, forward first."""
+"""A split: one plan for each problem of a part, forward first."""
 
 
 def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
@@ -82,7 +82,8 @@ class _Search:
     def __init__(self, bench: Bench, store: PlanStore, part: LayerChain) -> None:
         self._bench, self._part = bench, part
         self._layers = [layer for layer, _ in part.runs]
-        # The problems, forward first; the backward problem once for each tensor that forward may save.
+        # The problems of the part, forward first. There is a backward problem for each kind of tensor that forward may
+        # save.
         self._variants: list[tuple[LayerProblem, ...]] = [(problem,) for problem in part.problems]
         self._readers: dict[Saved, LayerProblem] = {}
         if part.reader(0) is not None:
@@ -92,7 +93,7 @@ class _Search:
         self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
         self._products, self._operands = Products(store), OperandSets(bench, part)
         self._floors_us = [floor_us([problem], bench.device) for problem in part.problems]
-        self._timings: dict[_Key, Timing] = {}  # of single plans that are not rejected
+        self._timings: dict[_Key, Timing] = {}  # times of plans alone, of those not rejected
         self.before = self._plans(heuristic_algorithm)
         self.after: _Plans = {}
         self._untuned, self._plainest = self._untuned_and_plainest(self.before)

@@ -23,9 +23,11 @@ from lt_runtime.kernels.kernel import Struct
 from lt_runtime.layout import packed
 from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
 
-_MARGIN: Final = 4096  # elements behind each operand
-_PERIOD: Final = 65521  # A prime: no leading dimension puts the same values below each other.
-_STEP: Final = 7919  # Each set of operands has the previous set's values, shifted by this many elements.
+_MARGIN: Final = 4096  # elements of the margin behind each operand, which reveals writes beyond it
+# Number of elements after which test data repeat: a prime, so that no leading dimension aligns equal values.
+_PERIOD: Final = 65521
+# Elements by which the test data of one set of operands are shifted against those of the previous set.
+_STEP: Final = 7919
 _BITS: Final = 8
 _EXACT_BYTES: Final = 4
 _CACHES: Final = 3
@@ -113,7 +115,8 @@ def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[A
     # FP16's tiny value is subnormal. In the other types all values are normal, because a kernel may flush subnormal
     # numbers to 0.
     tiny = 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
-    large = 16.0 if dtype is DType.FLOAT16 else 64.0  # No product of two such values leaves the type's range.
+    # The product of two such values stays within the type's range.
+    large = 16.0 if dtype is DType.FLOAT16 else 64.0
     scales = generator.choice(np.array([0.0, tiny, 2.0**-10, 1.0, large]), size, p=[0.1, 0.05, 0.2, 0.6, 0.05])
     values: NDArray[Any] = generator.standard_normal(size) * scales
     return values
@@ -132,7 +135,7 @@ ONES: Final = Data("ones", lambda _, size, __: np.ones(size), 2**24 - 2)
 
 @functools.lru_cache(maxsize=128)
 def _drawn(data: Data, dtype: DType | None, number: int, scale: float) -> NDArray[Any]:
-    """Test values as bit patterns: unsigned integers of the type's size; bytes for a mask, whose `dtype` is None."""
+    """Random test values as unsigned integers of the type's size; random bytes for a mask, whose `dtype` is None."""
     generator = np.random.default_rng(number)
     if dtype is None:
         return (np.full(_PERIOD, 0xFF) if data is ONES else generator.integers(0, 256, _PERIOD)).astype(np.uint8)
@@ -193,7 +196,7 @@ class Buffer:
         values = values[: self.size // self.itemsize]
         self._memory.write(self.start, values)
         filled = values.nbytes
-        while filled < self.size:  # each copy doubles the number of periods
+        while filled < self.size:  # each copy doubles the filled part
             copied = min(filled, self.size - filled)
             call("cuMemcpyDtoDAsync", self.start + filled, self.start, copied, self._memory.stream)
             filled += copied
@@ -203,7 +206,7 @@ class Buffer:
         call("cuMemsetD8Async", self.start, 0xFF, self.size, self._memory.stream)
 
     def snapshot(self) -> Buffer:
-        """A copy in memory of its own."""
+        """A copy of the buffer in newly allocated memory."""
         made = copy.copy(self)
         made._hold(self._memory)
         call("cuMemcpyDtoDAsync", made.start, self.start, self.size, self._memory.stream)
@@ -211,7 +214,8 @@ class Buffer:
 
     def equals(self, other: Buffer) -> bool:
         """Whether all bits equal the bits of another buffer of the same operand, margin and gaps included."""
-        size = min(self.itemsize, _EXACT_BYTES)  # FP64, in which numbers are compared, holds integers of up to 32 bits
+        # Compared as integers of at most 32 bits, which FP64, in which `compare` computes, holds exactly.
+        size = min(self.itemsize, _EXACT_BYTES)
         ours, theirs = (_flat(each.start, size) for each in (self, other))
         return self._memory.compare(ours, (1, 1, self.size // size), theirs).bad == 0
 

@@ -29,7 +29,7 @@ from lt_runtime.tuner.verification import ProductOperands, verify
 BUDGET_S: Final = 2.0
 """Seconds of timing after which no further candidate of a product that is tuned alone is timed; see `Stopwatch`."""
 MOST: Final = 16
-"""Limit of cuBLASLt's candidates for a product: up to eight of the first query, the rest from the other queries."""
+"""Limit of cuBLASLt's algorithms that compete for a product: up to eight from the first query, the rest from others."""
 _LEAST_S: Final = 0.05
 _FIRST: Final = "first"
 _NOT_LEAN: Final = "cannot be launched as at most two kernels and nothing else"
@@ -80,7 +80,7 @@ def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
     distinct: dict[bytes, Algorithm] = {}
     for algorithm in itertools.chain(own, plan.candidates, itertools.chain.from_iterable(queries)):
         distinct.setdefault(algorithm.blob, algorithm)
-        if len(distinct) == MOST:  # The remaining queries are skipped.
+        if len(distinct) == MOST:  # Leaving the loop early skips the remaining queries.
             break
     return list(distinct.values())
 
@@ -127,7 +127,8 @@ class Candidates:
             assert isinstance(plan, MatmulPlan), f"{method.name} is not cuBLASLt's"
             return [method.mark + each.blob for each in heuristic_candidates(plan, plan.workspace_size)]
         except PlanError as error:
-            self.refusals += [] if method.mark else [str(error)]  # A product without padded copies is no error.
+            # A PlanError of a method of padded copies is not reported: it may only say that there is nothing to copy.
+            self.refusals += [] if method.mark else [str(error)]
             return []
 
     def names(self) -> list[str]:
@@ -145,7 +146,7 @@ class Candidates:
         found = verify({name: afresh(self._launches[name], self._bench) for name in names}, self._operands[0])
         for name, fault in found.items():
             self.reject(name, fault)
-        if found:  # further candidates will be timed, on ordinary data
+        if found:  # verification has overwritten the data; further candidates are timed on ordinary data
             self._operands[0].fill(NORMAL, 0)
         return found
 

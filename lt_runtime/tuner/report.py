@@ -107,7 +107,8 @@ def _part(name: str, value: int) -> str:
     word, kind = _PARTS.get(name, (name, int))
     try:
         member = getattr(kind(value), "name", None) or str(value)
-    except ValueError:  # The value comes from a version of the library that these bindings do not know.
+    # Shows the number of a value that these bindings do not know: a newer version of cuBLASLt has added it.
+    except ValueError:
         member = str(value)
     for prefix in _PREFIXES:
         member = member.removeprefix(prefix)

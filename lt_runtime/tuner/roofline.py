@@ -31,8 +31,9 @@ from lt_runtime.tuner.chain_operands import tensors_of
 from lt_runtime.tuner.operands import operands_of
 
 _BITS: Final = 8
-_DATA_RATE: Final = 2  # transfers per clock of the memory
-_LAUNCH_US: Final = 0.75  # of a kernel in a graph, half of what an H200 needs
+_DATA_RATE: Final = 2  # transfers of memory per clock
+# Least time of a kernel in a graph: half of what an H200 needs.
+_LAUNCH_US: Final = 0.75
 _CACHED: Final = 4.0
 
 _RATES: Final = {
@@ -135,7 +136,7 @@ def _work_of_mlp(problem: MLPProblem) -> Work:
     weights, biases = sum(products), sum(itertools.compress(problem.dims[1:], problem.biases))
     inputs, outputs = problem.dims[0], problem.dims[-1]
     passes = 3 * weights - products[0] if problem.backward else weights
-    each = 1 + problem.backward  # outputs and parameters have gradients
+    each = 1 + problem.backward  # the gradients of outputs and parameters are moved too
     moved = problem.rows * (inputs + each * outputs) + each * (weights + biases)
     return Work(2 * problem.rows * passes, problem.dtype.itemsize * moved)
 

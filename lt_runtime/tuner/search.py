@@ -70,7 +70,7 @@ def tune_chains(
 
 
 _Group: TypeAlias = tuple[Sequence[Remembered], Callable[[], Tuned | None]]
-"""Problems that are decided together, and the function that decides them, which returns None if no problem is new."""
+"""A group: problems that are decided together, and the function that decides them or returns None if none is new."""
 
 
 class _Session:
@@ -153,7 +153,7 @@ def _decide_product(problem: MatmulProblem, bench: Bench) -> Decided:
 
 
 def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
-    """A product's entry as a row of the report."""
+    """The `Tuned` row of the report for a product's entry."""
     words = f"{problem.epilogue.value} by {choice_in_words(entry)}"
     reasons = tuple(each.reason for each in entry.rejected)
     return Tuned((problem,), entry.first_us, entry.us, words, entry.candidates, reasons)
@@ -213,7 +213,8 @@ class _Passes:
         if True not in names:
             return []
         results = self.operands.results(self._plans[False])
-        # The other results are intermediates, which only the layers of the MLP read.
+        # Only the outputs and gradients are compared: the layers' other results are intermediates, which the kernels do
+        # not write.
         output = f"y of layer {max(self._chain.forwards)}"
         expected = {name: each for name, each in results.items() if name == output or name.startswith(("dw", "db"))}
         wrong = disagreement(self.operands.results(self._plans[True]), expected, *self._tolerance)

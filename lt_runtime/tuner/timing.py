@@ -38,13 +38,16 @@ Launch = Callable[[int, int], object]
 _FEWEST_ROUNDS: Final = 3
 _FAR_BEHIND: Final = 3.0
 _OUT_OF_REACH: Final = 1.2
-_LOADING_US: Final = 2e6  # A first launch may load a kernel, from a disk that others use too.
-_HOST_US: Final = 500.0  # Upper bound of the host's time to launch a plan's kernels one by one while the GPU waits.
+# Upper bound of the time to load a kernel at its first launch, from a disk that other processes use too.
+_LOADING_US: Final = 2e6
+# Upper bound of the time that the host takes to launch a plan's kernels one by one, while the GPU waits.
+_HOST_US: Final = 500.0
 _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
 _ATTEMPTS: Final = 5
-_LONG_US: Final = 2e3  # Filling an L2 cache, and writing back its old contents, takes 1 % of 2 ms.
+# Duration of a run from which on the state of the L2 cache matters little: refilling the cache takes 1 % of 2 ms.
+_LONG_US: Final = 2e3
 
 _lock: Final = threading.RLock()
 
@@ -66,7 +69,7 @@ class Timing:
 
 
 class Bench(NamedTuple):
-    """A device, its clock, and its memory, which is used in the order of the clock's stream. The device is current."""
+    """A current device with the clock and the memory for measurements, which run on the clock's stream."""
 
     device: int
     clock: Clock
@@ -177,7 +180,7 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, lea
         if times and clock.watch.seconds > deadline:
             break
         run = partial(launch, 0)
-        times[name] = clock.once(run)  # The first launch loads the kernel.
+        times[name] = clock.once(run)  # includes loading the kernel
         if times[name] <= _FAR_BEHIND * min(times.values()) + _LOADING_US:
             (again,) = _measured(lambda: [clock.once(run)], clock, 1, least_us)  # noqa: B023
             times[name] = min(times[name], again) if times[name] >= least_us else again

@@ -20,18 +20,21 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, Memory, Operands, operands_of
 
 KINDS: Final = (LATTICE, EDGES, ONES)
-"""Three kinds of test data. LATTICE: sums are exact in any order, which reveals missing or extra terms. EDGES: no sum
-is exact, which reveals operands or partial sums in too narrow a type. ONES: every sum must be K."""
-# One unit in the last place, relative. Rounding to nearest errs by half a unit, but cuBLASLt does not promise it.
+"""The three kinds of test data with which each algorithm is verified. LATTICE: sums are exact in any order, which
+reveals missing or extra terms. EDGES: no sum is exact, which reveals operands or partial sums in too narrow a type.
+ONES: every sum must be K."""
+# Tolerance of rounding: one unit in the last place, relative. Rounding to nearest would err by half a unit, but
+# cuBLASLt does not promise rounding to nearest.
 _UNIT: Final = {DType.FLOAT32: 2.0**-23, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7, DType.FLOAT64: 2.0**-52}
 _LEAST_NORMAL: Final = {DType.FLOAT16: 2.0**-14, DType.FLOAT64: 2.0**-1022}
 _LARGEST: Final = {DType.FLOAT16: 65504.0, DType.FLOAT64: math.inf}
-# The library's GELU is accurate to about 1e-5. Its derivative is less accurate where 1 - tanh² cancels.
+# cuBLASLt's GELU is accurate to about 1e-5, its derivative less, because 1 - tanh² cancels. The tolerances are wider.
 _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3
 _DOUBLE: Final = 8  # bytes
 _SUM_ERROR: Final = 2.0**-20
-"""Relative error of a sum whose additions truncate: the errors have one sign and add up."""
+"""Tolerance, relative to the sum of magnitudes, for sums whose additions truncate: the errors have one sign and add
+up."""
 
 
 class ProductOperands(Operands):

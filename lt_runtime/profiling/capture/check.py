@@ -109,7 +109,7 @@ def check_capture(fn: Callable[[], Any], *, stream: Any = None) -> CaptureReport
         with _current(device, handle):
             fn()
         call("cuCtxSynchronize")
-        # The stream is made current anew, because the first call may have begun to use CuPy or PyTorch.
+        # The stream is made current again for the libraries, because the first call may have imported CuPy or PyTorch.
         with _current(device, handle), contextlib.ExitStack() as graphs:
             return _Check(fn, handle, graphs).report()
 
@@ -139,7 +139,7 @@ class _Check:
         return results
 
     def _capture(self) -> tuple[Watch, int, _Arrays]:
-        """Captures the function; returns the watch, the graph and the results.
+        """Captures the function; returns the `Watch`, the handle of the graph, and the function's results.
 
         The graph is 0, and a fault is added, if the capture fails.
         """
@@ -167,7 +167,8 @@ class _Check:
     def _add_calls(self) -> None:
         """Adds a fault for each unsafe call in an uncaptured run, and names the call that ended the capture."""
         collector = Collector()
-        with contextlib.suppress(LtError), collector:  # without CUPTI the call that ended the capture has no name
+        # without CUPTI nobody knows the name of the call that ended the capture
+        with contextlib.suppress(LtError), collector:
             self._run()
         found: dict[tuple[tuple[str, ...], str], str] = {}
         for each in collector.activities:
@@ -176,7 +177,7 @@ class _Check:
                 found.setdefault((each.range, does), each.name)
         first = self._faults[0]
         beside = [key for key in found if key[0] == first.range]
-        if len(beside) == 1:  # the only unsafe call at this place is the call that ended the capture
+        if len(beside) == 1:  # a line with a single unsafe call: this call ended the capture
             name = found.pop(beside[0])
             self._faults[0] = replace(first, what=f"{name} {beside[0][1]}: {first.what}")
         self._faults += [Fault(f"{name} {does}", path) for (path, does), name in found.items()]
@@ -209,9 +210,9 @@ class _Check:
     def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
         """The places of the nodes whose host values differ in a second capture; an unknown place if no node differs.
 
-        If several nodes differ, each is given its other values in turn, and is returned only if the values change the
-        results of a replay, as `changes` tells. CuPy leaves a part of its kernel arguments uninitialised: that part
-        differs between captures, but kernels never read it.
+        If several nodes differ, the other values are written into one node after the other. A node is reported only if
+        this changes the results of a replay, which `changes` tells. CuPy leaves a part of its kernel arguments
+        uninitialised: that part differs between captures, but kernels never read it.
         """
         before = {node: host_values(node) for node in watch.nodes}
         again, graph, _ = self._capture()
@@ -250,7 +251,7 @@ def _read_arrays(arrays: _Arrays, stream: int) -> dict[str, bytes]:
 
 
 def _write_arrays(arrays: _Arrays, contents: Mapping[str, bytes], stream: int) -> None:
-    """Writes contents that `_read_arrays` returned back into the arrays, and waits for the stream."""
+    """Restores array contents that `_read_arrays` has returned, and waits for the stream."""
     for name, each in arrays.items():
         content = np.frombuffer(contents[name], np.uint8)
         call("cuMemcpyHtoDAsync", each.address, content.ctypes.data, content.nbytes, stream)
@@ -258,13 +259,13 @@ def _write_arrays(arrays: _Arrays, contents: Mapping[str, bytes], stream: int) -
 
 
 def _is_other(values: Sequence[bytes], others: Sequence[bytes]) -> bool:
-    """Whether the host values of two nodes differ."""
+    """Whether the values that the host gave two nodes at their captures differ."""
     pairs = zip(values, others, strict=False)
     return any(len(one) != len(other) or differ(one, other) for one, other in pairs)
 
 
 def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool]) -> bool:
-    """Runs a test while a node of an executable graph has another node's values.
+    """Runs a test while a node of an executable graph has the kernel arguments or memset value of another node.
 
     Returns the test's result; True if the values cannot be set.
     """
@@ -279,7 +280,7 @@ def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool
 
 
 def _wrong_results(replays: Sequence[Mapping[str, bytes]], runs: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
-    """A sentence on each result that two replays and two uncaptured runs, from equal contents, do not agree on."""
+    """A sentence on each result in which two replays and two uncaptured runs, from equal array contents, differ."""
     for name in replays[0]:
         (first, second), (one, other) = ([each.get(name) for each in results] for results in (replays, runs))
         if one != other and first == second:

@@ -164,7 +164,7 @@ def _demangled(name: str) -> str:
 
 def check_layouts() -> None:
     """Raises `CuptiError` unless the loaded library's records have the sizes of `RECORD_SIZES`."""
-    found = _number(_U32, "cuptiGetVersion")  # 130001 is CUDA 13.0, update 1
+    found = _number(_U32, "cuptiGetVersion")  # the version is a number such as 130001 for CUDA 13.0 update 1
     sizes = RECORD_SIZES.get(found // 100)
     if sizes is None:
         known = ", ".join(f"{key // 100}.{key % 100}" for key in RECORD_SIZES)
@@ -241,7 +241,8 @@ class Session:
             while not (status := step(base, valid, ctypes.addressof(record))):
                 offsets.append((record.value or 0) - base)
             filled.append((memory.data[:valid], offsets))
-            dropped += status != _MAX_LIMIT_REACHED  # the records after a damaged record cannot be read
+            # CUPTI reports a damaged record; the records after it cannot be read
+            dropped += status != _MAX_LIMIT_REACHED
         return filled, dropped
 
     def _end(self) -> None:
@@ -253,14 +254,14 @@ class Session:
     def _event(self, _: int, domain: int, number: int, data: int) -> None:
         graphs = _P.from_address(data + _RESOURCE_DESCRIPTOR).value or 0
         graph = _P.from_address(graphs + _GRAPH).value or 0
-        with contextlib.suppress(CuptiError):  # CUPTI writes no records of a graph without an id
+        with contextlib.suppress(CuptiError):  # a graph without an id: CUPTI writes no records of it
             if number == _GRAPH_CLONED:
                 self._on_graph(graph_id(graph), graph_id(_P.from_address(graphs + _ORIGINAL_GRAPH).value or 0))
             elif number == _GRAPH_EXEC_CREATED:
                 self._on_graph(executable_id(_P.from_address(graphs + _GRAPH_EXEC).value or 0), graph_id(graph))
 
     def _lend(self, buffer: int, size: int, most: int) -> None:
-        _SIZE.from_address(most).value = 0  # 0 tells CUPTI to write as many records as fit
+        _SIZE.from_address(most).value = 0  # a limit of 0 records: CUPTI writes as many as fit
         with self._lock:
             has_room = len(self._lent) + len(self._full) < MOST_BUFFERS
             memory = np.empty(BUFFER_SIZE if has_room else 0, np.uint8)

@@ -16,7 +16,8 @@ SYNCHRONIZATION: Final = 38
 EXTERNAL_CORRELATION: Final = 39
 MEMORY: Final = 49
 KINDS: Final = (EXTERNAL_CORRELATION, DRIVER, RUNTIME, MEMCPY, MEMSET, KERNEL, SYNCHRONIZATION, MEMORY)
-"""`CUpti_ActivityKind`s to record. CUPTI writes external correlations only if DRIVER and RUNTIME are on."""
+"""The kinds of records, `CUpti_ActivityKind`, that CUPTI is asked to write. CUPTI writes external correlations only if
+DRIVER and RUNTIME are on."""
 
 OUR_IDS: Final = 5
 """`CUpti_ExternalCorrelationKind` CUSTOM2, for the ids that this package pushes."""
