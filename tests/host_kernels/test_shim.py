@@ -92,6 +92,8 @@ def test_a_misaligned_address_is_an_error(run: Callable[..., Any]) -> None:
 def test_barriers_that_never_open_are_errors(run: Callable[..., Any]) -> None:
     with pytest.raises(HostKernelError, match="for ever: 32 of 64 threads have come to barrier 1"):
         run("named_barrier_without_all", block=(64, 1))
+    with pytest.raises(HostKernelError, match=r"barrier 2 stays closed: .* 32 of 64 threads"):
+        run("named_barrier_that_nobody_awaits", block=(64, 1))
     with pytest.raises(HostKernelError, match=r"barrier 1 is not one of (64|96) threads"):
         run("named_barrier_of_two_sizes", block=(64, 1))
 

@@ -38,7 +38,10 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
     assert_close("d", d.values(), y, 1e-12)
     assert_close("limits", limits.values(), 2.0**-11 * np.abs(y), 1e-12)
     kept_limits.values()
-    assert_close("sums", sums.values()[::3].sum(axis=0), y.sum(axis=0), 1e-10)
+    # of the outputs, of their errors' squares, and of what has one sign in each error
+    for which, terms in enumerate((y, (2.0**-11 * y) ** 2, 2.0**-20 * np.abs(y))):
+        wanted = terms.sum(axis=0)
+        assert_close(f"sums {which}", sums.values()[which::3].sum(axis=0), wanted, 1e-10 * np.abs(terms).sum(axis=0))
     for operand in (a, b, bias):
         operand.assert_unchanged()
 

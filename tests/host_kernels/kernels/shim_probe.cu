@@ -204,6 +204,11 @@ extern "C" __global__ void named_barrier_without_all(const ShimProbeParams p) {
   p.out[thread_of_grid()] = 1.0f;
 }
 
+extern "C" __global__ void named_barrier_that_nobody_awaits(const ShimProbeParams p) {
+  if (threadIdx.x < 32) lt::pass_barrier(2, 64);
+  p.out[thread_of_grid()] = 1.0f;
+}
+
 extern "C" __global__ void named_barrier_of_two_sizes(const ShimProbeParams p) {
   lt::wait_at_barrier(1, threadIdx.x < 32 ? 64 : 96);
   p.out[thread_of_grid()] = 1.0f;

@@ -205,6 +205,11 @@ std::string run_block(Body body, Order& order) {
     }
   } while (is_any_running() || (open_barrier(error) && error.empty()));
   acquire(block_ends);
+  for (const NamedBarrier& barrier : named) {
+    if (!error.empty() || barrier.arrived == 0) continue;
+    error = "barrier " + std::to_string(&barrier - named.data()) + " stays closed: the block has ended, and " +
+            std::to_string(barrier.arrived) + " of " + std::to_string(barrier.threads) + " threads have come to it";
+  }
   return error;
 }
 
