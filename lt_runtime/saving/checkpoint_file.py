@@ -197,7 +197,7 @@ def check_kinds(path: str | os.PathLike[str], found: Kinds, like: Kinds) -> None
 
 
 def shortened(text: str) -> str:
-    """Text from a file, for a message."""
+    """Shortens and escapes a text from a file for an error message."""
     return printable(text, _MESSAGE_LIMIT)
 
 
@@ -242,7 +242,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def of_others(path: str | os.PathLike[str]) -> CheckpointError:
-    """The error for a file that this package has not written."""
+    """Makes the error for a file that this package has not written."""
     return CheckpointError(f"{path} was not written by lt.save_checkpoint or lt.save_model")
 
 

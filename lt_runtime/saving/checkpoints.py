@@ -44,11 +44,12 @@ _CHANGEABLE: Final = (
     *("compute", "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed", "weight_decay"),
     "betas",
 )
-"""Options that may have other values when a run continues."""
+"""Names of options that `load_checkpoint(..., changed=...)` accepts: their values may differ from the checkpoint's."""
 _PLANS: Final = "plans"
-_SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # not compared: array names show whether there are master copies
+# Options that are not compared: whether there are master copies follows from the names of the arrays.
+_SEEN_OTHERWISE: Final = frozenset({"master_weights"})
 _OF_TRAINING: Final = frozenset({"compute", "dropout", "seed"})
-"""Options that matter only for training; they are not compared when only a model's values are loaded."""
+"""Options of a model that matter only for training, and are not compared when only a model's values are loaded."""
 
 _ROWS: Final = 20
 _NAME: Final = 60
@@ -191,12 +192,14 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
         options = _description_of(path, file.text)["model"]
         # The file's arrays are compared with its `dims` before a model is made, in case the file claims huge sizes.
         names = _value_names(path, file.kinds, _shapes(path, options, file.kinds))
-        file.require_memory(2 * sum(checkpoint_file.size_of(file.kinds[name]) for name in names))  # with gradients
+        # twice their size: values and gradients
+        file.require_memory(2 * sum(checkpoint_file.size_of(file.kinds[name]) for name in names))
         try:
             model = MLP(**options, device="cpu" if place is None else place)
         except (ArgumentError, OperandError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
-        _value_names(path, file.kinds, _shapes_of(model))  # also compares the biases
+        # compares again with the model itself, including which layers have a bias
+        _value_names(path, file.kinds, _shapes_of(model))
         writer = _Writer(model, names)
         file.scan(writer.write)
     if writer.fault:
@@ -241,7 +244,7 @@ def _check_kinds(path: object, model: object) -> None:
 
 
 def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
-    """Everything that training changes, by name."""
+    """All arrays that training changes, by their names in a checkpoint."""
     known = {id(parameter) for parameter in model.parameters()}
     for parameter in optimizer.parameters:
         if id(parameter) not in known:
@@ -256,7 +259,7 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
 
 
 def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
-    """The options that must be equal for a run to continue, in the form in which JSON returns them."""
+    """The options that must be equal to continue training, as the values that JSON makes of them."""
     options, scaler = optimizer.options, optimizer.scaler
     described = {
         "format": _FORMAT,
@@ -274,7 +277,7 @@ def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
 
 
 def _ranges(optimizer: AdamW) -> dict[str, tuple[float, float]]:
-    """The lowest and highest value that training can give an array; NaN too where the highest is infinity."""
+    """For each array the lowest and highest value that training can reach; where the highest is infinity, also NaN."""
     ranges: dict[str, tuple[float, float]] = {
         f"{parameter.name}.{moment}": (0.0, math.inf)
         for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True)
@@ -298,7 +301,7 @@ def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP
                 raise CheckpointError(f"{complaint}: {error}") from error
     for name, (lowest, highest) in _ranges(optimizer).items():
         values, takes_nan = arrays[name].reshape(-1), math.isinf(highest)
-        with np.errstate(invalid="ignore"):  # raised by a comparison with a signalling NaN
+        with np.errstate(invalid="ignore"):  # comparing a signalling NaN raises this floating-point error
             outside = ~((values >= lowest) & (values <= highest) | (takes_nan & np.isnan(values)))
         if outside.any():
             accepted = f"{lowest} to {highest}" + (", or NaN" if takes_nan else "")
@@ -426,4 +429,4 @@ _DEFAULTS: Final = {
     for name, parameter in inspect.signature(MLP).parameters.items()
     if name not in ("dims", "device")
 }
-"""Defaults of the options, for files of earlier versions, which lack the newer options."""
+"""Values of newer options for files of earlier versions, which lack these options."""

@@ -25,7 +25,7 @@ from lt_runtime.tuner.chain import as_decided
 _LARGEST: Final = 1 << 20
 """Limit of the characters of plan choices; a layer takes some thousands for each batch size."""
 _MOST_SIZES: Final = 8
-"""Limit of batch sizes whose choices a checkpoint holds; a training step keeps as many graphs."""
+"""Limit of the batch sizes for which a checkpoint holds plan choices; a training step keeps as many graphs."""
 _ANY_ROWS: Final = (1 << 48) - 1
 _NUMBER: Final = "([1-9][0-9]{0,13})"
 _logger: Final = logging.getLogger("lt_runtime")
@@ -99,7 +99,7 @@ def _keys(model: MLP, sizes: Iterable[int], device: int, store: PlanStore) -> se
 
 
 def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[Remembered]:
-    """The problems of a model's steps: the narrow MLP, its layers, and the layers' products."""
+    """The problems of a model's training steps: the narrow MLP, if it is one, its layers, and the layers' products."""
     for chain in chains_of(model, rows, accumulates=True):
         yield from chain.narrow(device)
         for problem in as_decided(chain, store).problems:

@@ -29,13 +29,14 @@ from lt_runtime.store.entries import Entry, ProductEntry, better, entry_of, has_
 from lt_runtime.store.keys import SCHEMA, Json, from_json, parse_key, to_json
 
 LARGEST: Final = 8 << 20
-"""Limit of a file's bytes: reading as many takes about a second, whatever they hold. An entry has about 1,000 bytes."""
+"""Limit of a plan file's bytes, which are read in about a second whatever they are. An entry has about 1,000 bytes."""
 _NEWEST_SCHEMA: Final = 1_000_000
 _PARTS: Final = {"schema", "fingerprint", "entries"}
 _LARGEST_ENTRY: Final = 100_000
 """Limit of the characters of an entry that another machine has measured."""
 _LINE_DEPTH: Final = 3
-"""Depth of the JSON at which each object is written on one line: a configuration, or a rejected algorithm."""
+"""Depth in a plan file's JSON from which on each object is written on one line, such as an algorithm's
+configuration."""
 
 
 @dataclass(frozen=True, slots=True)

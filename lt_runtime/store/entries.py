@@ -19,7 +19,8 @@ from lt_runtime.errors import ArgumentError
 from lt_runtime.store.keys import Json, field_types, from_json, to_json
 
 Strategy: TypeAlias = Mapping[str, str | bool | int | None]
-"""How a layer is split: values of a strategy's fields, by name. The plans define the names; the store accepts any."""
+"""A layer's strategy: values of its fields, by name. The rooms that make plans define the names; the store accepts
+any."""
 
 _DATE: Final = "%Y-%m-%dT%H:%M:%SZ"
 _DIGEST_DIGITS: Final = 16
@@ -111,7 +112,7 @@ class RejectedStrategy(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Alternative(_Checked):
-    """A strategy that works but was slower, with its median time in µs."""
+    """A strategy that computed right results but was slower than the chosen one, with its median time in µs."""
 
     strategy: Strategy
     us: float

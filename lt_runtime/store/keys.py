@@ -64,7 +64,7 @@ def parse_key(key: str) -> Remembered:
             _require_small(max(problem.batch * each.batch_stride for each in specs if each is not None))
         if isinstance(problem, MLPProblem):
             _require_small(max(problem.dims) * max(problem.rows, *problem.dims))
-        if problem_key(problem) != key:  # this also detects values of another type than their field's
+        if problem_key(problem) != key:  # the comparison also detects values of another type than their field's
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
         shown = key if len(key) <= 80 else f"{key[:77]}..."
@@ -93,7 +93,7 @@ def _plain(value: Any, hint: Any) -> Any:
     if value is None:
         return None
     if hint in _SCALARS:
-        return hint(value) + 0.0 if hint is float else hint(value)  # + 0.0, because -0.0 equals 0.0
+        return hint(value) + 0.0 if hint is float else hint(value)  # + 0.0 turns -0.0 into 0.0, to which it is equal
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, enum.Enum):
@@ -144,7 +144,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (tuple, Sequence) and isinstance(value, list):
         return tuple([_value(name, inner[0], each) for each in value])
-    if origin is Mapping and isinstance(value, dict):  # the class itself checks values of other types
+    if origin is Mapping and isinstance(value, dict):  # values of all other types are checked by the class itself
         return {key: _value(name, float, each) if inner[1] is float else each for key, each in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)

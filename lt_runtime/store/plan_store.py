@@ -23,10 +23,12 @@ from lt_runtime.store.document import LARGEST, Document, Fingerprint, UnusableEr
 from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
 from lt_runtime.store.keys import SCHEMA
 
-_LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a dead process holds no lock
+# Seconds to wait for the lock: eight writers on a busy machine wait for some seconds. A dead process holds no lock.
+_LOCK_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.005
 _SLOW_SECONDS: Final = 1.0
-"""If a look at the file takes so long, the disk is not used for `_PAUSE_SECONDS`: a step makes dozens of calls."""
+"""Seconds that a look at the file may take. If it takes longer, the disk is not used for `_PAUSE_SECONDS`, because a
+training step would look dozens of times."""
 _PAUSE_SECONDS: Final = 60.0
 
 
@@ -67,7 +69,7 @@ class PlanStore:
     def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
         self.path, self.fingerprint = path, fingerprint
         self._document = Document(fingerprint)
-        self._seen: Signature = None  # signature of the file at its last reading
+        self._seen: Signature = None  # the file's signature when it was last read
         self._patience = _LOCK_SECONDS
         self._warned = False
         self._paused_until = 0.0
@@ -82,7 +84,7 @@ class PlanStore:
         return self._find(key, LayerEntry)
 
     def choice(self, key: str) -> Entry | None:
-        """The entry under a key, with a verified or unverified algorithm; None if the key has none or a barred one."""
+        """The entry under a key, even if its algorithm is unverified; None if there is none or if it is barred."""
         with self._lock:
             entry = self._document.get(key)
         return None if entry is None or entry.barred is not None else entry
@@ -134,7 +136,7 @@ class PlanStore:
 
     @property
     def is_missing(self) -> bool:
-        """Whether there is no file; False while the disk is not used."""
+        """Whether the file does not exist; False while the disk is too slow to be used."""
         with self._lock:
             return self._reload() and self._seen is None
 
@@ -148,7 +150,7 @@ class PlanStore:
     def _find(self, key: str, kind: type[Kind]) -> Kind | None:
         with self._lock:
             entry = self._document.get(key)
-            if entry is None or not entry.is_usable:  # Another process may have measured it meanwhile.
+            if entry is None or not entry.is_usable:  # reads again: another process may have measured the problem
                 self._reload()
                 entry = self._document.get(key)
         return entry if isinstance(entry, kind) and entry.is_usable else None
@@ -207,14 +209,15 @@ class PlanStore:
 
         After a timeout, later calls do not wait for the lock until it has been free once.
         """
-        import filelock  # A process that only reads plans does not need it.
+        import filelock  # imported late: a process that only reads plans does not need filelock
 
         try:
             make_private_directory(self.path.parent)
             lock = filelock.FileLock(f"{self.path}.lock", mode=0o600)
             with lock.acquire(timeout=self._patience, poll_interval=_POLL_SECONDS):
                 work()
-        except (OSError, NotImplementedError) as error:  # NotImplementedError where the file system has no locks
+        # filelock raises NotImplementedError if the file system has no locks
+        except (OSError, NotImplementedError) as error:
             self._patience = 0.0 if isinstance(error, filelock.Timeout) else _LOCK_SECONDS
             self._warn(f"{complaint} ({error})")
             return False

@@ -31,8 +31,9 @@ _ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
 _START, _END = '{"problem": "', '}"}'
 
-_LARGEST: Final = 16 << 20  # bytes of a file
-_LONGEST: Final = 10_000  # characters of a line; the line of a problem has less than two thousand
+_LARGEST: Final = 16 << 20  # limit of a recording: bytes of the file
+# Limit of the characters of a line; a problem's line has less than two thousand.
+_LONGEST: Final = 10_000
 _LOCK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.001
 
@@ -89,7 +90,8 @@ def _append(path: str, line: str) -> None:
             os.ftruncate(handle, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
-        # A child process that was forked meanwhile holds the handle too, and with it the lock.
+        # Unlocks explicitly: a child process that was forked meanwhile also holds the handle, so that closing it would
+        # not unlock.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

@@ -208,7 +208,7 @@ class _Check:
             self._faults += [Fault(what, *place) for place in places for what in wrong]
 
     def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
-        """The places of the nodes whose host values differ in a second capture; an unknown place if no node differs.
+        """The places of nodes whose arguments or values differ in a second capture; an unknown place if none differs.
 
         If several nodes differ, the other values are written into one node after the other. A node is reported only if
         this changes the results of a replay, which `changes` tells. CuPy leaves a part of its kernel arguments
