@@ -88,12 +88,15 @@ class Run:
 def test_the_steps_stream_is_waited_for_before_a_measurement(process: Process) -> None:
     with process() as gpu, pytest.MonkeyPatch.context() as patch:
         run, waiting, array = Run(gpu), [], gpu.cp.zeros(8, np.uint8)
-        patch.setattr(
-            own("tuner.search"), "tune_chains", lambda *_, **__: waiting.append(gpu.streams.left_undone()) or ()
-        )
+
+        def tune_chains(chains: Any, *_: Any, **__: Any) -> tuple[()]:
+            waiting.append((gpu.streams.left_undone(), chains[0].layers[0].backward.accumulate))
+            return ()
+
+        patch.setattr(own("tuner.search"), "tune_chains", tune_chains)
         call("cuMemsetD8Async", array.data.ptr, 1, 8, gpu.stream.ptr)
         run.train(steps=1)
-        assert waiting == [{}]
+        assert waiting == [({}, False)]  # one part of a batch adds nothing to the gradients
 
 
 def measured(gpu: FakeGpu) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.grad_scaler import LARGEST_SCALE, GradScaler
 from lt_runtime.reference import AdamWHyper, AdamWTensor, RoundedTensor
 from lt_runtime.reference.adamw import learning_rate_factor
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
@@ -261,6 +261,7 @@ judged_cases = st.builds(
 @FEW
 @example(Judged([TensorCase(300, BF16, F32), TensorCase(70)], GradScaler(8.0), 1.0, True, (None, math.inf, None), 0, 0))
 @example(Judged([TensorCase(70)], GradScaler(8.0, growth_interval=2), None, True, (None, None, None), 0, 0))
+@example(Judged([TensorCase(70)], GradScaler(LARGEST_SCALE / 2, growth_interval=1), None, True, (None, None), 0, 0))
 @given(case=judged_cases)
 def test_scaling_clipping_and_skipping(host: HostKernels, case: Judged) -> None:
     generator = np.random.default_rng(case.seed)

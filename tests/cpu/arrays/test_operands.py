@@ -121,6 +121,7 @@ def test_operands_must_agree() -> None:
     [
         (0, 0),
         (12345, 12345),
+        (2**64 - 1, 2**64 - 1),
         (types.SimpleNamespace(__cuda_stream__=lambda: (0, 77)), 77),
         (types.SimpleNamespace(__cuda_stream__=(0, 78)), 78),
     ],
@@ -132,7 +133,7 @@ def test_streams(monkeypatch: pytest.MonkeyPatch, stream: Any, handle: int) -> N
     assert stream_handle(stream, 0) == handle
 
 
-@pytest.mark.parametrize("stream", ["main", 1.5, -1, True])
+@pytest.mark.parametrize("stream", ["main", 1.5, -1, 2**64, True])
 def test_no_streams(stream: Any) -> None:
     with pytest.raises(LtError, match=r"stream is .*; accepted are None, an int handle, or an object with"):
         stream_handle(stream, 0)

@@ -34,6 +34,8 @@ for number in range(8):
         sys.exit(7)
     if number == 5 and sys.argv[1:] == ["die"]:
         os._exit(3)
+    if number == 5 and sys.argv[1:] == ["kill"]:
+        os.kill(os.getpid(), 9)
 """
 
 
@@ -71,9 +73,10 @@ def test_a_script_that_ends_early_is_reported_and_keeps_its_status(script: Path)
         assert ('script.py", line 10, in <module>' in done.stderr) is (how == "raise")
         assert ("RuntimeError: in the script" in done.stderr) is (how == "raise")
         assert "runpy" not in done.stderr
-    done = profiled(script, "die")
-    assert done.returncode == 3
-    assert done.stderr == "lt_runtime profile: the script was ended at once, with status 3, and left no report\n"
+    for how, status, ended in (("die", 3, "at once, with status 3"), ("kill", 137, "by signal 9 (Killed)")):
+        done = profiled(script, how)
+        assert done.returncode == status
+        assert done.stderr == f"lt_runtime profile: the script was ended {ended}, and left no report\n"
 
 
 def test_commands_for_nsight(script: Path, cli: Cli) -> None:

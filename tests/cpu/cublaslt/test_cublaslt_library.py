@@ -79,3 +79,10 @@ def test_the_capacity_of_the_heuristics_cache() -> None:
     for wrong in (-1, 2**64):
         with pytest.raises(ArgumentError, match=f"capacity is {wrong}"):
             cublaslt.heuristics_cache_set_capacity(wrong)
+
+
+def test_a_block_closes_what_it_owns() -> None:
+    with cublaslt.MatmulPreference() as preference:
+        assert preference.handle
+    with pytest.raises(ArgumentError, match="this MatmulPreference is closed"):
+        preference.handle  # noqa: B018

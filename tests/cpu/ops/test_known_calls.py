@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -55,6 +56,12 @@ def test_what_a_plan_depends_on_is_told_apart(change: str) -> None:
     assert one is not None
     assert other is not None
     assert one[0] != other[0]
+
+
+def test_a_signature_tells_the_alignment_of_every_operand() -> None:
+    arrays = [Array(_AT + (1 << bits)) for bits in range(9)]
+    found = [signature_of(pair) for pair in itertools.product(arrays, arrays)]
+    assert len({each[0] for each in found if each}) == 81
 
 
 @pytest.mark.parametrize("arrays", [(np.ones(2),), (X, np.ones(2)), ("x", X), (None, X)])

@@ -14,7 +14,7 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.tile_matmul import supports
+from lt_runtime.kernels.tile_matmul import shares_of, supports
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products import methods
@@ -111,3 +111,12 @@ def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.tickets += 1
     with pytest.raises(PlanError, match="no room"):
         OwnPlan(PRODUCTS[0], 0, TILE_MATMUL, kernel)
+
+
+def test_marks_are_as_long_as_an_algorithm() -> None:
+    assert {each.mark and len(each.mark) for each in METHODS} == {b"", 64}
+
+
+def test_few_blocks_share_a_column_whose_sum_they_add_up() -> None:
+    plain, with_sums = (shares_of(input_gradient(100000, 221, 48, each), 132) for each in (Epilogue.DGELU, DGELU))
+    assert (plain.down, with_sums.down) == (-(-100000 // 64), 3 * 132 // plain.across)

@@ -90,3 +90,7 @@ def test_unknown_directions_and_waits_have_general_names_and_other_kinds_are_lef
     copy, wait = record(kinds.MEMCPY, 1305, **WORK, copyKind=11), record(kinds.SYNCHRONIZATION, 1305, type=5)
     found = read(copy, b"\x33\0\0\0" + bytes(60), wait)
     assert [each.name for each in found if isinstance(each, Activity)] == ["copy", "wait"]
+
+
+def test_every_version_has_records_of_whole_words() -> None:
+    assert all(size % 8 == 0 for sizes in kinds.RECORD_SIZES.values() for size in sizes.values())

@@ -81,12 +81,12 @@ def test_copies_that_a_plan_chose_are_told_from_others() -> None:
 def test_gaps_and_overlap() -> None:
     activities = [
         kernel("a", 0, 10), kernel("b", 5, 15, stream=8), kernel("c", 20.5, 4), kernel("d", 30, 10), kernel("e", 31, 2),
-        kernel("f", 41, 1),
+        kernel("f", 41, 1, *PATH),
         kernel("wait", 0, 9, kind="synchronization"), kernel("malloc", 0, 9, kind="allocation"),
     ]  # fmt: skip
     totals = totals_of([], activities, 1)
     assert totals.kernel_us == 42
-    assert totals.busy_us == 35
+    assert (totals.busy_us, totals.unattributed_us) == (35, 41)
     assert (totals.gaps, totals.gap_us) == (2, pytest.approx(6.5))  # half a microsecond is no pause, but a whole one is
     assert (totals.synchronizations, totals.allocations) == (1, 1)
     assert totals_of([], [], 0) == Totals()
@@ -123,7 +123,9 @@ def test_a_printed_report_is_plain_text(report: Report, monkeypatch: pytest.Monk
     cells += ["gemm<float, 3>", "memcpy DtoD", "(unattributed)", "one thing"]
     assert [each for each in (*cells, "gelu [x]") if each not in text] == []  # Rich would take [x] for markup
     assert "A step takes 16.0 µs: forward 11.0, loss 5.0." in text
-    text = str(Report("the host", 1, 0, [Layer("a", "", 1, 2.0, 0.0, 2.0)]))
+    assert "(between)" not in text  # the loss has no layers
+    text = str(Report("the host", 1, 0, [Layer("a", "", 1, 2.0, 0.0, 2.0), Layer("", "forward", 1, 2.0, 0.0, 2.0)]))
+    assert "(between)" in text
     assert "host µs" not in text  # empty columns are left out
     assert "TFLOP/s" not in text
 
@@ -170,6 +172,7 @@ def test_the_trace_has_the_form_of_kineto(tmp_path: Path) -> None:
 
 
 def test_the_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
+    from matplotlib import rc_context
     from matplotlib.image import imread
 
     plot(report, tmp_path / "plot.png")
@@ -177,6 +180,10 @@ def test_the_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
     assert picture.shape[0] > 300
     assert picture.shape[1] > 1000
     assert len({tuple(pixel) for entry in picture[::5, ::5] for pixel in entry}) > 10
+    with rc_context({"svg.fonttype": "none"}):
+        plot(report, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert (text.count(">fc forward<"), text.count(">bfloat16<")) == (2, 1)  # the bars and the roofline
     plot(Report(), tmp_path / "empty.svg")
     assert (tmp_path / "empty.svg").read_bytes().startswith(b"<?xml")
 

@@ -144,6 +144,13 @@ def test_a_half_line_of_a_killed_writer_is_skipped_with_a_note(file: Path, lengt
         assert read_recorded(file) == [PROBLEMS[0], PROBLEMS[2]]
 
 
+@pytest.mark.parametrize(("count", "shown"), [(3, "1, 2, 3 is"), (4, r"1, 2, 3, \.\.\. is")])
+def test_at_most_three_cut_off_lines_are_shown(file: Path, count: int, shown: str) -> None:
+    file.write_text(f"{LINES[1][:20]}\n" * count)
+    with pytest.warns(UserWarning, match=f"line {shown} cut off and skipped"):
+        assert read_recorded(file) == []
+
+
 def test_a_whole_line_without_an_end_is_read(file: Path) -> None:
     file.write_text(f"{LINES[0]}\n{LINES[1]}")
     assert read_recorded(file) == PROBLEMS[:2]

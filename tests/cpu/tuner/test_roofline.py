@@ -8,7 +8,7 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import packed
-from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved, Spec
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, MLPProblem, Saved, Spec
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.roofline import Hardware, Work, least_us, work_of
 from tests.support.chain_problems import backward_of, forward_of
@@ -81,3 +81,12 @@ def test_work_of_layers() -> None:
     accumulated = replace(backward_of(chain, 1), accumulate=True)
     assert work_of(accumulated).bytes == 2 * (read + written + w)
     assert work_of(backward_of(relu, 1, Saved.MASK)).bytes == 2 * (read + written - x) + x // 8
+
+
+def test_work_of_a_narrow_mlp() -> None:
+    inference = MLPProblem(DType.BFLOAT16, 6, (3, 5, 4), (True, False), Activation("relu"))
+    weights, parameters = 3 * 5 + 5 * 4, 3 * 5 + 5 * 4 + 5
+    assert work_of(inference) == Work(2 * 6 * weights, 2 * (6 * (3 + 4) + parameters))
+    # A layer has three products in training; the first layer has two, because the inputs have no gradient.
+    training = Work(2 * 6 * (3 * weights - 3 * 5), 2 * (6 * (3 + 2 * 4) + 2 * parameters))
+    assert work_of(replace(inference, backward=True)) == training

@@ -14,7 +14,14 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, Data, Memory
-from lt_runtime.tuner.verification import KINDS, ProductOperands, disagreement, expected_outputs, verify
+from lt_runtime.tuner.verification import (
+    KINDS,
+    ProductOperands,
+    accumulation_error,
+    disagreement,
+    expected_outputs,
+    verify,
+)
 from tests.support.fake_clock import STREAM
 from tests.support.host_memory import bits, flat, read
 from tests.support.right_products import compute, encode, operands, right
@@ -216,6 +223,10 @@ def test_products_that_are_wrong(
         bits(trial.buffers["d"])[...] = encode(product(trial), trial.problem.d_dtype)
 
     assert judge(a_problem(types=types), launch) is not None
+
+
+def test_sums_are_exact_up_to_the_integers_that_fp32_holds() -> None:
+    assert [accumulation_error(a_problem(k=2**24 - less), ONES) == 0.0 for less in (2, 1)] == [True, False]
 
 
 def test_what_lies_beyond_the_range_is_not_judged() -> None:
