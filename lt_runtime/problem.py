@@ -84,7 +84,7 @@ def type_name(dtype: object) -> str:
     name = getattr(dtype, "name", None)  # dtypes of NumPy have a name
     if isinstance(name, str):
         return name
-    if isinstance(dtype, type):  # scalar types such as numpy.float16 and ml_dtypes.bfloat16
+    if isinstance(dtype, type):  # scalar types, such as numpy.float16 and ml_dtypes.bfloat16, are classes
         return dtype.__name__
     return dtype if isinstance(dtype, str) else shown(dtype).removeprefix("torch.")
 
@@ -371,7 +371,7 @@ class ForwardProblem:
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """How a gradient is taken through a layer's activation and dropout, to where the layer's bias is added.
+    """How dz is computed from dy: by the derivative of a layer's activation and dropout; perhaps with a bias gradient.
 
     Attributes:
         saved: kind of the saved tensor.

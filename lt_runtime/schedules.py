@@ -42,7 +42,7 @@ class Schedule:
         one_of("decay", self.decay, DECAYS)
         for name in ("warmup_steps", "total_steps"):
             steps = integer(name, getattr(self, name))
-            if not 0 <= steps < 1 << 32:  # the optimizer counts steps in 32 bits
+            if not 0 <= steps < 1 << 32:  # steps must fit the 32 bits in which the optimizer counts them
                 raise ArgumentError(f"{name} is {shown(steps)}; it must be in [0, 2**32)")
             object.__setattr__(self, name, steps)
         object.__setattr__(self, "final_factor", number("final_factor", self.final_factor))

@@ -23,7 +23,7 @@ def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why:
 
 
 def check_type(operand: Operand, dtype: str) -> None:
-    """Raises `DTypeError` unless the operand's elements have the type of that name."""
+    """Raises `DTypeError` unless the operand's elements have the given type."""
     if operand.dtype != dtype:
         raise DTypeError(f"{operand.name} is {operand.dtype}; it must be {dtype}")
 
@@ -85,7 +85,8 @@ def check_no_overlap(out: Operand, *others: Operand) -> None:
         return
     memory = _memory(out)
     for other in others:
-        if 0 in other.shape:  # an empty array may have address 0, which NumPy 2.0 refuses
+        # an empty array overlaps nothing; it may have address 0, from which NumPy 2.0 makes no array
+        if 0 in other.shape:
             continue
         work: Any = _WORK if out.itemsize == other.itemsize else 0
         if np.may_share_memory(memory, _memory(other), max_work=work):

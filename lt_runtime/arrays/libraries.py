@@ -34,7 +34,7 @@ current_streams: Final[dict[type, Callable[[int], int]]] = {}
 
 
 class Library(ABC):
-    """Makes arrays of one kind.
+    """Makes arrays of one library: CuPy's, PyTorch's, NumPy's or another library's.
 
     Attributes:
         address: function that returns the address of the first element of an array made by `empty`.

@@ -21,7 +21,8 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.problem import ALIGNMENT
 
-_LARGEST_INTEGER: Final = 1 << 24  # FP32 holds every integer up to here exactly
+# Largest integer up to which FP32 holds every integer exactly.
+_LARGEST_INTEGER: Final = 1 << 24
 # DLPack's device type kDLCPU: host memory.
 _DLPACK_CPU: Final = 1
 _NOT_CONVERTED: Final = (AttributeError, BufferError, OverflowError, RuntimeError, TypeError, ValueError)

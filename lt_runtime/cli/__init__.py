@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         import signal
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second interrupt ends the process at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # after the first interrupt, a second one ends the process at once
         return _tell(name, "interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         return CLOSED_PIPE
@@ -61,7 +61,7 @@ def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
         os._exit(_tell(name, "interrupted", INTERRUPTED))
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # a background process may have been told to ignore interrupts
+    if before is signal.default_int_handler:  # unless the shell has told a background process to ignore interrupts
         signal.signal(signal.SIGINT, end)
     try:
         from lt_runtime.cli.arguments import parser
@@ -76,14 +76,15 @@ def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
 
 def _flush() -> None:
     """Flushes stdout before the process ends, because Python prints a traceback if its own last flush fails."""
-    if sys.stdout is None:  # stdout was closed when the process began
+    if sys.stdout is None:  # stdout is None if it was closed when the process began
         return
     try:
         sys.stdout.flush()
     except OSError:
         import os
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest, which cannot be written
+        # the output that cannot be written goes to the null device
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
 

@@ -166,7 +166,7 @@ def _positive(text: str) -> int:
 def _integer(text: str) -> int:
     try:
         value = int(text)
-    except ValueError:  # no integer, or one of thousands of digits
+    except ValueError:  # Python raises this for a text that is no integer, and for thousands of digits
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no integer that is accepted") from None
     if abs(value) > _LARGEST:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is larger than {_LARGEST}")

@@ -194,8 +194,9 @@ def driver_of(pci_devices: Path = PCI_DEVICES) -> Driver | None:
         return None
     try:
         (status,) = api.cuInit(0)
-    except RuntimeError:  # cuda-bindings raises this if it finds no libcuda
-        for device in pci_devices.glob("*"):  # a display controller has class 0x03, and NVIDIA is vendor 0x10de
+    # cuda-bindings raises this if it finds no libcuda: there is no driver.
+    except RuntimeError:
+        for device in pci_devices.glob("*"):  # PCI numbers: class 0x03 is a display controller, vendor 0x10de is NVIDIA
             if (device / "vendor").read_text()[:6] == "0x10de" and (device / "class").read_text()[:4] == "0x03":
                 return Driver(problem="no libcuda.so.1")
         return None

@@ -177,7 +177,7 @@ class MatmulDescAttribute(Attribute):
     EPILOGUE_AUX_SCALE_MODE = 35, "i", enums.MatmulMatrixScale, 120800
     D_OUT_SCALE_POINTER = 36, "Q", _WORD, 120800
     D_OUT_SCALE_MODE = 37, "i", enums.MatmulMatrixScale, 120800
-    EMULATION_DESCRIPTOR = 38, "Q", address(8), 130100  # 12.9 and 13.0 use this number for another attribute
+    EMULATION_DESCRIPTOR = 38, "Q", address(8), 130100  # cuBLASLt 12.9 and 13.0 have another attribute of this number
     ALPHA_BATCH_STRIDE, BETA_BATCH_STRIDE = alike(range(39, 41), "q", _COUNT, 130200)
     BATCH_INVARIANCE_FLAGS = 41, "I", enums.BatchInvariance, 130800
 

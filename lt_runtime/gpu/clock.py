@@ -49,7 +49,7 @@ class Clock:
         self.watch = Stopwatch()
 
     def once(self, run: Callable[[int], object]) -> float:
-        """Microseconds that `run(stream)` takes. Where the GPU waits for the host to launch, that time counts too."""
+        """Microseconds that `run(stream)` takes. The time that the GPU waits for the host's launches counts."""
         return self._time([run], untimed=0)[0]
 
     def capture(self, run: Callable[[int], object]) -> Graph:

@@ -46,7 +46,8 @@ _SEARCHED_FIRST: Final = ("site-packages", "conda")
 """Where pathfinder looks for a library before it asks the system's loader, which would load the library."""
 _HEAD_BYTES: Final = 4096
 
-_LIMIT: Final = 256 << 20  # limit of the kernel cache: bytes of all files
+# Limit of the bytes of all files in the kernel cache.
+_LIMIT: Final = 256 << 20
 # Bytes of the largest file that is read from the kernel cache; a kernel has about 100 kB.
 _LARGEST: Final = 16 << 20
 _SUFFIX: Final = ".kernel"

@@ -114,7 +114,7 @@ def _arguments(params: Any) -> Iterator[bytes]:
     for index in itertools.count() if pointers else ():
         try:
             _, size = call(*about, index)
-        except DriverError:  # the index is one past the last argument: all have been read
+        except DriverError:  # the index is beyond the last argument: all arguments have been read
             return
         address = ctypes.c_void_p.from_address(pointers + index * ctypes.sizeof(ctypes.c_void_p)).value
         yield ctypes.string_at(address or 0, size)

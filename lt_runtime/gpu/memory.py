@@ -72,7 +72,7 @@ class StreamMemory:
         self.tickets = self.zeros + ALIGNMENT
 
     def on(self, stream: int) -> Self:
-        """This memory for work that is captured from another stream and launched on this memory's stream."""
+        """This memory as seen by work that is captured from another stream, and later launched on this one."""
         view = copy.copy(self)
         view.stream = stream
         return view
@@ -153,7 +153,7 @@ def stream_memory(device: int, stream: int) -> StreamMemory:
 
 
 def release(device: int, stream: int) -> None:
-    """Frees a stream's memory. The stream has done its work, and no graph captured with its memory is left."""
+    """Frees a stream's memory. The stream must have done its work, and graphs captured with this memory be freed."""
     with _memories_lock:
         memory = memories.pop((device, stream), None)
     if memory is not None:
@@ -239,7 +239,8 @@ class BoundPlan:
             ranges.tell(self.prepared)
         stream = self._stream
         with self._lock:
-            if stream and is_capturing(stream):  # the default stream cannot be captured
+            # CUDA cannot capture the default stream: another one is captured in its place
+            if stream and is_capturing(stream):
                 self._put(self._memory)
             elif status := self._launch(self._executable, stream):
                 check("cuGraphLaunch", status)

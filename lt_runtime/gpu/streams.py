@@ -105,7 +105,8 @@ def beside_captures(device: int) -> Iterator[None]:
         try:
             is_held = is_capturing(stream)
         except DriverError as error:
-            # The driver's answer for the default stream while a blocking stream is captured; the capture survives.
+            # The driver refuses the default stream while a blocking stream is captured; the refusal leaves the capture
+            # valid.
             is_held = error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
             if not is_held:
                 raise

@@ -26,10 +26,12 @@ UPDATE_THREADS: Final = 128
 _UPDATE_BLOCKS: Final = 8  # blocks of the update that share a chunk of a tensor
 UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
 """Elements of a chunk of the update: each of its threads loads one octet."""
-UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters, which blocks that are done increment, 64 words apart
+UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters of finished blocks, 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
-_NORM_CHUNK: Final = 16384  # least number of elements of a chunk whose norm one block computes
-_NORM_CHUNKS: Final = 8192  # about the most chunks: the last block adds up a sum for each
+# Least number of elements of a chunk of which one block computes the norm.
+_NORM_CHUNK: Final = 16384
+# About the largest number of chunks of the gradient norm: the last block adds up a partial sum for each.
+_NORM_CHUNKS: Final = 8192
 WORD_BYTES: Final = 4
 _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 

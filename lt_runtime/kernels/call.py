@@ -16,7 +16,7 @@ _ROUNDS: Final = 10  # rounds of Philox4x32
 
 @functools.lru_cache(maxsize=1024)
 def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
-    """The key of each of Philox's rounds."""
+    """The keys of Philox's rounds for a seed."""
     return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), _ROUNDS))
 
 
@@ -57,7 +57,7 @@ class DropoutState:
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of one run of a plan, to be read only; a frozen class, or a named tuple, takes longer to make.
+    """The arguments of one run of a plan; do not change them. It is not frozen, because that takes longer to make.
 
     Attributes:
         addresses: of the operands, in the order of `problem.operands`; 0 where an operand is absent.

@@ -161,7 +161,7 @@ class RowSharing:
 
     @property
     def kept(self) -> int:
-        """How many batches of packets stay in registers: `_KEPT_BATCHES` if a block shares a longer row, otherwise 0.
+        """Batches of packets that stay in registers: `_KEPT_BATCHES` if a block computes a row of more, otherwise 0.
 
         It is 0 too where labels are smoothed and classes have weights: every column then has a weight of its own, and
         on sm_75 the BF16 kernel would spill registers.

@@ -21,7 +21,8 @@ _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Save
 # early.
 _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
-_DROPOUT_ROW: Final = 2048  # elements of a row, as the kernel of dropout divides an array without gaps
+# Elements of the rows into which the kernel of dropout divides an array without gaps.
+_DROPOUT_ROW: Final = 2048
 # Launch bound: blocks of the kernel of dropout that a multiprocessor must be able to hold.
 _DROPOUT_BLOCKS: Final = 6
 _DROPOUT_WAVES: Final = 4
@@ -61,7 +62,7 @@ class ForwardPass:
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
-        # the addresses that each stream's argument block holds now, by stream
+        # by stream, the addresses that its argument block holds now: equal ones are not written again
         self._written: dict[int, tuple[int, ...]] = {}
 
     def launch(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
@@ -161,7 +162,7 @@ def _backward_blocks(dtype: DType, access: Access, dropout: bool) -> int:
 
 
 def _access(dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, *, transposes: bool) -> Access:
-    """How a backward pass moves octets.
+    """How a backward pass loads and stores octets.
 
     Access.FLAT, which reads a matrix as one long row, is impossible with a mask, in which an octet is one byte, and
     with a transposed dz, in which an octet lies in a column.

@@ -21,7 +21,8 @@ from lt_runtime.problem import DType
 
 LOSSES: Final = {"mse": "lt::SquaredError", "huber": "lt::Huber", "bce_with_logits": "lt::BinaryCrossEntropy"}
 """The struct of `losses.cuh` for each loss."""
-_OCTETS: Final = 2  # octets that a thread loads before it waits for them
+# Octets that a thread loads before it waits for them.
+_OCTETS: Final = 2
 # Limit of the elements of joined rows that have weights: the kernel finds an element's row by a 32-bit division.
 _MOST_JOINED: Final = 1 << 32
 # Most blocks of a loss's grid: each writes a partial sum, and the last block adds them up.

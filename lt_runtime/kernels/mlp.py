@@ -42,7 +42,8 @@ _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
 # Registers of each of a multiprocessor's four schedulers; a block's warps are distributed among the schedulers.
 _REGISTERS: Final = 1 << 14
 _SCHEDULERS: Final = 4
-_MOST_REGISTERS: Final = 255  # most registers that a thread can have
+# The largest number of registers that a thread can have.
+_MOST_REGISTERS: Final = 255
 # Registers that a thread of mlp_bwd needs besides its sums.
 _OTHER_REGISTERS: Final = 52
 # Most launches of a backward pass: if it needs more, running layer by layer is faster.

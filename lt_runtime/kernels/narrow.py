@@ -20,7 +20,8 @@ MAX_WIDTH: Final = 16
 _BUSY_THREADS: Final = 1024
 # Rows of a thread if there are many more rows than threads that the GPU runs at a time; otherwise a thread has one row.
 _SHARED_ROWS: Final = 4
-_QUAD: Final = 4  # columns that a thread of narrow_m computes
+# Columns that a thread of narrow_m computes.
+_QUAD: Final = 4
 # Threads of a block of narrow_k for an epilogue without sums over rows.
 _K_THREADS: Final = 128
 # Octets side by side in a block of narrow_k that also sums over rows: a line of the cache.
@@ -78,7 +79,7 @@ def _form_of(problem: MatmulProblem) -> _Form | None:
 
 
 def _fits_aux(problem: MatmulProblem) -> bool:
-    """Whether the auxiliary matrix is row-major as D is, for a derivative, or absent, for any other epilogue."""
+    """Whether a derivative's auxiliary matrix is row-major, as D is; for any other epilogue, whether there is none."""
     aux, d = problem.aux, problem.d
     if aux is None:
         return not problem.epilogue.is_derivative

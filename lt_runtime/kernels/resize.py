@@ -34,7 +34,7 @@ Place: TypeAlias = tuple[int, int]
 
 @declared
 class RowBuffers(Struct):
-    """`lt::RowBuffers`: parts of equally many rows, `width` bytes each, which begin `stride` bytes apart."""
+    """The C++ struct `lt::RowBuffers`: parts that begin `stride` bytes apart; each has `rows` rows of `width` bytes."""
 
 
 RESIZE: Final = Entry("resize", "resize.cu")

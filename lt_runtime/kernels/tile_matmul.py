@@ -18,10 +18,14 @@ from lt_runtime.problem import DType, MatmulProblem, Spec
 CAPABILITY: Final = 80
 """The least compute capability of a GPU that has the instructions in mma.cuh."""
 TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
-_SIDE: Final = 64  # rows and columns of a tile of D
-_BLOCKS: Final = 3  # blocks that a multiprocessor holds
-_ONE_GROUP: Final = 16  # parts of K up to which one block adds up the partial sums of all parts
-_MOST: Final = 1 << 30  # most multiply-adds of a product: cuBLASLt makes larger products
+# Rows and columns of a tile of D.
+_SIDE: Final = 64
+# Blocks that a multiprocessor holds.
+_BLOCKS: Final = 3
+# Parts of a split K up to which one block adds up the partial sums of all parts.
+_ONE_GROUP: Final = 16
+# Multiply-adds of a product beyond which it is left to cuBLASLt.
+_MOST: Final = 1 << 30
 EPILOGUES: Final = (
     *(Epilogue.NONE, Epilogue.BIAS, Epilogue.RELU, Epilogue.RELU_BIAS, Epilogue.GELU, Epilogue.GELU_BIAS),
     *(Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU, Epilogue.DGELU_BGRAD, Epilogue.BGRADA),

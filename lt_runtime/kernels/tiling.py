@@ -152,7 +152,7 @@ def sweep(layout: Layout, wave: int | None) -> Tiling:
 
 
 def turning(layout: Layout) -> Tiling:
-    """The grid of a pass that reads columns and writes the rows of a matrix."""
+    """The grid of a pass that transposes: it reads along columns and writes along rows."""
     return _cover(layout, _TURNING_BLOCK, MAX_GRID_Y)
 
 

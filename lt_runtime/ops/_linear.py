@@ -19,7 +19,8 @@ from lt_runtime.ops.call import New, Operation, PreparedCall, Request, dropouts_
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, ForwardProblem, Philox, Saved, Spec
 
-_BITS: Final = 8  # bits of a byte, in a layout that counts bits
+# Bits of a byte; a mask's layout counts bits.
+_BITS: Final = 8
 # Indices, among the arrays of a forward call, of y and of the tensor that is saved for backward besides y.
 _Y, _KEPT = 3, 4
 # Index of the first output among the arrays of a backward call, after dy, x, w and two saved tensors.
@@ -292,7 +293,8 @@ class LinearBackward(Operation):
         if options.before_activation:
             exact = reference.linear_bwd(dy, x, w, dy)
         else:
-            z = dy if saved is None else saved  # without a saved tensor the derivative is 1: any z will do
+            # without a saved tensor the derivative is 1 whatever z is; dy stands in for z
+            z = dy if saved is None else saved
             exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, scalars[0]))
         values: dict[str, Any] = exact._asdict()
         if below is not None:

@@ -19,7 +19,8 @@ from lt_runtime.plans.mlp import MlpPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan
 
-_PLACES: Final = 2 * MAX_LAYERS  # number of parameters: each layer has a weight and a bias
+# Number of arrays for the parameters of `MAX_LAYERS` layers: each layer has a weight and a bias.
+_PLACES: Final = 2 * MAX_LAYERS
 # Index of the first weight among the arrays of a call.
 _FIRST: Final = 2
 _OUT: Final = 1

@@ -224,11 +224,11 @@ class Operation(ABC):
         return cache.plan_of(request.problem, device, stream, before_first_use, anew=asked_for.get())
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
-        """The request with the arrays that the plan saves for backward; `plan` is None on the host."""
+        """Returns the request with the arrays added that the plan saves for backward; `plan` is None on the host."""
         return request
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
-        """The plan's call; `addresses` are in the order of `names`."""
+        """Makes the `Call` of the plan from addresses, which are in the order of `names`."""
         if prepared.request.dropouts is None:
             return Call(addresses, stream)
         masks = zip(prepared.request.dropouts, scalars, strict=True)
@@ -267,7 +267,7 @@ def perform(
         options, scalars: see `Operation.read`.
         stream: as the caller gave it; with a `Binding` the result is a callable that makes the call.
         is_in_range: whether the operation's range has already been opened. It is a parameter, because a separate
-            function for the range would make every call longer.
+            function that opens the range would make every call slower.
 
     Raises:
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.

@@ -318,7 +318,7 @@ def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any
     If α and β are arrays, the numbers are 1, because only the device knows the arrays' values.
 
     Raises:
-        KindError: one of them is a number, and the other is none.
+        KindError: α is a number and β is not, or the other way round.
         OverflowError: an integer larger than any float.
     """
     if is_number(alpha) and is_number(beta):

@@ -40,7 +40,7 @@ _FEW_COLUMNS: Final = OCTET
 
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[strategies.ForwardStrategy]:
-    """Forward strategies, the table's choice first.
+    """Forward strategies in the order in which to try them: the table's choice first.
 
     Next come the strategies in which our kernel does the work for which cuBLASLt would need an auxiliary output.
     """

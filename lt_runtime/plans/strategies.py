@@ -48,7 +48,7 @@ class ForwardStrategy:
 
 @dataclass(frozen=True, slots=True)
 class BackwardStrategy:
-    """How a backward pass is split. Our kernel always computes dz from dy: no product precedes it whose epilogue could.
+    """How a backward pass is split. Our kernel always computes dz: no product comes before it whose epilogue could.
 
     Attributes:
         db: maker of the bias gradient: our kernel, alone or with dz, or the epilogue of dw's product.

@@ -123,7 +123,7 @@ def tile_us(problem: MatmulProblem) -> float:
 
 
 def _goes_over_rows(problem: MatmulProblem) -> bool:
-    """Whether the sum runs over the rows of A's memory, as in a weight gradient."""
+    """Whether A is column-major, as in a weight gradient, so that the product sums over rows in memory."""
     return problem.a.layout.order is Order.COLUMN
 
 

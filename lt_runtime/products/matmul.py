@@ -350,7 +350,7 @@ class MatmulPlan(AlgorithmPlan):
             column_major(problem.c, kind, problem.batch) as source,
             column_major(problem.d, kind, problem.batch) as target,
         ):
-            unused: float = 0.0  # beta of cublasLtMatrixTransform, whose B is NULL
+            unused: float = 0.0  # beta of cublasLtMatrixTransform: it has no effect, because the operand B is NULL
             if problem.device_scalars:
                 desc.set(cublaslt.MatrixTransformDescAttribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
                 unused = beta

@@ -1,6 +1,6 @@
 """The choice among the algorithms that cuBLASLt's heuristic offers for a product that was not measured.
 
-The heuristic's first algorithm is taken, with these exceptions, which it is known to misjudge:
+The heuristic's first algorithm is taken, except in these cases, which the heuristic is known to misjudge:
 
 - cuBLASLt's kernels for Hopper work on D in rounds, with one tile on each multiprocessor. A round takes as long as the
   loads of a tile or its multiplications, whichever is longer, plus a constant; with an epilogue, tiles of more than 64

@@ -65,7 +65,7 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
         return None
     if d == problem.d:
         return replace(problem, a=a, b=b)
-    # C, an auxiliary matrix or a bias gradient would have to be padded as well.
+    # Not supported: C, an auxiliary matrix and a bias gradient would have to be padded as well.
     epilogue = problem.epilogue
     if problem.c is not None or epilogue.has_aux_output or epilogue.is_derivative or epilogue.has_bias_gradient:
         return None

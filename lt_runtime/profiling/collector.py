@@ -35,7 +35,8 @@ _LOCAL: Final = 0xFFFFFFFF
 """Mask of the lower 32 bits of a node's id, which identify the node in its graph; the upper ones are the graph's id."""
 
 _numbers: Final = itertools.count(1)
-"""Ids of paths, never used twice: CUPTI still links calls to the ids of ranges that are open after a profile's end."""
+"""Numbers for paths of ranges. None is used twice, because CUPTI links calls to the ids of ranges that are still open
+after a profile's end."""
 
 
 class _Thread(threading.local):
@@ -65,7 +66,7 @@ class Collector:
         self.activities: list[Activity] = []
         self.dropped = 0
         self._thread, self._own_thread = _Thread(), 0
-        self._threads = set[int]()  # ids of the threads that have opened ranges
+        self._threads = set[int]()  # ids of the threads that have opened ranges during the profile
         self._ids, self._paths = dict[Path, int](), dict[int, Path]({0: ()})
         # The history of open ranges in the thread that made the profile: ids of paths, and the time from which each was
         # open.

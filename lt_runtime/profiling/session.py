@@ -54,7 +54,8 @@ class Profile:
         self.report, self.is_done = Report(), False
         self._skip, self._timed, self._traced, self._device = skip, timed, 0 if device is None else traced, device
         self._thread = _Thread()
-        self._steps = self._measure()  # a generator: each `next` ends a step
+        # A generator that measures step by step: each `next` ends a step.
+        self._steps = self._measure()
         self._lock = threading.Lock()  # several threads may end steps at the same time
         self._seen = self._traced_steps = 0
         # Whether steps end with calls of `step` rather than of a `TrainStep`; None before the first step.
@@ -178,7 +179,7 @@ class Profile:
 
     @contextlib.contextmanager
     def _phase(self, measuring: Any) -> Iterator[Any]:
-        """Has a timer or a collector measure the block, in which the thread's open ranges begin again."""
+        """Has a timer or a collector measure a block. It is told of the thread's open ranges as if they began now."""
         measuring.__enter__()
         try:
             for name in self._thread.open:

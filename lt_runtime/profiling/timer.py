@@ -18,7 +18,8 @@ from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.marks import EventMarks, MarkedCopy, MarkedGraph
 from lt_runtime.ranges import Place, place_of
 
-_MOST_PENDING: Final = 2048  # limit of ended ranges whose events have not been read; the oldest are read beyond it
+# Limit of the ended ranges whose events have not been read; beyond it the oldest events are read.
+_MOST_PENDING: Final = 2048
 # Limit of the timed ranges that are kept for the trace.
 _MOST_SPANS: Final = 20_000
 _MOST_PLACES: Final = 4096

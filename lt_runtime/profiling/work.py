@@ -125,7 +125,8 @@ def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
     """
     path = paths.cache_directory() / "ceilings" / fingerprint(device).file_name
     known = dict[str, float]()
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # the file is missing or damaged
+    # a missing or damaged file counts as empty
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         known = {str(name): float(value) for name, value in parse_json(read_private(path, _LIMIT)).items() if value > 0}
     missing = {COPY, *kinds} - known.keys()
     if missing:

@@ -61,7 +61,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text
             f"{path} would need a header of {len(header)} bytes; at most {_HEADER_LIMIT} are accepted"
         )
     with _file_errors(path):
-        target = Path(os.path.realpath(path))  # at the end of symbolic links; it need not exist
+        target = Path(os.path.realpath(path))  # follows symbolic links to their end, which need not exist
         if target.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         with replacing(target) as file:
@@ -105,7 +105,7 @@ class OpenFile:
             raise of_others(path)
         self.text: str = self._metadata[_TEXT]
         self.kinds: Kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
-        self._start, self._order = start, file.offset_keys()  # safetensors refuses gaps between arrays
+        self._start, self._order = start, file.offset_keys()  # arrays follow each other: safetensors refuses gaps
 
     def load(self, names: Collection[str]) -> dict[str, NDArray[Any]]:
         """Reads the file as `scan` does, and returns the named arrays.

@@ -192,7 +192,7 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
         options = _description_of(path, file.text)["model"]
         # The file's arrays are compared with its `dims` before a model is made, in case the file claims huge sizes.
         names = _value_names(path, file.kinds, _shapes(path, options, file.kinds))
-        # twice their size: values and gradients
+        # twice the size of the arrays: a model has values and gradients
         file.require_memory(2 * sum(checkpoint_file.size_of(file.kinds[name]) for name in names))
         try:
             model = MLP(**options, device="cpu" if place is None else place)

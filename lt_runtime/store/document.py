@@ -218,7 +218,7 @@ class Document:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of entries of products and of layers, by these names."""
+        """The numbers of entries, under the names "products" and "layers"."""
         products = sum(isinstance(value, dict) and "algorithm" in value for value in self.raw.values())
         return {"products": products, "layers": len(self.raw) - products}
 

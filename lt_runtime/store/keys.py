@@ -64,7 +64,7 @@ def parse_key(key: str) -> Remembered:
             _require_small(max(problem.batch * each.batch_stride for each in specs if each is not None))
         if isinstance(problem, MLPProblem):
             _require_small(max(problem.dims) * max(problem.rows, *problem.dims))
-        if problem_key(problem) != key:  # the comparison also detects values of another type than their field's
+        if problem_key(problem) != key:  # the key made again differs if a value has another type than its field
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
         shown = key if len(key) <= 80 else f"{key[:77]}..."

@@ -31,7 +31,8 @@ _ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
 _START, _END = '{"problem": "', '}"}'
 
-_LARGEST: Final = 16 << 20  # limit of a recording: bytes of the file
+# Limit of the bytes of a recording's file.
+_LARGEST: Final = 16 << 20
 # Limit of the characters of a line; a problem's line has less than two thousand.
 _LONGEST: Final = 10_000
 _LOCK_SECONDS: Final = 1.0

@@ -124,7 +124,7 @@ class GpuTally:
             loss = float(state["loss"]) - float(state["rest"])
             read = Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
             self._unread = Totals._make(map(operator.add, self._unread, read))
-            call("cuStreamSynchronize", handle)  # the next step may use another stream
+            call("cuStreamSynchronize", handle)  # the next step may use another stream: the sums must be zero by then
         totals, self._unread = self._unread, _NOTHING
         return totals
 
@@ -168,7 +168,7 @@ class EMA(Fixed):
         if model.device.ordinal is not None:
             self._prepare(model.device.ordinal)
         self._average(1.0, None)
-        model.device.synchronize()  # later updates may use any stream
+        model.device.synchronize()  # later updates may use any stream: the averages must be complete by then
         self._is_made = True
 
     def __repr__(self) -> str:

@@ -260,7 +260,7 @@ class StepBody:
             out = None if is_read_later else outputs
             value, gradient = loss.compute(outputs, target, **scaling, out_gradient=out, stream=stream)
         scores = Scores(outputs, target) if loss.classifies else None
-        del outputs, out  # From here on, each array is freed after its last use, so that later arrays get its memory.
+        del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
         device = model.device.ordinal
         # No other operation of the step reads the tally of losses: a GPU updates it on a branch of the graph,
         # concurrently.

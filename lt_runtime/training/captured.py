@@ -158,7 +158,7 @@ class GpuStep:
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._rehearsed_tally = GpuTally(device, stream), GpuTally(device, stream)
-            call("cuStreamSynchronize", stream)  # later steps may use any stream
+            call("cuStreamSynchronize", stream)  # later steps may use any stream: the tallies must be zero by then
             self._order, self._launch_graph = _order(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
         weakref.finalize(self, _close, device, self._buffers)
@@ -212,7 +212,7 @@ class GpuStep:
                     with self._tuning_off():
                         self._body.run(replay.buffers.parts, self.tally, handle)
                 return
-            if handle and is_capturing(handle):  # the default stream cannot be captured
+            if handle and is_capturing(handle):  # CUDA cannot capture the default stream
                 raise CaptureError(f"stream {handle:#x} is being captured; a step to be captured needs graph=False")
             with self._order.lock, _step(handle):
                 try:
@@ -265,7 +265,7 @@ class GpuStep:
                 rows, accumulates = batch[0].shape[0] // self._body.parts, self._body.parts > 1
                 before_first_step(chains_of(self._body.model, rows, accumulates=accumulates), self._device, stream)
             while len(self._buffers) >= MAX_GRAPHS:
-                self._replays.clear()  # some replays may refer to the graph that is dropped
+                self._replays.clear()  # some replays may refer to the graph that is dropped: all replays are forgotten
                 _close(self._device, self._buffers, 1)
             self._buffers[key] = self._make(batch, stream)
         self._latest = self._buffers[key]
@@ -328,7 +328,7 @@ def _step(stream: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_from(pool: Any) -> Iterator[None]:
-    """Makes CuPy allocate from a pool, also during a capture. Graphs keep addresses, so only they use their pool."""
+    """Makes CuPy allocate from a pool, also during a capture. Only graphs, which keep addresses, use this pool."""
 
     def allocate(size: int) -> Any:
         with relaxed_captures():
@@ -349,7 +349,7 @@ def _device_memory(size: int) -> Any:
 
 def _close(device: int, buffers: OrderedDict[_Key, StepBuffers], count: int | None = None) -> None:
     """Waits until graphs have run, then frees the `count` least recently used ones, or all if `count` is None."""
-    if not buffers or GpuError.aftermath:  # a lost context has freed its graphs
+    if not buffers or GpuError.aftermath:  # if the CUDA context is lost, its graphs are gone already
         return
     with activated(device):
         _order(device).wait()

@@ -25,7 +25,7 @@ from lt_runtime.ranges import range_of
 from lt_runtime.training.parts import ComputeDevice, Linear, NarrowPasses, activations_by_layer, backward_layer
 
 _Value = TypeVar("_Value")
-_DRAWN: Final = 1 << 20  # values that are drawn at once
+_DRAWN: Final = 1 << 20  # number of initial values that are drawn at once
 _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
 """The arguments of `MLP` except the device, in the order in which saved files list them."""
 
@@ -307,13 +307,14 @@ class MLP:
         """Weights and biases by their names. All values share one allocation, as do gradients and master copies."""
         named = shapes_of(self.dims, biases)
         generator, shapes = np.random.default_rng(self.seed), [*named.values()]
-        kinds = [self.dtype.numpy] * 2 + [np.dtype(np.float32)] * has_masters  # of values, gradients, master copies
+        # types of the values, the gradients and the master copies
+        kinds = [self.dtype.numpy] * 2 + [np.dtype(np.float32)] * has_masters
         arenas = [host_zeros(arena_size(shapes, kind.itemsize), kind) for kind in kinds]
         values, _, *masters = [arena_views(arena, shapes) for arena in arenas]
         for place, (name, shape) in enumerate(named.items()):
             if name.endswith("weight"):  # `bound` is the weight's: each bias follows the weight of its layer
                 bound = 1.0 / math.sqrt(shape[1])
-            for start in range(0, math.prod(shape), _DRAWN):  # in pieces, which take little memory
+            for start in range(0, math.prod(shape), _DRAWN):  # drawn in pieces, to take little memory
                 drawn = generator.uniform(-bound, bound, min(_DRAWN, math.prod(shape) - start)).astype(np.float32)
                 for views in (values, *masters):
                     views[place].reshape(-1)[start : start + drawn.size] = drawn

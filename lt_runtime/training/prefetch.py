@@ -263,8 +263,8 @@ class _GpuLane(_HostLane):
 class _Work:
     """The reading thread and its queue. They do not refer to the `Prefetcher`, whose finalizer ends the thread.
 
-    Of the threads that take batches, one waits for the queue and the others for `_turn`. A thread that gets no batch
-    calls `finish`, which wakes the next waiting thread.
+    Of the threads that take batches, one holds the lock `_turn` and waits for the queue; the others wait for the lock.
+    A thread that gets no batch calls `finish`, which wakes the next waiting thread.
     """
 
     def __init__(self, source: Iterator[Any], lane: _HostLane, depth: int) -> None:

@@ -93,7 +93,7 @@ class _Search:
         self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
         self._products, self._operands = Products(store), OperandSets(bench, part)
         self._floors_us = [floor_us([problem], bench.device) for problem in part.problems]
-        self._timings: dict[_Key, Timing] = {}  # times of plans alone, of those not rejected
+        self._timings: dict[_Key, Timing] = {}  # the times of plans that were timed alone and are not rejected
         self.before = self._plans(heuristic_algorithm)
         self.after: _Plans = {}
         self._untuned, self._plainest = self._untuned_and_plainest(self.before)

@@ -23,7 +23,8 @@ from lt_runtime.kernels.kernel import Struct
 from lt_runtime.layout import packed
 from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
 
-_MARGIN: Final = 4096  # elements of the margin behind each operand, which reveals writes beyond it
+# Elements of the margin behind each operand, in which writes beyond the operand are noticed.
+_MARGIN: Final = 4096
 # Number of elements after which test data repeat: a prime, so that no leading dimension aligns equal values.
 _PERIOD: Final = 65521
 # Elements by which the test data of one set of operands are shifted against those of the previous set.

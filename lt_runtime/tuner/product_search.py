@@ -166,7 +166,7 @@ class Candidates:
 
 
 def launcher(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
-    """A candidate as a contender of a race: launches the plan on one of `calls`, which use the clock's stream."""
+    """A function that launches a candidate's plan on one of `calls`, which use the clock's stream, for a race."""
     return lambda number, _: plan.run(calls[number])
 
 
@@ -189,7 +189,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
     or if the algorithm computes wrong results, the returned entry is barred: no plan uses it.
 
     Args:
-        problem: not empty.
+        problem: a product whose extents are not 0.
 
     Raises:
         CublasLtError: cuBLASLt failed for a reason other than the algorithm.

@@ -31,7 +31,8 @@ from lt_runtime.tuner.chain_operands import tensors_of
 from lt_runtime.tuner.operands import operands_of
 
 _BITS: Final = 8
-_DATA_RATE: Final = 2  # transfers of memory per clock
+# Transfers of the GPU's memory in a clock cycle.
+_DATA_RATE: Final = 2
 # Least time of a kernel in a graph: half of what an H200 needs.
 _LAUNCH_US: Final = 0.75
 _CACHED: Final = 4.0

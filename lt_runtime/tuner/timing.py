@@ -180,7 +180,7 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, lea
         if times and clock.watch.seconds > deadline:
             break
         run = partial(launch, 0)
-        times[name] = clock.once(run)  # includes loading the kernel
+        times[name] = clock.once(run)  # the time of the first launch includes loading the kernel
         if times[name] <= _FAR_BEHIND * min(times.values()) + _LOADING_US:
             (again,) = _measured(lambda: [clock.once(run)], clock, 1, least_us)  # noqa: B023
             times[name] = min(times[name], again) if times[name] >= least_us else again

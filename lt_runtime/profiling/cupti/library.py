@@ -164,7 +164,7 @@ def _demangled(name: str) -> str:
 
 def check_layouts() -> None:
     """Raises `CuptiError` unless the loaded library's records have the sizes of `RECORD_SIZES`."""
-    found = _number(_U32, "cuptiGetVersion")  # the version is a number such as 130001 for CUDA 13.0 update 1
+    found = _number(_U32, "cuptiGetVersion")  # CUPTI's version is a number such as 130001, for CUDA 13.0 update 1
     sizes = RECORD_SIZES.get(found // 100)
     if sizes is None:
         known = ", ".join(f"{key // 100}.{key % 100}" for key in RECORD_SIZES)
