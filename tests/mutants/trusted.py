@@ -152,23 +152,23 @@ FAULTS: Final[Table] = {
     },
     "lt_runtime/saving/checkpoint_file.py": {
         "a checkpoint's digest is not compared": (
-            "elif self._metadata[_DIGEST] != digest:",
-            "elif len(self._metadata[_DIGEST]) != len(digest):",
+            "elif self._metadata[_DIGEST] != digest.hexdigest():",
+            "elif len(self._metadata[_DIGEST]) != 64:",
             "tests/cpu/saving/test_checkpoint_damage.py",
         ),
         "a checkpoint's digest is of its text alone": (
-            "        digest.update(_bytes_of(array))\n",
-            "        pass\n",
+            "                digest.update(piece.data)\n",
+            "",
             "tests/cpu/saving/test_checkpoint_damage.py",
         ),
         "more is read than memory can hold": (
-            "    if needed > memory:\n",
-            "    if needed > memory << 20:\n",
+            "        if needed > available:\n",
+            "        if needed > available << 20:\n",
             f"{_SAVED_TEST}::test_holes_are_no_memory",
         ),
-        "a digest is of what is wanted alone": (
-            "                yield array\n",
-            "                if name in wanted:\n                    yield array\n",
+        "a part of the arrays is read": (
+            "for name, kind in self.kinds.items():\n",
+            "for name, kind in list(self.kinds.items())[:2]:\n",
             f"{_SAVED_TEST}::test_a_model_comes_back_as_it_was",
         ),
     },
