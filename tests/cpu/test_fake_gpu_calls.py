@@ -129,7 +129,7 @@ def test_a_repeated_call_that_cannot_be_captured_stays_as_it_was(gpu: FakeGpu, m
 def test_a_second_call_does_no_more_than_its_products(gpu: FakeGpu) -> None:
     """A second call with one bias sets no attribute of a descriptor; without an activation no kernel computes dz."""
     product = Product(gpu, matmul_case(epilogue=Epilogue.BIAS), gpu.stream)
-    # No other test has a layer of 48 rows, whose calls the package would remember if its arrays were at these addresses.
+    # The package may remember calls of other tests with arrays at the same addresses; none has 48 rows.
     layer = Layer(gpu, layer_case(activation="none", bias=False, m=48), gpu.stream)
     for check, products in ((product.check, 1), (layer.check, 3)):
         check()
