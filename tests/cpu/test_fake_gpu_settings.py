@@ -11,6 +11,7 @@ from cuda.bindings import driver
 
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fake_streams import Status
+from tests.support.over_fake_gpu import own
 from tests.support.placed import host_of
 
 _DIMS, _ROWS = [12, 16, 5], 8
@@ -166,6 +167,22 @@ def test_a_memset_that_fails_is_made_at_the_next_step(
         for each in (step, other):
             each(*batch, stream=gpu.stream)
     assert _values(gpu, step) == _values(gpu, other)
+
+
+def test_a_failed_update_does_not_skip_the_next_one(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpu.lt.MLP(_DIMS, device="cuda")
+    optimizer = gpu.lt.AdamW(model.parameters(), skip_nonfinite=True)
+    optimizer.step(stream=gpu.stream)
+    launches = own("gpu.driver").Launch
+    sound = launches.__call__
+    answers = iter([sound, lambda _: own("gpu.driver").check("cuLaunchKernelEx", Status.CUDA_ERROR_UNKNOWN)])
+    monkeypatch.setattr(launches, "__call__", lambda launch: next(answers)(launch))
+    with pytest.raises(gpu.lt.errors.DriverError, match="cuLaunchKernelEx"):
+        optimizer.step(stream=gpu.stream)
+    monkeypatch.setattr(launches, "__call__", sound)
+    optimizer.step(stream=gpu.stream)
+    gpu.synchronize_all()
+    assert host_of(gpu, optimizer.steps).tolist() == [2]
 
 
 @pytest.mark.parametrize("part", ["data", "grad"])

@@ -90,7 +90,8 @@ def test_the_steps_stream_is_waited_for_before_a_measurement(process: Process) -
         run, waiting, array = Run(gpu), [], gpu.cp.zeros(8, np.uint8)
 
         def tune_chains(chains: Any, *_: Any, **__: Any) -> tuple[()]:
-            waiting.append((gpu.streams.left_undone(), chains[0].layers[0].backward.accumulate))
+            added = [layer.backward.accumulate for chain in chains for layer in chain.layers]
+            waiting.append((gpu.streams.left_undone(), any(added)))
             return ()
 
         patch.setattr(own("tuner.search"), "tune_chains", tune_chains)
