@@ -265,7 +265,8 @@ def require_private_directory(directory: Path) -> None:
         OSError: it is not there.
     """
     for each in (directory.parent, directory):
-        for status in (each.lstat(), each.stat()):  # A link and its target may have different owners.
+        # Checks a link and its target, because they may have different owners.
+        for status in (each.lstat(), each.stat()):
             _require_private(each, status)
 
 

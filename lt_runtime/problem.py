@@ -53,7 +53,7 @@ class DType(enum.Enum):
 
     @classmethod
     def parse(cls, operand: str, dtype: object, *, fp64: bool = False) -> DType:
-        """The member for a type as a caller gives it.
+        """Returns the member for an element type, in whichever form a caller gives the type.
 
         Args:
             operand: name of the operand or option, for the error.

@@ -101,7 +101,7 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
     """
     spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
     spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]
-    reaching: list[tuple[int, int, bool, Operand]] = []  # ranges begun earlier that reach beyond `start`
+    reaching: list[tuple[int, int, bool, Operand]] = []  # address ranges that begin earlier and end beyond `start`
     for span in sorted(spans, key=itemgetter(0)):
         start, _, is_written, operand = span
         reaching = [each for each in reaching if each[1] > start]

@@ -41,7 +41,7 @@ class Accepted:
 
 
 class Attribute(enum.IntEnum):
-    """The number of an attribute in the header, together with its storage.
+    """The number of an attribute in the header, together with the C type and the accepted values of the attribute.
 
     A member's definition lists its number, its C type as a code of `struct`, the accepted values or the enum that they
     belong to, and the version of cuBLASLt that introduced it, major·10000 + minor·100 + patch. The version is left out
@@ -108,7 +108,7 @@ def alike(numbers: range, *storage: Any) -> tuple[tuple[Any, ...], ...]:
 
 @functools.cache
 def member(kind: Enum, *others: int) -> Accepted:
-    """All members of an enum, and a few other numbers; of a flag enum, all combinations of its members."""
+    """Accepts all members of an enum and a few other numbers; of a flag enum, all combinations of its members."""
     values = frozenset((*map(int, kind.__members__.values()), *others))
     names = [f"{name} ({int(value)})" for name, value in kind.__members__.items()] + [*map(str, others)]
     listed = ", ".join(names) if len(names) <= 40 else f"{names[0]} to {names[-1]}"
@@ -119,13 +119,13 @@ def member(kind: Enum, *others: int) -> Accepted:
 
 
 def one_of(*values: enum.IntEnum | enum.IntFlag) -> Accepted:
-    """Only these members of one enum."""
+    """Accepts only the given members of one enum."""
     listed = ", ".join(f"{value.name} ({int(value)})" for value in values)
     return Accepted(frozenset(values).__contains__, listed, type(values[0]))
 
 
 def address(alignment: int) -> Accepted:
-    """The null pointer, and the addresses that are multiples of `alignment`."""
+    """Accepts the null pointer, and the addresses that are multiples of `alignment`."""
     described = f"0, or an address that is a multiple of {alignment}"
     return Accepted(range(0, 2**64, alignment).__contains__, described, alignment=alignment)
 

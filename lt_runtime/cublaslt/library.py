@@ -76,7 +76,7 @@ are named as ctypes names them without "c_"; a type with a star is an address to
 
 
 def _types(named: str) -> Iterator[Any]:
-    """The types of a cell of `_PROTOTYPES`; "int×2" are two."""
+    """Reads the ctypes types from a cell of `_PROTOTYPES`; "int×2" means two arguments of the type int."""
     for word in named.split():
         name, _, count = word.partition("×")
         kind = getattr(ctypes, f"c_{name.rstrip('*')}")

@@ -39,13 +39,13 @@ _ACTIVE: Final = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
-    """`captured_nodes` on a stream that is used only for this purpose; `device` is current."""
+    """As `captured_nodes`, on a stream that is used only for this purpose; `device` must be current."""
     with _lock:
         return captured_nodes(run, private_stream(device, "rehearsal"))
 
 
 def captured_nodes(run: Callable[[int], object], stream: int) -> list[str]:
-    """Types of the nodes that `run(stream)` would launch, such as "KERNEL" or "MEMSET"; nothing is executed.
+    """Captures `run(stream)` and returns the types of the graph's nodes, such as "KERNEL"; nothing is executed.
 
     Args:
         run: see `Graph`.

@@ -113,8 +113,8 @@ def update_launches(params: Struct, rows: int, device: int, options: Options, *,
     """The update of all tensors.
 
     Args:
-        params: with all addresses.
-        rows: of the table.
+        params: the argument block, with all addresses set.
+        rows: number of rows of the table.
         stochastic: whether any parameter below FP32 is updated in place.
     """
     macros = define(MOMENT=options.moments, AMSGRAD=options.amsgrad, STOCHASTIC=stochastic)

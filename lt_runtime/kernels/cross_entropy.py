@@ -66,7 +66,7 @@ class Weighting(NamedTuple):
     Attributes:
         smoothing: of the labels; 0 for none.
         rows: whether calls have a weight for each row.
-        classes: whether calls have a weight for each class, which counts for the rows with its label.
+        classes: whether calls have a weight for each class, which weighs the rows with this class as label.
     """
 
     smoothing: float = 0.0

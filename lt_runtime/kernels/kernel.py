@@ -67,7 +67,7 @@ def _declarations() -> tuple[Mapping[str, str], ...]:
 
 
 def struct(name: str) -> type[Struct]:
-    """The class for the struct `lt::NAME` of `cuda_src`: the one that `declared` decorates, or else a new one."""
+    """The ctypes class for the C++ struct `lt::NAME`: the class that `declared` decorates, or else a new one."""
     with _lock:
         return _structs[name] if name in _structs else declared(type(name, (Struct,), {}))
 
@@ -151,7 +151,7 @@ class Kernel:
         return Launch(self._function, (*grid, batch), (*block, 1), params, stream, shared, self._overlaps)
 
     def _allow_shared(self, size: int) -> None:
-        """Allows blocks `size` bytes of shared memory.
+        """Allows a kernel's blocks `size` bytes of dynamic shared memory each.
 
         Also has the driver configure a multiprocessor with as much shared memory as its blocks can use.
         """

@@ -1,4 +1,4 @@
-"""Plans of products on copies of their operands, for which cuBLASLt has faster kernels.
+"""Plans that copy a product's operands to a layout for which cuBLASLt has faster kernels.
 
 For ragged rows cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs, 2048x1024x480
 takes 5.7. The extents decide the kernel, not the leading dimensions. So operands are copied with zeros appended along

@@ -46,7 +46,7 @@ def learning_rate_factor(schedule: Schedule, step: int) -> float:
 
 
 class AdamWTensor(NamedTuple):
-    """One tensor of an optimizer with its moments, all of one shape.
+    """One tensor of an optimizer: its value and its moments, all of one shape.
 
     Attributes:
         value: the FP32 value, which for a 16-bit parameter is its master copy; or BF16 if there is no master copy.

@@ -65,8 +65,8 @@ class GraphOrder:
     def end(self) -> None:
         """Records the event that the next launch on another stream waits for."""
         if self._record(self._event, self.stream):
-            # The event could not be recorded, so no other stream can wait for this launch: the host waits instead.
-            # A failure of both calls is left to the next call, because it may be that of the launch before.
+            # The event could not be recorded, so no other stream can wait for this launch: the host waits instead. If
+            # waiting fails too, the error is ignored, because it may come from earlier work; the next call reports it.
             with contextlib.suppress(DriverError):
                 call("cuStreamSynchronize", self.stream)
 

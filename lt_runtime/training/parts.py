@@ -1,4 +1,4 @@
-"""The parts of a model: its device, its linear layers, and the passes over all layers in one kernel each."""
+"""The parts of a model: its device, its linear layers, and, for narrow models, passes over all layers in one kernel."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[Forw
 
 
 def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem | None, above: BackwardProblem | None) -> bool:
-    """Whether a forward problem fits a layer.
+    """Whether a forward problem can be the forward pass of the layer that a backward problem belongs to.
 
     Args:
         backward, above: the backward problems of the layer and of the layer above; None for a problem that is absent.
@@ -328,7 +328,7 @@ def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem | None, ab
 
 
 def _fits(forward: ForwardProblem, derivative: Derivative) -> bool:
-    """Whether a derivative belongs to the activation and dropout of a forward problem."""
+    """Whether a `Derivative` is the derivative of a forward problem's activation and dropout."""
     is_same = (forward.activation, forward.dropout) == (derivative.activation, derivative.dropout)
     has_bias = derivative.db is None or forward.bias is not None
     return is_same and has_bias and derivative.saved in saved_kinds(forward)
