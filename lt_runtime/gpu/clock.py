@@ -28,7 +28,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Adds the time that the `with` block takes."""
+        """Adds the host's time within the `with` block to `seconds`."""
         started = time.monotonic()
         try:
             yield
@@ -53,7 +53,7 @@ class Clock:
         return self._time([run], untimed=0)[0]
 
     def capture(self, run: Callable[[int], object]) -> Graph:
-        """A graph for `replay` of the work that `run(stream)` puts on the stream."""
+        """Captures the work that `run(stream)` puts on the stream into a graph, which `replay` can time."""
         return Graph(run, self.stream)
 
     def replay(self, graphs: Sequence[Graph], *, behind_itself: bool = False) -> list[float]:

@@ -93,7 +93,7 @@ def _device_name(device: Any) -> str:
 
 @functools.cache
 def device_info(ordinal: int) -> DeviceInfo:
-    """Properties of one GPU."""
+    """The properties of one GPU, asked once and kept."""
     names = "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT"
     major, minor, multiprocessors = device_attributes(ordinal, *names)
     device = call("cuDeviceGet", ordinal)

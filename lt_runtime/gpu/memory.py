@@ -137,7 +137,7 @@ OnMemory: TypeAlias = Callable[[StreamMemory], None]
 """A function that takes a `StreamMemory`, such as `Plan.reserve`."""
 
 memories: dict[tuple[int, int], StreamMemory] = {}
-"""The memories made so far, by device and stream; `stream_memory` makes them."""
+"""All `StreamMemory` objects made so far, by device and stream; `stream_memory` makes them."""
 _memories_lock = threading.Lock()
 
 
@@ -162,7 +162,7 @@ def release(device: int, stream: int) -> None:
 
 @contextlib.contextmanager
 def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
-    """A branch of the graph that is being captured, for work that runs beside the rest.
+    """Opens a branch of the graph that is being captured, for work that runs concurrently with the rest.
 
     The branch starts after all work captured so far, and the stream waits for it at the end. While the stream is not
     being captured there is no branch, because its events would take longer than most work: the work goes to the stream
@@ -172,7 +172,7 @@ def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
         memory: the memory of the stream that is being captured.
 
     Returns:
-        The memory of the stream to put the work on.
+        The memory of the branch's stream, on which the caller puts the work.
 
     Raises:
         CaptureError: the stream is captured, and has never had a branch.

@@ -27,7 +27,7 @@ class Elements(Struct):
 
 @declared
 class Rounding(Struct):
-    """The C++ struct `lt::Rounding`: a type's last place, smallest normal and largest judged number."""
+    """The C++ struct `lt::Rounding` of a type: last place, smallest normal number, largest number that is judged."""
 
 
 @declared

@@ -191,7 +191,7 @@ def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]
 
 
 def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, library: Library) -> New:
-    """A new array for the tensor that forward saves besides y, in the plan's layout."""
+    """Makes the array for the tensor that forward saves besides y, in the layout that the plan decides."""
     is_row = layout.order is Order.ROW
     lines, length = layout.shape if is_row else (layout.cols, layout.rows)
     if saved is Saved.MASK:

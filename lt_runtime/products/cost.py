@@ -100,7 +100,7 @@ product."""
 
 
 def narrow_us(problem: MatmulProblem) -> float:
-    """Microseconds by our kernel for products with one tiny dimension."""
+    """Estimated microseconds of a product with one tiny dimension by our narrow kernels."""
     width = min(problem.m, problem.n, problem.k)
     is_wide = width >= _WIDE
     rates = _NARROW_BUT_WIDE if is_wide else _NARROW_OF_OCTETS if width > OCTET else _NARROW
@@ -114,7 +114,7 @@ def narrow_us(problem: MatmulProblem) -> float:
 
 
 def tile_us(problem: MatmulProblem) -> float:
-    """Microseconds by our kernel for 16-bit matrices with ragged rows."""
+    """Estimated microseconds of a product of 16-bit matrices with ragged rows by our kernel `tile_matmul`."""
     shares = tile_matmul.shares_of(problem, MULTIPROCESSORS)
     matrices = (problem.a, problem.b, problem.d, *([problem.aux] if problem.aux else []))
     moved = sum(each.layout.size for each in matrices) * problem.dtype.itemsize
@@ -128,7 +128,7 @@ def _goes_over_rows(problem: MatmulProblem) -> bool:
 
 
 def library_us(problem: MatmulProblem) -> float:
-    """Microseconds by cuBLASLt on the operands as they are; 0 in FP64, where nothing was measured."""
+    """Estimated microseconds by cuBLASLt on the operands as they are; 0 in FP64, where nothing was measured."""
     if not on_tensor_cores(problem):
         rates = _FP32_OVER_ROWS if _goes_over_rows(problem) else _FP32
         return rates.us(problem) if problem.dtype is DType.FLOAT32 else 0.0
@@ -151,11 +151,11 @@ def library_us(problem: MatmulProblem) -> float:
 
 
 def copies_us(problem: MatmulProblem, *, k_major: bool = False) -> float:
-    """Microseconds by cuBLASLt on padded copies, the copying included.
+    """Estimated microseconds by cuBLASLt on padded copies, the copying included.
 
     One kernel fills all copies that are read, and another trims the result. Input and weight gradient share a copy of
-    the gradient that both multiply, see `sharing_copy`: half of the copy counts for each. A product is taken for one of
-    theirs if B lies in rows, as it does not in a layer's forward pass.
+    the gradient that both multiply, see `sharing_copy`: half of the copy counts for each. A product counts as an input
+    or weight gradient if B is row-major, which it is not in a layer's forward pass.
     """
     padded = padded_problem(problem, k_major=k_major)
     assert padded is not None, f"nothing is copied for {problem}"

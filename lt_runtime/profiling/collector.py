@@ -214,7 +214,7 @@ def _moment() -> tuple[int, int]:
 
 
 def _current_streams() -> set[int]:
-    """The current streams of CuPy and PyTorch, if these are in use, without the default streams."""
+    """Current streams of CuPy and PyTorch, if the process has imported these, except default streams."""
     device = current_device()
     streams = {cupy_current(device)}
     torch = sys.modules.get("torch")

@@ -255,7 +255,7 @@ def _bars(axes: Any, layers: Sequence[Layer], values: Sequence[float], label: st
 
 
 def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float]) -> None:
-    """FLOP/s over FLOPs per byte of the layers with matrix products, below the measured ceilings."""
+    """Draws FLOP/s over FLOPs per byte of each layer with matrix products, and the measured ceilings as lines above."""
     points = [(each.flops / each.bytes, each.tflops, each) for each in layers if each.flops]
     for place, (intensity, tflops, layer) in enumerate(sorted(points, key=lambda point: point[1])):
         axes.scatter(intensity, tflops, color=_COLOURS[layer.phase], zorder=3)

@@ -28,7 +28,7 @@ def round_keys(key: tuple[int, int], rounds: int = 10) -> list[tuple[int, int]]:
 
 
 def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) -> NDArray[np.uint32]:
-    """Philox4x32 of many counters.
+    """Applies Philox4x32 to many counters at once.
 
     Args:
         counter: (n, 4) 32-bit words.

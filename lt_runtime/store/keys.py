@@ -29,7 +29,7 @@ SCHEMA: Final = 6
 
 Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem
 Remembered: TypeAlias = Problem | MLPProblem
-"""The plan cache has entries for problems, and for whole MLPs, which consist of problems."""
+"""A problem that can have an entry in the plan cache: of a layer's pass, of a product, or of a whole MLP."""
 
 Json: TypeAlias = dict[str, Any]
 _Record = TypeVar("_Record")

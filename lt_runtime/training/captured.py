@@ -257,7 +257,7 @@ class GpuStep:
         self._seen = latest
 
     def _prepared(self, batch: Batch, stream: int) -> Replay:
-        """The buffers for a batch, allocated and with their graph captured at the first batch with their key."""
+        """Returns the buffers for a batch. The first batch with a key allocates them and captures their graph."""
         _, target, *weights = batch
         key = (*target.shape, target.dtype, len(weights))
         if key not in self._buffers:

@@ -294,7 +294,7 @@ def _is_above(below: ForwardProblem, above: ForwardProblem) -> bool:
 
 
 def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[ForwardProblem]) -> LayerChain:
-    """A chain of backward problems, given from the top layer down, and of the forward problems that fit them.
+    """Makes a chain of backward problems, given from the top layer down, and of the forward problems that fit them.
 
     If several forward problems fit, the top layer takes the last of them, the layer below the one before, and so on.
     Equal layers share one problem. Below the lowest backward problem there may be one more forward problem.

@@ -24,7 +24,7 @@ from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 _DROPOUT: Final = DropoutState.of(0.1, Philox(seed=1), device=0, stream=0)
 _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 _ADDED_TO: Final = ("dw", "db", "db_below")
-"""Outputs of a backward problem that it also reads if it accumulates."""
+"""Outputs of a backward problem to whose old values it adds, if it accumulates."""
 
 # Results of two strategies may differ, because they round at other points and because cuBLASLt approximates GELU. The
 # constants below bound the difference of a whole output, relative to its norm; a single element may differ `_PEAK`

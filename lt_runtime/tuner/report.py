@@ -167,7 +167,7 @@ class TuningReport(tuple[Tuned, ...]):
         return math.fsum(each.seconds for each in self)
 
     def table(self) -> Table:
-        """The groups with their times before and after, the gain, and the strategy."""
+        """The report as a table: each group with its times before and after, the gain, and the strategy."""
         lines = []
         for each in self:
             names = "\n".join(dict.fromkeys(map(describe, each.problems)))

@@ -86,7 +86,7 @@ class Work(NamedTuple):
 
 
 def hardware(device: int) -> Hardware:
-    """Clocks and widths of the GPU with an ordinal."""
+    """Clocks and widths of a GPU, which is given by its ordinal."""
     info = device_info(device)
     highest = device_attributes(device, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
     return Hardware(info.capability, info.multiprocessors, *highest)

@@ -115,7 +115,7 @@ class _Session:
         return Tuned((*shown,), us, us, words)
 
     def _measure(self, problems: Sequence[Remembered], decide: Callable[[Bench], Decided]) -> Tuned:
-        """Decides problems on a bench, and remembers the entries."""
+        """Decides problems by measurements on a bench, and puts the resulting entries into the plan cache."""
         started = time.monotonic()
         try:
             with workbench(self._device) as bench:
