@@ -12,10 +12,11 @@
 
 namespace lt {
 
-// An entry of the table: a chunk of a tensor. Every address points to the chunk's first element.
+// One row of the table of parameters, which the host builds: a chunk of a tensor. Every address points to the chunk's first
+// element.
 struct alignas(16) AdamWChunk {
   void* value;  // read and written: FP32, or BF16 where there is no master copy
-  void* copy;   // written only: the value in lower precision; may be absent
+  void* copy;   // written only: the parameter in lower precision; null if not wanted
   const void* gradient;
   void* m;
   void* v;
@@ -43,11 +44,11 @@ struct alignas(16) AdamWSettings {
 struct AdamWParams {
   const AdamWChunk* chunks;
   OptimizerState* state;
-  uint32* tickets;  // kCounters counters of blocks, zero between launches
+  uint32* tickets;  // kCounters counters of finished blocks, zero between launches
   const AdamWSettings* settings;
-  const float* lr_scales;  // one entry for each tensor
+  const float* lr_scales;  // factor of the learning rate for each tensor
   const float* weight_decays;
-  float* scale;         // state of loss scaling; may be null
+  float* scale;         // the loss scale; null without loss scaling
   int* growth_tracker;  // number of updates since the scale changed
   uint64 seed;
   float log_beta1;  // log β rather than β, so that 1 - βᵗ keeps its precision in FP32
@@ -140,9 +141,11 @@ __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
 }
 
 constexpr uint32 kThreads = 128;
-// Several blocks share a chunk: with one table entry for each block, the table would be 0.3 % of all bytes read.
+// Eight blocks share a chunk and read the same table entry: with one entry for each block, the table would be 0.3 % of all
+// bytes that an update moves.
 constexpr uint32 kBlocksOfChunk = 8;
-// Blocks are counted by several counters, which lie apart: with a single counter an update takes 0.8 % longer on an H200.
+// Finished blocks are counted by several counters, which lie apart: with a single counter an update takes 0.8 % longer on an
+// H200.
 constexpr uint32 kCounters = 32;
 constexpr uint32 kCounterDistance = 64;
 
@@ -150,13 +153,13 @@ __device__ inline uint32 counter_of_block() { return blockIdx.x % kCounters; }
 
 __device__ inline uint32 last_of_counter() { return (gridDim.x - counter_of_block() - 1) / kCounters; }
 
-// Counts the block in after it has read the state; returns how many blocks its counter has counted before. No fence is
-// needed: the block has used what it read before its barrier, so that all reads are done.
+// Counts the calling block after it has read the optimizer's state; returns how many blocks its counter has counted before. No
+// fence is needed: the block has used the state before its barrier, so that all of its reads are done.
 __device__ inline uint32 count_in(const AdamWParams& p) {
   return atomicInc(p.tickets + counter_of_block() * kCounterDistance, last_of_counter());
 }
 
-// Returns whether this block was counted last of all.
+// Returns whether the calling block is the last of all blocks to be counted.
 __device__ inline bool is_last(const AdamWParams& p, uint32 before) {
   if (before != last_of_counter()) return false;
   const uint32 last = (gridDim.x < kCounters ? gridDim.x : kCounters) - 1;
@@ -263,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) adamw(const lt::A
   if (threadIdx.x == 0) chunk = own_chunk;
   const Quads at = quads_of_thread(own_chunk.count, own_chunk.aligned, start);
   const Tensors old = load_tensors(own_chunk, at);
-  if (threadIdx.x == 0) {  // computed while the loads are in flight
+  if (threadIdx.x == 0) {  // the factors are computed while the loads are in flight
     now = read_progress(p, own_chunk.tensor);
     step = make_step(p, now);
   }

@@ -7,7 +7,7 @@ namespace lt {
 
 constexpr int kThreads = 256;
 
-// The shared memory of `sum_over_block`; all of a kernel's sums use the same.
+// Returns the shared memory of `sum_over_block`; all sums of a kernel use the same memory.
 __device__ inline float4* shared_octets() {
   __shared__ float4 octets[kThreads * kOctet / 4];
   return octets;
@@ -45,7 +45,7 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
   for (int column = self; column < width; column += threads) use(column, sum_column(sums + column, width, rows));
 }
 
-// Where a sum over rows goes. Each of the blocks in a column of the grid has a part of the rows.
+// Output of a sum over rows. Each of the blocks in a column of the grid sums a part of the rows.
 template <class T>
 struct ColumnSum {
   T* sum;           // (cols) result; null if no sum is wanted
@@ -59,8 +59,8 @@ __device__ inline void store_sum(const ColumnSum<T>& c, int64 col, int64 cols, f
   if (col < cols) c.sum[col] = from_float<T>(c.accumulate ? to_float(c.sum[col]) + sum : sum);
 }
 
-// The calling thread's share of the sum over the parts, for the octet that lies at `partial` in each part. Four loads are
-// under way at a time, also at the end: no load depends on the loads before it.
+// Adds up the calling thread's share of the partial sums of one octet; the octet lies at `partial` in each part. Four loads are
+// in flight at a time, also at the end: no load depends on the loads before it.
 __device__ inline Octet sum_of_octets(const float* partial, int64 pitch) {
   constexpr int kInFlight = 4, kQuarters = kOctet / 4;
   const int parts = static_cast<int>(gridDim.y), step = blockDim.y;

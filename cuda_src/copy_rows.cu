@@ -7,18 +7,19 @@ namespace lt {
 
 constexpr uint32 kCopied = 3;
 
-// Where the rows of an array begin, and how many bytes one begins after the other.
+// A source array's rows: the address of the first, and the distance in bytes from one row's beginning to the next.
 struct Rows {
   const void* data;
   int64 pitch;
 };
 
-// The buffers for an array: parts of equally many rows, each without gaps.
+// The destination buffers of an array: its rows are split into parts of equally many rows, and a part lies in a buffer without
+// gaps.
 struct RowBuffers {
   void* data;
   int64 rows;    // of a part
   int64 width;   // bytes of a row
-  int64 stride;  // bytes from part to part
+  int64 stride;  // bytes from the beginning of a part to that of the next
 };
 
 struct CopyRowsParams {
@@ -28,7 +29,7 @@ struct CopyRowsParams {
   int64 parts;
 };
 
-// Moves words of one type. A line is a row or, where the source has no gaps either, a whole part.
+// Copies lines in words of one type. A line is a row or, where the source has no gaps either, a whole part.
 template <class Word>
 __device__ inline void copy_lines(const Rows& from, const RowBuffers& to, int64 lines, int64 width, int64 lines_a_part) {
   const int64 words = width / sizeof(Word), step = static_cast<int64>(gridDim.x) * blockDim.x;
@@ -65,7 +66,7 @@ __device__ inline void copy_array(Rows from, const RowBuffers& to, int64 parts) 
 extern "C" __global__ void __launch_bounds__(256) copy_rows(const lt::CopyRowsParams p) {
   using namespace lt;
   wait_for_predecessor();
-  // An index that is known when the kernel is compiled keeps the parameters out of local memory.
+  // The unrolled index of the array is known at compile time, which keeps the kernel's parameters out of local memory.
 #pragma unroll
   for (uint32 i = 0; i < kCopied; ++i) {
     if (blockIdx.y == i) copy_array(p.table != nullptr ? p.table[i] : p.sources[i], p.targets[i], p.parts);

@@ -11,7 +11,7 @@ namespace lt {
 
 struct CountLabelsParams {
   const void* labels;
-  const float* class_weights;  // may be absent
+  const float* class_weights;  // a weight for each class; null without weights
   float* partial;              // one a block
   float* counted;
   uint32* ticket;

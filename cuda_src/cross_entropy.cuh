@@ -12,26 +12,26 @@ namespace lt {
 
 struct CrossEntropyParams {
   Matrix logits;
-  Matrix gradient;  // the gradient; may be `logits`
+  Matrix gradient;  // gradient of the logits; may be the same memory as `logits`
   const void* labels;
   const float* counted;     // divisor of the mean, from count_labels; absent where each block counts
-  const float* grad_scale;  // factor in device memory; may be null
+  const float* grad_scale;  // factor of the gradient, in device memory; null means 1
   const float* row_weights;    // one weight for each row; may be null
   const float* class_weights;  // one weight for each class; may be null unless WEIGHTS is 2
-  float* partial;           // a loss of each block, or of each row where blocks stream rows
+  float* partial;           // the loss of each block, or of each row where blocks stream rows
   float* loss;
   uint32* ticket;
-  uint32* claimed;  // number of rows that blocks have taken after their first rows; zero before and after
+  uint32* claimed;  // number of rows that blocks have claimed beyond their first; zero before and after a launch
   int64 rows;
   int64 cols;
   int64 ignore_index;
-  float gradient_scale;  // factor of the gradient
+  float gradient_scale;  // constant factor of the gradient
   float smoothing;
   int wide_labels;  // whether labels are int64 rather than int32
   int ignores;      // whether rows labelled ignore_index are left out
   uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
   uint32 held;      // number of packets for which each thread has shared memory
-  int streams;      // all rows begin at multiples of 16 bytes and are held as a whole: see stream_rows
+  int streams;      // rows pass through shared memory (see stream_rows): each is whole packets, on 16 bytes
 };
 
 constexpr uint32 kRowThreads = ROW_THREADS;
@@ -109,7 +109,7 @@ struct Mean {
   }
 };
 
-// The i-th number of a word.
+// The i-th 16-bit or FP32 number in a 32-bit word.
 template <class T>
 __device__ inline float number_of(uint32 word, int i);
 template <>
@@ -125,7 +125,7 @@ __device__ inline float number_of<__half>(uint32 word, int i) {
   return __half2float(reinterpret_cast<const __half*>(&word)[i]);
 }
 
-// The larger of two words' numbers, number by number. Of NaN and a number it returns the number, as fmaxf does.
+// Compares two words number by number and returns the larger numbers. Of NaN and a number it returns the number, as fmaxf does.
 template <class T>
 __device__ inline uint32 max_of_words(uint32 a, uint32 b) {
   typename Pair<T>::Type pairs[2];
@@ -140,8 +140,8 @@ __device__ inline uint32 max_of_words<float>(uint32 a, uint32 b) {
   return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
 }
 
-// A packet: the logits of 16 bytes, which a thread moves at once, so that the accesses of neighbouring threads join. They
-// are kept in words as they lie in memory: the compiler would give each 16-bit half a register.
+// A packet: the logits of 16 bytes, which a thread moves at once, so that the accesses of neighbouring threads join. A packet
+// is kept as the 32-bit words that lie in memory: the compiler would give each 16-bit logit half a register.
 constexpr int kPacket = Packet<SCALAR>::kCount;
 
 struct Raw {
@@ -154,7 +154,7 @@ struct Raw {
     return number_of<SCALAR>(word == 0 ? words.x : word == 1 ? words.y : word == 2 ? words.z : words.w, i % kPerWord);
   }
 
-  // The larger of two packets' numbers, place by place; of NaN and a number, the number.
+  // Compares two packets logit by logit and returns the larger ones; of NaN and a number, the number.
   __device__ Raw max(const Raw& other) const {
     return {{max_of_words<SCALAR>(words.x, other.words.x), max_of_words<SCALAR>(words.y, other.words.y),
              max_of_words<SCALAR>(words.z, other.words.z), max_of_words<SCALAR>(words.w, other.words.w)}};
@@ -192,7 +192,8 @@ struct Values {
   }
 };
 
-// An assignment may be taken apart by the compiler into words, each of which writes a part of every sector.
+// Stores a packet in one instruction. The compiler may split an assignment into stores of single words, each of which writes a
+// part of every sector.
 __device__ inline void store_packet(SCALAR* p, const Values& values) {
   const uint4 words = values.rounded();
 #ifdef __CUDA_ARCH__
@@ -209,7 +210,7 @@ __device__ inline void store_past(SCALAR* p, const Values& values) {
   __stcs(reinterpret_cast<uint4*>(p), values.rounded());
 }
 
-// Brings a packet into L2.
+// Prefetches a packet into L2.
 __device__ inline void prefetch_packet(const SCALAR* p) {
 #ifdef __CUDA_ARCH__
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
@@ -218,7 +219,8 @@ __device__ inline void prefetch_packet(const SCALAR* p) {
 #endif
 }
 
-// Waits until at most the latest `left` batches are under way; where `left` is above kMostBehind, it waits for more of them.
+// Waits until at most the latest `left` groups of asynchronous copies are in flight. If `left` exceeds kMostBehind, it waits
+// for more groups than necessary.
 constexpr int kMostBehind = 6;
 template <int kLeft = kMostBehind>
 __device__ inline void wait_for_batches(uint32 left) {
@@ -276,7 +278,7 @@ struct Row {
     if (p.cols >= head) packets = static_cast<uint32>((p.cols - head) / kPacket);
   }
 
-  // The number of the packet that a column belongs to; the number of packets if the column is a single element.
+  // The number of the packet that holds a column; the number of packets if the column is one of the single elements.
   __device__ uint32 packet_of(int64 col) const {
     return col >= head && col < head + packet_cols() ? static_cast<uint32>((col - head) / kPacket) : packets;
   }

@@ -6,7 +6,7 @@
 
 namespace lt {
 
-// Octets of each operand that a thread loads at once if all octets are whole. A loss of many instructions needs more
+// Number of octets of each operand that a thread loads at once if all octets are whole. A loss of many instructions needs more
 // warps instead: some compute while others wait.
 constexpr int kInFlight = LOSS::kIsShort && !WEIGHTED ? 2 : 1;
 // Blocks that a multiprocessor shall hold, which bounds a thread's registers: as many blocks as possible without
@@ -21,7 +21,7 @@ constexpr int kBlocks = WEIGHTED ? kWeightedBlocks : LOSS::kIsShort ? 4 : 6;
 struct ElementwiseLossParams {
   Matrix prediction;
   Matrix target;
-  Matrix gradient;          // the gradient; may be `prediction`
+  Matrix gradient;          // gradient of the prediction; may be the same memory as `prediction`
   const float* grad_scale;  // factor in device memory; may be null
   float* partial;           // one sum for each block
   float* loss;
@@ -30,13 +30,14 @@ struct ElementwiseLossParams {
   const float* pos_weight;   // one weight for each column, see LossOptions; may be null
   int64 rows;                // 1 where all three matrices have no gaps
   int64 cols;
-  int64 width;           // columns that an element's row and column are counted by, also where `rows` is 1
-  float gradient_scale;  // 1 / size, times the factor of the gradient
+  int64 width;           // columns of an unjoined row: splits an element's index into row and column, also if `rows` is 1
+  float gradient_scale;  // 1 / size, times the caller's factor of the gradient
   float size;            // rows · cols
   float delta;
 };
 
-// Where the octet `index` of a matrix begins, and how many of its columns exist; none beyond the last octet.
+// Position of the octet with number `index` in a matrix: where it begins, and how many of its columns exist (none beyond the
+// last octet).
 struct OctetPlace {
   int64 row;
   int64 col;
@@ -76,7 +77,7 @@ struct Weights {
   Octet of_columns;
 };
 
-// How octets are moved if not all of them are whole and aligned to 16 bytes: the way is chosen for each octet.
+// Loads and stores octets of matrices of which some octet is incomplete or misaligned: the way is chosen for each octet.
 struct EachAsItLies {
   static constexpr int kInFlight = 1;
   using Raw = Octet;
@@ -106,8 +107,8 @@ struct EachAsItLies {
   }
 };
 
-// How octets are moved if all of them are whole, aligned to 16 bytes and in one row. Nothing is converted before all
-// loads are in flight.
+// Loads and stores octets if all of them are whole, aligned to 16 bytes and in one row. Nothing is converted before all loads
+// are in flight.
 struct Whole {
   static constexpr int kInFlight = lt::kInFlight;
   using Raw = Packed<SCALAR>;

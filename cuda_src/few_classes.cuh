@@ -8,7 +8,7 @@ namespace lt {
 
 constexpr int kFewClasses = 16;
 
-// A number for each class.
+// An array with one number for each class, in registers.
 struct FewClasses {
   using Two = Pair<SCALAR>::Type;
 
@@ -55,7 +55,8 @@ struct FewClasses {
   }
 
  private:
-  // Whether every row begins and ends at the boundary of a pair of elements; then it takes half the accesses.
+  // Tells whether every row begins and ends at the boundary of a pair of elements: pairs are loaded at once, with half the
+  // accesses.
   static __device__ bool in_pairs(const Matrix& m, int cols) {
     return m.col_stride == 1 && (m.row_stride | cols) % 2 == 0 && reinterpret_cast<uint64>(m.data) % sizeof(Two) == 0;
   }
@@ -98,7 +99,7 @@ __device__ inline float to_gradient(const CrossEntropyParams& p, FewClasses& row
   const Slope slope = target.slope(softmax, scale);
 #pragma unroll
   for (int i = 0; i < kFewClasses; ++i) {
-    if (kSpreads && i >= cols) break;  // rows have no weight
+    if (kSpreads && i >= cols) break;  // no class has this number, and so no weight
     row.v[i] = slope.of(row.v[i], i) + (i == place ? slope.at_label : 0.0f);
   }
   return target.loss(softmax);

@@ -23,7 +23,7 @@ __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
     own[threadIdx.x * kOctet + lead + i] = octet.v[i];
-    if (threadIdx.x == 0) own[i < lead ? i : width - kOctet + i] = 0.0f;  // places behind the row's last octet
+    if (threadIdx.x == 0) own[i < lead ? i : width - kOctet + i] = 0.0f;  // zeros the sums behind the row's last octet
   }
   __syncthreads();
   for (int at = self; at < rows * width; at += threads) sums[at] = sum_column(sums + at, rows * width, kSlice);
@@ -31,13 +31,13 @@ __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use
   for (int place = self; place < width; place += threads) use(place, sum_column(sums + place, width, rows));
 }
 
-// How the grid's blocks share the columns of a flat matrix. Each block stores a slot: the sums of its own columns, an octet of
-// sums for the next block's first columns, and an octet of sums for the first block's columns, which octets at a row's end
-// reach.
+// How the grid's blocks share the columns of a flat matrix. Each block stores three groups of partial sums, together called its
+// slot: the sums of its own columns; eight sums for the next block's first columns; and eight for the first block's columns,
+// into which octets at a row's end reach.
 struct FlatBlocks {
-  int width;  // columns of a block
+  int width;  // number of columns that a block sums
   int blocks;
-  int last;  // columns of the last block
+  int last;  // number of columns that the last block sums
 
   __device__ explicit FlatBlocks(int64 cols) : width(blockDim.x * kOctet), blocks(gridDim.x) {
     last = static_cast<int>(cols - static_cast<int64>(width) * (blocks - 1));
@@ -58,13 +58,13 @@ struct FlatBlocks {
     return block == 0 && blocks > 2 && last < kOctet ? 3 : 2;
   }
 
-  // Stores the sum of column `place` of a block, counted from its first column, into the block's slot.
+  // Stores the partial sum of column `place`, counted from the block's first column, into the block's slot.
   __device__ void put(float* at, int block, int place, float sum) const {
     const int beyond = place - own(block), rest = left(block);
     if (beyond < 0) {
       at[place] = sum;
     } else if (beyond >= kOctet) {
-      at[place - kOctet] = sum;  // A place behind the row's last octet has no column.
+      at[place - kOctet] = sum;  // A place behind the row's last octet stands for no column of the row.
     } else {
       const bool is_next = beyond < rest;
       at[width + beyond] = is_next ? sum : 0.0f;

@@ -87,7 +87,7 @@ __device__ inline void add_chunk(Squares& squares, const GradientChunk& chunk) {
 
 constexpr uint32 kGroups = 16;
 
-// The terms are added in two halves, recursively, so that a large term costs the others little precision.
+// Adds kCount terms as two halves, recursively (pairwise summation), so that a large term costs the others little precision.
 template <uint32 kCount>
 __device__ inline float sum_in_pairs(const float* terms, uint32 stride) {
   if constexpr (kCount == 1) {

@@ -11,9 +11,9 @@ struct LossTerm {
   float slope;
 };
 
-// Options of a loss.
+// Parameters of a loss, set by the caller.
 struct LossOptions {
-  float delta;       // where Huber's loss becomes linear
+  float delta;       // error beyond which Huber's loss is linear
   float pos_weight;  // weight of a positive target, relative to a negative one; 1 unless WEIGHTED
 };
 
@@ -67,7 +67,7 @@ struct BinaryCrossEntropy {
   static __device__ LossTerm of(float z, float target, const LossOptions& options) {
     const float e = exp2_approx(-kLog2E * fabsf(z)), large = reciprocal_approx(1.0f + e);
     const float negative = 1.0f - target, positive = options.pos_weight * target;
-    // the target's share of the class that the logit's sign votes against, and of the other class
+    // the target's share of the class that the logit's sign votes against, and its share of the other class
     const float wrong = z >= 0.0f ? negative : positive, right = z >= 0.0f ? positive : negative;
     const float slope = large * fmaf(-right, e, wrong), both = WEIGHTED ? wrong + right : 1.0f;
     return {both * log_of_one_and(e) + wrong * fabsf(z), z >= 0.0f ? slope : -slope};

@@ -14,8 +14,8 @@ namespace lt {
 
 // ReLU's mask: one bit for each element, the first element of eight in a byte's lowest bit.
 struct Mask {
-  unsigned char* data;  // may be absent
-  int64 line_stride;    // stride in bytes from one row (column) to the next
+  unsigned char* data;  // null if there is no mask
+  int64 line_stride;    // stride in bytes from one row (or column, with `along_rows`) to the next
   int64 batch_stride;   // bytes
   int along_rows;       // whether a byte's bits are consecutive rows rather than columns
 };
@@ -23,7 +23,7 @@ struct Mask {
 // β·C, where the library has not added it: it refuses a C whose order (row-major or column-major) or type differs from
 // D's.
 struct Addend {
-  Matrix c;  // may be absent
+  Matrix c;  // the operand C; null if absent
   int64 batch_stride;
   const float* beta_pointer;  // β in device memory; overrides `beta`
   float beta;
@@ -32,7 +32,7 @@ struct Addend {
 struct MatmulEpilogueParams {
   Matrix product;  // the product, of type PRODUCT; may be `d` if the types agree
   int64 product_batch_stride;
-  Matrix d;  // matmul_forward: the columns are D's contiguous axis
+  Matrix d;  // the output D; in matmul_forward its columns are the contiguous axis
   int64 d_batch_stride;
   Addend addend;
   Matrix bias;  // the bias of matmul_forward, with stride 0 along the axis on which it is constant; may be null
@@ -47,7 +47,7 @@ struct MatmulEpilogueParams {
 struct OperandSumParams {
   Matrix operand;
   int64 batch_stride;
-  SCALAR* sum;  // (batch, cols)
+  SCALAR* sum;  // the sums, (batch, cols)
   int64 rows;
   int64 cols;
 };

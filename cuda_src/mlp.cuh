@@ -18,7 +18,7 @@ namespace lt {
 
 constexpr int kStep = 16;           // rows of a tile of outputs; also the terms along K that one mma instruction sums
 constexpr int kSteps = WIDTH / kStep;
-constexpr int kTiles = WIDTH / 8;   // tiles of 8 columns
+constexpr int kTiles = WIDTH / 8;   // number of tiles of 8 columns in a layer of WIDTH columns
 constexpr int kSkew = 8;            // elements of padding behind each row, so that eight rows lie in different banks
 
 struct MlpLayer {
@@ -33,7 +33,7 @@ struct MlpParams {
   Matrix x;  // inputs of the MLP (rows, inputs of the first layer)
   Matrix y;  // (rows, outputs of the last layer); in the backward pass their gradient or, with a loss, their targets
   float* partial;           // backward pass: the sums of each block
-  const float* grad_scale;  // factor of a loss's gradient, on the device; may be absent
+  const float* grad_scale;  // factor of the loss's gradient, in device memory; null means 1
   int64 rows;
   int count;  // number of layers, at least two
   float slope;
@@ -46,7 +46,7 @@ __device__ inline int whole_steps(int columns) { return (columns + kStep - 1) / 
 // The weights of all layers in shared memory: (outputs, inputs) each, padded, rows kSkew apart.
 struct Weights {
   SCALAR* first;
-  int inputs;  // columns of the first layer
+  int inputs;  // number of inputs of the first layer
 
   __device__ int pitch(int layer) const { return (layer ? WIDTH : inputs) + kSkew; }
   __device__ SCALAR* of(int layer) const {
@@ -54,15 +54,15 @@ struct Weights {
   }
 };
 
-// Where a lane's row of four 8 × 8 matrices begins, which make a 16 × 16 tile. ACROSS: the second lies beside the first,
-// and not below it.
+// The address of this lane's row for `ldmatrix`, which loads four 8 × 8 matrices that make a 16 × 16 tile. With ACROSS the
+// second matrix lies beside the first, otherwise below it.
 template <bool ACROSS>
 __device__ inline const SCALAR* row_of_tile(const SCALAR* tile, int pitch) {
   const int lane = threadIdx.x % kWarp, inner = lane / 8 % 2 * 8, outer = lane / 16 * 8, row = lane % 8;
   return tile + (row + (ACROSS ? outer : inner)) * pitch + (ACROSS ? inner : outer);
 }
 
-// The left operand of a product: rows and columns of a tile as they are, or exchanged.
+// Loads the left operand of a product from shared memory: a tile of 16 × 16, or its transpose.
 __device__ inline void load_left(uint32 (&a)[4], const SCALAR* tile, int pitch) {
   load_matrices<false>(a, row_of_tile<false>(tile, pitch));
 }
@@ -140,7 +140,7 @@ constexpr bool kIsRelu = false;
 template <>
 constexpr bool kIsRelu<Relu> = true;
 
-// Activates sums, unless that is left to `round_activated`.
+// Activates a layer's FP32 sums. Does nothing where `round_activated` applies the activation while it rounds (ReLU).
 template <int R>
 __device__ inline void activate(float (&sums)[R][kTiles][4], float slope) {
 #pragma unroll
@@ -176,7 +176,7 @@ __device__ inline uint32 rounded_pair(float x, float y) {
   return word;
 }
 
-// Rounds sums, for the left operand of the next product. RELU: negative sums become zeros.
+// Rounds FP32 sums to SCALAR, as the left operand of the next product. RELU: negative sums become zeros.
 template <bool RELU, int R>
 __device__ inline void round_sums(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
 #pragma unroll
@@ -193,19 +193,19 @@ __device__ inline void round_sums(uint32 (&rows)[kSteps][R][4], const float (&su
   }
 }
 
-// Rounds sums that `activate` has processed, for the left operand of the next product.
+// Rounds the sums that `activate` has processed to SCALAR, as the left operand of the next product.
 template <int R>
 __device__ inline void round_activated(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
   round_sums<kIsRelu<ACTIVATION>>(rows, sums);
 }
 
-// Where word `i` of a lane's left operand lies in a tile of shared memory.
+// The address in a tile of shared memory of word `i` of the calling lane's left operand.
 __device__ inline SCALAR* place_of_word(SCALAR* tile, int pitch, int i) {
   const int lane = threadIdx.x % kWarp;
   return tile + (lane / 4 + i % 2 * 8) * pitch + lane % 4 * 2 + i / 2 * 8;
 }
 
-// Says whether every row of a matrix is whole octets, contiguous and aligned to 16 bytes.
+// Tells whether every row of a matrix is contiguous, aligned to 16 bytes and a multiple of eight elements long.
 __device__ inline bool lies_whole(const Matrix& m, int columns) {
   return m.col_stride == 1 && columns % kOctet == 0 && m.row_stride % kOctet == 0 && reinterpret_cast<uint64>(m.data) % 16 == 0;
 }

@@ -45,20 +45,21 @@
 namespace lt {
 
 constexpr int kRowTiles = ROW_TILES;
-constexpr int kChunk = kRowTiles * kStep;  // rows that a row warp has at a time
+constexpr int kChunk = kRowTiles * kStep;  // rows of a chunk, which a row warp processes at a time
 constexpr int kInputSteps = INPUTS / kStep;
 constexpr int kOutputSteps = OUTPUTS / kStep;
 constexpr int kPitch = WIDTH + kSkew;
 constexpr int kInputPitch = INPUTS + kSkew;
 constexpr int kOutputPitch = OUTPUTS + kSkew;
-constexpr int kTogether = (1 + SUM_WARPS) * kWarp;  // threads at a barrier between a row warp and the sum warps
+constexpr int kTogether = (1 + SUM_WARPS) * kWarp;  // number of threads that meet at a barrier: one row warp and all sum warps
 #ifdef LOSS
 constexpr bool kHasLoss = true;
 #else
 constexpr bool kHasLoss = false;
 #endif
 
-// The barriers at which a row warp says that its chunk is ready, and the sum warps that they have read it.
+// Numbers of the barriers between a row warp and the sum warps: at `full` the row warp says that its chunk is ready, at the
+// other barrier the sum warps say that they have read it.
 __device__ inline int full(int row_warp) { return 1 + row_warp; }
 __device__ inline int empty(int row_warp) { return 1 + ROW_WARPS + row_warp; }
 static_assert(2 * ROW_WARPS < kBarriers, "more row warps than barriers");
@@ -116,7 +117,7 @@ struct Sums {
   static constexpr Split kSplit = split_of(DOWN, ACROSS);
   static constexpr int kDown = parts_of(DOWN, kSplit.down);
   static constexpr int kAcross = parts_of(ACROSS, kSplit.across);
-  // Tiles of 8 columns in a row as they are written: those of the weight's gradient, and one more for the bias.
+  // number of tiles of 8 columns in a row of tiles of sums: those of the weight gradient, and one more for the bias gradient
   static constexpr int kTilesAcross = tiles_across(ACROSS * kStep);
   static constexpr int kSize = sums_of_layer(DOWN * kStep, ACROSS * kStep);
 
@@ -243,7 +244,7 @@ __device__ inline void multiply_derivative(float (&sums)[kRowTiles][kTiles][4], 
   }
 }
 
-// Multiplies by ReLU's derivative, on the rounded gradient: a factor of 0 or 1 rounds nothing. Infinity times 0 is NaN,
+// Multiplies by ReLU's derivative after the gradient was rounded: a factor of 0 or 1 rounds nothing. Infinity times 0 is NaN,
 // as for the other activations.
 __device__ inline void multiply_relu_derivative(uint32 (&rows)[kSteps][kRowTiles][4], SCALAR* saved) {
   using Two = Pair<SCALAR>::Type;
@@ -261,9 +262,9 @@ __device__ inline void multiply_relu_derivative(uint32 (&rows)[kSteps][kRowTiles
   }
 }
 
-// Sixteen columns of a chunk of y, from `col` on, in the places of a left operand's words: gradients of the outputs, or
-// targets. Rows and columns that do not exist are zeros. The elements are left unconverted, so that the loads' latency overlaps
-// the work below.
+// Sixteen columns of a chunk, from `col` on, of the matrix y: gradients of the outputs, or targets. They lie in the registers
+// in the layout of a left operand. Rows and columns that do not exist are zeros. The elements are left unconverted, so that the
+// loads' latency overlaps the work below.
 struct OutputTile {
   SCALAR pairs[kRowTiles][4][2];
 
@@ -289,7 +290,8 @@ struct OutputTile {
 };
 
 #ifdef LOSS
-// The sum of the losses of sixteen outputs, rounded, of each row against their targets, and their gradient.
+// Computes the loss of sixteen rounded outputs of each row against their targets, and its gradient; returns the sum of the
+// losses.
 __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], const float (&outputs)[kRowTiles][2][4],
                                           const OutputTile& targets, const MlpParams& p, int64 first, int col) {
   const int lane = threadIdx.x % kWarp, columns = p.layers[HIDDEN].outputs;

@@ -7,11 +7,11 @@
 
 namespace lt {
 
-// Tiles of rows that a warp has: with two, weights are read from shared memory half as often.
+// Number of tiles of rows that a warp computes: with two, weights are read from shared memory half as often as with one.
 constexpr int kRowTiles = WIDTH <= 64 ? 2 : 1;
 constexpr int kWarpRows = kRowTiles * kStep;
 
-// The last layer, without an activation, into the first `columns` columns of a tile.
+// Computes the last layer, without an activation, and stores it into the first `columns` columns of a tile.
 __device__ inline void last_layer(SCALAR* tile, int pitch, int columns, const uint32 (&rows)[kSteps][kRowTiles][4],
                                   const SCALAR* weights, const float* bias) {
 #pragma unroll 1

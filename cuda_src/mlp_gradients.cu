@@ -21,7 +21,7 @@ struct MlpGradient {
 
 struct MlpGradientsParams {
   MlpGradient layers[kMaxLayers];
-  const float* partial;  // the blocks' sums (blocks, sums)
+  const float* partial;  // the FP32 sums that the blocks have written, (blocks, sums)
   float* loss;           // the loss, whose sum is the first of the last kLossPlaces sums; may be null
   float size;            // divisor of the loss
   int blocks;
@@ -31,7 +31,7 @@ struct MlpGradientsParams {
   int accumulate;  // whether the sums are added to the present gradients
 };
 
-// Address for the sum with a number; null if the sum belongs to padding or to an absent bias.
+// Returns where the gradient with this number is written; null if its sum belongs to padding or to an absent bias.
 __device__ inline SCALAR* place_of_sum(const MlpGradientsParams& p, int number) {
 #pragma unroll 1
   for (int i = 0; i < p.count; ++i) {

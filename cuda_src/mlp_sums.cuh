@@ -15,7 +15,7 @@ namespace lt {
 
 constexpr int kMaxLayers = 16;
 constexpr int kFragment = 128;  // number of sums of a tile: four for each lane
-// Places for the sum of the loss and for a gap that keeps the blocks' sums aligned to 16 bytes.
+// Number of places reserved for the sum of the loss: one, and a gap that keeps each block's sums aligned to 16 bytes.
 constexpr int kLossPlaces = 4;
 
 // How many tiles of 8 columns a row of tiles has, the bias's included.

@@ -8,15 +8,15 @@
 
 namespace lt {
 
-// All matrices are passed as row-major ones.
+// Arguments of the narrow products; all matrices are passed as row-major ones.
 struct NarrowParams {
   Matrix a;          // the operand A (M, K), or its transpose
   Matrix b;          // the operand B (K, N), or its transpose
   Matrix c;          // the operand C; may be null or the same memory as `d`
   Matrix d;
   SCALAR* vector;    // (N) the bias, (M) the sum of A over K, or (N) the sum of D over M; may be absent
-  float* partial;    // partial sums over parts of K, or of M; used if there are several parts
-  uint32* tickets;   // counters of last_block.cuh; used if there are several parts
+  float* partial;    // partial sums over parts of K, or of M; used if several blocks share a sum
+  uint32* tickets;   // counters of last_block.cuh; used if several blocks share a sum
   int64 rows;        // M
   int64 cols;        // N
   int64 depth;       // K

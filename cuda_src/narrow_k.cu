@@ -21,7 +21,7 @@ constexpr int kInFlight = ROWS > 1 ? 128 : SUMS && ALIGNED ? 512 : 256;
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
 constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // rows of B
 
-// The factors that an octet of D is multiplied by.
+// Kind and values of `aux`: the factors by which the epilogue multiplies an octet of D.
 struct Aux {
 #if AUX == 1
   using Raw = Load::Raw;
@@ -53,7 +53,7 @@ struct Aux {
 #endif
 };
 
-// `row`, or the last row if `row` is beyond it.
+// Returns `row`, or the last row if `row` is beyond it.
 __device__ inline int64 existing(const NarrowParams& p, int64 row) { return row < p.rows ? row : p.rows - 1; }
 
 // An octet of A·B in each of ROWS rows from `first` on; rows beyond the last are replaced by the last row.
@@ -64,7 +64,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
     float a[ROWS][kTogether] = {};
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      if (start + k >= p.depth) continue;  // all threads take the same side of this branch
+      if (start + k >= p.depth) continue;  // all threads take the same side of this branch, so that no warp diverges
       raw[k] = Load::load(element<SCALAR>(p.b, start + k, col), 1, count);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) a[r][k] = to_float(*element<SCALAR>(p.a, existing(p, first + r), start + k));
@@ -102,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_k(const lt::NarrowPa
   const int count = octet_count(col, p.cols);
   wait_for_predecessor();
   if (!SUMS && count == 0) return;
-  // If there are sums, threads beyond the last column must not return early, since the sum has barriers.
+  // With column sums, threads beyond the last column go through the loop's end but do no rows: returning early would skip the
+  // sum's barriers.
   const int64 rows = SUMS && count == 0 ? 0 : p.rows;
   Octet total{};
   for (int64 first = (static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y) * ROWS; first < rows; first += step) {

@@ -11,8 +11,8 @@
 namespace lt {
 
 constexpr int kQuad = 4;
-constexpr int kTerms = kQuad * WIDTH;  // terms that a thread sums up: a quad of each of D's rows
-constexpr int kMaxSide = 16, kMostWarps = 8;  // threads of a block side by side, and its warps
+constexpr int kTerms = kQuad * WIDTH;  // number of sums that a thread keeps: four columns in each of D's rows
+constexpr int kMaxSide = 16, kMostWarps = 8;  // most threads of a block side by side, and most warps
 constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // number of rows whose loads are in flight together
 
 struct Quad {
@@ -39,8 +39,8 @@ __device__ inline Quad load_quad(const SCALAR* p, int count) {
 // The four columns of a thread. Where A is to be summed, the column after B's last is all ones.
 struct Columns {
   int64 first;
-  int count;  // how many of the four columns exist
-  int ones;   // which of the four columns is all ones; none if negative
+  int count;  // how many of the thread's four columns exist
+  int ones;   // which of the thread's four columns is all ones; negative if none is
 
   __device__ explicit Columns(const NarrowParams& p)
       : first((static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kQuad), count(0), ones(-1) {

@@ -10,8 +10,8 @@ struct alignas(16) OptimizerState {
   uint32 skipped;        // number of updates left out because a gradient was NaN or infinite
   uint32 nonfinite;      // number of threads that have seen a NaN or infinite gradient since the last update
   float norm;            // norm of all unscaled gradients at the last update
-  uint32 update_ticket;  // how many counters of an update's blocks are full; zero between launches
-  uint32 norm_ticket;    // how many of a norm's blocks are done; zero between launches
+  uint32 update_ticket;  // number of the update's counters that are full, zero between launches
+  uint32 norm_ticket;    // number of finished blocks of the norm's kernel, zero between launches
   uint32 reserved0;
   uint32 reserved1;
 };

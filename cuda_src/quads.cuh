@@ -19,11 +19,11 @@ constexpr int kTypeOf<__nv_bfloat16> = kBfloat16;
 constexpr uint32 kTile = 256;  // elements that a warp handles at a time
 constexpr uint32 kQuadDistance = 128;
 
-// Which elements of a chunk are the calling thread's.
+// Selects the calling thread's elements of a chunk.
 struct Quads {
   uint32 first;  // index of the first quad's first element
-  uint32 count;  // elements in the chunk
-  bool vector;   // whether both quads exist and the arrays are aligned
+  uint32 count;  // number of elements in the chunk
+  bool vector;   // whether both quads are complete and the arrays are aligned, so that quads are moved as one vector
 
   // The k-th element's index in the chunk.
   __device__ uint32 index(int k) const { return first + k / 4 * kQuadDistance + k % 4; }

@@ -43,7 +43,7 @@ __device__ inline float sum_over_block(float value, float* scratch) {
   return sum;
 }
 
-// The calling thread's share of the sum of `count` numbers that other blocks have written.
+// Adds up the calling thread's share of `count` numbers that other blocks have written.
 __device__ inline float sum_of_parts(const float* partial, uint32 count) {
   constexpr int kInFlight = 8;
   float sum = 0.0f;
@@ -65,7 +65,7 @@ __device__ inline float sum_of_parts(const float* partial, uint32 count) {
 // `partial` has an element for each block; `ticket` is the counter of `is_last_block`.
 __device__ inline bool sum_over_grid(float& value, float* partial, uint32* ticket, float* scratch) {
   value = sum_over_block(value, scratch);
-  if (gridDim.x == 1) return true;  // a single block need not wait for others
+  if (gridDim.x == 1) return true;  // a single block has no others to wait for
   if (threadIdx.x == 0) partial[blockIdx.x] = value;
   if (!is_last_block(ticket, gridDim.x)) return false;
   value = sum_over_block(sum_of_parts(partial, gridDim.x), scratch);

@@ -19,8 +19,8 @@ struct Resized {
   int64 from_cols;
   int64 rows;
   int64 cols;
-  int across;   // number of blocks side by side
-  int down;     // number of blocks below each other
+  int across;   // number of blocks side by side, across the columns
+  int down;     // number of blocks below each other, down the rows
   int threads;  // log2 of a block's threads side by side, which have an octet each
 };
 
@@ -84,7 +84,7 @@ __device__ inline Words load_shifted(const SCALAR* p) {
   return out;
 }
 
-// Elements of an octet from `begin` to `end`, and zeros for the others.
+// Keeps the elements of an octet from `begin` to `end`, and replaces the others with zeros.
 __device__ inline Words masked(Words octet, int begin, int end) {
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
@@ -102,7 +102,7 @@ __device__ inline void for_part(int begin, int end, Use use) {
   }
 }
 
-// The part of a source that is copied. Its target may have fewer rows and columns.
+// The part of a source matrix that is copied. Its target may have fewer rows and columns.
 struct Source {
   int64 rows;
   int64 cols;
@@ -122,7 +122,7 @@ struct Source {
     if (col_stride == 1 && end > least) reach = end - least;
   }
 
-  // The octet of a row, at `line`, from a column on, which may lie before the row.
+  // Reads eight elements of a row that begins at `line`, from column `col` on; `col` may lie before the row.
   __device__ Words octet(const SCALAR* line, int64 row, int64 col) const {
     const int begin = col < 0 ? static_cast<int>(-col) : 0, end = row < rows ? octet_count(col, cols) : 0;
     const SCALAR* p = line + col;
@@ -145,7 +145,7 @@ __device__ inline void store_octet(SCALAR* to, const Words& octet) {
   }
 }
 
-// Stores the elements from `begin` to `end`, at once if they are all and lie on 16 bytes.
+// Stores the elements from `begin` to `end` of an octet: with one store if all eight are asked for and aligned to 16 bytes.
 __device__ inline void store_part(SCALAR* to, const Words& octet, int begin, int end) {
   if (end - begin == kOctet && reinterpret_cast<uint64>(to) % kAligned == 0) return store_octet(to, octet);
   for_part(begin, end, [&](int i) {
@@ -153,7 +153,7 @@ __device__ inline void store_part(SCALAR* to, const Words& octet, int begin, int
   });
 }
 
-// Where a thread's octets are: one in every `step`th row from `row` on, `place` octets behind the first.
+// The positions of a thread's octets: one in every `step`th row from `row` on, `place` octets behind the row's first.
 struct Place {
   int64 row;
   int64 step;
@@ -165,8 +165,8 @@ __device__ inline bool is_flat(const Resized& item) {
   return item.to.row_stride == item.cols && item.cols >= kOctet;
 }
 
-// Octets that begin at the same column in all rows of a thread, on 16 bytes; kFlat where the last of a row goes on in the
-// next. Two rows are under way at a time.
+// Octets that begin at the same column in all rows of a thread, on 16 bytes; kFlat: the last octet of a row goes on in the next
+// row. The loads of two rows are in flight at a time.
 template <bool kFlat>
 __device__ inline void resize_column(const Resized& item, const Source& source, const Place& at, int64 col) {
   const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;  // columns that lie in the next row

@@ -6,9 +6,9 @@
 
 namespace lt {
 
-constexpr uint32 kRoundingCalls = 1u << 31;  // a number above the ids of dropout's layers
+constexpr uint32 kRoundingCalls = 1u << 31;  // above the ids of dropout's layers, so that no random bits are shared with them
 
-// Which of an element's three numbers is rounded.
+// Which of an element's three stored numbers (parameter, first or second moment) is rounded.
 enum class Rounded { kParameter, kFirstMoment, kSecondMoment };
 
 // The random bits of an optimizer's update: the call of Philox with the number `octet` gives eight 16-bit lanes, one for

@@ -7,7 +7,7 @@ namespace lt {
 struct ScaleParams {
   const float* source;
   void* target;
-  const float* scale;  // device memory; the factor is `share` times this number, or `share` if this is null
+  const float* scale;  // factor in device memory, multiplied by `share`; null: the factor is `share` alone
   int64 size;
   float share;
 };

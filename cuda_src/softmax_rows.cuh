@@ -7,8 +7,8 @@
 
 namespace lt {
 
-// How much a thread loads at once. The exponentials of these elements are added up before they join the row's sum, which
-// also makes the sum more exact.
+// Number of packets that a thread loads at once. The exponentials of these elements are added up before they join the row's
+// sum, which also makes the sum more exact.
 constexpr int kPacketsInFlight = 4;
 constexpr int kSinglesInFlight = 8;
 
@@ -52,7 +52,7 @@ struct alignas(16) Softmax {
     max = to;
   }
 
-  // The maximum to subtract before exp; 0 as long as all logits are -infinity.
+  // The maximum that is subtracted before exp; 0 as long as all logits are -infinity.
   __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
 };
 
@@ -94,7 +94,7 @@ __device__ inline void accumulate(Softmax& softmax, const Raw (&raw)[kCount], ui
   if (kSpreads) softmax.mass += mass;
 }
 
-// How many of `packets` a thread has that takes every `lanes`-th packet from `first` on.
+// Counts a thread's packets: it takes every `lanes`-th of `packets` packets, from `first` on.
 __device__ inline uint32 packets_from(uint32 first, uint32 packets, uint32 lanes) {
   return first < packets ? (packets - first + lanes - 1) / lanes : 0;
 }
@@ -171,7 +171,8 @@ __device__ inline Softmax reduce_lanes(Softmax softmax, uint32 lanes, uint32 pee
   return softmax;
 }
 
-// The same, called by all lanes of a warp. A mask that the compiler does not know takes more instructions than a shuffle.
+// Combines the softmax of all lanes of a warp. It passes the full mask as a constant: a mask that the compiler does not know
+// takes more instructions than the shuffle.
 template <uint32 kCount>
 __device__ inline Softmax reduce_lanes(Softmax softmax) {
   float max = softmax.max;

@@ -15,7 +15,7 @@
 
 namespace lt {
 
-// Elements from one of a thread's packets to the next.
+// Distance in elements from one of a thread's packets to its next.
 constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;
 constexpr int64 kBatchStride = kPacketStride * kPacketsInFlight;
 constexpr bool kLongRows = ROW_BLOCKS == 1;
@@ -26,9 +26,9 @@ __device__ inline uint32 smaller(uint32 a, uint32 b) { return a < b ? a : b; }
 // How a thread's packets of a row are cut into batches.
 struct Batches {
   uint32 whole;    // batches of which every thread has all packets, so that no bounds are checked
-  uint32 rest;     // packets of the batch after them, which is the row's last
-  uint32 fetched;  // how many pass through shared memory; all of them unless rows are long
-  uint32 slots;    // how many are in shared memory at a time
+  uint32 rest;     // packets of the incomplete batch at the row's end
+  uint32 fetched;  // how many batches pass through shared memory; all of them unless rows are long
+  uint32 slots;    // how many batches are in shared memory at a time
 
   __device__ Batches(const Row& row, const Group& group, const SharedRing& held)
       : whole((packets_from(0, row.packets, kLanes) - 1) / kPacketsInFlight),
@@ -37,7 +37,7 @@ struct Batches {
         slots(smaller(held.slots / kPacketsInFlight, fetched)) {}
 
   __device__ uint32 all() const { return whole + 1; }
-  // How many of the batches that pass through shared memory are whole.
+  // How many of the batches that pass through shared memory are complete.
   __device__ uint32 whole_fetched() const { return smaller(whole, fetched); }
   // How many packets of a batch a thread has.
   __device__ uint32 count(uint32 batch) const { return batch < whole ? kPacketsInFlight : rest; }
@@ -55,7 +55,7 @@ __device__ inline void fetch_batch(const SharedRing& held, uint32 slot, const SC
   }
 }
 
-// Asks for a batch that will be read from global memory.
+// Prefetches a batch that will be read from global memory.
 __device__ inline void prefetch_batch(const SCALAR* from, uint32 count) {
 #pragma unroll
   for (int k = 0; k < kPacketsInFlight; ++k) {
@@ -99,7 +99,7 @@ __device__ inline void fetch_row(const SharedRing& held, const Batches& batches,
 // The batches that a group fetches while it works on a row: the row's last ones, if memory has no room for all, and the next row's.
 // It goes from batch to batch, so that no batch needs an address of its own in registers.
 struct Ahead {
-  const SCALAR* from;  // the thread's first packet of the batch that comes next
+  const SCALAR* from;  // the thread's first packet of the next batch to fetch
   const SCALAR* next;  // the thread's first packet of the next row
   uint32 batch;
   bool exists;
@@ -222,7 +222,7 @@ struct Succession {
   __device__ void announce(const Group& group) const {
     if (kBlockRows && group.lane == 0) *place = index;
   }
-  // The row; to be called after `announce` and a barrier.
+  // Returns the number of the row; to be called after `announce` and a barrier.
   __device__ uint32 row() const { return kBlockRows ? *place : index; }
 };
 

@@ -33,7 +33,7 @@ struct Sweep {
   uint32 step;
   int lead;
   int64 col;
-  int count;  // elements of the octet that exist; none beyond the last column
+  int count;  // number of elements of the octet that exist; none beyond the last column
   int last;   // elements of the octet that exist in the matrix's last row, which no other row follows
 
   __device__ explicit Sweep(int64 cols)
@@ -51,8 +51,8 @@ struct Sweep {
   __device__ int64 column(int i, int64 cols) const { return kFlat && col + i >= cols ? col + i - cols : col + i; }
 };
 
-// A pointer to a sweep's current octet of a matrix. It advances from row to row: computing each address anew would cost as
-// much as the arithmetic on the elements.
+// A pointer to the current octet of a sweep, in one matrix. It advances from row to row: computing each address anew would cost
+// as much as the arithmetic on the elements.
 template <class T>
 struct Cursor {
   using Raw = typename Access<T>::Raw;

@@ -6,7 +6,7 @@
 
 namespace lt {
 
-// Zero at the beginning.
+// Sums that the kernel accumulates from step to step; the host sets them to zero at the beginning.
 struct TallyState {
   float loss;  // the sum of the losses of all steps
   float rest;  // the part that rounding has cut off (Kahan's summation)
@@ -19,7 +19,7 @@ struct TallyParams {
   Matrix logits;
   const void* labels;
   const float* loss;
-  float* mean;  // the step's loss so far: the sum of its parts' losses times their weights
+  float* mean;  // input: the step's loss so far, the sum of its parts' losses times their weights
   TallyState* state;
   int64 rows;  // 0 for a loss without classes
   int64 cols;
@@ -30,7 +30,8 @@ struct TallyParams {
   int ignores;
 };
 
-// Whether no logit of a row is larger than the label's, none before it is equal, and none is NaN. A whole warp calls it.
+// Tells whether a row is classified right: no logit is larger than the label's, none before it is equal, and none is NaN. A
+// whole warp calls it.
 __device__ inline bool is_first_largest(const TallyParams& p, int64 row, int64 label) {
   if (label < 0 || label >= p.cols) return false;
   const SCALAR* logits = static_cast<const SCALAR*>(p.logits.data) + row * p.logits.row_stride;

@@ -27,7 +27,7 @@ constexpr int kSide = 64;          // rows and columns of every tile
 constexpr int kPitch = kSide + 8;  // elements from a line of a tile to the next: eight lines are in different banks
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kLines = kSide / kWarps;         // number of a tile's lines that a warp copies or finishes
+constexpr int kLines = kSide / kWarps;         // number of a tile's lines that each warp copies or finishes
 constexpr int kShare = kSide / kWarp;          // elements of a copied line that one thread copies
 constexpr int kWarpRows = 16, kWarpCols = 32;  // rows of the part of D's tile that a warp computes
 constexpr int kWarpsDown = kSide / kWarpRows;
@@ -42,14 +42,14 @@ struct TileMatmulParams {
   Matrix aux;       // the pre-activation, written, or with DERIVATIVE read; may be null without DERIVATIVE
   SCALAR* bias;     // the bias (N); may be null
   SCALAR* sums;     // (N) the sum of D over M if DERIVATIVE, (M) that of A over K otherwise; may be absent
-  float* partial;   // sums of parts of K, then sums of D over the rows of tiles
+  float* partial;   // partial sums of D over parts of K, then column sums of D, for each row of tiles
   uint32* tickets;  // counters of last_block.cuh: of each tile's groups, then of each column of tiles
   int rows;         // M
   int cols;         // N
   int depth;        // K
   int part;         // number of terms of K that a block adds up, a multiple of kSide
   uint32 group;     // size of a group of blocks whose sums one block adds up
-  uint32 slots;     // partial sums of a tile that are stored: one for each part, each group of parts, and so on
+  uint32 slots;     // number of stored partial sums of a tile: one for each part of K, each group of parts, and so on
   float alpha;
   float beta;
 };
@@ -68,7 +68,7 @@ struct Copier {
   const SCALAR* from;  // the thread's first element
   int64 step;          // stride in elements from one of the warp's lines to the next
   int lines;           // number of the matrix's lines from the warp's first line on
-  int length;          // number of a line's elements from the thread's first element on
+  int length;          // number of elements left in a line, from the thread's first element on
   uint32 pairs[kLines];
 
   __device__ Copier(const Matrix& m, bool by_rows, int rows, int cols, int row, int col) {
@@ -80,8 +80,8 @@ struct Copier {
     length = (by_rows ? cols : rows) - element;
   }
 
-  // Loads what the thread has of a tile, zeros where the matrix has ended, and goes on to the tile with the next terms of
-  // K, which lie along the lines or across them.
+  // Loads the thread's elements of a tile, zeros beyond the end of the matrix, and advances to the next tile along K; `along`
+  // tells whether K runs along the lines or across them.
   __device__ void load(bool along) {
     const SCALAR zero = from_float<SCALAR>(0.0f);
     const SCALAR* p = from;
@@ -109,7 +109,7 @@ struct Copier {
 struct Place {
   int row, col;            // D's tile
   int warp_row, warp_col;  // first row and column of the warp's part of the tile
-  int tiles;               // count of the warp's tiles side by side that have columns of D, or the sums of A
+  int tiles;               // number of the warp's tiles side by side that hold columns of D or the sums of A
 
   __device__ Place(const TileMatmulParams& p, int first)
       : row(first),
@@ -240,7 +240,7 @@ __device__ inline void sum_columns(const TileMatmulParams& p, const float (&own)
   if (turn == 0 && col < p.cols) p.sums[col] = from_float<SCALAR>(sum);
 }
 
-// The elements of a matrix that a thread has of D's tile: one in a column of every kWarps'th row.
+// The elements of a matrix, in D's tile, that one thread finishes: one column, every kWarps'th row.
 struct Column {
   SCALAR* first;
   int64 step;

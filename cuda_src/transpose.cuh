@@ -28,7 +28,7 @@ class TransposedWriter {
   __device__ void store(const Octet& octet) {
     T* tile = shared_tile();
     const int pitch = blockDim.y + kPad;
-    __syncthreads();  // here all threads have read the previous tile
+    __syncthreads();  // from here on the tile may be overwritten: all threads have read the previous one
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) tile[(threadIdx.x * kOctet + i) * pitch + threadIdx.y] = from_float<T>(octet.v[i]);
     __syncthreads();
@@ -63,7 +63,7 @@ class TransposedWriter {
   Matrix matrix_;
   uint32 rows_;
   uint32 block_row_;
-  int row_;     // number of the thread's first row in the tile; the thread has eight
+  int row_;     // number of the thread's first row in the tile; the thread reads eight rows
   int column_;  // the thread's column in the tile
   int64 col_;
   bool exists_;

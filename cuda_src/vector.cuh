@@ -50,7 +50,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Sixteen bytes.
+// Sixteen bytes, as one vector load or store moves them.
 template <class T>
 struct alignas(16) Packet {
   static constexpr int kCount = 16 / sizeof(T);
@@ -236,7 +236,7 @@ __device__ inline void store(const Matrix& m, int64 row, int64 col, int count, c
   }
 }
 
-// An octet of a mask, as zeros and ones: its bits are one byte, the first column's in the lowest bit.
+// Unpacks a byte of a ReLU mask into eight zeros and ones; the first column's bit is the lowest.
 __device__ inline Octet unpack(uint32 bits) {
   Octet out;
 #pragma unroll
@@ -244,7 +244,7 @@ __device__ inline Octet unpack(uint32 bits) {
   return out;
 }
 
-// How many of the eight columns from `col` on exist.
+// Returns how many of the eight columns from `col` on exist.
 __device__ inline int octet_count(int64 col, int64 cols) {
   if (col >= cols) return 0;
   return cols - col < kOctet ? static_cast<int>(cols - col) : kOctet;

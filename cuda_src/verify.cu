@@ -12,7 +12,7 @@ namespace lt {
 // Types of elements; kBit counts strides in bits, from the lowest bit of a byte on.
 enum ElementType { kBit, kUint8, kUint16, kUint32, kUint64, kFloat16, kBfloat16, kFloat32, kFloat64 };
 
-// A batch of matrices; data is null where an operand is absent, strides are in elements.
+// An array to be compared, as a batch of matrices; data is null where an operand is absent, strides are in elements.
 struct Elements {
   const void* data;
   int64 batch_stride;
@@ -53,7 +53,8 @@ struct Rounding {
   double largest;  // largest magnitude that is judged
 };
 
-// Expected results and the largest error that each may have; row-major without gaps, null for an absent output.
+// Outputs of `expect`: the expected results in FP64, and the largest error that each may have; row-major without gaps. An
+// absent output is null.
 struct Results {
   double* values;
   double* limits;
@@ -64,17 +65,17 @@ struct ExpectParams {
   Elements b;
   Elements c;
   Elements bias;
-  Elements aux;  // input of the derivative: the pre-activation, or a bit for each positive one
+  Elements aux;  // what the derivative is taken of: the pre-activation, or a mask with a bit for each positive one
   Results d;
-  Results kept;  // pre-activation, or a bit for each positive one
+  Results kept;  // output: the pre-activation, or a mask with a bit for each positive one
   double* sums;  // for each tile of rows, three sums over its rows: (tiles of rows, 3, cols)
   Rounding rounding;
   int64 rows;
   int64 cols;
   int64 depth;
-  double accumulation;   // error of a sum of products, relative to the product of the norms
-  double addition;       // error of adding C and the bias, relative
-  double approximation;  // error of the activation or its derivative, relative to its argument
+  double accumulation;   // relative error allowed for a sum of products, as a fraction of the product of the norms
+  double addition;       // relative error allowed for adding C and the bias
+  double approximation;  // error allowed for the activation or its derivative, relative to its argument
   int activation;        // activation: 0 none, 1 ReLU, 2 GELU by tanh
   int is_derivative;
   int keeps_mask;  // whether `kept` holds bits rather than numbers
@@ -82,9 +83,9 @@ struct ExpectParams {
 
 struct CompareParams {
   Elements found;
-  Elements wanted;       // expected array; if its data is null, every element must be `constant`
+  Elements wanted;       // an allowed error for each element, row-major; null: `limit` + `relative` · |expected|
   const double* limits;  // row-major without gaps; null: `limit` plus `relative` times the wanted magnitude
-  struct Comparison* parts;  // one result for each block
+  struct Comparison* parts;  // output: one comparison for each block
   int64 batch;
   int64 rows;
   int64 cols;
@@ -115,15 +116,15 @@ __device__ inline double gelu_derivative(double z) {
   return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * kGeluScale * (1.0 + 3.0 * kGeluCubic * z * z);
 }
 
-// Stores an expected result, not rounded, and its limit: the error plus one rounding to the result's type.
+// Stores an expected FP64 result and its limit: the accumulated error plus one rounding to the result's type.
 __device__ inline void store(const Results& results, int64 at, double value, double error, const Rounding& rounding) {
   const double limit = error + rounding.unit * fabs(value) + rounding.least;
   results.values[at] = value;
   results.limits[at] = fabs(value) + limit > rounding.largest ? CUDART_INF_F : limit;
 }
 
-constexpr int kTile = 64;   // rows of a block's tile, and columns
-constexpr int kDepth = 16;  // terms of the sums that a block reads at a time
+constexpr int kTile = 64;   // rows and columns of the tile that a block computes
+constexpr int kDepth = 16;  // number of terms along K that a block loads at a time
 constexpr int kSide = 16;   // threads of a block along each side
 constexpr int kEach = kTile / kSide;
 constexpr double kSteepest = 1.13;  // largest derivative of the activations
