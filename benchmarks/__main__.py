@@ -1,7 +1,8 @@
 """Measures suites: `python -m benchmarks SUITE... [options]`; `--list` says what each suite measures.
 
-Commands, with options of their own: compare (old results with new ones), report (writes the tables and the plot of
-benchmarks/README.md), derive-priors (untuned choices).
+Some words are commands instead of suites, with options of their own: compare (compares old results with new ones),
+report (writes the tables and the plot of benchmarks/README.md), derive-priors (fits the table of strategies for
+unmeasured layers).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "jax": (("steps", "narrow"), "add JAX", _FLAG),
     "prefetch": (("steps",), "add training from batches on the host", _FLAG),
 }
-"""The suites that have an option, its help, and how it is parsed."""
+"""Options that only some suites have: the suites, the option's help, and the function that parses its value."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of all suites."""
+    """The options that every suite has."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,10 +58,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line.
+    """Parses the command line.
 
     Raises:
-        SystemExit: it names no suite, or an option that none of its suites has.
+        SystemExit: the command line names no suite, or an option that none of its suites has.
     """
     made = parser()
     options = made.parse_args(argv)
@@ -74,7 +75,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the suites in the order given, or a command."""
+    """Runs the suites that the command line names, in its order; or runs a command."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0] in _COMMANDS:
         import_module(f"benchmarks.{_COMMANDS[arguments[0]]}").main(arguments[1:])

@@ -1,4 +1,4 @@
-"""Random arrays on the GPU: zeros would draw less power, and a kernel may treat them differently."""
+"""Makes random arrays on the GPU: with zeros a GPU draws less power, and a kernel may treat zeros differently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  NumPy knows the name "bfloat16" once this is imp
 import numpy as np
 
 Sets = list[tuple[Any, ...]]
-"""The arrays of each buffer set, inputs first and then outputs."""
+"""Type of the operands: for each buffer set its arrays, inputs first and then outputs."""
 
 # Standard normal numbers by the Box-Muller transform, from splitmix64 of seed and index. BF16 is FP32's upper half.
 DRAW: Final = """
@@ -30,7 +30,7 @@ _seeds: Final = itertools.count(1)
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
+    """Bytes of an element of a type."""
     return np.dtype(dtype).itemsize
 
 
@@ -43,7 +43,7 @@ def _kernel(dtype: str) -> Any:
 
 
 def normal(shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of standard normal numbers, other ones in each call; `dtype` is "float32" or "bfloat16"."""
+    """An array of standard normal numbers, different in each call; `dtype` is "float32" or "bfloat16"."""
     import cupy as cp
 
     plain = "uint16" if dtype == "bfloat16" else dtype
@@ -51,12 +51,12 @@ def normal(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def labels(rows: int, classes: int) -> Any:
-    """Random class indices, (rows,) int64."""
+    """Random class labels, (rows,) int64."""
     import cupy as cp
 
     return cp.asarray(np.random.default_rng(next(_seeds)).integers(0, classes, rows))
 
 
 def matrices(shape: tuple[int, int], dtype: str, sets: int, count: int) -> Sets:
-    """Buffer sets of `count` matrices each, all of random numbers, also where the task writes."""
+    """`count` sets of matrices, all filled with random numbers, also the matrices that the task writes."""
     return [tuple(normal(shape, dtype) for _ in range(count)) for _ in range(sets)]

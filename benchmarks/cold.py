@@ -4,8 +4,8 @@ Each figure is the median over several processes. The first layer and the first 
 the package and of CuPy, and again in a second process with the caches that the first has filled. One process that does
 not count reads all files first, so that they are in the operating system's cache.
 
-The time that a training step takes to measure its layers is left out there. It has rows of its own: with empty caches,
-the time to the first loss, and the number of steps after which measuring has paid for itself.
+Training steps do not measure their layers in these rows. Measuring has rows of its own: with empty caches, the time to
+the first loss, and the number of steps after which measuring has paid for itself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ _MEASURING: Final = {model: f"first TrainStep step that measures, on empty cache
 _NO_OTHER_CACHE: Final = "CUDA_CACHE_DISABLE"
 """Variables that disable the caches of the driver and of NVRTC, which would not be empty."""
 _UNSET: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
-"""Variables that processes do not get. Without the last, the first process writes bytecode, as an installation does."""
+"""Variables that are removed from the environment of measured processes.
+
+Without the last variable, the first process writes bytecode, as an installation does.
+"""
 
 Found = Mapping[str, Any]
-"""The JSON that a process has printed."""
+"""Parses the JSON that a process has printed."""
 
 
 def child(task: Sequence[str], cache: str, *, tunes: bool = False) -> Found:
@@ -56,7 +59,7 @@ def pairs(task: str, count: int) -> list[tuple[Found, Found]]:
 
 
 def pair(task: str) -> tuple[Found, Found]:
-    """A process with empty caches, and one with the caches that the first has filled."""
+    """Times one process with empty caches, and then one with the caches that the first has filled."""
     with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
         return child([task], cache), child([task], cache)
 
@@ -71,7 +74,7 @@ def measuring(model: str) -> tuple[Found, Found]:
 
 
 def row_of_imports(found: Sequence[Found]) -> Row:
-    """The import of the package alone, and of all modules that its names need."""
+    """Measures the import of the package alone, and the import of all modules that its public names need."""
     alone = summarise([each["us"]["import"] for each in found])
     whole = summarise([each["us"]["import"] + each["us"]["names"] for each in found])
     setting = {"processes": len(found), "loads_driver": any(each["loads_driver"] for each in found)}
@@ -91,7 +94,10 @@ def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
 
 
 def row_of_measuring(model: str, found: Sequence[tuple[Found, Found]]) -> Row:
-    """The first step with and without measuring, a later step of either, and the steps until measuring has paid."""
+    """Measures the first training step with and without tuning.
+
+    A later step of either; and when tuning has paid off.
+    """
     tuned, untuned = ([each["us"] for each in one] for one in zip(*found, strict=True))
     timings = {"lt": summarise([us["first"] for us in tuned]), "lt_untuned": summarise([us["first"] for us in untuned])}
     step, other = (summarise([us["step"] for us in each]).median for each in (tuned, untuned))

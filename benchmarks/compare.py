@@ -18,11 +18,11 @@ from typing import Final
 
 from benchmarks import report
 
-_SHOWN: Final = 20  # rows of the table
+_SHOWN: Final = 20  # number of rows that the printed table shows
 
 
 def ratios(old: Sequence[Path], new: Sequence[Path]) -> tuple[dict[str, list[float]], list[str]]:
-    """Ratios by row, a new time divided by an old time for each pair of files; and rows that are not in every file."""
+    """For each row that all files hold, its ratios, one for each pair of files; and the rows that some file lacks."""
     pairs = [(_times(first), _times(second)) for first, second in zip(old, new, strict=True)]
     rows = [set(times) for pair in pairs for times in pair]
     common, lacking = set.intersection(*rows), set.union(*rows) - set.intersection(*rows)
@@ -30,21 +30,21 @@ def ratios(old: Sequence[Path], new: Sequence[Path]) -> tuple[dict[str, list[flo
 
 
 def _times(file: Path) -> dict[str, float]:
-    """The times of lt_runtime by case and contender."""
+    """lt_runtime's times in a result file, by case and contender."""
     rows = json.loads(file.read_text())["rows"]
     return {f"{row['case']}: {name}": us for row in rows for name, us in row["us"].items() if name.startswith("lt")}
 
 
 def slower_rows(found: Mapping[str, Sequence[float]], limit: float) -> list[str]:
-    """The rows whose ratio exceeds the limit in at least two thirds of the runs."""
+    """The rows that became slower: their ratio exceeds the limit in at least two thirds of the runs."""
     return [row for row, runs in found.items() if 3 * sum(ratio > limit for ratio in runs) >= 2 * len(runs)]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the comparison.
+    """Prints the comparison of old and new results.
 
     Raises:
-        SystemExit: with status 1 if the new version is slower; with a message if the files have no row in common.
+        SystemExit: with status 1 if the new version is slower, and with a message if the files have no row in common.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.buffers import normal
 from benchmarks.timing import Contender, Run, Timing, measure, repetitions
 
-SIZE: Final = 1 << 30  # bytes of each buffer, twenty times the L2 cache
+SIZE: Final = 1 << 30  # bytes of each copied buffer, twenty times the L2 cache
 
 SOURCE: Final = r"""
 // Each thread has kLoads 16-byte loads in flight, one block's width apart.
@@ -46,12 +46,12 @@ NAMES: Final = {
     for loads in _LOADS
     for streaming in (False, True)
 }
-"""The instances of the kernel, by loads in flight and by whether loads and stores are marked as used once."""
-_ROUNDS: Final = 11  # in each of which a contender copies fifty times
+"""Variants of the copy kernel, by number of loads in flight and by whether loads and stores are marked as used once."""
+_ROUNDS: Final = 11  # rounds of measurement; in each round a contender copies fifty times
 
 
 class Ceiling(NamedTuple):
-    """The fastest copy: its name, its bandwidth (read and written) in GB/s of 10⁹ bytes, and the times of all."""
+    """Result: the fastest copy's name, its bandwidth (read plus written) in GB/s, and the times of all copies."""
 
     best: str
     gb_s: float
@@ -69,7 +69,7 @@ def measure_copies(stream: Any) -> Ceiling:
 
 
 def _copies(source: Any, target: Any) -> dict[str, Run]:
-    """Every kernel with every launch configuration, and the driver's own copy."""
+    """The contenders: every copy kernel with every launch configuration, and the driver's own copy."""
     import cupy as cp
 
     def by_driver(_: int, stream: int) -> None:
@@ -88,5 +88,5 @@ def _copies(source: Any, target: Any) -> dict[str, Run]:
 
 
 def _launch(kernel: Any, blocks: int, threads: int, arguments: tuple[Any, ...], *_: int) -> None:
-    """Launches on CuPy's current stream, which is the captured one."""
+    """Launches the kernel on CuPy's current stream, which is the stream being captured."""
     kernel((blocks,), (threads,), arguments)

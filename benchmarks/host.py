@@ -1,7 +1,7 @@
 """The suite `host`: the host's time for one call.
 
-It is the wall clock over calls made back to back, none of which waits for the GPU. The calls are few enough, and their
-operands small enough, that the driver's queue does not fill and only the host's own work counts.
+The time is taken by the wall clock over calls made back to back, none of which waits for the GPU. The calls are few
+enough, and their operands small enough, that the driver's queue does not fill and only the host's own work counts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _another_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HostCase:
-    """One row.
+    """One row of the suite: a call, as the package and other libraries make it.
 
     Attributes:
         builders: makes the functions by name that build the contenders' calls, on the same operands.
@@ -64,11 +64,11 @@ class HostCase:
 
     @property
     def calls(self) -> int:
-        """The number of calls in a turn, which do not fill the driver's queue."""
+        """The number of calls in a turn: so few that they do not fill the driver's queue."""
         return min(self.most, _QUEUE // self.launches)
 
 
-# A matrix product, in FP32.
+# Builders of the row for a matrix product, in FP32.
 
 
 def _matmul(m: int, n: int, k: int) -> Builders:
@@ -86,7 +86,7 @@ def _matmul(m: int, n: int, k: int) -> Builders:
     }
 
 
-# A linear layer with GELU, in BF16.
+# Builders of the rows for a linear layer with GELU, in BF16.
 
 
 class Layer(NamedTuple):
@@ -104,13 +104,13 @@ class Layer(NamedTuple):
 
 
 def layer(m: int, n: int, k: int) -> Layer:
-    """Random numbers in operands and results."""
+    """Fills operands and results with random numbers."""
     shapes = ((m, k), (n, k), (n,), (m, n), (m, n), (m, n), (m, k), (n, k), (n,))
     return Layer(*(normal(shape, "bfloat16") for shape in shapes))
 
 
 def forward(at: Layer, *results: str, operation: str = "linear_fwd") -> Call:
-    """`linear_fwd`, or another operation, that writes the named results, of "y" and "z", into the layer's buffers."""
+    """A call of `linear_fwd`, or of another operation; writes the named results ("y", "z") into the layer's buffers."""
     import lt_runtime as lt
 
     buffers = {name: getattr(at, result) for result, name in (("y", "out"), ("z", "out_z")) if result in results}
@@ -118,7 +118,7 @@ def forward(at: Layer, *results: str, operation: str = "linear_fwd") -> Call:
 
 
 def bound(at: Layer) -> Call:
-    """`lt.bind` of `linear_fwd` with all buffers."""
+    """A call that was bound by `lt.bind`: `linear_fwd` with a buffer for every result."""
     import lt_runtime as lt
 
     call: Any = forward(at, "y", "z")
@@ -126,7 +126,7 @@ def bound(at: Layer) -> Call:
 
 
 def forward_elsewhere(at: Layer) -> Call:
-    """`linear_fwd` with all buffers, and with x at a new address in each call."""
+    """A call of `linear_fwd` with a buffer for every result, and with x at a new address each time."""
     import lt_runtime as lt
 
     step = _ALIGNED // itemsize("bfloat16")
@@ -136,7 +136,7 @@ def forward_elsewhere(at: Layer) -> Call:
 
 
 def both(at: Layer, *, into_buffers: bool = True) -> Call:
-    """Forward and all gradients, into the layer's buffers or into new arrays."""
+    """A call of forward and of backward with all gradients, into the layer's buffers or into new arrays."""
     import lt_runtime as lt
 
     call = forward(at, "y", "z") if into_buffers else forward(at)
@@ -211,9 +211,9 @@ def _our_train_step(dims: tuple[int, ...], batches: list[tuple[Any, Any]]) -> Ca
 
 
 def _ranges() -> Builders:
-    """A thousand ranges while no profile runs: one object, or one looked up by name each time.
+    """Enters and leaves a thousand ranges while no profile runs: by one range object, or by a look-up each time.
 
-    The peer is a context manager of Python's that does nothing.
+    The compared contender is one of Python's context managers, which does nothing.
     """
     import lt_runtime as lt
 

@@ -47,10 +47,10 @@ Call = Callable[[], object]
 
 @contextlib.contextmanager
 def one_kernel_a_pass(fused: bool) -> Iterator[None]:
-    """Runs narrow MLPs in one kernel a pass or layer by layer within the block, whatever was measured."""
+    """Within the block, narrow MLPs run in one kernel a pass, or layer by layer, whatever the tuner has measured."""
     kept = parts.is_fused
     parts.is_fused = lambda *_: fused
-    forget((), DEVICE)  # decisions that models have made before
+    forget((), DEVICE)  # decisions that models have already taken from the plan cache
     try:
         yield
     finally:
@@ -64,7 +64,7 @@ def one_kernel_a_pass(fused: bool) -> Iterator[None]:
 def backward_pass(
     shape: tuple[int, int], dropout: float, rng: Mapping[str, int], *, db: bool, transposed: bool
 ) -> Callable[..., None]:
-    """A function of the addresses of dy, z and dz, and of a stream, which launches the backward pass."""
+    """Returns a function that launches the backward pass; it takes the addresses of dy, z and dz, and a stream."""
     rows, cols = shape
     spec = Spec(packed(rows, cols))
     dz_spec = Spec(packed(cols, rows)).transposed if transposed else spec
@@ -80,7 +80,7 @@ def backward_pass(
 
 
 def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int]) -> Callable[..., None]:
-    """A function of the addresses of z and y, and of a stream, which launches the forward pass."""
+    """Returns a function that launches the forward pass; it takes the addresses of z and y, and a stream."""
     spec = Spec(packed(*shape))
     problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x=spec, w=spec, y=spec, dropout=True)
     product = MatmulProblem(problem.dtype, problem.dtype, problem.compute, spec, spec, spec)
@@ -97,14 +97,14 @@ def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:
 
 
 def forget_plans(case: Any) -> None:
-    """Drops the plans in memory for the problems of a case, which were made with another plan cache."""
+    """Drops the plans in memory for the problems of a case, because they were made with another plan cache."""
     forget(chain_of(case).problems, DEVICE)
 
 
 def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
-    """A function that launches the operations of a step that has run once, as a graph on a stream.
+    """Returns a function that launches a step's operations on a stream, as a graph; the step must have run once.
 
-    Unlike the step's own graph it does not copy the batch, as the graphs of the peers do not.
+    Neither this graph nor those of the compared libraries copy the batch; the step's own graph does.
     """
     gpu: Any = step._gpu
     with activated(DEVICE), captured._memory_from(gpu._pool):
@@ -118,7 +118,7 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
 
 
 def memory_of_step(step: lt.TrainStep) -> int:
-    """Bytes of a captured step: the memory pool of its graphs, and the scratch buffers of their streams."""
+    """Bytes that a captured step holds: the memory pool of its graphs, and the scratch buffers of their streams."""
     memory = stream_memory(DEVICE, private_stream(DEVICE, "training"))
     streams = [memory] if memory._branch is None else [memory, memory._branch]
     gpu: Any = step._gpu
@@ -129,7 +129,7 @@ def memory_of_step(step: lt.TrainStep) -> int:
 
 
 class SecondProcess:
-    """Builds plans, and counts the measurements of this process by the uses of the clock.
+    """Builds plans in a second process, and counts how often the process measures, by the uses of the tuner's clock.
 
     Attributes:
         us: microseconds of building each plan; the first also loads the libraries.

@@ -1,4 +1,4 @@
-"""The kept results, and our times in them beside the time of the fastest peer that does the same task."""
+"""Reads the repository's result files; compares our times with the fastest other library that does the same task."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ _LABELS: Final = {
     "jax": "JAX",
     "cupy": "CuPy",
 }
-"""The names of peers in tables, by the beginning of the contender's name; the first that fits counts."""
+"""Names of other libraries as tables show them, by the beginning of the contender's name; the first match counts."""
 _DOES_LESS: Final = "without"  # in the name of a contender that leaves a part of the task out
-_CALL: Final = "_call"  # in the name of a step as a script calls it
+_CALL: Final = "_call"  # part of the name of a contender that is timed as a script calls it
 
 
 def result(suite: str) -> dict[str, Any]:
-    """The kept results of a suite."""
+    """Reads the result file of a suite."""
     found: dict[str, Any] = json.loads((RESULTS / f"{suite}.json").read_text())
     return found
 
 
 def rows_of(suite: str) -> list[dict[str, Any]]:
-    """The rows of a suite that hold times; none if no results of the suite are kept."""
+    """The rows of a suite that hold times; an empty list if the repository has no results of the suite."""
     if not (RESULTS / f"{suite}.json").exists():
         return []
     return [row for row in result(suite)["rows"] if row["us"]]
 
 
 def is_peer(name: str) -> bool:
-    """Whether a contender is of another library and does the whole task."""
+    """Whether a contender is another library's and does the whole task."""
     return name.startswith(tuple(_LABELS)) and _DOES_LESS not in name
 
 
 def label(name: str) -> str:
-    """The name of a peer in tables."""
+    """The name of another library's contender as tables show it."""
     return next(told for start, told in _LABELS.items() if name.startswith(start))
 
 
 class Comparison(NamedTuple):
-    """One of our times beside the fastest peer's, in microseconds.
+    """One of lt_runtime's times beside that of the fastest other library (the peer), in microseconds.
 
     Attributes:
         what: the case, and the call where a case has several.
@@ -72,7 +72,7 @@ class Comparison(NamedTuple):
 
 
 def against(row: Json, suite: str = "", ours: str = "lt", what: str = "", *names: str) -> Comparison | None:
-    """One of our contenders against the fastest of some peers; None if either side was not measured.
+    """Compares one of lt_runtime's contenders with the fastest of the peers; None if either side was not measured.
 
     Args:
         what: the row's case if left out.
@@ -96,7 +96,7 @@ def comparisons(suite: str) -> Iterator[Comparison]:
                 yield found
 
 
-# The suite `host`: each call against calls of other libraries that do the same.
+# Comparisons of the suite `host`: each call with the calls of other libraries that do the same.
 
 _KEEPS: Final = ("torch_eager_recording",)
 _PRODUCTS: Final = ("torch_eager", "torch_linear")
@@ -113,7 +113,10 @@ _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
     "AdamW": {"lt": ("AdamW{}", ("torch_eager",))},
     "TrainStep": {"lt": ("TrainStep{}", ("torch_graph",))},
 }
-"""By kind of case and our contender: its title, where {} stands for the rest of the case's name, and its peers."""
+"""Title and peers of a call by its kind of case and contender.
+
+{} in the title stands for the rest of the case's name.
+"""
 
 
 def _of_calls(row: Json) -> Iterator[Comparison]:

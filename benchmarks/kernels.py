@@ -49,16 +49,16 @@ class Case:
 
 
 def _torch(name: str, *arguments: Any, **options: Any) -> dict[str, Callable[[], Contender]]:
-    """A task by PyTorch's kernels and by torch.compile."""
+    """Contenders that do a task by PyTorch's kernels and by torch.compile."""
     by_kernels = peer("torch_kernels", name, *arguments, **options)
     return {"torch": by_kernels, TORCH_COMPILE: peer("torch_kernels", name, *arguments, **options, compiled=True)}
 
 
-# dz = dropout'(dy) · GELU'(z) and its column sums, in BF16: six bytes an element.
+# Case: dz = dropout'(dy) · GELU'(z) and its column sums, in BF16, which moves six bytes an element.
 
 
 def epilogue_backward(rows: int, cols: int, dropout: float = 0.0, *, rotated: bool = True) -> Case:
-    """The derivative of activation and dropout, with the bias gradient."""
+    """Contenders for the derivative of activation and dropout, with the bias gradient."""
     also = f" + dropout {dropout}" if dropout else ""
     name = f"epilogue_bwd GELU{also} BF16 {rows}×{cols}, bias gradient"
     return Case(name, 6 * rows * cols, partial(_epilogue_backward, (rows, cols), dropout), rotated)
@@ -86,11 +86,11 @@ def epilogue_backward_pass(made: Sets, dropout: float = 0.0, *, db: bool = True,
     return Contender(lambda i, stream: run(*addresses[i], stream))
 
 
-# y = dropout(GELU(z)), in BF16: four bytes an element.
+# Case: y = dropout(GELU(z)), in BF16, which moves four bytes an element.
 
 
 def epilogue_forward(rows: int, cols: int, dropout: float) -> Case:
-    """Activation and dropout."""
+    """Contenders for activation and dropout."""
     name = f"epilogue_fwd GELU + dropout {dropout} BF16 {rows}×{cols}"
     return Case(name, 4 * rows * cols, partial(_epilogue_forward, (rows, cols), dropout))
 
@@ -108,11 +108,11 @@ def _epilogue_forward(shape: tuple[int, int], dropout: float, sets: int) -> Buil
     return {"lt": ours, **_torch("epilogue_forward", made, dropout)}
 
 
-# Dropout of x and of dy: two passes, each of which reads and writes every element once.
+# Case: dropout of x and of dy, two passes, each of which reads and writes every element once.
 
 
 def dropout(dtype: str, rows: int, cols: int, p: float = 0.1) -> Case:
-    """Dropout forward and backward."""
+    """Contenders for dropout forward and backward."""
     name = f"dropout {p} {_SHORT[dtype]} {rows}×{cols}, forward + backward"
     return Case(name, 4 * itemsize(dtype) * rows * cols, partial(_dropout, dtype, (rows, cols), p))
 
@@ -135,11 +135,12 @@ def _dropout(dtype: str, shape: tuple[int, int], p: float, sets: int) -> Builder
     return {"lt": ours, "torch": peer("torch_kernels", "dropout", made, p)}
 
 
-# AdamW: reads the gradient; reads and writes both moments and the FP32 parameter; writes the BF16 parameter, if any.
+# Case: AdamW, which reads the gradient; reads and writes both moments and the FP32 parameter; and writes the BF16
+# parameter, if any.
 
 
 def adamw_step(model: str, shapes: Shapes, dtype: str, max_norm: float | None = None) -> Case:
-    """One update of all tensors.
+    """Contenders for one AdamW update of all tensors.
 
     Args:
         dtype: of parameters and gradients; BF16 parameters have FP32 masters.
@@ -174,13 +175,13 @@ def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | Non
     return lt.AdamW(parameters, lr=1e-5, **({} if max_norm is None else {"max_norm": max_norm})).step
 
 
-# The losses with their gradients: one read of every operand, and one write of the gradient.
+# Case: a loss with its gradient: one read of every operand, and one write of the gradient.
 
 
 def cross_entropy(
     rows: int, classes: int, dtype: str = "bfloat16", *, weighted: bool = False, rotated: bool = True
 ) -> Case:
-    """Softmax cross-entropy; with `weighted`, with weights of classes and of rows."""
+    """Contenders for softmax cross-entropy; with `weighted`, rows and classes have weights."""
     weights = ", class and row weights," if weighted else ""
     name = f"cross_entropy{weights} + gradient {_SHORT[dtype]} {rows}×{classes}"
     builders = partial(_cross_entropy, dtype, (rows, classes), weighted)
@@ -229,11 +230,11 @@ def our_loss(loss: str, made: Sets, *targets: Any, **weights: Any) -> Contender:
     return Contender(run)
 
 
-# A layer for a few rows: the floor is one read of the weights.
+# Case: a layer with few rows, for which the fewest bytes are one read of the weights.
 
 
 def inference(rows: int, outputs: int, inputs: int) -> Case:
-    """y = GELU(x · wᵀ + bias) in BF16, tuned, without anything kept for backward."""
+    """Contenders for y = GELU(x · wᵀ + bias) in BF16, tuned, storing nothing for backward."""
     moved = 2 * (outputs * inputs + rows * inputs + outputs + rows * outputs)
     shape = rows, outputs, inputs
     return Case(f"linear GELU BF16 {rows}×{outputs}×{inputs}", moved, partial(_inference, shape))
@@ -304,7 +305,7 @@ CASES: Final[Sequence[Case]] = (
 
 
 def measure_case(case: Case, options: argparse.Namespace, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """One row; `copies` measures the bandwidth of the fastest copy, or returns it if it was measured before."""
+    """Measures one row; `copies` returns the bandwidth of the fastest copy, which it measures only once."""
     ceiling = copies(stream)
     sets = timing.buffer_sets(case.bytes, timing.cache_size()) if case.rotated else 1
     count = timing.repetitions(case.bytes, sets)
@@ -324,13 +325,13 @@ def _copy_row(copies: Callable[[Any], Ceiling], stream: Any) -> Row:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    copies = functools.cache(measure_copies)  # The first row of a run measures the copies.
+    copies = functools.cache(measure_copies)  # Whichever row runs first measures the copies, for all rows.
     made: dict[str, Job] = {case.name: partial(measure_case, case, options, copies) for case in CASES}
     return made | {COPY: partial(_copy_row, copies)}
 
 
 def _facts(rows: Sequence[Json]) -> Json:
-    """The fastest copy and its bandwidth, for the top of the result file."""
+    """The fastest copy and its bandwidth, as entries for the top of the result file."""
     return {name: row[name] for row in rows if row["case"] == COPY for name in ("copy_gb_s", "copy") if name in row}
 
 

@@ -57,7 +57,7 @@ Builders = dict[str, Callable[[], Contender]]
 
 
 class Typed:
-    """A case whose `kind` is one of `TYPES`."""
+    """A case of the suites, with a `kind` that is one of `TYPES`."""
 
     kind: str
 
@@ -68,7 +68,7 @@ class Typed:
 
     @property
     def compute(self) -> str:
-        """How products are formed."""
+        """The compute type: how products are formed."""
         return TYPES[self.kind][1]
 
 
@@ -93,24 +93,24 @@ class Block(Typed):
 
     @property
     def name(self) -> str:
-        """The row's name."""
+        """The row's name in tables and result files."""
         activation = {"gelu": "GELU", "relu": "ReLU"}.get(self.activation, self.activation)
         return f"{self.group} {self.rows}×{self.n}×{self.k} {self.kind.upper()} {activation}"
 
     @property
     def layer(self) -> tuple[int, int, int]:
-        """M, N and K of the first layer."""
+        """Sizes M, N and K of the first layer."""
         return self.rows, self.n, self.k
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Inputs of the first layer, then outputs of each layer."""
+        """Widths: the inputs of the first layer, then the outputs of each layer."""
         return self.k, self.n, self.k
 
     @property
     def bytes(self) -> int:
         """Bytes of all matrices that a block reads or writes: x, y, their gradients, hidden activations, weights."""
-        inside = 3 * self.rows * self.n  # y1, the tensor saved beside it, and the gradient
+        inside = 3 * self.rows * self.n  # y1, the tensor saved beside it, and the gradient of y1
         return itemsize(self.dtype) * (4 * self.rows * self.k + inside + 4 * self.n * self.k)
 
     @property
@@ -124,19 +124,19 @@ class Block(Typed):
         return wanted if wanted <= _MOST_SETS else 1
 
     def repetitions(self, sets: int) -> int:
-        """How often a graph repeats the block: every buffer set equally often, and few times, to save time."""
+        """How often one graph repeats the block: every buffer set equally often, and few times, to save time."""
         expected = max(self.flops / FLOPS_PER_US[self.kind], self.bytes / BYTES_PER_US, _LAUNCHES_US)
         wanted = min(math.ceil(_REPLAY_US / expected), _MOST_REPETITIONS)
         return math.ceil(wanted / sets) * sets
 
     def as_json(self) -> dict[str, Any]:
-        """The block as entries of its row."""
+        """The block's fields as entries of its row."""
         return {"layer": list(self.layer), "type": self.kind, "activation": self.activation}
 
 
 @functools.cache
 def presets() -> Mapping[str, Any]:
-    """The shapes that ship with the package."""
+    """The shapes of the presets that ship with the package."""
     return json.loads((files("lt_runtime") / "presets.json").read_text())
 
 
@@ -146,7 +146,7 @@ def blocks() -> list[Block]:
     return [Block(*layer, kind, activation) for layer in layers for kind in _KINDS for activation in ACTIVATIONS]
 
 
-# The block through public calls.
+# Contenders that run the block through public calls.
 
 
 class Arrays(NamedTuple):
@@ -183,7 +183,7 @@ def arrays(block: Block, make: Callable[[tuple[int, ...], str], Any] = normal) -
 
 
 def run_block(block: Block, at: Arrays, stream: Any = None) -> object:
-    """Forward and full backward on a stream; returns the contexts, which own the saved tensors."""
+    """Runs forward and full backward on a stream; returns the contexts, which own the saved tensors."""
     import lt_runtime as lt
 
     how = {"compute": block.compute, "stream": stream}
@@ -197,18 +197,18 @@ def run_block(block: Block, at: Arrays, stream: Any = None) -> object:
 
 
 def ours(block: Block, buffers: Sequence[Arrays]) -> Contender:
-    """Public calls, which run the plans of the plan cache."""
+    """Contenders that make public calls, which run the plans of the plan cache."""
     return Contender(lambda i, stream: run_block(block, buffers[i], stream))
 
 
 class Tuned(NamedTuple):
-    """The duration of tuning, and the tuner's report."""
+    """Result of tuning a block: its duration, and the tuner's report."""
 
     seconds: float
     report: Sequence[Any]
 
     def as_json(self) -> dict[str, Any]:
-        """Entries of the row."""
+        """The result as entries of the row."""
         return {
             "tuning_s": round(self.seconds, 3),
             "tuned": [{"strategy": each.strategy, "seconds": round(each.seconds, 3)} for each in self.report],
@@ -216,7 +216,7 @@ class Tuned(NamedTuple):
 
 
 def tune(case: Any) -> Tuned:
-    """Measures the problems of a block or of a training step that the plan cache does not hold."""
+    """Tunes the problems of a block or of a training step that have no entry in the plan cache."""
     import lt_runtime as lt
 
     start = time.perf_counter()
@@ -254,7 +254,10 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
 
 
 def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders, dict[str, Any]]:
-    """The block split in other ways, the tuner's other candidates, and facts about both."""
+    """Measures other strategies for the block and the tuner's other candidates.
+
+    Returns contenders and facts about both.
+    """
     from benchmarks import splits
 
     addresses = [Arrays(*(array.data.ptr for array in each)) for each in buffers]
@@ -285,20 +288,20 @@ def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace)
     return made
 
 
-# The figures over all rows.
+# The figures over all rows, for the suite's summary.
 
 _OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE)
 
 
 def no_loss(timings: Mapping[str, Timing], candidates: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The candidates' times, and the chosen plan's time as a multiple of the best of all our times."""
+    """The times of the tuner's candidates, and the chosen plan's time as a multiple of the best time of lt_runtime."""
     medians = {name: each.median for name, each in timings.items() if not is_peer(name)}
     loss = {"chosen_vs_best": round(medians["lt"] / min(medians.values()), 4)} if "lt" in medians else {}
     return loss | {"candidates": {name: round(medians[name], 4) for name in candidates if name in medians}}
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Every contender against the tuned plan, and the tuned plan against the best candidate."""
+    """Figures: every contender's time against the tuned plan's, and the tuned plan's against the best candidate's."""
     of_best = {row["case"]: row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row}
     return [report.worst("lt / best candidate", of_best, at_most=True), *report.against_ours(rows, _OTHERS)]
 

@@ -27,7 +27,7 @@ _INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 128: (128, 
 _FUSED: Final = "lt_one_kernel"
 _LAYERS: Final = "lt_layers"
 _PEERS: Final = ("torch_graph_bf16", f"{MAX_AUTOTUNE}_bf16", JAX)
-_PARAMETER_BYTES: Final = 28  # BF16, FP32 master and two FP32 moments, each read and written; no gradients
+_PARAMETER_BYTES: Final = 28  # of each: BF16, FP32 master, two FP32 moments, each read and written; no gradients
 _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
 """The peak of dense BF16 products in the data sheet, at 1.83 GHz; small steps run at up to 1.98 GHz."""
 
@@ -62,7 +62,7 @@ def least_bytes(case: StepCase) -> int:
 
 
 def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """Tunes a step and measures it, both ways to run it, and its peers.
+    """Tunes a step and measures it, in one kernel a pass and layer by layer, and the same step of other libraries.
 
     Args:
         copies: measures the fastest copy, or returns it if it was measured before.
@@ -95,12 +95,12 @@ def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any],
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Every contender against the tuned step."""
+    """Figures: every contender's time against the tuned step's."""
     return report.against_ours(rows, (_FUSED, _LAYERS, *_PEERS))
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    copies = functools.cache(measure_copies)  # The first row of a run measures the copies.
+    copies = functools.cache(measure_copies)  # Whichever row runs first measures the copies, for all rows.
     return {case.name: partial(measure, case, options, copies) for case in CASES}
 
 

@@ -20,13 +20,13 @@ from benchmarks.report import RESULTS
 
 FILE: Final = RESULTS / "plots" / "speedup.png"
 DIGEST: Final = "Source"
-"""The key of the digest in the picture."""
+"""The key in the picture's metadata under which the digest is stored."""
 
 _KINDS: Final = {"bf16": ("#0072B2", "o"), "tf32": ("#E69F00", "s")}
 _ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
 _TICKS: Final = (0.5, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
 _RING: Final = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 11, "linestyle": "none"}
-_COLOURS: Final = 64  # in the file; so few colours make it a third as large
+_COLOURS: Final = 64  # colours in the PNG file; so few colours make it a third as large
 _PANELS: Final[Mapping[str, Sequence[str]]] = {
     "Blocks of two layers": ("layers",),
     "Blocks of shapes that were drawn at random": ("wide",),
@@ -35,11 +35,11 @@ _PANELS: Final[Mapping[str, Sequence[str]]] = {
         "narrow",
     ),
 }
-"""The suites by the title of their panel."""
+"""For each title of a panel, the suites that the panel shows."""
 
 
 def digest() -> str:
-    """A digest of the rows that the picture shows."""
+    """A digest of the result rows that the picture shows."""
     rows = [rows_of(suite) for suites in _PANELS.values() for suite in suites]
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
@@ -72,7 +72,7 @@ def _draw(figure: Any) -> None:
             for each in some:
                 _point(axes, each, place)
         axes.set_yticks(range(len(lines)), list(lines), fontsize=8)
-        axes.set_ylim(len(lines) - 0.4, -0.6)  # the first shape at the top
+        axes.set_ylim(len(lines) - 0.4, -0.6)  # reversed, so that the first shape is at the top
         axes.set_title(title, fontsize=10, loc="left")
         axes.axvline(1, color="black", linewidth=1)
         axes.grid(alpha=0.25)
@@ -89,7 +89,7 @@ def _draw(figure: Any) -> None:
 
 
 def _by_shape(suites: Sequence[str]) -> dict[str, list[Comparison]]:
-    """The comparisons of some suites by the label of their line, without the comparisons of called steps."""
+    """The comparisons of some suites by the label of their line; steps that are timed as script calls are left out."""
     lines: dict[str, list[Comparison]] = {}
     for each in itertools.chain.from_iterable(map(comparisons, suites)):
         if not each.what.endswith(", called"):
@@ -98,7 +98,7 @@ def _by_shape(suites: Sequence[str]) -> dict[str, list[Comparison]]:
 
 
 def _line(each: Comparison) -> str:
-    """The case without type and activation; only the width or the stratum where a line has many cases."""
+    """Label of a case's line: the case without type and activation; only width or stratum if a line has many cases."""
     words = {each.row["type"].upper(), _ACTIVATIONS[each.row["activation"]]}
     shape = [word for word in each.what.split() if word not in words]
     shorter = {"narrow": f"narrow {shape[0]}", "wide": each.row.get("stratum", "")}

@@ -1,8 +1,9 @@
 """Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE...] [--out FILE]`.
 
-Each FILE has rows with the untuned times of a block's passes by their strategies, as the suite `untuned` writes them;
-only the half for fitting is read. For each type and activation a small tree of limits on sizes is fitted, which chooses
-the strategy: first for backward, then for forward together with the backward pass that follows from its saved tensor.
+Each FILE is a result file of the suite `untuned`, whose rows hold the untuned times of a block's passes by their
+strategies; only the half of the blocks that is meant for fitting is read. For each type and activation a small tree of
+limits on sizes is fitted, which chooses the strategy: first for backward, then for forward together with the backward
+pass that follows from its saved tensor.
 
 The times in `strategies.json`, the default, are of 336 blocks of GELU and ReLU, with the algorithms that were chosen
 untuned at commit 81d33d4, and of 197 blocks of all activations and types at commit 0ecd227: forward as the tuner timed
@@ -40,7 +41,7 @@ _LEAST_PROBLEMS: Final = 20  # An activation with fewer samples uses the tree fi
 _MOST_LOSS: Final = 0.3  # A sample's loss is cut off here, because longer times were often disturbed.
 _DISTURBED: Final = 2.5  # A time was disturbed if it is this multiple of the same work's time in the other order.
 _EPILOGUES: Final = ("none", "relu", "gelu")
-"""Activations with epilogues in cuBLASLt, or without need of one."""
+"""Activations whose epilogue cuBLASLt has, and "none", which needs no epilogue."""
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "dw_concurrent")
 
@@ -48,16 +49,16 @@ Row = Mapping[str, Any]
 
 
 class Sample(NamedTuple):
-    """A problem: its sizes by name, and microseconds by strategy, of at least one.
+    """One sample to fit, a problem: its sizes by name, and microseconds by strategy, of at least one.
 
-    A strategy without a time is refused, and the most similar takes its place.
+    A strategy without a time was refused by the library; the most similar strategy takes its place.
     """
 
     features: Mapping[str, int]
     times: Mapping[str, float]
 
     def loss(self, strategy: str) -> float:
-        """Logarithm of a strategy's time as a multiple of the best."""
+        """Loss of a strategy: the logarithm of its time as a multiple of the best time."""
         return math.log(self._us(strategy) / min(self.times.values()))
 
     def _us(self, strategy: str) -> float:
@@ -67,18 +68,18 @@ class Sample(NamedTuple):
 
 
 Samples = dict[str, list[Sample]]
-"""Samples or trees by the name of the tree in the table."""
+"""Samples, or fitted trees, by the tree's name in the package's table."""
 
 
 def _unlike(strategy: str, other: str) -> tuple[int, int, bool]:
-    """The distance of a strategy from a refused one, in the order of `lt_runtime.plans.priors`."""
+    """The distance of a strategy from a refused one, by the same order as in `lt_runtime.plans.priors`."""
     parts = strategy.split()
     differing = sum(part != wanted for part, wanted in zip(parts, other.split(), strict=True))
     return differing, parts.count("epilogue") + ("aux" in strategy), "none" in parts
 
 
 class Fitted(NamedTuple):
-    """A tree with strategy names as leaves, and the sum of the losses of the strategies that it chooses."""
+    """A tree whose leaves are strategy names, and the sum of the losses of the strategies that it chooses."""
 
     tree: Any
     loss: float
@@ -110,14 +111,14 @@ def fit(samples: Sequence[Sample], depth: int = _DEPTH) -> Fitted:
 
 
 def _limits(sizes: Mapping[str, NDArray[np.int64]]) -> Iterable[tuple[str, int]]:
-    """Powers of two between the least and the greatest of each size."""
+    """Candidate limits: the powers of two between the least and the greatest value of each size."""
     for feature, values in sizes.items():
         bits = range(int(values.min()).bit_length(), int(values.max()).bit_length())
         yield from ((feature, 1 << each) for each in bits)
 
 
 def decide(tree: Any, sizes: Mapping[str, int]) -> Any:
-    """The leaf of a tree for given sizes."""
+    """The strategy that a tree chooses for given sizes."""
     while isinstance(tree, Mapping) and "feature" in tree:
         tree = tree["then"] if sizes[tree["feature"]] < tree["below"] else tree["otherwise"]
     return tree
@@ -160,7 +161,7 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
 
 
 def _kind(row: Row) -> str:
-    """The beginning of the names of a row's trees; our kernel for ragged rows has trees of its own."""
+    """Prefix of the names of a row's trees; rows for which our kernel for ragged rows applies have their own trees."""
     m, n, k = row["layer"]
     dy, w, x = (Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n)))
     return f"{priors.RAGGED} {row['type']}" if is_preferred(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
@@ -175,14 +176,14 @@ def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def _without_layer_below(times: Mapping[str, float]) -> dict[str, float]:
-    """The strategies that differ only in the maker of the layer's bias gradient and in the order of dx and dw."""
+    """The strategies that differ only in who computes the layer's bias gradient and in the order of dx and dw."""
     ways = itertools.product(("kernel", "epilogue"), ("after", "beside"))
     found = {f"{db} nobody nobody {when}": times.get(f"{db} kernel kernel {when}") for db, when in ways}
     return {name: us for name, us in found.items() if us is not None}
 
 
 def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samples:
-    """Forward of the first layer with the backward that the priors then choose; and of the second layer alone."""
+    """Samples: the first layer's forward with the backward that the fitted trees then choose; the second's forward."""
     made: Samples = {}
     for row in rows:
         if row["activation"] not in _EPILOGUES:
@@ -201,7 +202,7 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
 
 
 def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | None:
-    """Microseconds of the backward pass that the priors choose; None if it was not measured."""
+    """Microseconds of the backward pass that the fitted trees choose; None if it was not measured."""
     tree = fitted.get(f"{_kind(row)} {row['activation']} {saved}")
     times = row["strategies"].get(f"backward {saved}")
     if tree is None or not times:
@@ -211,20 +212,20 @@ def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | 
 
 
 def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
-    """A strategy by its name, as it stands in the plan cache."""
+    """Parses a strategy's name, which has the form that the plan cache stores."""
     values = dict(zip(names, strategy.split(), strict=True))
     return values | ({"dw_concurrent": values["dw_concurrent"] == "beside"} if "dw_concurrent" in values else {})
 
 
 def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
-    """The tree with each leaf replaced."""
+    """Copies a tree, with each leaf replaced by `make(leaf)`."""
     if isinstance(tree, str):
         return make(tree)
     return tree | {branch: _with_leaves(tree[branch], make) for branch in ("then", "otherwise")}
 
 
 def fitting(rows: Iterable[Row]) -> list[Row]:
-    """The rows for fitting."""
+    """The rows of the blocks that are meant for fitting."""
     return [row for row in rows if "strategies" in row and row.get("half", FIT) == FIT]
 
 
@@ -261,7 +262,7 @@ def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tu
 
 
 def _table_of(capability: int) -> Path:
-    """The file of an architecture's table in the package."""
+    """The package's file with the table for a GPU architecture."""
     package = Path(lt_runtime.__file__).parent
     tables = sorted(package.rglob("priors_sm*.json"))
     return (tables[0].parent if tables else package) / f"priors_sm{capability}.json"

@@ -23,14 +23,14 @@ _STEPS: Final = 500
 
 
 class Stages:
-    """Microseconds from one mark to the next."""
+    """A stopwatch: microseconds from one mark to the next, by the name of the stage between them."""
 
     def __init__(self) -> None:
         self.us: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def mark(self, name: str) -> None:
-        """Ends a stage."""
+        """Ends a stage: stores the time since the previous mark."""
         now = time.perf_counter()
         self.us[name], self._last = 1e6 * (now - self._last), now
 
@@ -70,7 +70,7 @@ def trained(stages: Stages, model: str) -> None:
 
 
 def _first_steps(stages: Stages, name: str) -> tuple[Any, Callable[[], object]]:
-    """Makes two training steps; returns CuPy and a function that makes one more on the same batch."""
+    """Trains two steps; returns CuPy and a function that makes one more step on the same batch."""
     cp, lt, to_gpu = _libraries(stages)
     rows, dims = MODELS[name]
     model = lt.MLP(dims, activation="relu", dtype="bfloat16", device="cuda")
@@ -85,7 +85,7 @@ def _first_steps(stages: Stages, name: str) -> tuple[Any, Callable[[], object]]:
 
 
 def _libraries(stages: Stages) -> tuple[Any, Any, Callable[[tuple[int, ...]], Any]]:
-    """CuPy, the package, and a function that makes a random BF16 array on the GPU without a kernel."""
+    """Returns CuPy, the package, and a function that makes a random BF16 array on the GPU (without a kernel)."""
     import cupy as cp
     import ml_dtypes
     import numpy as np
@@ -103,7 +103,7 @@ def _done(cp: Any, stages: Stages, name: str) -> None:
 
 
 def loads_driver() -> bool:
-    """Whether the CUDA driver's library is in this process."""
+    """Whether this process has loaded the CUDA driver's library."""
     return "libcuda.so" in Path("/proc/self/maps").read_text()
 
 

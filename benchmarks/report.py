@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.timing import Timing
 
 RESULTS: Final = Path(__file__).parent / "results" / "h200"
-_WIDTH: Final = 150  # columns of a table that is written to a file
+_WIDTH: Final = 150  # width in characters of a table that is written to a file
 _FLAT_LIST: Final = re.compile(r'\[\n\s+((?:"[^"]*"|[^"\[\]{}])*?)\n\s+\]')
 """Finds a list of numbers and strings that JSON wrote over several lines; a result file gives it one line."""
 _LINES: Final = re.compile(r"\n\s*")
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def ratio(self) -> dict[str, float]:
-        """The other contenders' times as multiples of ours."""
+        """The times of the other contenders as multiples of the time of `ours`."""
         if self.ours not in self.timings:
             return {}
         own = self.timings[self.ours].median
@@ -73,7 +73,10 @@ class Row:
 
     @property
     def floors(self) -> dict[str, float]:
-        """Least microseconds of moving the bytes (`COPY_FLOOR`) and of computing the products (`PEAK_FLOOR`)."""
+        """Lower bounds of the time in µs.
+
+        To move the bytes (`COPY_FLOOR`) and to compute the products (`PEAK_FLOOR`).
+        """
         made = {}
         if self.bytes is not None and self.copy_gb_s:
             made[COPY_FLOOR] = self.bytes / self.copy_gb_s / 1e3
@@ -83,13 +86,13 @@ class Row:
 
     @property
     def fractions(self) -> dict[str, float]:
-        """Each floor as a fraction of our time."""
+        """Each lower bound (floor) as a fraction of our time."""
         if self.ours not in self.timings:
             return {}
         return {name: least / self.timings[self.ours].median for name, least in self.floors.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """The row of a result file, without the fields that have no value."""
+        """The row as an entry of a result file, without the fields that have no value."""
         optional = {
             "bytes": self.bytes,
             "flops": self.flops,
@@ -121,7 +124,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def speedups(rows: Iterable[Json], contender: str, ours: str = "lt") -> dict[str, float]:
-    """By case, a contender's time as a multiple of ours, for the rows in which both were measured."""
+    """A contender's time as a multiple of ours, by case, for the rows in which both were measured."""
     times = {row["case"]: row.get("us", {}) for row in rows}
     return {case: us[contender] / us[ours] for case, us in times.items() if contender in us and ours in us}
 
@@ -154,7 +157,7 @@ class Finding:
 
     @property
     def wanted(self) -> str:
-        """The target as text."""
+        """The target as text, such as a limit with "at most" or "at least"."""
         return "" if self.target is None else f"{'≤' if self.at_most else '≥'} {self.target:g}"
 
     def as_json(self) -> dict[str, Any]:
@@ -165,20 +168,20 @@ class Finding:
 
 
 def mean(what: str, values: Mapping[str, float], target: float | None = None, *, at_most: bool = False) -> Finding:
-    """The geometric mean of values by case."""
+    """A finding: the geometric mean of values by case."""
     value = geometric_mean(values.values()) if values else None
     return Finding(f"{what}, geometric mean", value, target, len(values), at_most=at_most)
 
 
 def worst(what: str, values: Mapping[str, float], target: float | None = None, *, at_most: bool = False) -> Finding:
-    """The least of values by case, or the greatest if the target is an upper limit."""
+    """A finding: the least of the values by case, or the greatest if the target is an upper limit."""
     where = (max if at_most else min)(values, key=values.__getitem__) if values else None
     value = None if where is None else values[where]
     return Finding(f"{what}, worst", value, target, len(values), where, at_most)
 
 
 def against_ours(rows: Sequence[Json], contenders: Iterable[str]) -> list[Finding]:
-    """Geometric mean and worst of each contender's time as a multiple of ours, for contenders that were measured."""
+    """Findings: geometric mean and worst of each measured contender's time as a multiple of ours."""
     found = {name: speedups(rows, name) for name in contenders}
     return [make(f"{name} / lt", values) for name, values in found.items() if values for make in (mean, worst)]
 
@@ -187,7 +190,7 @@ def against_ours(rows: Sequence[Json], contenders: Iterable[str]) -> list[Findin
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """A line for each contender and for each floor of the rows."""
+    """A table of times: a line for each contender and for each floor of the rows."""
     made = _table(("case", "contender"), ("µs", "±", "× ours", "of copy", "of peak"), ("",))
     for row in rows:
         case = row.case
@@ -209,7 +212,7 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
-    """A line for each figure."""
+    """A table of findings: a line for each figure."""
     shown = _table(("over all rows",), ("figure", "target", "rows"), ("", "where"))
     words = {True: "[green]met[/]", False: "[red]MISSED[/]", None: ""}
     for each in findings:
@@ -275,7 +278,8 @@ def machine() -> dict[str, Any]:
         "cublaslt": cublaslt.get_version(),
         "nvrtc": f"{major}.{minor}",
         **{name: version for name, version in libraries.items() if version is not None},
-        **({"jax": metadata.version("jax")} if find_spec("jax") else {}),  # JAX takes long to import
+        # Importing JAX takes long, and only its version is needed.
+        **({"jax": metadata.version("jax")} if find_spec("jax") else {}),
     }
 
 

@@ -31,22 +31,25 @@ from lt_runtime.tuner.chain import LayerChain
 
 DEVICE = 0
 first_algorithm = partial(MatmulPlan, rank=0)
-"""The first algorithm that the heuristic offers, as other libraries take it."""
+"""Chooses the first algorithm that cuBLASLt's heuristic offers, as other libraries do."""
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
 Entries = dict[str, dict[str, float]]
-"""Microseconds by role and strategy; the chosen strategy comes first."""
+"""Microseconds by the pass's role and by strategy; the chosen strategy comes first."""
 
 
 def chain_of(case: Any) -> LayerChain:
-    """The layers of a block or of a training step."""
+    """Returns the layers of a block or of a training step."""
     activation, dtype, compute = Activation(case.activation), DType(case.dtype), Compute(case.compute)
     return LayerChain.of_mlp(case.rows, case.dims, activation, dtype, compute, input_gradient=case.input_gradient)
 
 
 class Plans(NamedTuple):
-    """A block's four passes: forward of both layers, backward of the second through the first, and of the first."""
+    """Plans of a block's four passes.
+
+    Both layers' forward, backward of the second through the first, and of the first.
+    """
 
     first: ForwardPlan
     second: ForwardPlan
@@ -54,7 +57,7 @@ class Plans(NamedTuple):
     last: BackwardPlan
 
     def run(self, at: Arrays, stream: int) -> None:
-        """Puts the block on a stream; `at` holds addresses."""
+        """Launches the block's four passes on a stream; `at` holds addresses."""
         saved = at.y1 if self.first.strategy.saved is Saved.OUTPUT else at.kept
         self.first.run(Call((at.x, at.w1, at.b1, at.y1, at.kept), stream))
         self.second.run(Call((at.y1, at.w2, at.b2, at.y2, 0), stream))
@@ -75,7 +78,10 @@ class Split(NamedTuple):
 
 
 def strategy_name(strategy: ForwardStrategy | BackwardStrategy) -> str:
-    """Its values in the order of their declaration; the last says whether dw is made beside dx, or after it."""
+    """The strategy's values in the order of their declaration.
+
+    The last says whether dw is made beside dx or after it.
+    """
     if isinstance(strategy, ForwardStrategy):
         return f"{strategy.epilogue.value} {strategy.saved.value}"
     parts = strategy.db.value, strategy.derivative.value, strategy.db_below.value
@@ -83,22 +89,22 @@ def strategy_name(strategy: ForwardStrategy | BackwardStrategy) -> str:
 
 
 def split_of(plans: Plans) -> Split:
-    """The strategies of the plans."""
+    """Returns the strategies that the plans were made with."""
     return Split(plans.first.strategy, plans.second.strategy, plans.through.strategy, plans.last.strategy)
 
 
 def decided(chain: LayerChain) -> Plans:
-    """Plans of the strategies and algorithms in the plan cache."""
+    """Makes plans by the strategies and algorithms in the plan cache."""
     return _plans(chain, lambda each: make_layer_plan(each, DEVICE))
 
 
 def by_priors(chain: LayerChain) -> Plans:
-    """Plans of the shipped priors and the library's heuristic, without regard to measurements."""
+    """Makes plans by the shipped priors and the library's heuristic, without regard to measurements."""
     return _plans(chain, lambda each: prior_plan(each, DEVICE, heuristic_algorithm))
 
 
 def by_split(chain: LayerChain, split: Split, choose: Choose = known_algorithm) -> Plans:
-    """Plans of the given strategies.
+    """Makes plans by the given strategies.
 
     Raises:
         PlanError: the library refuses one of them.
@@ -130,7 +136,7 @@ def fused_first(chain: LayerChain) -> tuple[Plans, list[str]]:
 
 
 def split_first(chain: LayerChain) -> Plans:
-    """Plans of plain products by the first algorithms; our kernels do everything else."""
+    """Makes plans of plain products by the heuristic's first algorithms; our kernels do everything else."""
 
     def forward(problem: ForwardProblem) -> ForwardPlan:
         *_, plainest = forward_strategies(problem)
@@ -161,7 +167,7 @@ def _most_fused(strategies: Iterable[_Strategy], make: Callable[[_Strategy], _Pl
 
 
 def _in_turn(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
-    """The strategies that need no second stream."""
+    """Filters the strategies that need no second stream."""
     return (strategy for strategy in backward_strategies(problem) if not strategy.dw_concurrent)
 
 
@@ -195,7 +201,7 @@ def near(
 
 
 def entries_of(chain: LayerChain) -> Entries:
-    """The times of strategies in the plan cache, by pass.
+    """The times that the plan cache holds for strategies, by pass.
 
     The backward pass through the first layer has a role for each kind of saved tensor.
     """

@@ -33,7 +33,7 @@ _GRAPH: Final = "torch_graph"
 # Compiling takes a minute and more. Autocast is not compiled: it was 16 % to 27 % slower than BF16 parameters.
 _COMPILED_WAYS: Final = (None, "bf16")
 
-_TURN_US: Final = 10_000.0  # A turn takes at least about this long.
+_TURN_US: Final = 10_000.0  # A turn takes at least about this long, in microseconds.
 _LEAST_REPLAYS: Final = 8
 _MOST_REPLAYS: Final = 200
 _LEAD: Final = 8  # A turn begins with an eighth as many untimed replays, in which the host gets ahead of the GPU.
@@ -77,13 +77,13 @@ class StepCase(Typed):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the products; the first layer's inputs need no gradient."""
+        """Floating-point operations of the products; the gradient of the first layer's inputs is not needed."""
         products = 6 * sum(inputs * outputs for inputs, outputs in itertools.pairwise(self.dims))
         return self.rows * (products - 2 * self.dims[0] * self.dims[1])
 
     @property
     def replays(self) -> int:
-        """Steps in one turn."""
+        """Number of steps in one turn."""
         expected = self.flops / FLOPS_PER_US[self.kind] + _OPTIMIZER_BYTES * self.parameters / BYTES_PER_US
         wanted = math.ceil(_TURN_US / max(expected, _LAUNCHES_US))
         return max(_LEAST_REPLAYS, min(wanted, _MOST_REPLAYS))
@@ -94,7 +94,7 @@ class StepCase(Typed):
         return ("autocast", "bf16") if self.kind == "bf16" else (None,)
 
     def as_json(self) -> dict[str, Any]:
-        """The case as entries of its row."""
+        """The case's fields as entries of its row."""
         facts = {"rows": self.rows, "dims": list(self.dims), "type": self.kind, "activation": self.activation}
         return {**facts, "loss": self.loss, "parameters": self.parameters, "master": self.master}
 
@@ -117,7 +117,7 @@ CASES: Final = (
 
 
 class StepContender(NamedTuple):
-    """A training step, ready to be repeated.
+    """A contender: a training step, ready to be repeated.
 
     Attributes:
         replays: puts a number of steps on the stream by launches of the graph alone, on the batch in its buffers.
@@ -195,13 +195,13 @@ class Setup:
 
 
 def batch(case: StepCase) -> tuple[Any, Any]:
-    """Random inputs and their labels or targets."""
+    """Random inputs of a batch, and their labels or targets."""
     x, outputs = normal((case.rows, case.dims[0]), case.dtype), (case.rows, case.dims[-1])
     return x, labels(*outputs) if case.loss == "cross_entropy" else normal(outputs, case.dtype)
 
 
 def contender(setup: Setup) -> StepContender:
-    """Our step, captured."""
+    """Contender of lt_runtime: a step that is captured."""
     from benchmarks.internals import launch_of
 
     setup.restore()
@@ -218,7 +218,7 @@ def contender(setup: Setup) -> StepContender:
 
 
 def memory_of(case: StepCase, stream: Any) -> int:
-    """Bytes on the GPU of a model, its optimizer and a step that is captured with the present plan cache."""
+    """Bytes on the GPU of a model, its optimizer and a step that is captured with the plan cache's present entries."""
     import cupy as cp
 
     from benchmarks.internals import memory_of_step
@@ -249,7 +249,7 @@ def measure_case(case: StepCase, options: argparse.Namespace, stream: Any) -> Ro
 
 
 def memory_facts(contenders: Mapping[str, StepContender]) -> dict[str, Any]:
-    """The contenders' memory in bytes, and our memory as a fraction of PyTorch's least."""
+    """The memory of each contender in bytes, and ours as a fraction of the least of PyTorch's."""
     known = {name: each.memory for name, each in contenders.items() if each.memory}
     theirs = min((size for name, size in known.items() if name.startswith(_GRAPH)), default=None)
     ratio = {} if theirs is None or "lt" not in known else {"memory_ratio": round(known["lt"] / theirs, 4)}
@@ -271,7 +271,7 @@ def measure_calls(case: StepCase, options: argparse.Namespace, stream: Any) -> R
 
 
 def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[str, Any]]:
-    """Our step before tuning and after it, and facts about both."""
+    """lt_runtime's step before tuning and after it, as contenders, and facts about both."""
     from benchmarks.internals import forget_plans
 
     with plan_cache(keep=keep):
@@ -289,7 +289,7 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
 def peers(
     setup: Setup, options: argparse.Namespace, ways: Sequence[str | None]
 ) -> Iterator[tuple[str, Callable[[], StepContender]]]:
-    """By name, functions that build the contenders of JAX, and of PyTorch in the given ways to hold parameters."""
+    """Functions that build JAX's contender, and PyTorch's in the given ways to hold parameters, by contender."""
     for way in ways:
         suffix = "" if way is None else f"_{way}"
         yield _GRAPH + suffix, peer("torch_steps", "contender", setup, way)
@@ -310,7 +310,7 @@ def _turns(contenders: Mapping[str, StepContender], count: int, stream: Any) -> 
 
 
 def graph_turn(contender: StepContender, count: int, stream: Any) -> Turn:
-    """A turn of the graph alone; each turn has another batch."""
+    """Times one turn of the graph alone; each turn has another batch."""
     if contender.turn is not None:
         return contender.turn
 
@@ -322,7 +322,7 @@ def graph_turn(contender: StepContender, count: int, stream: Any) -> Turn:
 
 
 def timed_calls(calls: Callable[[int], object], count: int, stream: Any) -> Turn:
-    """A turn by the wall clock, which includes the host's work and the copy of the batch."""
+    """Times one turn by the wall clock, which includes the host's work and the copy of the batch."""
 
     def turn() -> float:
         stream.synchronize()
@@ -335,7 +335,7 @@ def timed_calls(calls: Callable[[int], object], count: int, stream: Any) -> Turn
 
 
 def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
-    """The times; and of PyTorch's ways to hold parameters, the faster one's time under their common name."""
+    """Merges PyTorch's ways to hold the parameters: the faster way's time is kept under their common name."""
     made = dict(timings)
     for name, each in timings.items():
         base = _base(name)
@@ -344,7 +344,7 @@ def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
 
 
 def without_any(left_out: Mapping[str, str], timings: Mapping[str, Timing]) -> dict[str, str]:
-    """Why contenders have no time, by common name; left out if another of PyTorch's ways to hold parameters has one."""
+    """Why contenders have no time, by common name. One of PyTorch's ways to hold parameters suffices for a time."""
     return {base: why for name, why in left_out.items() if (base := _base(name)) not in timings}
 
 
@@ -398,7 +398,7 @@ _OTHERS: Final = ("lt_untuned", "lt_master", _GRAPH, MAX_AUTOTUNE, JAX)
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Every contender against the tuned step, our memory against PyTorch's, and prefetched against GPU batches."""
+    """Figures: every contender against the tuned step, our memory against PyTorch's, prefetched against GPU batches."""
     memory = {row["case"]: row["memory_ratio"] for row in rows if "memory_ratio" in row}
     prefetch = report.speedups(rows, "prefetch", "gpu_batches")
     made = report.against_ours(rows, _OTHERS)

@@ -27,13 +27,13 @@ TORCH_COMPILE: Final = "torch_compile"
 JAX: Final = "jax"
 CACHE_VARIABLE: Final = "LT_RUNTIME_CACHE_DIR"
 UNTUNED: Final = ("LT_RUNTIME_TUNE", "off")
-"""An environment variable and the value by which training steps do not measure; suites tune explicitly."""
+"""The environment variable that switches measuring off in training steps, and its value: suites tune explicitly."""
 _ROOT: Final = Path(__file__).parents[1]
 
 Rows = dict[str, dict[str, Any]]
-"""Rows of a result file, by case."""
+"""Type: the rows of a result file, by case."""
 Job = Callable[[Any], Row]
-"""A function that measures a row on the given CuPy stream, which can be captured."""
+"""Type: a function that measures a row on the given CuPy stream, which can be captured."""
 
 
 def _nothing(_: Any) -> Any:
@@ -62,7 +62,7 @@ class Suite:
 
 
 def kept_rows(file: Path | None) -> Rows:
-    """The rows of a file that hold times, each with the commit at which it was measured; none without a file."""
+    """Reads the rows of a file that hold times, with the commit of each measurement; returns no rows without a file."""
     if file is None or not file.exists():
         return {}
     result = json.loads(file.read_text())
@@ -103,7 +103,7 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
 
         stream = cp.cuda.Stream(non_blocking=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    # Without a thread that refreshes the bar: beside other threads, the package captures no repeated call.
+    # The progress bar has no thread that refreshes it: beside other threads, the package captures no repeated call.
     progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
     with progress, variable(*UNTUNED):
         task = progress.add_task(name, total=len(jobs))

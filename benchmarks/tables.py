@@ -19,25 +19,25 @@ from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, spee
 PAGE: Final = Path(__file__).parent / "README.md"
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
 _VERSIONS: Final = {"PyTorch": "torch", "torch.compile": "torch", "JAX": "jax", "CuPy": "cupy"}
-"""By the first word of a peer's label, the entry of a result file's "machine" that holds the peer's version."""
+"""For the first word of a peer's label, the key of its version in a result file's "machine"."""
 
 Lines = Sequence[Sequence[str]]
 
 
 def us(value: float | None) -> str:
-    """Microseconds with three digits; empty for None."""
+    """Formats microseconds with three digits; returns "" for None."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def times(ratio: float) -> str:
-    """A ratio, in bold where we are slower."""
+    """Formats a ratio, in bold where lt_runtime is slower."""
     return f"**{ratio:.2f}×**" if ratio < 1 else f"{ratio:.2f}×"
 
 
 def peer(found: Comparison | None) -> str:
-    """The fastest peer: its time, its name and the ratio; empty for None."""
+    """Cells for the fastest peer: its time, its name and the ratio; empty cells for None."""
     return "" if found is None else f"{us(found.theirs)} {label(found.peer)}, {times(found.ratio)}"
 
 
@@ -48,7 +48,7 @@ def markdown(headings: Sequence[str], lines: Lines) -> str:
 
 
 def source(suites: Iterable[str]) -> str:
-    """The commits, dates, machine and peers of the results of some suites."""
+    """The line above a table: commits, dates, machine and peers of the results of some suites."""
     return "; ".join(_source(suite) for suite in suites)
 
 
@@ -69,11 +69,11 @@ def _source(suite: str) -> str:
 
 
 def kernels() -> str:
-    """Every kernel against the copy and the fastest peer."""
+    """Table of kernels: every kernel against the copy and the fastest peer."""
     lines = []
     for row in rows_of("kernels"):
         if "lt" not in row["us"]:
-            continue  # this row has no times of ours: it measures the fastest copy
+            continue  # this row has no time of lt_runtime's: it measures the fastest copy
         less = row["us"].get("torch_without_bias_gradient")
         also = "" if less is None else f" ({us(less)} without the bias gradient)"
         fraction = f"{100 * row['fraction_of_copy']:.0f} %"
@@ -95,7 +95,7 @@ _AGAINST: Final = {
 
 
 def layers() -> str:
-    """The mean and the worst block against each contender; how near tuned plans are to the best candidates."""
+    """Table of layers: mean and worst block against each contender, and tuned plans against the best candidates."""
     rows = rows_of("layers")
     losses = [row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row]
     near = sum(loss <= 1.03 for loss in losses) / max(len(losses), 1)
@@ -135,11 +135,11 @@ def _with_fastest(row: Json) -> dict[str, Any]:
 
 
 def steps() -> str:
-    """Whole training steps."""
+    """Table of whole training steps."""
     lines = []
     for row in rows_of("steps"):
         if "lt" not in row["us"]:
-            continue  # the row of prefetched training
+            continue  # the row of prefetched training has no time under "lt"
         masters = ", FP32 masters" if row["type"] == "bf16" and row["master"] else ""
         of_layers = f"{_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}"
         what = f"{'-'.join(map(str, row['dims']))}, batch {row['rows']}, {of_layers}, {row['type'].upper()}{masters}"
@@ -166,7 +166,7 @@ _FLOORS: Final = (COPY_FLOOR, PEAK_FLOOR)
 
 
 def host() -> str:
-    """The host's time of a call."""
+    """Table of the host's time for a call."""
     lines = [[each.what, us(each.ours), peer(each)] for each in comparisons("host")]
     return markdown(["Call", "lt_runtime", "fastest peer"], lines)
 
@@ -179,20 +179,20 @@ def slower() -> str:
 
 
 def cold() -> str:
-    """The times of a new process, in milliseconds."""
+    """Table of the times of a new process, in milliseconds."""
     lines = []
     for row in rows_of("cold"):
         found = {name: f"{value / 1e3:.1f}" for name, value in row["us"].items()}
         lines.append([row["case"], found["lt"], found.get("lt_empty_cache", "")])
         if "lt_all_names" in found:
             lines.append([f"{row['case']}, and the use of all its names", found["lt_all_names"], ""])
-    # Older results were measured with a filled cache of CuPy.
+    # Results of older versions were measured with a filled cache of CuPy.
     caches = "empty caches" if any("cupy_cache" in row for row in rows_of("cold")) else "an empty kernel cache"
     return markdown(["Process", "ms", f"with {caches}"], lines)
 
 
 def tuning_figures() -> str:
-    """The figures over all rows of the suite `tuning`."""
+    """Table of the figures over all rows of the suite `tuning`."""
     found = tuning.findings(rows_of("tuning"))
     return markdown(["Figure", ""], [[each.what, f"{each.value:.3g}"] for each in found if each.value is not None])
 
@@ -212,7 +212,7 @@ TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
 
 
 def table(name: str) -> str:
-    """A table with its source.
+    """A table with the line that says where its numbers are from.
 
     Raises:
         KeyError: no table has this name.
@@ -222,7 +222,7 @@ def table(name: str) -> str:
 
 
 def rendered(text: str) -> str:
-    """The text with every table written anew.
+    """The text of the page with every table written anew.
 
     Raises:
         KeyError: no table has this name.
@@ -231,7 +231,7 @@ def rendered(text: str) -> str:
 
 
 def main(_: Sequence[str]) -> None:
-    """Writes the page and the plot."""
+    """Writes benchmarks/README.md and the plot."""
     PAGE.write_text(rendered(PAGE.read_text()))
     for file in (PAGE, plot.write()):
         print(f"written to {file}")

@@ -15,22 +15,22 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 WARM_UP: Final = 2
-"""Rounds that run before those that count."""
+"""Number of rounds that run before the rounds that are counted."""
 
-_REPLAY_US: Final = 2000.0  # the least time of a replay, because an event's resolution is half a microsecond
+_REPLAY_US: Final = 2000.0  # µs, the least time of a replay, because an event's resolution is half a microsecond
 _MAX_REPETITIONS: Final = 200  # the most repetitions of a task in one graph
 _BYTES_PER_US: Final = 4.8e6  # The bandwidth in the datasheet of an H200, which no kernel exceeds.
 _LAUNCH_US: Final = 1.5  # the least time of a kernel in a graph
 _CACHES: Final = 4  # Rotating buffers take at least this many times the size of the L2 cache.
-_BY_HOST_US: Final = 10_000.0  # The shorter part of a turn by the wall clock takes at least about this long.
+_BY_HOST_US: Final = 10_000.0  # The shorter part of a turn by the wall clock takes at least about this long (µs).
 
 Call = Callable[[], object]
 Turn = Callable[[], float]
-"""Runs a contender once and returns its microseconds."""
+"""Type of a contender's turn: a function that runs it once and returns its microseconds."""
 
 
 class Timing(NamedTuple):
-    """Microseconds: the median, and the distance between the quartiles."""
+    """A measured time in microseconds: the median, and the distance between the quartiles."""
 
     median: float
     spread: float
@@ -47,7 +47,8 @@ def summarise(samples: Sequence[float]) -> Timing:
 def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, Timing]:
     """Gives every contender one turn in each round; every other round goes through the contenders backwards.
 
-    So a machine that grows warmer or slower does so for all contenders, and no contender always follows the same one.
+    A machine that grows warmer or slower during the run thus affects all contenders alike, and no contender always
+    follows the same one.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(-WARM_UP, rounds):
@@ -71,7 +72,7 @@ def repetitions(size: int, sets: int) -> int:
 
 
 def built(builders: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The builders' results by name, and the first line of the error of each builder that fails."""
+    """Calls the builders; returns their results by name, and the first line of the error of each that fails."""
     made, left_out = {}, {}
     for name, build in builders.items():
         try:
@@ -91,7 +92,7 @@ class HostTurn:
         self._call, self._calls, self._synchronize = call, calls, synchronize
 
     def __call__(self) -> float:
-        """The host's microseconds a call."""
+        """Host time of the timed calls, in microseconds a call."""
         self._synchronize()
         with _no_collection():
             start = time.perf_counter()
@@ -100,7 +101,7 @@ class HostTurn:
 
 
 def repeat(call: Call, calls: int) -> None:
-    """Calls back to back."""
+    """Makes calls back to back."""
     for _ in itertools.repeat(None, calls):
         call()
 
@@ -119,7 +120,7 @@ def _no_collection() -> Iterator[None]:
 # GPU time: CUDA graphs that repeat a task, between two events.
 
 Run = Callable[[int, int], object]
-"""Puts a task on a stream: takes the number of the buffer set and the stream's handle."""
+"""Type of a function that launches a task; it takes the number of the buffer set and the stream's handle."""
 Replay = Callable[[], object]
 
 
@@ -151,14 +152,14 @@ def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
 
 def warm_up(run: Run, sets: int, stream: Any) -> None:
     """Runs the task once on each buffer set, so that compiling, planning and allocating precede the capture."""
-    synchronize()  # Any stream may have filled the buffers.
+    synchronize()  # The buffers may have been filled on any stream.
     for i in range(sets):
         run(i, stream.ptr)
     stream.synchronize()
 
 
 def timed(replay: Replay, repetitions: int, stream: Any, lead: Replay | None = None) -> Turn:
-    """A turn that takes the GPU's microseconds for each of the repetitions in a replay.
+    """Times a replay of a graph by events: the GPU's microseconds for one repetition of the task.
 
     A first, untimed replay (or `lead`, if given) keeps the GPU busy until the host has queued the timed one, and leaves
     the caches as this contender leaves them.
@@ -179,7 +180,7 @@ def timed(replay: Replay, repetitions: int, stream: Any, lead: Replay | None = N
 
 
 def timed_by_host(replay: Replay, repetitions: int, wait: Callable[[Any], object]) -> Turn:
-    """A turn by the wall clock, for a library that launches on streams of its own, where our events cannot be recorded.
+    """Times a turn by the wall clock, for a library that launches on its own streams, which our events cannot time.
 
     The turn takes the difference between the times of 2 n and of n replays. The host's work before the first kernel and
     after the last is in both times, and its other work runs while the GPU is busy: the difference is the GPU's time.
@@ -206,7 +207,7 @@ def timed_by_host(replay: Replay, repetitions: int, wait: Callable[[Any], object
 
 
 class Contender(NamedTuple):
-    """The task of a contender, the function that captures it, and the function that times the capture."""
+    """One contender: functions that run its task, capture the task in a graph, and time the graph."""
 
     run: Run
     capture: Callable[[Run, int, int, Any], Replay] = capture
@@ -214,7 +215,7 @@ class Contender(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Times by contender, and the reason for each contender without a time."""
+    """Result of a measurement: times by contender, and the reason for each contender without a time."""
 
     timings: dict[str, Timing]
     left_out: dict[str, str]
@@ -237,7 +238,7 @@ def measure(
         kept.append(contender)
         return contender.timed(replay, repetitions, stream)
 
-    kept: list[Contender] = []  # The tasks hold the memory that their graphs read.
+    kept: list[Contender] = []  # keeps the contenders alive: their tasks own the memory that the graphs read
     turns, left_out = built({name: partial(turn, name, build) for name, build in builders.items()})
     return Measured(take_turns(turns, rounds), left_out)
 
@@ -248,7 +249,7 @@ def has_gpu() -> bool:
         import cupy as cp
 
         return bool(cp.cuda.runtime.getDeviceCount())
-    except Exception:  # CuPy or the driver is missing.
+    except Exception:  # CuPy or the driver is missing, so that there is no usable GPU.
         return False
 
 

@@ -25,7 +25,7 @@ LAYERS: Final = (
     *REPRESENTATIVE,
     *((64, 64, 64), (256, 256, 256), (2048, 2048, 2048), (8192, 768, 3072), (2048, 1, 256), (16, 4096, 4096)),
 )
-"""Layers of every size, measured in both types."""
+"""The blocks of the suite: layers of every size, in both types."""
 _BLOCKS: Final = [block for block in blocks() if block.layer in LAYERS and block.activation == "gelu"]
 
 
@@ -66,7 +66,7 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
 
 
 def _quantiles(what: str, values: Sequence[float]) -> list[Finding]:
-    """The median, the ninth decile and the greatest of some values; nothing without values."""
+    """Statistics of some values: the median, the ninth decile and the greatest; an empty dictionary without values."""
     found = np.quantile(values, (0.5, 0.9, 1.0)).tolist() if values else []
     names = ("median", "90 %", "most")
     return [Finding(f"{what}, {name}", value, rows=len(values)) for name, value in zip(names, found, strict=False)]

@@ -23,17 +23,17 @@ from benchmarks.wide import FIT, JUDGE, STRATA, Shape
 
 ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
 _SEEDS: Final = {FIT: 3200, JUDGE: 3205}
-"""Fits have read the blocks that JUDGE drew by 3201, 3202 and 3204 before."""
+"""Earlier fits have read the blocks that JUDGE drew when it was 3201, 3202 and 3204."""
 _COUNT: Final = 200  # blocks of each half
-_MOST_MULTIPLICATIONS: Final = 1 << 32  # in one product, so that tuning a block takes about a second
+_MOST_MULTIPLICATIONS: Final = 1 << 32  # multiplications in one product, so that tuning a block takes about a second
 _EXAMPLE: Final = Block(f"odd {JUDGE}", 777, 333, 555, "tf32", "silu")
-"""The block with the least ratio of tuned to untuned time while only ReLU and GELU had trees."""
+"""The block that tuning sped up most, relative to its untuned time, while only ReLU and GELU had fitted trees."""
 _BUDGET_S: Final = 0.2
 _ROUNDS: Final = 3
 
 
 def blocks() -> list[Block]:
-    """The blocks for fitting and for judging, in turn; any number of the first blocks has all types and activations."""
+    """The blocks for fitting and for judging, in turn; any number of the first ones has all types and activations."""
     halves = [_drawn(half) for half in (FIT, JUDGE)]
     return [block for pair in zip(*halves, strict=True) for block in pair]
 
@@ -109,7 +109,7 @@ def _by_strategies(problem: Any) -> dict[str, float]:
 def _products(*of_plans: Any) -> list[list[Any]]:
     """The products that were measured: shape, epilogue, time by the first algorithm and the best, and which these are.
 
-    No product of several plans is listed twice.
+    A product that several plans share is listed once.
     """
     from benchmarks.splits import DEVICE
     from lt_runtime.products.methods import configuration, heuristic_algorithm
@@ -131,12 +131,12 @@ def _products(*of_plans: Any) -> list[list[Any]]:
 
 
 def _short(config: dict[str, int]) -> dict[str, int]:
-    """The attributes of a configuration that are not 0."""
+    """The attributes of an algorithm's configuration that are not 0."""
     return {name: value for name, value in config.items() if value}
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Tuned by untuned times of the blocks that no fit has read: of all, by type and by activation."""
+    """Figures: tuned time over untuned time of the blocks that no fit has read: of all, by type and by activation."""
     judged = [row for row in rows if row.get("half") == JUDGE]
     groups: Iterator[tuple[str, list[Json]]] = (
         (value, [row for row in judged if row[name] == value])

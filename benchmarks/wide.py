@@ -22,7 +22,7 @@ FIT: Final = "fit"
 JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # in each stratum
-_MOST_MULTIPLICATIONS: Final = 1 << 35  # in one product, so that the suite takes minutes
+_MOST_MULTIPLICATIONS: Final = 1 << 35  # the most multiplications of one product, so that the suite takes minutes
 _PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
 
 Shape = tuple[int, int, int]
@@ -30,12 +30,12 @@ Draw = Callable[[random.Random, int], Shape]
 
 
 def _between(generator: random.Random, low: int, high: int, step: int = 1) -> int:
-    """A multiple of `step` between two limits, evenly on a logarithmic scale."""
+    """A random multiple of `step` between two limits, distributed evenly on a logarithmic scale."""
     return max(low, round(low * (high / low) ** generator.random() / step) * step)
 
 
 def _odd(generator: random.Random, number: int) -> Shape:
-    """In turn: N is odd; K is odd; both are odd; both are odd in a large layer with thousands of rows."""
+    """Draws odd shapes, in turn with N odd; with K odd; with both odd; and with both odd and thousands of rows."""
     kind = number % 4
     n, k = (_between(generator, 500 if kind == 3 else 13, 4999) | 1 for _ in range(2))
     n, k = (n + 7 & -8 if kind == 1 else n), (k + 7 & -8 if kind == 0 else k)
@@ -43,18 +43,18 @@ def _odd(generator: random.Random, number: int) -> Shape:
 
 
 def _tall(generator: random.Random, number: int) -> Shape:
-    """A few columns, as in networks that are called for each point or ray."""
+    """Draws layers with few columns, as in networks that are called for each point or ray."""
     n, k = (_between(generator, 16, 128, 8) for _ in range(2))
     return 1 << 16 + number % 3, n, k
 
 
 def _narrow(generator: random.Random, number: int) -> Shape:
-    """A few classes or values from hundreds or thousands of inputs."""
+    """Draws output layers: a few classes or values from hundreds or thousands of inputs."""
     return _between(generator, 64, 8192), 1 + int(24 * generator.random()), _between(generator, 128, 2048, 8)
 
 
 def _ordinary(generator: random.Random, number: int) -> Shape:
-    """Multiples of 64, as layers mostly have."""
+    """Draws layers whose sizes are multiples of 64, as most layers' sizes are."""
     n, k = (_between(generator, 64, 8192, 64) for _ in range(2))
     return _between(generator, 16, 16384), n, k
 
@@ -63,7 +63,7 @@ STRATA: Final[dict[str, Draw]] = {"odd": _odd, "tall": _tall, "narrow": _narrow,
 
 
 def shapes(stratum: str) -> list[Shape]:
-    """M, N and K of a stratum's layers, all different: the shapes for fitting, then the shapes for judging."""
+    """Draws M, N and K of a stratum's layers, all different: the shapes for fitting, then the shapes for judging."""
     generator, found = random.Random(f"{_SEED} {stratum}"), list[Shape]()
     while len(found) < _SHAPES:
         m, n, k = STRATA[stratum](generator, len(found))
@@ -83,14 +83,17 @@ def blocks() -> list[Block]:
 
 
 def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
-    """A row as the suite `layers` has it, with the block's stratum and half."""
+    """A row with the same fields as in the suite `layers`, and the block's stratum and half."""
     row = measure_block(block, options, stream)
     stratum, half = block.group.split()
     return replace(row, setting={**row.setting, "stratum": stratum, "half": half})
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Untuned against tuned times of the half for judging; and odd shapes, tuned and untuned, against every peer."""
+    """Figures: untuned against tuned times of the half for judging.
+
+    Odd shapes, tuned and untuned, against all peers.
+    """
     untuned = speedups([row for row in rows if row.get("half") == JUDGE], "lt", "lt_priors")
     odd = [row for row in rows if row.get("stratum") == "odd"]
     made = [report.mean("lt / lt_priors", untuned, 0.96), report.worst("lt / lt_priors", untuned, 0.88)]

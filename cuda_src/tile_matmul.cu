@@ -24,7 +24,7 @@
 namespace lt {
 
 constexpr int kSide = 64;          // rows and columns of every tile
-constexpr int kPitch = kSide + 8;  // elements from a line of a tile to the next: eight lines are in different banks
+constexpr int kPitch = kSide + 8;  // elements from a tile's line to the next: padding puts eight lines in different banks
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kLines = kSide / kWarps;         // number of a tile's lines that each warp copies or finishes

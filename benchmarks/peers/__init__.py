@@ -8,8 +8,8 @@ from typing import Any
 
 
 def peer(module: str, name: str, *arguments: Any, **options: Any) -> Callable[[], Any]:
-    """A function that imports `benchmarks.peers.MODULE` and builds one of its contenders.
+    """Returns a function that imports `benchmarks.peers.MODULE` and then builds one of its contenders.
 
-    A library that is not installed leaves out only its own contenders.
+    The import happens that late so that a library which is not installed leaves out only its own contenders.
     """
     return lambda: getattr(import_module(f"benchmarks.peers.{module}"), name)(*arguments, **options)

@@ -12,7 +12,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for the other contenders
+# Allocates nothing in advance: other contenders need memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import cupy as cp
 import jax
@@ -35,7 +36,7 @@ def _check_gpu() -> None:
 
 
 def _array(values: Any) -> jax.Array:
-    """A copy of a GPU array, made through the host, where every type can be converted."""
+    """Copies a GPU array to JAX through the host, where every type can be converted."""
     return jnp.asarray(cp.asnumpy(values))
 
 

@@ -27,7 +27,7 @@ def tensor(array: Any) -> torch.Tensor:
 
 
 def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
-    """Captures PyTorch's launches on a CuPy stream into a graph that has its own memory.
+    """Captures the launches that PyTorch makes on a CuPy stream into a graph that has its own memory.
 
     The results of `run` are kept until the same buffer set is used again, so that the results of consecutive
     repetitions lie in different memory.
@@ -54,7 +54,7 @@ def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> 
 
 
 def _compiled(task: Callable[..., Any], *, wanted: bool = True) -> Callable[..., Any]:
-    """The task by torch.compile at its greatest effort; the task itself unless `wanted`."""
+    """The task compiled by torch.compile at its greatest effort; the uncompiled task if `wanted` is false."""
     return torch.compile(task, mode="max-autotune-no-cudagraphs", dynamic=False) if wanted else task
 
 
@@ -64,12 +64,12 @@ def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def gelu_backward(buffers: Sets) -> Contender:
-    """dz without the bias gradient."""
+    """dz without the bias gradient, by PyTorch."""
     return _over(_inputs(buffers, 2), lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"))
 
 
 def epilogue_backward(buffers: Sets, dropout: float = 0.0, *, compiled: bool = False) -> Contender:
-    """dz, and its column sums as the bias gradient."""
+    """dz, and its column sums as the bias gradient, by PyTorch."""
 
     def task(dy: torch.Tensor, z: torch.Tensor) -> object:
         dz = _aten.gelu_backward(dy, z, approximate="tanh")
@@ -86,7 +86,7 @@ def epilogue_backward(buffers: Sets, dropout: float = 0.0, *, compiled: bool = F
 
 
 def epilogue_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -> Contender:
-    """GELU, then dropout, which stores its mask."""
+    """GELU, then PyTorch's dropout, which stores its mask."""
 
     def task(z: torch.Tensor) -> object:
         return torch.native_dropout(torch.nn.functional.gelu(z, approximate="tanh"), dropout, True)
@@ -95,7 +95,7 @@ def epilogue_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -
 
 
 def dropout(buffers: Sets, p: float) -> Contender:
-    """The operations of F.dropout and its derivative, which store the mask, a byte an element."""
+    """The operations behind F.dropout and its derivative, which store the mask as one byte an element."""
 
     def task(x: torch.Tensor, dy: torch.Tensor) -> object:
         y, mask = torch.native_dropout(x, p, True)
@@ -232,7 +232,7 @@ def elementwise_loss(
 def _with_gradient(
     cost: Callable[..., torch.Tensor], sets: list[tuple[torch.Tensor, ...]], compiled: bool
 ) -> Contender:
-    """A cost, and its gradient with respect to the first tensor."""
+    """Returns a loss's value, and its gradient with respect to the first tensor."""
     run = _compiled(cost, wanted=compiled)
 
     def task(first: torch.Tensor, *others: torch.Tensor) -> object:

@@ -14,7 +14,7 @@ from benchmarks.peers.torch_kernels import capture, tensor
 from benchmarks.timing import Contender
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Newer versions warn that this option has a new name.
+    warnings.simplefilter("ignore")  # Newer versions of PyTorch warn that this option has a new name.
     torch.backends.cuda.matmul.allow_tf32 = True
 
 Inputs = tuple[torch.Tensor, ...]
@@ -39,7 +39,8 @@ def _contender(forward: Forward, buffers: list[Arrays]) -> Contender:
 
 def _task(forward: Forward, inputs: Inputs, dy: torch.Tensor) -> object:
     y = forward(*inputs)
-    with torch.autograd.set_multithreading_enabled(False):  # A new thread would warn that it has no CUDA context.
+    # A thread of autograd's would warn that it has no CUDA context.
+    with torch.autograd.set_multithreading_enabled(False):
         return y.detach(), torch.autograd.grad(y, inputs, dy)
 
 

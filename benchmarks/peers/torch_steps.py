@@ -14,7 +14,7 @@ from benchmarks.peers import torch_layers  # noqa: F401  It also allows TF32 pro
 from benchmarks.peers.torch_kernels import tensor
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepCase, StepContender
 
-_WARM_UP: Final = 3  # steps before the capture, as PyTorch's documentation asks for
+_WARM_UP: Final = 3  # steps that run before the capture, as PyTorch's documentation asks
 
 Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -28,7 +28,8 @@ def contender(setup: Setup, way: str | None, *, compiled: bool = False) -> StepC
     """
     outside = torch.cuda.ExternalStream(setup.stream.ptr)
     with torch.cuda.stream(outside):
-        torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # makes the workspace of the stream
+        # Makes cuBLAS allocate the stream's workspace.
+        torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
         before = torch.cuda.memory_allocated()
         made = _Step(setup, way, compiled=compiled)
         made.warm_up()
@@ -56,7 +57,7 @@ class _Step:
 
     def _run(self) -> torch.Tensor:
         loss = self._cost(*self._buffers)
-        with torch.autograd.set_multithreading_enabled(False):  # A new thread would have no CUDA context.
+        with torch.autograd.set_multithreading_enabled(False):  # a thread of autograd's would have no CUDA context
             loss.backward()
         self._optimizer.step()
         return loss.detach()
@@ -64,7 +65,7 @@ class _Step:
     def warm_up(self) -> None:
         """Makes some steps and drops their gradients, so that the captured step writes its gradients anew."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # A capturable optimizer that is not captured warns.
+            warnings.simplefilter("ignore")  # PyTorch warns about an optimizer that is capturable but not captured.
             losses = []
             for _ in range(_WARM_UP):
                 losses.append(self._run())
@@ -116,7 +117,8 @@ def _cost(network: torch.nn.Module, loss: str, *, autocast: bool) -> Cost:
     of_outputs = functional.cross_entropy if loss == "cross_entropy" else functional.mse_loss
 
     def cost(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        # Without a cache of cast weights: only one layer reads each, and a tensor of a capture must not outlive it.
+        # Autocast's cache of cast weights is off: each weight is read by only one layer, and a tensor of a capture must
+        # not outlive it.
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast, cache_enabled=False):
             return of_outputs(network(x), target)
 
