@@ -42,7 +42,7 @@ command for both.
 
 
 def over(source: str, **choices: Iterable[str]) -> list[Variant]:
-    """A variant for every combination of the definitions' values."""
+    """Returns one variant for each combination of the definitions' values."""
     return [
         Variant(source, tuple(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())
     ]
@@ -59,7 +59,10 @@ def _swept(bare: Variant, blocks: Callable[[DType, Access], int]) -> list[Varian
 
 
 def _epilogue_fwd() -> list[Variant]:
-    """A product of y's type, or an FP32 one, whose sum with the bias is rounded only once."""
+    """Variants of the forward epilogue.
+
+    The product has y's type, or is FP32, so that product plus bias is rounded only once.
+    """
     return [
         variant
         for keep, scalar in itertools.product((0, 1), SCALAR.values())
@@ -107,7 +110,10 @@ def _epilogue_bwd() -> list[Variant]:
 
 
 def _matmul_epilogue() -> list[Variant]:
-    """D has the type of A and B, or is FP32; the product has D's type, or is FP32."""
+    """Variants of the pass for cuBLASLt's epilogues: D has the type of A and B, or is FP32.
+
+    The product has D's type, or is FP32.
+    """
     activations = sorted({ACTIVATION_NAMES[epilogue.activation] for epilogue in Epilogue})
     return [
         variant
@@ -124,7 +130,7 @@ def _matmul_epilogue() -> list[Variant]:
 
 
 def _narrow() -> list[Variant]:
-    """A thread has several rows only in variants that move vectors."""
+    """Variants of the narrow products; a thread has several rows only in variants that move vectors."""
     choices = itertools.product(SCALAR, (1, 2, 4, 8, MAX_WIDTH), (True, False))
     return [
         Variant(source, narrow_macros(dtype, width, aligned, rows, epilogue))
@@ -141,7 +147,7 @@ def _narrow() -> list[Variant]:
 
 
 def _tile() -> list[Variant]:
-    """Row-major and column-major operands, with every activation that an epilogue has."""
+    """Variants of the tile kernel: row-major and column-major operands, with every activation that an epilogue has."""
     ways = itertools.product(tile_matmul.TYPES, Order, Order, tile_matmul.EPILOGUES)
     taken = dict.fromkeys(tile_macros(*each) for each in ways if tile_matmul.lies_right(*each[2:]))
     return [Variant("tile_matmul.cu", macros) for macros in taken]
@@ -159,7 +165,10 @@ def _mlp() -> list[Variant]:
 
 
 def _mlp_bwd() -> Iterator[Variant]:
-    """Every type, activation and width; every loss; and for each choice of blocks the deepest model."""
+    """Variants of the narrow MLP: every type, activation and width.
+
+    Every loss; and for each choice of blocks the deepest model.
+    """
     for dtype, name, width in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS):
         for hidden in (1, 2) if width == mlp.WIDTHS[-1] else (2,):
             yield from _backward_variants(_narrow_model(width, hidden, name, dtype))
@@ -225,7 +234,7 @@ SOURCES: Final = sorted({variant.source for variant in VARIANTS})
 STRUCTS: Final[Mapping[str, dict[str, type[ctypes.Structure]]]] = {
     source: {each.name: each.params for each in ENTRIES.values() if each.source == source} for source in SOURCES
 }
-"""Kernels of a source, with the structs that they take."""
+"""The kernels of a source, with the structs that they take as arguments."""
 
 
 def variants_of(source: str) -> list[Variant]:

@@ -26,18 +26,19 @@ EXAMPLES: Counter[str] = Counter()
 """Number of examples that property tests have run, by their subject; the terminal summary prints it."""
 
 
-# Profile for planted faults: the same examples in each run, and failing examples are not shrunk.
+# Hypothesis profile for planted faults: each run tries the same examples, and failing examples are not shrunk.
 settings.register_profile("mutants", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
-settings.register_profile("lt_runtime", deadline=None)  # other work on the machine may slow an example down
+# No deadline: other work on the machine may slow an example down.
+settings.register_profile("lt_runtime", deadline=None)
 settings.load_profile("lt_runtime")
 
 _PROCESSES_OF_A_GPU: Final = 6
-"""Limit of processes that share a GPU: more processes would take turns on it and only need more memory."""
+"""Limit of the test processes that share a GPU: more processes would take turns on it and only need more memory."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """The number of cores, or fewer if the processes share a GPU."""
+    """The number of test processes: one a core, or fewer if the processes share a GPU."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, _PROCESSES_OF_A_GPU) if device_count() > 0 else cores
 
@@ -65,9 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Frees the garbage collector from the collected tests, which live as long as the process.
+    """Excludes the collected tests from garbage collection, which live as long as the process.
 
-    Each full collection visited them all, which took a tenth of the tests' time.
+    Each full garbage collection visited all of these objects, which took a tenth of the tests' time.
     """
     gc.collect()
     gc.freeze()
@@ -92,7 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Sends a worker's counts to the process that prints them."""
+    """Sends a worker's counts of examples to the process that prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["examples"] = dict(EXAMPLES)
 

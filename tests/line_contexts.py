@@ -18,7 +18,7 @@ import pytest
 
 
 class Recorder:
-    """A pytest plugin that tells `coverage` which test is running."""
+    """A pytest plugin that tells the coverage measurement which test is running."""
 
     def __init__(self, tracer: coverage.Coverage) -> None:
         self._tracer = tracer

@@ -32,12 +32,12 @@ def gpu(session_gpu: FakeGpu) -> Iterator[FakeGpu]:
 
 @pytest.fixture
 def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """The pretended GPU with a tuner that times few launches."""
+    """Yields the pretended GPU with a tuner that times few launches."""
     hurry(gpu, monkeypatch)
     return gpu
 
 
 def _steps_wait() -> bool:
-    """Whether training steps exist that have not freed their graphs yet."""
+    """Whether a training step exists that has not freed its graphs yet."""
     waiting = (each.peek() for each in [*weakref.finalize._registry])
     return any(each is not None and str(each[1].__module__).endswith("training.captured") for each in waiting)

@@ -75,7 +75,7 @@ assert PlanStore(plans_directory() / fingerprint.file_name, fingerprint).layer("
 
 
 def modules_after(code: str) -> set[str]:
-    """The modules that a new process has imported after running the code."""
+    """Runs code in a new process; returns the modules that the process has imported afterwards."""
     command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
     environment = {name: value for name, value in os.environ.items() if name != "LT_RUNTIME_TUNE"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

@@ -37,4 +37,4 @@ def test_a_meaningless_value_costs_one_warning(
 @pytest.mark.parametrize(("name", "value"), [(TUNE_VARIABLE, "off"), (TUNE_VARIABLE, ""), (RECORD_VARIABLE, "met")])
 def test_other_values_cost_none(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    assert setting(name) == (value or None)  # a warning would be an error
+    assert setting(name) == (value or None)  # warnings are errors here, so that an additional one would fail the test

@@ -65,13 +65,13 @@ _alive: Final[list[Attempt]] = []
 
 
 def _open(gpu: FakeGpu) -> Counter[str]:
-    """The number of open objects by kind, after garbage collection."""
+    """The number of open library objects (streams, graphs, handles) by kind, after garbage collection."""
     gc.collect()
     return gpu.calls.open() + Counter({"arrays": gpu.memory.count})
 
 
 def _repeat(gpu: FakeGpu, attempt: Attempt, times: int) -> Counter[str]:
-    """The number of open objects after some more calls, whose results are checked."""
+    """The number of open library objects after some more calls, whose results are checked."""
     for _ in range(times):
         attempt.call()
         attempt.check()
@@ -80,7 +80,7 @@ def _repeat(gpu: FakeGpu, attempt: Attempt, times: int) -> Counter[str]:
 
 
 def _chosen(name: str, count: int) -> list[int]:
-    """Indices of the calls that are to fail."""
+    """Indices of the library calls that are made to fail."""
     wanted = count if _FAULTS == "all" else min(count, int(_FAULTS), _OF_A_SEARCH if count > _MANY else count)
     if wanted == count:
         return [*range(count)]
@@ -92,7 +92,7 @@ def _attempt(gpu: FakeGpu, attempt: Attempt, number: int) -> tuple[Any, str]:
     warnings.
     """
     gpu.calls.begin(number)
-    gc.disable()  # garbage collection calls the libraries too
+    gc.disable()  # garbage collection makes calls of the libraries too
     error = None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -100,7 +100,8 @@ def _attempt(gpu: FakeGpu, attempt: Attempt, number: int) -> tuple[Any, str]:
             attempt.call()
         except gpu.lt.errors.LtError as raised:
             error = raised.with_traceback(None)
-            error.__context__ = error.__cause__ = None  # tracebacks keep the frames, and so all local variables
+            # Tracebacks keep frames alive, and so all of their local variables.
+            error.__context__ = error.__cause__ = None
     gc.enable()
     return error, " ".join([str(error), *(str(each.message) for each in told)])
 
@@ -164,7 +165,7 @@ def _fail_in_turn(gpu: FakeGpu, directory: Path, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def unused_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
-    """A pretended GPU that nothing has used; all modules of its package are imported, for forked processes."""
+    """Yields a pretended GPU that nothing has used; all modules of its package are imported, for forked processes."""
     gpu = FakeGpu(host, tmp_path_factory.mktemp("unused_gpu"))
     with gpu.active():
         for module in pkgutil.walk_packages(gpu.lt.__path__, "lt_runtime."):
@@ -199,14 +200,14 @@ class _Run:
         self._step(*batch, stream=self._gpu.stream)
 
     def state(self) -> list[bytes]:
-        """Everything that a step changes."""
+        """Bytes of everything that a step changes."""
         self._gpu.streams.synchronize_all()
         arrays = [each.data for each in self._model.parameters()] + [*self._step.ema.averages.values()]
         arrays += [moment for moments in self._optimizer.moments for moment in moments] + [self._optimizer.steps]
         return [host_of(self._gpu, each).tobytes() for each in arrays]
 
     def end(self) -> Any:
-        """The metrics, the final state, and the bytes that are allocated."""
+        """Returns the metrics, the final state, and the number of allocated bytes."""
         gc.collect()
         return tuple(self._step.metrics(stream=self._gpu.stream)), self.state(), self._gpu.memory_used()
 
@@ -231,7 +232,7 @@ def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int]) -> None:
                 run.train(rows, fail_at=number)
             assert run.state() == before
             assert not gpu.streams.captures
-            gc.collect()  # frames of the error keep arrays
+            gc.collect()  # frames of the error's traceback keep arrays alive
             run.train(rows)
             return run.end()
 

@@ -33,7 +33,7 @@ FLOORS = (
     {"__main__"},
 )
 NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
-"""The only imports from one room to another of the same floor."""
+"""The only imports between rooms (folders of the package) of the same floor."""
 
 LIKE_A_USER = {"cli", "__main__"}
 """Rooms that may import the package itself, because they are above its public names."""
@@ -43,7 +43,7 @@ SHARED_BY_OPERATIONS = {"call", "first_use"}
 
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}
 KNOWS_CTYPES_BESIDES = ("lt_runtime", "profiling", "cupti", "library")
-"""The binding to CUPTI, which only profiling needs."""
+"""The module that binds CUPTI, which only profiling needs."""
 
 
 class Import(NamedTuple):
@@ -81,7 +81,10 @@ def all_imports() -> list[Import]:
 
 
 def room(name: tuple[str, ...]) -> str:
-    """The room of a module or of a public name; '' for the package itself and its public names."""
+    """The room (folder of the package) of a module or of a public name.
+
+    '' for the package itself and its public names.
+    """
     if name[1:2] == ("raw",):
         return "ops"
     return name[1] if len(name) > 1 and name[1] in set().union(*FLOORS) else ""
@@ -101,7 +104,7 @@ def goes_down(found: Import) -> bool:
 
 
 def joins_operations(found: Import) -> bool:
-    """Whether one operation imports another, directly or through `ops` itself. Helpers may be imported by all."""
+    """Whether one operation's module imports another's, directly or through `ops`. All may import helpers."""
     if room(found.importer) != "ops" or room(found.imported) != "ops" or found.importer == ("lt_runtime", "ops"):
         return False
     is_helper = found.imported[2:] and (found.imported[2].startswith("_") or found.imported[2] in SHARED_BY_OPERATIONS)

@@ -41,7 +41,7 @@ WRITTEN: dict[str, tuple[str, list[str]]] = {
     "bgradb": ("bias_gradient", ["a", "b", "c", "out"]),
     "none": ("out", ["a", "b"]),
 }
-"""By epilogue: an operand that is written, and operands with which it may not share memory."""
+"""For each epilogue: an operand that is written, and the operands with which it may not share memory."""
 
 
 @WORLDS
@@ -59,7 +59,8 @@ def test_what_a_product_writes(
         given = {name: gpu.cp.asarray(array) for name, array in given.items()}
     package = gpu.lt if gpu else lt
     for _ in range(3):
-        package.matmul(**given, epilogue=epilogue)  # this call prepares the same call at other addresses on a GPU
+        # On a GPU this call makes the same `PreparedCall`, at other addresses.
+        package.matmul(**given, epilogue=epilogue)
     if other == "bias":
         given["bias"] = given[written][0]
     else:
@@ -167,7 +168,7 @@ def test_a_stream_of_another_gpu(gpu: FakeGpu) -> None:
     labels = gpu.cp.asarray(np.zeros(4, np.int32))
     step(x, labels)
     gpu.streams.synchronize_all()
-    for _ in range(4):  # the call is prepared, and captured into a graph
+    for _ in range(4):  # the first calls prepare the call and capture it into a graph
         gpu.lt.linear(x, w, out=out, stream=gpu.stream)
     gpu.streams.synchronize_all()
     foreign = gpu.cp.cuda.Stream()
@@ -186,7 +187,8 @@ def test_a_stream_of_another_gpu(gpu: FakeGpu) -> None:
             with pytest.raises(gpu.lt.errors.DeviceError, match=r"stream is .*, which is of GPU 1; .* on GPU 0"):
                 call(stream)
     del gpu.driver.elsewhere[foreign.ptr]
-    gpu.lt.linear(x, w, out=out, stream=foreign)  # a refusal is not remembered: another stream may get the same handle
+    # A refused stream is not remembered: another stream may get the same handle.
+    gpu.lt.linear(x, w, out=out, stream=foreign)
     gpu.streams.synchronize_all()
 
 
@@ -283,7 +285,7 @@ def test_auxiliary_matrices_are_refused_alike(
 
 
 def _with_gaps(cp: Any, rows: int, columns: int) -> Any:
-    """A matrix neither of whose axes is contiguous."""
+    """Makes a matrix neither of whose axes is contiguous."""
     return cp.asarray(ones(2 * rows, 3 * columns))[::2, ::3]
 
 
@@ -353,7 +355,7 @@ def test_columns_of_one_buffer_and_a_gradient_over_its_operand(gpu: FakeGpu) -> 
     x = buffer[:, :4]
     with pytest.raises(gpu.lt.errors.OverlapError, match="out shares memory with x"):
         gpu.lt.linear(x, w, out=buffer[:, 2:6])
-    gpu.lt.linear(x, w, out=buffer[:, 4:])  # the columns interleave without overlap
+    gpu.lt.linear(x, w, out=buffer[:, 4:])  # the two views' columns interleave without overlap
     with pytest.raises(gpu.lt.errors.OverlapError, match="out_dx shares memory with dy"):
         gpu.lt.linear_bwd(dy, gpu.lt.linear_fwd(x, w)[1], out_dx=dy)
     gpu.streams.synchronize_all()

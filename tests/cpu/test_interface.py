@@ -19,7 +19,7 @@ from tests.support.numpy_cases import DTYPES
 
 
 class TorchDtype:
-    """Has the representation of a PyTorch type, and no name."""
+    """An object with the representation of a PyTorch type, and without a name."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -21,19 +21,19 @@ strides = st.one_of(st.integers(-12, 12), st.sampled_from((1, 2, 5)))
 
 
 def view(shape: tuple[int, int], steps: tuple[int, int], start: int = MIDDLE) -> Array:
-    """A strided view of `BUFFER`, whose elements are their own indices."""
+    """Makes a strided view of `BUFFER`, whose elements are their own indices."""
     at: Any = BUFFER[start:]
     return np.lib.stride_tricks.as_strided(at, shape, tuple(8 * step for step in steps))
 
 
 def elements(layout: Layout, start: int = MIDDLE) -> Array:
-    """The elements of `BUFFER` that a layout describes."""
+    """Returns the elements of `BUFFER` that a layout describes."""
     rows, cols = np.indices(layout.shape)
     return start + rows * layout.strides[0] + cols * layout.strides[1]
 
 
 def is_matrix(matrix: Array) -> bool:
-    """Whether any order and leading dimension describe the same elements; all possible ones are tried."""
+    """Whether some order and leading dimension describe the same elements as the view; tries all possible ones."""
     rows, cols = matrix.shape
     return any(
         (elements(Layout(rows, cols, order, leading)) == matrix).all()

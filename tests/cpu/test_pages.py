@@ -25,7 +25,7 @@ def test_every_page_with_examples_is_run() -> None:
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES)
 def test_examples_run_one_after_the_other(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # some examples write files
+    monkeypatch.chdir(tmp_path)  # some examples write files into the working directory
     exec(compile("".join(examples(page, "example")), page, "exec"), {})
 
 

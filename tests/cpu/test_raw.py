@@ -44,7 +44,7 @@ SCALARS: list[tuple[dict[str, Any], type[LtError], str]] = [
 
 
 def bad_addresses(names: str, required: str) -> list[tuple[dict[str, Any], type[LtError], str]]:
-    """Addresses that are 0, misaligned or negative."""
+    """Replaces addresses by 0, by misaligned and by negative ones."""
     return [
         *(({name: 0}, ArgumentError, f"^{name} is 0; an address is needed for its") for name in required.split()),
         *(
@@ -94,7 +94,8 @@ def test_backward(changes: dict[str, Any], error: type[LtError], message: str) -
         (raw.forward_raw, {**FORWARD, "with_bias": False, "bias": 0, "save_z": False, "Z": 0}),
         (raw.forward_raw, {**FORWARD, "with_bias": False, "bias": 3, "save_z": False, "Z": FORWARD["A"]}),
         (raw.forward_raw, {**FORWARD, "k": 0, "A": 0, "B": 0}),
-        (raw.forward_raw, {**FORWARD, "Y": FORWARD["A"] + 4 * M * K}),  # the two matrices touch without overlapping
+        # The two matrices touch each other without overlapping.
+        (raw.forward_raw, {**FORWARD, "Y": FORWARD["A"] + 4 * M * K}),
         (raw.backward_raw, BACKWARD),
         (raw.backward_raw, {**BACKWARD, "C": 0, "gA": 0, "gB": 0, "gC": 0, "gBias": 0}),
         (raw.backward_raw, {**BACKWARD, "act": "none", "Z": 0}),

@@ -189,7 +189,7 @@ def averages(world: World) -> Any:
 
 
 def setter(target: Any) -> Callable[..., None]:
-    """A function that sets attributes of `target`."""
+    """Returns a function that sets attributes of `target`."""
 
     def put(**attributes: Any) -> None:
         for name, value in attributes.items():
@@ -208,7 +208,7 @@ def with_trained(name: str, **more: Any) -> Callable[[World], Call]:
 
 
 def plain(path: str, /, **arguments: Any) -> Callable[[World], Call]:
-    """A function that takes no arrays."""
+    """Makes valid calls of a function that takes no arrays."""
 
     def make(world: World) -> Call:
         found = world.lt
@@ -434,7 +434,10 @@ def _check(world: World, name: str, parameter: str) -> None:
 
 
 def _complaint(world: World, function: Any, arguments: dict[str, Any], shown_as: str, kind: str) -> str | None:
-    """A message if a function does not refuse arguments with a clear error."""
+    """Calls a function with a wrong argument.
+
+    Returns a message if the function does not refuse it with a clear error.
+    """
     positional = [arguments.pop("operation")] if "operation" in arguments else []
     try:
         made = function(*positional, **arguments)

@@ -56,7 +56,7 @@ def test_bfloat16_has_no_type_string_of_its_own() -> None:
 
 
 class HostArray:
-    """An array in host memory of another library than NumPy."""
+    """An array in host memory that belongs to another library than NumPy."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0

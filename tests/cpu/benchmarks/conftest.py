@@ -14,7 +14,7 @@ from tests.support.fake_gpu import FakeGpu
 
 @pytest.fixture
 def benchmark_module(gpu: FakeGpu) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports modules of the benchmarks against the pretended GPU's copy of the package."""
+    """Imports modules of the benchmarks so that they use the pretended GPU's copy of the package."""
     others = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "benchmarks"}
     for name in others:
         del sys.modules[name]

@@ -39,7 +39,7 @@ ENTRIES = {
 
 @pytest.fixture(autouse=True)
 def few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree needs one problem here."""
+    """Lowers the limit of problems on either side of a tree's branch to one."""
     monkeypatch.setattr(derived, "_LEAST_PROBLEMS", 1)
 
 

@@ -42,7 +42,7 @@ def test_contenders_take_turns_in_alternating_order() -> None:
 
 
 class Machine:
-    """A clock, and a GPU that works on a queue of tasks; times are in seconds."""
+    """Simulates a clock, and a GPU that works on a queue of tasks; times are in seconds."""
 
     def __init__(self, host: float, task: float, wait: float = 0.0) -> None:
         self.now = self.busy_until = 0.0
@@ -154,7 +154,8 @@ def test_bytes_and_operations_are_those_counted_by_hand() -> None:
     step = StepCase("test", "bf16", 4, (3, 5, 2), "relu", "mse")
     assert (step.parameters, step.flops) == (3 * 5 + 5 + 5 * 2 + 2, 4 * (4 * 3 * 5 + 6 * 5 * 2))
     (named,) = (case for case in narrow.CASES if case.name == "64x3 2^18 BF16")
-    # x and targets; then BF16 parameters, FP32 masters and two FP32 moments, each read and written
+    # bytes of x and targets; then of each parameter's BF16 value, FP32 master and two FP32 moments, each read and
+    # written
     assert narrow.least_bytes(named) == 2**18 * (64 + 3) * 2 + 12_675 * 2 * (2 + 4 + 4 + 4)
 
 

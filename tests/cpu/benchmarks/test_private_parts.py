@@ -31,7 +31,7 @@ def test_a_step_is_launched_by_its_graph_and_its_memory_is_counted(
         internals.launch_of(step)(gpu.cp.cuda.Stream().ptr)
     gpu.synchronize_all()
     assert optimizer.steps.item() == 2
-    # The pretended memory pool lacks this method.
+    # The pretended GPU's memory pool has no `total_bytes`, so that the test adds it.
     monkeypatch.setattr(step._gpu._pool, "total_bytes", lambda: 1 << 20, raising=False)
     assert internals.memory_of_step(step) >= 1 << 20
 
@@ -43,7 +43,8 @@ def test_epilogue_kernels_run_alone(gpu: FakeGpu, internals: ModuleType) -> None
     internals.forward_pass((16, 24), 0.5, rng)(z.data.ptr, dy.data.ptr, 0)
     gpu.synchronize_all()
     np.testing.assert_allclose(gpu.host_of(dz).astype(np.float32), 1.0830, rtol=1e-2)  # GELU'(1)
-    assert {*np.unique(gpu.host_of(dy).astype(np.float32)).round(1)} == {0.0, np.float32(1.7)}  # 2 GELU(1), or dropped
+    # 2 GELU(1) where kept, 0 where dropped.
+    assert {*np.unique(gpu.host_of(dy).astype(np.float32)).round(1)} == {0.0, np.float32(1.7)}
 
 
 def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) -> None:
@@ -52,7 +53,8 @@ def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) 
     assert (len(process.us), process.known, process.measurements) == (4, 0, 0)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])  # layers whose saved tensors differ
+# The tensor that forward saves differs between these activations.
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_all_splits_of_a_block_compute_the_same(gpu: FakeGpu, internals: ModuleType, activation: str) -> None:
     layers, generator = import_module("benchmarks.layers"), np.random.default_rng(0)
 

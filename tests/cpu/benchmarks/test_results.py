@@ -30,7 +30,7 @@ ROW = Row(
 
 
 def test_a_row_as_json() -> None:
-    """36 MB at 4 TB/s take 9 µs, and 2 GFLOP at 500 TFLOP/s take 4 µs."""
+    """Moving 36 MB at 4 TB/s takes 9 µs, and 2 GFLOP at 500 TFLOP/s take 4 µs."""
     assert ROW.as_json() == {
         "case": "a case",
         "us": {"lt": 10.0, "torch": 15.0},
@@ -90,7 +90,7 @@ def test_the_page_and_its_picture_are_those_of_the_results() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes results that the tables and the picture are made from."""
+    """Writes result files, of which the tables and the picture are made."""
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
     machine = {"gpu": "a GPU", "driver": "580", "cublaslt": 130100, "torch": "2.11", "jax": "0.11"}
 

@@ -31,7 +31,7 @@ PRODUCT, LAYER = product_key(8192), layer_key(8192)
 
 @pytest.fixture
 def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of an empty cache."""
+    """Path of the plan cache's directory, which is empty."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "plans"
@@ -88,7 +88,7 @@ def refused(cli: Cli) -> Callable[..., str]:
 
 
 def raising(error: Exception) -> Callable[..., None]:
-    """A function that raises an error."""
+    """Returns a function that raises an error."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -238,7 +238,8 @@ def test_a_cache_carried_to_an_equal_machine(
     theirs, ours = Document.read(exported), Document.read(target)
     entry = theirs.get(PRODUCT)
     assert isinstance(entry, ProductEntry)
-    assert ours.get(PRODUCT) == replace(entry, algorithm=b"")  # the algorithm is to be rebuilt
+    # Without an algorithm's bytes the plan is rebuilt from its configuration.
+    assert ours.get(PRODUCT) == replace(entry, algorithm=b"")
     assert ours.get(LAYER) == theirs.get(LAYER)
     assert shown("merge", exported, exported).count("0 entries new or better") == 2
 

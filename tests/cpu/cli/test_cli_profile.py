@@ -88,7 +88,8 @@ def test_commands_for_nsight(script: Path, cli: Cli) -> None:
     assert nsys.startswith(f"nsys profile -t cuda,nvtx,cublas {recorded} -o")
     assert "--report cuda_gpu_kern_sum,nvtx_gpu_proj_sum" in stats
     assert ncu.startswith("ncu --set full")
-    assert r"'lt_runtime@forward\/layer0/'" in ncu  # an unescaped slash would begin another range's name
+    # An unescaped slash in a name would begin the name of an inner range.
+    assert r"'lt_runtime@forward\/layer0/'" in ncu
     assert "graph=False" in note
 
 

@@ -30,7 +30,7 @@ def without(*names: str) -> tuple[Library, ...]:
 
 
 def raising(error: Exception):
-    """A function that raises an error."""
+    """Returns a function that raises an error."""
 
     def fail(_argument: int) -> None:
         raise error
@@ -130,7 +130,7 @@ def test_looking_writes_nothing(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
     written = [path.name for path in tmp_path.iterdir()]
-    assert [name for name in written if name != ".nv"] == []  # this library belongs to the driver, if there is one
+    assert [name for name in written if name != ".nv"] == []  # the driver, if there is one, writes .nv
 
 
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
@@ -151,7 +151,7 @@ def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x8086", "0x030000", False)],
 )
 def test_no_driver(monkeypatch, tmp_path: Path, vendor: str, device_class: str, *, found: bool):
-    """A driver is missing only where the PCI bus has a display controller of NVIDIA's."""
+    """The doctor misses a driver only on machines whose PCI bus has an NVIDIA display controller."""
     monkeypatch.setattr(cuda_driver, "cuInit", raising(RuntimeError("Failed to dlopen libcuda.so.1")))
     assert doctor.driver_of(tmp_path) is None
     device = tmp_path / "0000:01:00.0"
@@ -208,5 +208,5 @@ def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     unknown = doctor.cache_directory()
     assert unknown.path is None
-    assert diagnose(cache=unknown) == []  # the missing package is reported by a separate finding
+    assert diagnose(cache=unknown) == []  # a separate finding reports the missing package
     assert "\nCache: unknown, " in shown_of(cache=unknown)

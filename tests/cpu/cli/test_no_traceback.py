@@ -21,7 +21,7 @@ from lt_runtime.store.plan_store import PlanStore
 from tests.support.plan_entries import H200, layer, layer_key, product, product_key
 
 ROOT = Path(__file__).parents[3]
-SECONDS = 60  # limit for a process that hangs
+SECONDS = 60  # seconds after which a process counts as hanging
 
 
 def start(
@@ -38,7 +38,7 @@ def start(
     environment |= {CACHE_VARIABLE: str(cache), "PYTHONUNBUFFERED": ""} | variables
     command = [sys.executable, *options, "-m", "lt_runtime", *arguments]
     pipes: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-    # Children of a shell's background jobs ignore interrupts, which is undone.
+    # Undoes that children of a shell's background jobs ignore interrupts.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, cwd=cache, env=environment, preexec_fn=heed, **pipes)
 
@@ -69,7 +69,7 @@ def fill(cache: Path) -> None:
     [
         ("demo --device cpu --epochs 1000000 --json directory", "--json is directory, which cannot be written"),
         ("demo --device cpu --epochs 1000000 --json fifo", "--json is fifo, which cannot be written (it is no regular"),
-        ("warmup --mlp 8,8 --rows 8 --device tpu", ""),  # the message depends on the machine's GPUs
+        ("warmup --mlp 8,8 --rows 8 --device tpu", ""),  # the message depends on which GPUs the machine has
         ("warmup --recorded fifo", "fifo cannot be read (it is no regular file)"),
     ],
 )
@@ -106,7 +106,8 @@ def test_an_interrupt_while_it_works(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     status, out, err = end(process)
     assert (out, err) == ("", "lt_runtime demo: interrupted\n")
-    # A shell reports both as 130. Python sends itself the signal if it met code that was compiled from a string.
+    # A shell reports both statuses as 130. Python sends itself the signal if the interrupt met code that was compiled
+    # from a string.
     assert status in (130, -signal.SIGINT)
     assert list(tmp_path.iterdir()) == []
 
@@ -130,7 +131,8 @@ def test_a_full_disk_under_the_output(tmp_path: Path) -> None:
 
 def test_a_terminal_without_unicode(tmp_path: Path) -> None:
     fill(tmp_path)
-    for command, shown in (("show 8192", " \\xb5s, spread"), ("list", "-----")):  # tables have lines in ASCII
+    # With an ASCII terminal, tables have lines of ASCII characters.
+    for command, shown in (("show 8192", " \\xb5s, spread"), ("list", "-----")):
         status, out, err = end(start(tmp_path, "cache", *command.split(), PYTHONIOENCODING="ascii", LC_ALL="C"))
         assert (status, err) == (0, "")
         assert shown in out
@@ -158,7 +160,7 @@ def test_without_packages_the_doctor_works_and_other_commands_name_it(tmp_path: 
 
 def test_the_doctor_where_some_packages_are_missing(tmp_path: Path) -> None:
     (tmp_path / "packages").mkdir()
-    # All probes but CuPy's, because importing CuPy takes long.
+    # Runs all of the doctor's probes but that of CuPy, because importing CuPy takes long.
     packages = packages_without(tmp_path / "packages", "cupy", "rich", "platformdirs", "safetensors")
     status, out, err = end(start(tmp_path, "doctor", "--json", options=["-S"], path=[packages], **{CACHE_VARIABLE: ""}))
     report = json.loads(out)

@@ -34,7 +34,7 @@ def check(algorithm: Algorithm, product: Product | None = None, **options: Any) 
 
 
 def capabilities(values: dict[AlgoCapAttribute, bytes]) -> Callable[..., int]:
-    """A stand-in that returns these capabilities of an algorithm."""
+    """A stand-in that reports these capabilities for every algorithm."""
 
     def get(_: Any, attribute: AlgoCapAttribute, buffer: Any, size: int, written: Any) -> int:
         written._obj.value = len(values[attribute])

@@ -36,7 +36,7 @@ def is_accepted(attribute: Attribute, value: Any) -> bool:
 
 
 def some_values(attribute: Attribute) -> list[float]:
-    """Values that an attribute accepts: all members of its enum, small numbers and the largest."""
+    """Values that an attribute accepts: all members of its enum, or small numbers and the largest one."""
     if attribute.code == "f":
         return [0.0, 1.0, 2.5, 0]
     kind = cublaslt.MatmulTile if attribute is CONFIG.TILE_ID else attribute.accepted.kind
@@ -53,13 +53,16 @@ def assert_one_width(prefix: str, owner: Any, attribute: Attribute) -> None:
     for width in (1, 2, 4, 8, 16):
         expected = cublaslt.Status.SUCCESS if width == attribute.size else cublaslt.Status.INVALID_VALUE
         assert getter(owner, attribute, cell, width, ctypes.byref(written)) == expected
-        if attribute is not CONFIG.ID:  # this attribute can only be read
+        if attribute is not CONFIG.ID:  # this attribute is read-only
             assert setter(owner, attribute, cell, width) == expected
 
 
 @pytest.mark.parametrize(("make", "attribute"), EVERY_ATTRIBUTE)
 def test_the_library_refuses_an_attribute_in_another_width(make: Callable[[], Any], attribute: Any) -> None:
-    """The bindings rely on this: they do not ask the library for its widths."""
+    """The bindings declare the attributes' widths themselves and never ask the library.
+
+    Here the library confirms each width.
+    """
     with made(make, attribute) as descriptor:
         assert_one_width(f"cublasLt{type(descriptor).__name__}", descriptor.handle, attribute)
 
@@ -142,7 +145,7 @@ def test_an_attribute_of_another_descriptor_is_refused(desc: cublaslt.MatmulDesc
 def test_values_are_read_as_members_of_their_enum(desc: cublaslt.MatmulDesc) -> None:
     desc.set(MATMUL.EPILOGUE, cublaslt.Epilogue.GELU_AUX)
     assert desc.get(MATMUL.EPILOGUE) is cublaslt.Epilogue.GELU_AUX
-    assert desc.get(MATMUL.BIAS_DATA_TYPE) == -1  # the library returns "unset", which is no member of the enum
+    assert desc.get(MATMUL.BIAS_DATA_TYPE) == -1  # the library returns "unset", a number that is no member of the enum
 
 
 def test_errors_name_the_call_and_the_status(desc: cublaslt.MatmulDesc) -> None:

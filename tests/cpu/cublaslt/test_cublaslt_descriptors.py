@@ -118,7 +118,7 @@ def test_use_of_a_closed_descriptor_is_an_error(make: Callable[[], Any]) -> None
     descriptor = made(make)
     descriptor.close()
     attribute = next(iter(descriptor._attributes))
-    value = 68 if attribute is MATMUL.COMPUTE_TYPE else 0  # accepted values
+    value = 68 if attribute is MATMUL.COMPUTE_TYPE else 0  # values that the attribute accepts
     for use in (lambda: descriptor.set(attribute, value), lambda: descriptor.get(attribute), lambda: descriptor.handle):
         with pytest.raises(ArgumentError, match=f"this {type(descriptor).__name__} is closed"):
             use()

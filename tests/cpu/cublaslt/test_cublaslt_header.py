@@ -36,7 +36,7 @@ def our_enums() -> list[Enum]:
 
 
 def c_names(name: str, prefix: str) -> Iterator[str]:
-    """Possible names of a member in C: some members keep a word of the prefix, to be valid or unique names."""
+    """The names that a member may have in C: some members keep a word of the prefix, to be valid or unique names."""
     yield prefix + name
     for word in filter(None, prefix.split("_")):
         if name.startswith(f"{word}_"):
@@ -44,7 +44,7 @@ def c_names(name: str, prefix: str) -> Iterator[str]:
 
 
 def c_enum(ours: Enum) -> tuple[str, list[str]]:
-    """The C enum that the docstring names, and the prefixes of its enumerators."""
+    """Reads an enum's docstring: the C enum that it names, and the prefixes of that enum's members."""
     match = re.match(r"`(\w+)`, (.*?)[:.]( |\n|$)", ours.__doc__ or "", re.DOTALL)
     assert match is not None, f"the docstring of {ours.__name__} does not name the C enum and the prefix"
     return match[1], re.findall(r"\bCU\w*_(?=\W|$)", match[2]) or [""]

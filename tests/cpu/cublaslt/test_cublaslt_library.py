@@ -17,7 +17,7 @@ from lt_runtime.errors import ArgumentError, MissingLibraryError
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The test begins without a loaded library; afterwards the usual library is restored."""
+    """Begins the test without a loaded library, and restores the usual library afterwards."""
     monkeypatch.delenv("LT_RUNTIME_CUBLASLT", raising=False)
     library.loaded.cache_clear()
     yield
@@ -60,7 +60,10 @@ def test_a_named_file_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_function_that_an_older_library_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the call that needs the function fails. The C library, which has no function of cuBLASLt, stands in."""
+    """If a function is missing, only the call that needs it fails.
+
+    The C library, which has no function of cuBLASLt, stands in.
+    """
     older = object.__new__(library.Library)
     older.__dict__.update(path="libc.so.6", version=130000, _functions={}, _dll=library.ctypes.CDLL("libc.so.6"))
     monkeypatch.setattr(library, "loaded", lambda: older)

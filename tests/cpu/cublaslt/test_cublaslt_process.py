@@ -20,7 +20,7 @@ STAND_INS = {"cublasLtCreate": creates(0x7000), "cublasLtDestroy": succeeds}
 
 
 def run(tmp_path: Path, script: str) -> str:
-    """The output of a script in a process of its own."""
+    """Runs a script in a process of its own, and returns its output."""
     prelude = "import gc, os, sys, threading\nfrom lt_runtime import cublaslt as lt\n"
     prelude += "def log_something(): lt.MatmulPreference().close()\n"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUBLASLT_LOG")}

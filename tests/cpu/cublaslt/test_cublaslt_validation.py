@@ -133,7 +133,7 @@ def test_a_bias_has_the_type_of_d(epilogue: Epilogue) -> None:
     validate(DataType.R_16BF, DataType.R_32F, DataType.R_32F)
     with pytest.raises(DTypeError, match="BIAS_DATA_TYPE is R_16BF; accepted: D's type, R_32F"):
         validate(DataType.R_16BF, DataType.R_32F, DataType.R_16BF)
-    validate(DataType.R_8F_E4M3, DataType.R_16BF, DataType.R_16F)  # FP8 is left to the library
+    validate(DataType.R_8F_E4M3, DataType.R_16BF, DataType.R_16F)  # our checks leave FP8 to the library
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,8 @@ def test_a_bias_has_the_type_of_d(epilogue: Epilogue) -> None:
         (64, 0, Order.COL, False),
         (70, 70 * 15 + 64, Order.COL, True),
         (70, 70 * 15 + 63, Order.COL, False),
-        (64 * 3, 64, Order.COL, True),  # side by side: (16, 3, 64) in memory
+        # The three matrices of the batch lie side by side in one buffer of shape (16, 3, 64).
+        (64 * 3, 64, Order.COL, True),
         (64 * 3, 65, Order.COL, False),
         (16, 16 * 64, Order.ROW, True),
         (48, 16, Order.ROW, True),

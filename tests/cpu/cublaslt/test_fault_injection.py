@@ -36,7 +36,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def error_of(action: Callable[[], Any]) -> CublasLtError | None:
-    """The error that an action raises, without its traceback, which would keep the action's objects alive."""
+    """Returns the error that an action raises, without its traceback, which would keep the action's objects alive."""
     try:
         action()
     except CublasLtError as error:
@@ -45,7 +45,7 @@ def error_of(action: Callable[[], Any]) -> CublasLtError | None:
 
 
 def assert_nothing_is_left(recorder: Recorder) -> None:
-    """Each descriptor is destroyed once. The handle of a device is kept for good, and is the only one."""
+    """Checks that each descriptor was destroyed once. Only the device's handle is kept, one for the whole process."""
     kept = {address: count for address, count in recorder.created.items() if address in HANDLES}
     assert sum(kept.values()) <= 1
     assert recorder.destroyed == recorder.created - Counter(kept) or recorder.destroyed == recorder.created

@@ -39,7 +39,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the sources that the compiler was called for. The compiler is a stand-in, which counts its calls."""
+    """Records for which sources the compiler is called. The compiler is replaced by one that counts its calls."""
     calls: list[str] = []
 
     def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
@@ -51,7 +51,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(code: str) -> str:
-    """The output of a new process: the tests' process may have loaded the compiler already."""
+    """Runs code in a new process and returns its output: the tests' process may have loaded the compiler already."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
@@ -99,7 +99,7 @@ def test_definitions_and_architecture_tell_kernels_apart(compiled: list[str]) ->
 
 @pytest.fixture
 def toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A copy of only those headers of the CUDA runtime that are part of a kernel's key."""
+    """Copies only those headers of the CUDA runtime on which a kernel's key in the cache depends."""
     headers = tmp_path / "include"
     headers.mkdir()
     for name in compiler._TOOLKIT_HEADERS:

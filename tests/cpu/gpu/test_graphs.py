@@ -18,7 +18,7 @@ RUN_BEFORE = "run the operation once on this stream before the capture"
 
 @pytest.fixture
 def fresh(gpu: FakeGpu) -> Iterator[Any]:
-    """The memory of a new stream, which is freed at the end."""
+    """The memory (workspace and counters) of a new stream, which is freed at the end."""
     stream = gpu.cp.cuda.Stream().ptr
     yield own("gpu.memory").stream_memory(0, stream)
     gpu.synchronize_all()
@@ -26,7 +26,7 @@ def fresh(gpu: FakeGpu) -> Iterator[Any]:
 
 
 def put(memory: Any) -> None:
-    """Puts one memset on a memory's stream."""
+    """Puts one memset on the stream to which a memory belongs."""
     call("cuMemsetD8Async", memory.scratch(16), 1, 16, memory.stream)
 
 
@@ -43,7 +43,7 @@ def test_a_capture_that_fails_ends(gpu: FakeGpu, capture: str) -> None:
 
 @pytest.mark.parametrize("capture", ["Graph", "captured_nodes"])
 def test_no_garbage_is_collected_during_a_capture(gpu: FakeGpu, capture: str) -> None:
-    """Finalisers may free memory, which the capturing thread may not do."""
+    """Garbage collection may run finalisers that free GPU memory, which a capturing thread must not do."""
     seen = list[bool]()
     getattr(own("gpu.graphs"), capture)(lambda _: seen.append(gc.isenabled()), gpu.stream.ptr)
     assert seen == [False]
@@ -143,11 +143,12 @@ def test_a_bound_plan_puts_its_launches_into_a_capture(gpu: FakeGpu, fresh: Any)
 
 
 def test_graphs_of_ended_plans_are_freed_when_the_next_is_bound(gpu: FakeGpu, fresh: Any) -> None:
-    bound(fresh)  # frees objects that earlier tests left
+    bound(fresh)  # frees the objects that earlier tests left behind
     before = gpu.calls.open()["cuGraphInstantiate"]
     plans = [bound(fresh), bound(fresh)]
     assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
-    plans.clear()  # the plan may be dropped during a capture, which freeing a graph would invalidate
+    # The graph outlives its plan: freeing a graph would invalidate a capture, during which the plan may be dropped.
+    plans.clear()
     assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
     kept = bound(fresh)
     assert gpu.calls.open()["cuGraphInstantiate"] == before

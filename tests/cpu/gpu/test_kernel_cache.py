@@ -36,7 +36,7 @@ def kernels(cache: Path) -> KernelCache:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the sources that the compiler was called for. The compiler is a stand-in, which returns `CODE`."""
+    """Records for which sources the compiler is called. The compiler is replaced by one that returns `CODE`."""
     calls: list[str] = []
 
     def compile_cubin(name: str, code: bytes, options: list[bytes]) -> bytes:
@@ -111,7 +111,7 @@ def test_another_kernels_file_is_not_used(cache: Path, kernels: KernelCache) -> 
 
 def device(path: Path) -> None:
     try:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero, which never ends
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: reading it never ends
     except PermissionError:  # only root may make devices
         os.mkfifo(path, 0o600)
 
@@ -148,7 +148,7 @@ def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
     kernel()
     (path,) = cache.glob(place) if place else [cache]
     make(path, monkeypatch)
-    if os.geteuid() == SOMEBODY:  # after that all files belong to another user
+    if os.geteuid() == SOMEBODY:  # from here on, all files belong to another user
         path = cache
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

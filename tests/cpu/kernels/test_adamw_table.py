@@ -8,7 +8,7 @@ from lt_runtime.kernels.adamw import UPDATE_CHUNK, Tensor, norm_table, update_ta
 from lt_runtime.problem import DType
 
 F32, F16, BF16 = DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
-BASE = 1 << 46  # as high as addresses of GPU memory are
+BASE = 1 << 46  # an address as high as those of GPU memory
 SIZES = [1, UPDATE_CHUNK - 1, UPDATE_CHUNK, UPDATE_CHUNK + 1, 100_000, (1 << 31) + 5, (1 << 33) + 1]
 
 

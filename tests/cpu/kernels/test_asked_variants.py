@@ -36,7 +36,7 @@ WHOLE, ODD, FLAT = (Spec(packed(16, cols)) for cols in (72, 13, 71))
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
-    """Collects the kernel variants that are requested."""
+    """Collects the kernel variants that plans request from the runtime."""
     seen: set[Variant] = set()
     monkeypatch.setattr(kernels, "get_kernel", lambda entry, macros, _: seen.add(Variant(entry.source, macros)))
     monkeypatch.setattr(tiling, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0))
@@ -68,7 +68,7 @@ def _forward_problems() -> Iterator[ForwardProblem]:
 
 
 def _derivatives() -> Iterator[tuple[DType, Spec, Derivative]]:
-    """Backward passes for the saved tensor of every forward problem and strategy, and for a pre-activation, which
+    """Problems of backward, for the saved tensor of every forward problem and strategy, and for a pre-activation, which
     callers of raw pointers keep.
     """
     for problem in filter(lambda each: each.backward, _forward_problems()):
@@ -83,8 +83,8 @@ def _derivatives() -> Iterator[tuple[DType, Spec, Derivative]]:
 
 
 def _backward_problems() -> Iterator[BackwardProblem]:
-    """The derivative of a layer's own activation without products, dz written in any layout or not at all; and the
-    derivative of the layer below, applied after the product.
+    """Problems of the derivative pass: the derivative of a layer's own activation without products, dz written in any
+    layout or not at all; and the derivative of the layer below, applied after the product.
     """
     for dtype, y, derivative in _derivatives():
         x, w = Spec(packed(16, 8)), Spec(packed(y.layout.cols, 8))

@@ -30,13 +30,14 @@ def test_parameters_of_another_size_are_an_error(more: int, monkeypatch: pytest.
 
 COMPUTING = {
     *("DYNAMIC_SHARED", "static_assert", "sizeof", "__shfl_sync", "octet_count", "whole_steps", "place_of_sum"),
-    *("of", "index"),  # methods
+    *("of", "index"),  # methods that compute an index
     *("sweep", "columns", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructors
 }
-"""Functions that read no memory of the device."""
+"""Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
 CONSTANT = {"p.chunks[", "p.layers["}
-"""Tables that no kernel writes."""
-COPY_X = re.compile(r"const auto copy_x = .*?\n  };", re.DOTALL)  # mlp_fwd calls this lambda later
+"""Tables in GPU memory that no kernel writes, so that they may be read before the wait."""
+# A lambda of mlp_fwd: it is defined before the wait for the predecessor, and called later.
+COPY_X = re.compile(r"const auto copy_x = .*?\n  };", re.DOTALL)
 KERNEL = re.compile(r'^extern "C" __global__ [^\n]* (\w+)\(const [^\n]*{\n(.*?)^}', re.DOTALL | re.MULTILINE)
 BODIES = dict(body for file in sorted(kernel_sources().glob("*.cu")) for body in KERNEL.findall(file.read_text()))
 

@@ -47,7 +47,7 @@ PARTS = [
     for source in SOURCES
     for first in range(0, len(variants_of(source)), 16)
 ]
-"""A source's variants in parts, so that several processes share them."""
+"""Splits a source's variants into parts, so that several processes share them."""
 
 
 @functools.cache
@@ -144,7 +144,7 @@ def test_kernels_that_are_missing_unknown_or_of_another_struct_are_seen() -> Non
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A copy of the kernels, whose digests are computed."""
+    """A copy of the kernels' sources, whose digests the tests compute."""
     copy = shutil.copytree(kernel_sources(), tmp_path / "cuda_src")
     monkeypatch.setattr(kernel_digest, "kernel_sources", lambda: copy)
     return copy
@@ -233,7 +233,7 @@ def test_a_full_run_leaves_out_nothing() -> None:
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A table of two kernel families, which the command compiles with a fake compiler."""
+    """Sets up a table of two kernel families, which the command compiles with a fake compiler."""
     monkeypatch.setattr(compile_matrix, "SOURCES", ["elementwise_loss.cu", "tally.cu"])
     monkeypatch.setattr(compile_matrix, "TABLE", tmp_path / "registers.md")
     monkeypatch.setattr(compile_matrix, "everywhere", compiled_with(spills=0))

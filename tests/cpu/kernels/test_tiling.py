@@ -40,7 +40,7 @@ waves = st.integers(1, 2000)
 
 
 def assert_covers(rows: int, cols: int, done: Tiling) -> None:
-    """Fails unless the blocks reach every column just once, and no more of them are stacked than rows ask for."""
+    """Fails unless the blocks reach every column exactly once, with no more blocks below each other than rows need."""
     (columns, parts), (x, y) = done
     assert x & (x - 1) == y & (y - 1) == 0, "sides are powers of two"
     assert x * y <= THREADS

@@ -47,7 +47,7 @@ def scalar_adamw(
     lr_scale: float = 1.0,
     weight_decay: float = 0.3,
 ) -> float:
-    """PyTorch's documented algorithm, one number at a time in double precision."""
+    """AdamW as PyTorch documents it, one number at a time in double precision."""
     m = v = v_max = 0.0
     for step, gradient in enumerate(gradients, 1):
         rate = 0.02 * lr_scale * learning_rate_factor(schedule, step)
@@ -184,7 +184,7 @@ def test_low_precision_moments_follow_on_average() -> None:
     optimizer = lt.AdamW([tensor], lr=1e-3, weight_decay=0.0, moments="bfloat16")
     for _ in range(200):
         optimizer.step()
-    # every update moves a constant gradient's parameter by the learning rate
+    # with a constant gradient, every update moves the parameter by the learning rate
     assert float(tensor.data.mean()) == pytest.approx(-0.2, rel=2e-3)
     assert float(tensor.data.std()) < 0.01
 

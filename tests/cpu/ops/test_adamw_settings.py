@@ -38,7 +38,7 @@ def optimizer_of(given: list[lt.Parameter], **options: Any) -> lt.AdamW:
 
 
 def expected_values(optimizer: lt.AdamW, states: list[reference.AdamWTensor], step: int) -> list[Array]:
-    """One step of each parameter by the reference, with the present settings; updates `states`."""
+    """Makes one step of each parameter by the reference, with the optimizer's present settings; updates `states`."""
     for i, each in enumerate(optimizer.parameters):
         hyper = reference.AdamWHyper(
             optimizer.lr * each.lr_scale,

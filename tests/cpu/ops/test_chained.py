@@ -16,7 +16,7 @@ M, K, N, OUT = 6, 5, 7, 4
 
 
 def a_block(activation: str = "gelu", dropout: float = 0.0, above: str = "tanh") -> tuple[Any, Any, Array]:
-    """Contexts of two layers in a row, and the gradient with respect to the second's output."""
+    """Makes the contexts of two layers in a row, and the gradient of the second layer's output."""
     x, w1, b1, w2, b2, dy = (
         numbers(seed, shape, "float32") for seed, shape in enumerate(((M, K), (N, K), (N,), (OUT, N), (OUT,), (M, OUT)))
     )

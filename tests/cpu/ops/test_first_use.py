@@ -37,7 +37,7 @@ def measured_layer(problem: LayerProblem, **changes: Any) -> LayerEntry:
 
 
 def plan_of(problem: Problem, device: int, stream: int) -> Any:
-    """Requests a plan in the way of an operation."""
+    """Requests a plan in the same way as an operation does."""
     anew = first_use.asked_for.get()
     return cache.plan_of(problem, device, stream, first_use.before_first_use, anew=anew)
 

@@ -113,13 +113,13 @@ def test_options_without_a_meaning_on_the_host_change_nothing(option: dict[str, 
 
 
 def operands(dtype: str) -> tuple[Array, Array, Array, Array]:
-    """x, w, bias and dy."""
+    """Draws x, w, bias and dy."""
     x, w, bias, dy = (numbers(seed, shape, dtype) for seed, shape in enumerate(((M, K), (N, K), (N,), (M, N))))
     return x, w, bias, dy
 
 
 def einsum_gradients(dy: Array, x: Array, w: Array, z: Array, activation: str, factors: Any) -> dict[str, Array]:
-    """dx, dw, db and dz by explicit sums; only the activation's derivative is the reference's."""
+    """Computes dx, dw, db and dz by explicit sums; only the activation's derivative is the reference's."""
     dz = dy.astype(np.float64) * reference.derivative(z, Activation(activation))
     dz = dz if factors is None else dz * factors
     x, w = x.astype(np.float64), w.astype(np.float64)
@@ -128,7 +128,7 @@ def einsum_gradients(dy: Array, x: Array, w: Array, z: Array, activation: str, f
 
 
 def assert_near(actual: Array, exact: Array, dtype: str) -> None:
-    """Compares within the rounding of a result that was computed in float64."""
+    """Asserts that a result equals the one in float64, up to the rounding to its type."""
     assert actual.dtype == DTYPES[dtype]
     np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=ULP[dtype], atol=1e-12)
 

@@ -31,7 +31,7 @@ LOSSES = ["mse", "huber", "bce_with_logits", "cross_entropy"]
 
 
 def run(name: str, scores: Array, **more: Any) -> tuple[Any, float, Array]:
-    """The loss of random targets, and the expected value and gradient."""
+    """Draws random targets; returns the loss, and the expected value and gradient."""
     if name == "cross_entropy":
         return lt.cross_entropy(scores, LABELS, **more), *expected_cross_entropy(scores, LABELS)
     target = np.abs(numbers(9, scores.shape)).astype(scores.dtype)
@@ -167,25 +167,26 @@ def singles(*values: float) -> Array:
 
 
 BY_PYTORCH: list[tuple[str, Any, dict[str, Any], float, list[list[float]]]] = [
-    # F.binary_cross_entropy_with_logits(LOGITS, TARGETS)
+    # PyTorch's value of F.binary_cross_entropy_with_logits(LOGITS, TARGETS)
     (
         *("bce_with_logits", TARGETS, {}, 0.4983009520399744),
         [[-0.0629234448, 0.0371166898, 0.1051328463], [0.0079043122, -0.0534702168, -0.0304042540]],
     ),
-    # F.binary_cross_entropy_with_logits(LOGITS, TARGETS, pos_weight=[2, 0.5, 3])
+    # PyTorch's value of F.binary_cross_entropy_with_logits(LOGITS, TARGETS, pos_weight=[2, 0.5, 3])
     (
         *("bce_with_logits", TARGETS, {"pos_weight": singles(2, 0.5, 3)}, 0.6227896258082491),
         [[-0.1258468896, 0.0371166898, 0.0951992695], [0.0079043122, -0.0267351084, -0.0912127619]],
     ),
-    # F.binary_cross_entropy_with_logits(LOGITS, TARGETS, weight=[[2], [0.5]])
+    # PyTorch's value of F.binary_cross_entropy_with_logits(LOGITS, TARGETS, weight=[[2], [0.5]])
     (
         *("bce_with_logits", TARGETS, {"row_weights": singles(2, 0.5)}, 0.8373839951621003),
         [[-0.1258468896, 0.0742333796, 0.2102656927], [0.0039521561, -0.0267351084, -0.0152021270]],
     ),
-    # F.huber_loss(LOGITS, TARGETS), and with delta=0.5
+    # PyTorch's values of F.huber_loss(LOGITS, TARGETS), and with delta=0.5
     ("huber_loss", TARGETS, {}, 0.796875, [[-1 / 12, -1 / 6, 1 / 6], [-1 / 6, -1 / 24, 1 / 12]]),
     ("huber_loss", TARGETS, {"delta": 0.5}, 0.484375, [[-1 / 12, -1 / 12, 1 / 12], [-1 / 12, -1 / 24, 1 / 12]]),
-    # F.cross_entropy(LOGITS, [2, 0], weight=[0.5, 1, 2]), with label_smoothing=0.1, and with the second label -100
+    # PyTorch's values of F.cross_entropy(LOGITS, [2, 0], weight=[0.5, 1, 2]), with label_smoothing=0.1, and with the
+    # second label -100
     (
         *("cross_entropy", np.array([2, 0]), {"class_weights": singles(0.5, 1, 2)}, 1.1649751222481934),
         [[0.1414561457, 0.0245813923, -0.1660375379], [-0.1985023014, 0.0636837665, 0.1348185348]],
@@ -199,7 +200,7 @@ BY_PYTORCH: list[tuple[str, Any, dict[str, Any], float, list[list[float]]]] = [
         *(0.28959606713944797, [[0.1611193412, 0.0127797928, -0.1738991340], [0.0, 0.0, 0.0]]),
     ),
 ]
-"""What PyTorch 2.11 computes in float64."""
+"""The losses equal the values that PyTorch 2.11 computes in float64."""
 
 
 @pytest.mark.parametrize(("name", "target", "options", "value", "gradient"), BY_PYTORCH)

@@ -31,7 +31,7 @@ def _by_element(z: Array, epilogue: Epilogue) -> Array:
 
 
 def _aux(rows: int, cols: int) -> Array:
-    """A matrix for a pre-activation: its leading dimension is a multiple of 8, as on a GPU."""
+    """Allocates a pre-activation whose leading dimension is a multiple of 8, as on a GPU."""
     return np.zeros((rows, -(-cols // 8) * 8), np.float32)[:, :cols]
 
 

@@ -74,7 +74,7 @@ def _torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_in(source: Any) -> Array:
-    """The numbers of a source in FP64."""
+    """Returns the numbers of a source in FP64."""
     while hasattr(source, "values") or hasattr(source, "_values"):
         source = getattr(source, "values", getattr(source, "_values", None))
     return np.array([[float(value) for value in row] for row in source])
@@ -193,7 +193,7 @@ def test_what_training_makes_of_numbers_is_not_stale() -> None:
     optimizer = lt.AdamW([tensor], lr=100.0, weight_decay=0.0)
     for _ in range(3):
         optimizer.step()
-    assert np.isinf(tensor.data[4])  # a value beyond 65504, which only the master copy can hold
+    assert np.isinf(tensor.data[4])  # only the FP32 master copy can hold a value beyond 65504, the largest of FP16
     assert np.isfinite(tensor.master[4])
     tensor.master[2], tensor.data[2] = np.float32(np.nan), -np.float16(np.nan)  # two NaNs need not have equal bits
     optimizer.step()

@@ -66,7 +66,7 @@ class Tuner:
 
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> Tuner:
-    """Two GPUs, the second of which is current, and the tuner that works on them."""
+    """Pretends two GPUs, the second of which is current, and the tuner that works on them."""
     made = Tuner()
     monkeypatch.setattr(search, "tune_chains", made.tune)
     for module in (requests, devices):
@@ -87,7 +87,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
 
 
 def same(found: Iterable[Problem], expected: Iterable[Problem]) -> bool:
-    """Whether both hold the same problems, each once, in any order."""
+    """Whether both lists hold the same problems, each once, in any order."""
     keys = [problem_key(problem) for problem in found]
     return len(keys) == len(set(keys)) and set(keys) == {problem_key(problem) for problem in expected}
 
@@ -372,7 +372,7 @@ def test_what_the_parser_refuses(arguments: tuple[str, ...], message: str, capsy
 def test_the_bar_on_a_terminal(
     tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich reads this variable
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich then takes its output for a terminal
     monkeypatch.setenv("FORCE_COLOR", "1")
     lt.tune([32, 48, 10], 64)
     count = len(tuner.given)

@@ -90,7 +90,7 @@ def test_forward_of_inference_keeps_nothing() -> None:
     [
         {"y": COLUMNS},  # cuBLASLt's bias would run along the other axis
         {"preactivation": COLUMNS},
-        {"x": Spec(packed(M, 0)), "w": Spec(packed(N, 0))},  # K is 0, so that there is no product
+        {"x": Spec(packed(M, 0)), "w": Spec(packed(N, 0))},  # K is 0, so that nothing is multiplied
     ],
 )
 def test_what_the_library_cannot_fuse(changes: dict[str, Spec]) -> None:

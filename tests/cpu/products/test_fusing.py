@@ -66,7 +66,8 @@ def split(parts: int) -> Algorithm:
     [
         (["KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, True),
         (["MEMSET", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, True),
-        (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, False),  # the second kernel reads a product of 16 bits
+        # The second kernel reads a product that was rounded to 16 bits.
+        (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, False),
         (["KERNEL", "KERNEL"], 2, DType.FLOAT16, Epilogue.BIAS, True),
         (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.NONE, True),
         (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.BGRADB, True),

@@ -25,9 +25,9 @@ from tests.support.product_problems import FP32, TF32, forward, weight_gradient
 BIAS, GELU = Epilogue.BIAS, Epilogue.GELU_AUX_BIAS
 HOPPER = 66
 Entry = tuple[tuple[int, int], float]
-"""A tile, and the waves of blocks in which it covers D."""
+"""A tile's rows and columns, and the number of waves of blocks in which the algorithm covers D."""
 Nodes = dict[tuple[int, int] | None, list[str]]
-"""Kinds of the nodes of a launch, by tile; without an entry one kernel."""
+"""For each tile, the kinds of the nodes in a launch's graph; tiles without an entry launch one kernel."""
 
 
 tf32, tf32_gradient = functools.partial(forward, **TF32), functools.partial(weight_gradient, **TF32)
@@ -87,7 +87,10 @@ OLDER = (64, 64)
 
 
 def test_a_short_sum_is_not_split() -> None:
-    """3904x24x21 takes 10.4 by the first, which splits K, 2.9 by an algorithm that does not, and 47.8 by the id 42."""
+    """3904x24x21 takes 10.4 µs by the id 23, which splits K.
+
+    2.9 by the id 24, which does not; and 47.8 by the id 42.
+    """
     split, slow, whole = (Offered(*each) for each in ((23, OLDER, 8, 0.7), (42, OLDER, 1, 0.5), (24, OLDER, 1, 0.1)))
     for epilogue in (Epilogue.NONE, BIAS, Epilogue.DGELU):
         assert most_promising(forward(3904, 24, 21, epilogue), [split, slow, whole, whole]) == 2
@@ -104,7 +107,7 @@ def test_in_full_fp32_no_kernel_is_passed_over() -> None:
 
 @pytest.mark.parametrize("seldom_fast", [20, 41, 42])
 def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) -> None:
-    """TF32 1078x2049x31, an input gradient, takes 12.1 by the first algorithm, whose id is 20, and 9.2 by the next."""
+    """TF32 1078x2049x31, an input gradient, takes 12.1 µs by the first algorithm (its id is 20) and 9.2 by the next."""
     slow, usual = Offered(seldom_fast, OLDER, 1, 0.5), Offered(23, OLDER, 1, 0.5)
     for problem in (tf32(1071, 2053, 640), tf32(541, 619, 23), forward(3904, 24, 21)):
         assert most_promising(problem, [slow, slow, usual, usual]) == 2
@@ -112,7 +115,7 @@ def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) ->
 
 
 def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
-    """7456x2840x464 takes 150 by the first algorithm and 84 by the second; 13830x224x48 takes 17.7 and 18.5."""
+    """7456x2840x464 takes 150 µs by the first algorithm and 84 by the second; 13830x224x48 takes 17.7 and 18.5."""
     offered = [Offered(21, (128, 128), 1, 1.7), Offered(43, (128, 128), 1, 1.0)]
     assert most_promising(tf32(7456, 2840, 464), offered) == 1
     assert most_promising(tf32(13830, 224, 48), offered) == 0
@@ -121,7 +124,7 @@ def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
     assert most_promising(forward(7456, 2840, 464), offered) == 0
 
 
-HOPPERS, OLDERS = 43, 21  # ids of kernels for TF32
+HOPPERS, OLDERS = 43, 21  # ids of cuBLASLt's kernels for TF32
 
 
 @pytest.mark.parametrize(
@@ -156,26 +159,29 @@ def test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast(
 
 
 def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
-    """541x619x23 takes 6.9 by the first algorithm and 3.5 by the second, 625x77x13 3.3 and 2.5."""
+    """541x619x23 takes 6.9 µs by the first algorithm and 3.5 by the second; 625x77x13 takes 3.3 and 2.5 µs."""
     offered = [Offered(23, OLDER, 1, 0.7), Offered(55, OLDER, 1, 0.1)]
     assert most_promising(tf32(541, 619, 23), offered) == 1
     assert most_promising(tf32(541, 619, 128), offered) == 1
     assert most_promising(tf32(541, 619, 129), offered) == 0
     assert most_promising(tf32(544, 624, 24), offered) == 0, "rows that are whole vectors"
-    for terms, best in ((23, 1), (39, 0)):  # 531x453x24 takes 4.5 and 3.1
+    for terms, best in ((23, 1), (39, 0)):  # 531x453x24 takes 4.5 µs by the first, 3.1 by the second
         assert most_promising(replace(tf32(541, 619, terms), b=Spec(packed(terms, 619))), offered) == best
     assert most_promising(tf32(541, 619, 23), offered[:1]) == 0
     assert most_promising(forward(541, 619, 23), offered) == 0
 
 
 def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
-    """21x24x3904 takes 11.7 in 132 parts and 7.6 in 32; 48x221x13830 takes 16.2 in 66 parts and 17.8 in 58."""
+    """21x24x3904 takes 11.7 µs with K in 132 parts and 7.6 in 32.
+
+    48x221x13830 takes 16.2 µs in 66 parts, 17.8 in 58.
+    """
     offered = [Offered(23, OLDER, parts, 0.7) for parts in (132, 66, 32, 16)]
     assert most_promising(tf32(21, 24, 3904), offered) == 2
     assert most_promising(tf32(48, 221, 13830), offered) == 0
     assert most_promising(tf32(21, 24, 640), offered) == 0, "all parts have few terms"
     assert most_promising(forward(21, 24, 3904), offered) == 0
-    full_fp32 = forward(25, 128, 192, **FP32)  # takes 10.2 in 132 parts and 5.6 whole
+    full_fp32 = forward(25, 128, 192, **FP32)  # takes 10.2 µs with K in 132 parts, 5.6 whole
     assert most_promising(full_fp32, offered) == 3
 
 
@@ -251,7 +257,7 @@ def test_a_plan_takes_the_most_promising_algorithm(monkeypatch: pytest.MonkeyPat
 
 def test_without_a_lean_launch_the_first_that_has_one_is_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
     Offering(monkeypatch, TALL)
-    nodes[56, 512] = []  # The library refuses the launch.
+    nodes[56, 512] = []  # Makes the library refuse the launch of an algorithm.
     assert tile_of(forward(262144, 104, 64, BIAS)) == (104, 256)
     nodes[104, 256] = ["KERNEL", "KERNEL", "KERNEL"]
     assert tile_of(forward(262144, 104, 64, BIAS)) == (104, 128)

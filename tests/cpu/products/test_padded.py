@@ -187,7 +187,7 @@ def test_copies_where_the_library_offers_nothing_else(
     monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
     _offer(library, 1)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
-    with pytest.raises(PlanError, match="is not asked"):  # our pass then applies the epilogue
+    with pytest.raises(PlanError, match="is not asked"):  # without the epilogue in the product, our pass applies it
         algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)
     library.offered = {}
     with pytest.raises(PlanError, match="offers 0"):

@@ -34,7 +34,7 @@ def check(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 def line_of(function: Callable[[], Any], text: str) -> str:
-    """The line of a function that contains a text, in the form of a report."""
+    """Returns the line of a function that contains a text, as a report writes the line."""
     lines, first = inspect.getsourcelines(function)
     index = next(i for i, line in enumerate(lines) if text in line)
     return f"{__file__}:{first + index}: {lines[index].strip()}"
@@ -49,7 +49,7 @@ def test_a_layer_has_no_faults(gpu: FakeGpu, check: Any) -> None:
 
 
 def plant(gpu: FakeGpu, fault: str) -> Callable[[], Any]:
-    """A function with a fault in the range "layer", and work in others."""
+    """Builds a function with a fault in the range "layer", and work in other ranges."""
     target, host, count = gpu.cp.zeros((8,), np.uint8), np.zeros(8, np.uint8), iter(range(1, 99))
     x, w, rows = gpu.cp.ones((16, 16), np.float32), gpu.cp.ones((16, 16), np.float32), iter([16, 16, 8, 8])
 
@@ -157,7 +157,7 @@ def test_lines_of_called_functions_are_reported(gpu: FakeGpu, check: Any) -> Non
 
 
 def test_values_of_the_device_are_no_fault(gpu: FakeGpu, check: Any) -> None:
-    """The result changes from replay to replay as from run to run, by an array that the function does not return."""
+    """An array that the function does not return makes its result change from replay to replay as from run to run."""
     counter, result = gpu.cp.zeros((1,), np.uint8), gpu.cp.zeros((1,), np.uint8)
 
     def add() -> None:

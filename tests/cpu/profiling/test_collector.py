@@ -129,7 +129,7 @@ def test_ranges_that_outlive_a_profile_do_not_reach_the_next(gpu: FakeGpu, colle
 
 
 def captured(gpu: FakeGpu, names: list[str]) -> Any:
-    """A graph of the package with one copy in each range, and one copy outside all ranges."""
+    """Captures a graph of the package with one copy in each range, and one copy outside all ranges."""
     target = gpu.cp.ndarray((8,), np.float32)
 
     def run(stream: int) -> None:
@@ -245,7 +245,7 @@ def test_many_ranges_take_bounded_memory(gpu: FakeGpu, collector: Any, monkeypat
         for name in ("b", "c", "b"):
             with within(name):
                 fill(gpu)
-        run_in_thread(lambda: fill(gpu))  # the begin of the last "b" is the last that is noted
+        run_in_thread(lambda: fill(gpu))  # the begin of the last "b" is the last event that is noted
     assert paths(collector) == [("a", "b"), ("a",), ("a", "b"), ("a", "b")]
 
 

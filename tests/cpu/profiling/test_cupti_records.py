@@ -16,13 +16,14 @@ from tests.support.cupti_layout import FIELDS, STRUCTS, record
 
 
 def newest(header: str, struct: str) -> str:
-    """The struct's name with the highest number that the header has."""
+    """Finds the newest version of a struct: the name with the highest number in the header."""
     numbers = re.findall(rf"\}} {struct}(\d*);", header)
     return struct + max(numbers, key=lambda number: int(number or 0))
 
 
 def test_the_installed_header_has_the_fields_where_they_are_read(tmp_path: Path) -> None:
-    directory = Path(pathfinder.find_nvidia_header_directory("cudart") or "")  # NVIDIA's wheels share this directory
+    # All wheels of NVIDIA's install into this directory.
+    directory = Path(pathfinder.find_nvidia_header_directory("cudart") or "")
     header = (directory / "cupti_activity.h").read_text()
     names = {kind: newest(header, struct) for kind, struct in STRUCTS.items()}
     lines = [f'printf("{kind} size %zu\\n", sizeof({name}));' for kind, name in names.items()]

@@ -27,7 +27,7 @@ def _small_ceilings(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Training:
-    """A step of a small model, and a batch."""
+    """Makes a training step of a small model, and a batch."""
 
     def __init__(self, gpu: FakeGpu, **options: Any) -> None:
         self.gpu = gpu
@@ -41,7 +41,7 @@ class Training:
         return self.step(self.x, self.labels, **options)
 
     def profiled(self, count: int, *, stream: Any = None, **options: Any) -> Any:
-        """A profile of some steps, traced only if an option says so."""
+        """Profiles some steps; the trace (CUPTI) is off unless an option asks for it."""
         with self.gpu.lt.profile(**{"traced": 0, **options}) as prof:
             for _ in range(count):
                 self(stream=stream)
@@ -55,7 +55,7 @@ class Training:
 
 @pytest.fixture
 def train(gpu: FakeGpu) -> Iterator[Training]:
-    """A step that has been captured."""
+    """Makes a step and captures it."""
     made = Training(gpu)
     made()
     yield made
@@ -89,7 +89,7 @@ def test_layers_are_timed_by_events(gpu: FakeGpu, *, graph: bool) -> None:
     # Eagerly a second stream runs one of layer1's kernels; a pretended graph runs its nodes one after the other.
     backward = pytest.approx(400 if graph else 300)
     assert [found[key].us for key in LAYERS] == [*map(pytest.approx, (200, 100)), backward, pytest.approx(100)]
-    # In a graph the tally adds the loss up beside the backward pass.
+    # In a graph, the kernel that tallies the loss runs beside the backward pass.
     assert found["", "loss"].us == pytest.approx(100 if graph else 200)
     assert found["", "optimizer"].us == pytest.approx(100)
     assert found["", "input"].us == pytest.approx(100)  # one kernel of ours copies all arrays of the batch
@@ -200,7 +200,7 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     monkeypatch.setattr(marks.MarkedGraph, "launch", watched)
 
     def often() -> None:
-        for _ in range(20):  # more steps than there are copies
+        for _ in range(20):  # more steps than the graph has copies
             train()
 
     fake_collector.install(monkeypatch, [], why="it is left out")

@@ -17,7 +17,7 @@ ROWS, DIMS = 16, (12, 8, 4)
 
 
 def trained(**options: Any) -> Any:
-    """A function that makes a training step of a small model."""
+    """Returns a function that makes a training step of a small model."""
     model = lt.MLP(DIMS, activation="gelu", device="cpu", seed=1)
     step = lt.TrainStep(model, lt.AdamW(model.parameters()), batch_size=ROWS, **options)
     x = np.random.default_rng(2).standard_normal((ROWS, DIMS[0])).astype(np.float32)
@@ -103,11 +103,11 @@ def test_a_script_may_mark_its_steps_and_is_one_step_without_marks(*, marks: boo
 def test_a_function_is_called_until_the_profile_is_full() -> None:
     calls = []
     prof = lt.profile(lambda: calls.append(1), steps=4, device="cpu")
-    assert len(calls) == 2 + 4  # two steps of warm-up, and no traced steps on the host
+    assert len(calls) == 2 + 4  # the profile has two steps of warm-up, and on the host no traced steps
     assert prof.layers() == []
     prof = lt.profile(trained(accumulate=4), steps=3, device="cpu")
     assert prof.report.timed_steps == 3
-    layer = found(prof)["layer0", "forward"]  # of four micro-batches
+    layer = found(prof)["layer0", "forward"]  # the range is entered once in each of four micro-batches
     assert (layer.calls, layer.flops) == (4, 2 * ROWS * DIMS[0] * DIMS[1])
 
 

@@ -53,7 +53,7 @@ def test_a_layer_has_its_rates_and_its_bound(report: Report) -> None:
     assert (fc.name, fc.phase, fc.us, fc.spread_us) == ("fc", "forward", 11.0, 1.0)
     assert fc.tflops == pytest.approx(4e9 / 11e-6 / 1e12)
     assert fc.gbytes == pytest.approx(3e7 / 11e-6 / 1e9)
-    # 7.5 µs to move the bytes, 5 µs to compute the products.
+    # The least times are 7.5 µs to move the bytes, and 5 µs to compute the products.
     assert (fc.bound, fc.fraction) == ("memory", pytest.approx(7.5 / 11))
     assert (fc.kernels, fc.kernel_us) == (1, 8.0)
     assert (loss.name, loss.phase, loss.flops, loss.bound) == ("", "loss", 0, "")
@@ -87,7 +87,8 @@ def test_gaps_and_overlap() -> None:
     totals = totals_of([], activities, 1)
     assert totals.kernel_us == 42
     assert (totals.busy_us, totals.unattributed_us) == (35, 41)
-    assert (totals.gaps, totals.gap_us) == (2, pytest.approx(6.5))  # half a microsecond is no pause, but a whole one is
+    # Half a microsecond between kernels counts as no pause, a whole one does.
+    assert (totals.gaps, totals.gap_us) == (2, pytest.approx(6.5))
     assert (totals.synchronizations, totals.allocations) == (1, 1)
     assert totals_of([], [], 0) == Totals()
 
@@ -162,10 +163,12 @@ def test_the_trace_has_the_form_of_kineto(tmp_path: Path) -> None:
         "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "user_annotation", "gpu_user_annotation",
     }  # fmt: skip
     gemm, args = complete["gemm"], complete["gemm"]["args"]
-    assert (gemm["pid"], gemm["tid"], gemm["ts"], gemm["dur"]) == (0, 7, 3.6, 2.5)  # ts: µs since the first range
+    # `ts` is in µs since the first range began.
+    assert (gemm["pid"], gemm["tid"], gemm["ts"], gemm["dur"]) == (0, 7, 3.6, 2.5)
     assert (args["correlation"], args["range"]) == (7, "step > forward > forward/fc")
     assert complete["DtoD"]["args"]["bytes"] == 64
-    start, end, other = (event for event in events if event["ph"] in "sf")  # from a call to the work that it started
+    # Arrows of the trace, from a call to the work that it started.
+    start, end, other = (event for event in events if event["ph"] in "sf")
     assert [(each["ph"], each["id"]) for each in (start, end, other)] == [("s", 7), ("f", 7), ("f", 9)]
     assert (start["tid"], end["tid"], end["pid"]) == (55, 7, 0)
     assert start["ts"] <= end["ts"]

@@ -46,7 +46,7 @@ def test_a_product_moves_each_operand_once(gpu: FakeGpu, told: list[Any]) -> Non
 
 def test_a_pass_over_a_batch_moves_each_of_its_matrices(gpu: FakeGpu, told: list[Any]) -> None:
     a, b = arrays(gpu, (3, M, K), (3, K, N))
-    gpu.lt.matmul(a, b, epilogue="gelu")  # a pass, because the library's GELU is not accurate enough in FP32
+    gpu.lt.matmul(a, b, epilogue="gelu")  # our pass applies GELU: the library's is not accurate enough in FP32
     (known,) = told
     assert work_of(known).bytes == 4 * 3 * (M * K + K * N + 3 * M * N)
 
@@ -66,15 +66,15 @@ def test_a_pass_after_a_product_reads_and_writes_again(
     least = 4 * (M * K + N * K + N + M * N)
     found = {}
     for strategy in strategies_of(known.plan.problem):
-        with contextlib.suppress(PlanError):  # the library's GELU is not accurate enough in FP32
+        with contextlib.suppress(PlanError):  # in FP32 our pass applies GELU: the library's is not accurate enough
             plan = plan_for(known.plan.problem, 0, strategy)
             found[strategy.epilogue.name] = work_of(replace(known, plan=plan)).bytes
     matrix = 4 * M * N
     if fused is not None:
         assert found[fused] == least
-    # The product is written to y or to the saved tensor, and the pass reads it and writes y.
+    # cuBLASLt writes the product to y or to the saved tensor; our pass reads it and writes y.
     assert found["BIAS"] == least + 2 * matrix
-    # The pass also reads the bias, and writes the saved tensor as well as y.
+    # Our pass also reads the bias, and writes the saved tensor as well as y.
     assert found["NONE"] == least + (2 + kept) * matrix
 
 
@@ -84,7 +84,7 @@ def test_backward_counts_its_passes(gpu: FakeGpu, told: list[Any]) -> None:
     gpu.lt.linear_bwd(dy, ctx)
     work = work_of(told[-1])
     products = 2 * (M * N + M * K + N * K)
-    passes = 3 * M * N + N  # the pass reads dy and the saved tensor, and writes dz and the bias gradient
+    passes = 3 * M * N + N  # our pass reads dy and the saved tensor, and writes dz and the bias gradient
     assert work.flops == 4 * M * N * K
     assert work.bytes == 4 * (products + passes)
     assert work.strategy.startswith("db by kernel")
@@ -113,7 +113,7 @@ def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
     work = work_of(replace(known, plan=plan))
     assert work.copies
     assert "copies for d" in work.strategy
-    whole = 128  # bytes with K as in the padded copies
+    whole = 128  # K is padded to 128 bytes in the copies
     product = 2 * (m * whole + whole * n + m * n)
     assert work.bytes == product + 2 * (m * k + m * whole) + 2 * (k * n + whole * n)
 
@@ -133,5 +133,5 @@ def test_an_update_moves_values_gradients_and_moments(gpu: FakeGpu, told: list[A
     optimizer.step()
     (ran,) = told
     size = K * N + N
-    # BF16 gradients and copies; FP32 masters and two moments, read and written.
+    # Bytes of an update: BF16 gradients and copies; FP32 masters and two moments, read and written.
     assert work_of(ran).bytes == size * (2 + 2 + 2 * 4 + 2 * 2 * 4)

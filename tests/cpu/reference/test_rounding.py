@@ -12,7 +12,7 @@ SEED = 0x0123456789ABCDEF
 
 
 def lane_of(element: int, tensor: int, step: int, part: RoundedTensor) -> int:
-    """One element's random bits, by the docstring of `rounding_lanes`."""
+    """Computes one element's random bits as the docstring of `rounding_lanes` describes them."""
     tile, within = divmod(element, 256)
     half, rest = divmod(within, 128)
     thread, i = divmod(rest, 4)

@@ -41,7 +41,7 @@ def test_a_training_step_averages_what_it_has_updated(dtype: str, options: dict[
     expected = trained_values(model)
     for average, value in zip(ema.averages.values(), expected, strict=True):
         assert average.dtype == np.float32
-        assert (average == value).all()  # the first averages are the model's values
+        assert (average == value).all()  # the averages begin as the model's values
     for i in range(5):
         step(*batch(i, dtype))
         expected = [decay * old + (1 - decay) * new for old, new in zip(expected, trained_values(model), strict=True)]

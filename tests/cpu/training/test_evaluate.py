@@ -18,14 +18,14 @@ DIMS, SIZES = [3, 8, 5], (4, 1, 7, 4, 2)
 
 
 def data(rows: int) -> tuple[Array, Array, Array]:
-    """Inputs, labels (some of them ignored) and targets."""
+    """Draws inputs, labels (some of them ignored) and targets."""
     labels = np.random.default_rng(1).integers(0, 5, rows)
     labels[:3] = -100
     return numbers(0, (rows, 3), "float32"), labels, numbers(2, (rows, 5), "float32")
 
 
 def expected(model: Any, x: Array, labels: Array, target: Array) -> tuple[float, float, float]:
-    """Mean cross-entropy and accuracy over the rows that count; mean squared error."""
+    """Computes mean cross-entropy and accuracy over the rows that are not ignored, and the mean squared error."""
     (w0, b0), (w1, b1) = model
     hidden = np.maximum(x.astype(np.float64) @ w0.T + b0, 0)
     logits = hidden @ w1.T + b1
@@ -37,7 +37,7 @@ def expected(model: Any, x: Array, labels: Array, target: Array) -> tuple[float,
 
 
 class World:
-    """The package and the device on which a model is evaluated."""
+    """A place to evaluate: the package, and the device on which the model is."""
 
     def __init__(self, package: Any, gpu: FakeGpu | None) -> None:
         self.lt, self.gpu = package, gpu
@@ -126,7 +126,7 @@ def test_a_gpu_is_not_waited_for_before_the_end(gpu: FakeGpu) -> None:
 
     def given() -> Any:
         for i, batch in enumerate(batches):
-            if i:  # a batch's work is still there when the next batch is asked for
+            if i:  # a batch's work still waits on the stream when the next batch is asked for
                 left.append(gpu.stream.ptr in gpu.streams.left_undone())
             yield batch
 
@@ -141,7 +141,7 @@ def test_tensors_are_evaluated_on_pytorch_s_current_stream(gpu: FakeGpu) -> None
     with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.other_stream.ptr)):
         gpu.lt.evaluate(model, [batch])
     assert gpu.other_stream.ptr in gpu.streams.log
-    assert 0 not in gpu.streams.log  # CuPy's current stream
+    assert 0 not in gpu.streams.log  # 0 is the handle of CuPy's current stream
 
 
 def test_nothing_of_the_model_changes(world: World) -> None:

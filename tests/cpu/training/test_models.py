@@ -19,7 +19,7 @@ SLOPES = (0.01, 0.3, 0.01)
 
 
 def outputs_of(names: tuple[str, ...], x: Array, values: list[tuple[Array, Array | None]]) -> Array:
-    """The outputs of a model without dropout, by scalar formulas in float64."""
+    """Computes the outputs of a model without dropout, by scalar formulas in float64."""
     for name, slope, (weight, bias) in zip(names, SLOPES, values, strict=True):
         z = x @ weight.T + (0.0 if bias is None else bias)
         x = np.vectorize(lambda each, name=name, slope=slope: FORMULAS[name](each, slope))(z)
@@ -34,7 +34,7 @@ def in_float64(model: lt.MLP) -> list[tuple[Array, Array | None]]:
 
 
 def differences(function: Any, array: Array) -> Array:
-    """The gradient of a function of an array, by central differences."""
+    """Computes the gradient of a function of an array, by central differences."""
     made, at = np.empty_like(array), array.reshape(-1)
     for i in range(at.size):
         old, step = at[i], 1e-5

@@ -163,7 +163,7 @@ def test_batches_of_something_else(batch: Any, message: str) -> None:
 
 
 def take_in_threads(fetched: Any, count: int = 4, pause: float = 0.0) -> tuple[list[threading.Thread], list[Any]]:
-    """Starts threads that take batches until the end; also returns a list of the batches and ends that they got."""
+    """Starts threads that take batches from the iterator until its end; also returns a list of what they got."""
     seen: list[Any] = []
 
     def take() -> None:
@@ -289,7 +289,7 @@ _PAGEABLE = np.zeros(3, np.float32)
 
 
 def batch_of(number: int) -> tuple[Array, Array]:
-    """Two arrays; the second is not contiguous."""
+    """Makes two arrays; the second is not contiguous."""
     return np.full((3, 5), number, np.float32), np.full((8, 4), -number, np.float32)[:, ::2]
 
 
@@ -308,7 +308,7 @@ def put_copy(gpu: FakeGpu, array: Any) -> Any:
 
 
 def batches_from(gpu: FakeGpu, numbers: range, from_pinned: bool) -> Iterator[tuple[Array, Array]]:
-    """Batches whose arrays are overwritten before the next batch."""
+    """Yields batches whose arrays are overwritten before the next batch."""
     for number in numbers:
         batch = batch_of(number)
         batch = (pinned(gpu, batch[0]), batch[1]) if from_pinned else batch
@@ -330,7 +330,7 @@ def test_batches_stay_until_as_many_more_were_asked_for(
     numbers = range(first, first + 4 * depth)
     for batch in gpu.lt.prefetch(batches_from(gpu, numbers, from_pinned), depth, 0, gpu.stream):
         waiting.append(batch)
-        if len(waiting) == depth:  # the last moment at which the user may read the batch
+        if len(waiting) == depth:  # the last moment at which the user may read the batch, before it asks for the next
             read.append([put_copy(gpu, array) for array in waiting.pop(0)])
     if all_first:
         gpu.synchronize_all()
@@ -369,7 +369,8 @@ def test_buffers_stay_while_a_thread_receives(gpu: FakeGpu, monkeypatch: pytest.
     wait, destroy = driver.cuStreamWaitEvent, driver.cuEventDestroy
 
     def slow(*arguments: Any) -> Any:
-        if threading.current_thread() in takers:  # and not the thread that reads ahead
+        # Only in threads that take batches, not in the thread that reads ahead.
+        if threading.current_thread() in takers:
             receives.set()
             closes.wait(0.2)
             assert not freed

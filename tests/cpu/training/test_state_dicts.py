@@ -34,7 +34,8 @@ def test_weights_of_pytorch_stay_bit_for_bit(dtype: str, requires_grad: bool) ->
     theirs = sequential_state(DIMS, dtype, requires_grad=requires_grad)
     expected = bits_of({name: tensor.values for name, tensor in theirs.items()})
     model, _ = run_of(dtype)
-    optimizer = lt.AdamW(model.parameters(), lr=0.0, weight_decay=0.1)  # made before the weights are loaded
+    # The optimizer is made before the weights are loaded.
+    optimizer = lt.AdamW(model.parameters(), lr=0.0, weight_decay=0.1)
     left = model.load_state_dict(theirs, names=NAMES)
     assert left == ([], [])
     assert bits_of(model.state_dict(names=NAMES)) == expected

@@ -61,7 +61,7 @@ def test_a_step_draws_a_mask_for_each_micro_batch() -> None:
 def test_the_scaler_scales_the_gradient_and_moves() -> None:
     plain, scaled = step_of("float16"), step_of("float16", scaler=lt.GradScaler(2.0**60, growth_interval=2))
     assert float(plain(*batch(0, dtype="float16"))) == float(scaled(*batch(0, dtype="float16")))
-    assert int(scaled.optimizer.skipped_steps[0]) == 1  # FP16 overflows at a scale of 2⁶⁰
+    assert int(scaled.optimizer.skipped_steps[0]) == 1  # at a loss scale of 2⁶⁰ FP16 gradients overflow
     while int(scaled.optimizer.skipped_steps[0]) + int(scaled.optimizer.steps[0]) < 80:
         scaled(*batch(0, dtype="float16"))
     assert 1 < float(scaled.optimizer.scaler.scale) < 2.0**30
@@ -155,7 +155,7 @@ def test_another_models_optimizer_is_refused() -> None:
 def test_parameters_that_the_optimizer_has_not_are_frozen() -> None:
     model = lt.MLP([INPUTS, 16, CLASSES], seed=2, device="cpu")
     before = [each.data.copy() for each in model.parameters()]
-    # New parameters that share the arrays of others.
+    # Makes new parameters that share the arrays of others.
     own = [lt.Parameter(each.data, each.grad, lr_scale=2.0) for each in model.parameters()[2:]]
     step = lt.TrainStep(model, lt.AdamW(own, lr=1e-2))
     step(*batch(0))

@@ -15,7 +15,10 @@ BATCH, CLASSES = 32, 3
 
 
 def toy_problem(dtype: str) -> tuple[Array, Array]:
-    """Points of the plane and the ring that each lies in, one of three, which a single layer cannot separate."""
+    """Draws points of the plane and the ring, one of three, in which each point lies.
+
+    A single layer cannot separate the rings.
+    """
     points = np.random.default_rng(0).uniform(-1, 1, (512, 2))
     labels = np.digitize(np.hypot(*points.T), (0.5, 0.85)).astype(np.int32)
     return points.astype(DTYPES[dtype]), labels
@@ -28,7 +31,7 @@ def model_of(dtype: str = "float32", seed: int = 0, dropout: float = 0.0, **more
 def curve(
     dtype: str = "float32", seed: int = 0, dropout: float = 0.0, steps: int = 200, in_place: bool = False
 ) -> list[float]:
-    """Losses of all steps; `in_place` trains parameters without master copies."""
+    """Trains, and returns the losses of all steps; with `in_place`, the parameters have no master copies."""
     points, labels = toy_problem(dtype)
     model = model_of(dtype, seed, dropout, master_weights=not in_place)
     kept = {"moments": "bfloat16", "stochastic_rounding": True} if in_place else {}

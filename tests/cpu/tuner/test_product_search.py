@@ -184,7 +184,7 @@ NARROW_PROBLEM = forward(32, 10, 40, dtype=DType.FLOAT32)
 
 @pytest.fixture
 def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The id under which the fake library sees our kernel."""
+    """The id by which the fake library names our kernel."""
     monkeypatch.setattr("lt_runtime.products.methods.NarrowPass", FakeNarrowPass)
     monkeypatch.setattr("lt_runtime.products.methods.workspace_size", lambda _: WORKSPACE)
     return NARROW_MATMUL.get(AlgoConfigAttribute.ID)

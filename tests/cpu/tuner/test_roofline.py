@@ -14,7 +14,7 @@ from lt_runtime.tuner.roofline import Hardware, Work, least_us, work_of
 from tests.support.chain_problems import backward_of, forward_of
 
 H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
-PUBLISHED = [  # hardware at its boost clock, type, compute, TFLOP/s of the data sheet
+PUBLISHED = [  # GPU at its boost clock, operand type, compute type, TFLOP/s in the data sheet
     (Hardware(75, 40, 1_590_000, 0, 0), DType.FLOAT16, Compute.FLOAT32, 65),
     (Hardware(80, 108, 1_410_000, 0, 0), DType.BFLOAT16, Compute.FLOAT32, 312),
     (Hardware(80, 108, 1_410_000, 0, 0), DType.FLOAT32, Compute.TF32, 156),
@@ -73,9 +73,10 @@ def test_work_of_layers() -> None:
     )
     x, w, y = 6 * 3, 5 * 3, 6 * 5
     assert work_of(forward_of(chain)) == Work(2 * 6 * 5 * 3, 2 * (x + w + y + 5))
-    assert work_of(backward_of(chain, 0)) == Work(2 * 6 * 5 * 3, 2 * (y + x + w))  # only dw is computed, from dz
+    # This problem computes only dw, from dz.
+    assert work_of(backward_of(chain, 0)) == Work(2 * 6 * 5 * 3, 2 * (y + x + w))
     dy, w, x = 6 * 4, 4 * 5, 6 * 5
-    # Reads the pre-activation of the layer below; computes both bias gradients.
+    # This problem reads the pre-activation of the layer below, and computes both layers' bias gradients.
     read, written = dy + w + x + x, x + w + 4 + 5
     assert work_of(backward_of(chain, 1)) == Work(2 * 2 * 6 * 4 * 5, 2 * (read + written))
     accumulated = replace(backward_of(chain, 1), accumulate=True)

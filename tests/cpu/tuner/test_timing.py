@@ -49,7 +49,7 @@ def test_in_a_loop_what_is_left_in_the_caches_counts_for_who_left_it() -> None:
     clock.leaves_us = {"saving": 12.0}
     contenders = clock.contenders(first=500.0, saving=500.0)
     in_turns = times(clock, contenders)
-    assert in_turns["first"] == in_turns["saving"]  # each follows the other in every second round
+    assert in_turns["first"] == in_turns["saving"]  # in every second round each contender runs behind the other
     in_a_loop = take_times(contenders, clock, 1, FOREVER, in_a_loop=True)  # type: ignore[arg-type]
     assert in_a_loop == {"first": Timing(500.0, 0.0), "saving": Timing(488.0, 0.0)}
 
@@ -114,7 +114,7 @@ def test_a_graph_holds_some_launches_of_every_set(us: float, sets: int, launches
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """A clock whose launches take time of the budget."""
+    """A clock whose launches use up the tuner's time budget."""
     clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     return clock
@@ -146,7 +146,7 @@ def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
 
     def breaks(number: int, stream: int) -> None:
         clock.launched.append(("b", number))
-        if next(calls) == 2:  # the error comes at the capture
+        if next(calls) == 2:  # the launch fails while it is captured
             raise RuntimeError("broken")
 
     contenders: dict[str, Any] = {"a": clock.contender("a", 1.0), "b": breaks}
@@ -161,8 +161,8 @@ FIRST = Timing(100.0, 0.5)
     ("timings", "winner"),
     [
         ({"first": FIRST, "challenger": Timing(98.0, 0.1)}, "challenger"),
-        ({"first": FIRST, "challenger": Timing(99.5, 0.1)}, "first"),  # less than 1 %
-        ({"first": FIRST, "challenger": Timing(98.0, 5.0)}, "first"),  # less than the noise
+        ({"first": FIRST, "challenger": Timing(99.5, 0.1)}, "first"),  # faster by less than 1 %
+        ({"first": FIRST, "challenger": Timing(98.0, 5.0)}, "first"),  # faster by less than the noise
         ({"first": FIRST, "challenger": Timing(94.0, 5.0)}, "challenger"),
         ({"first": FIRST, "challenger": Timing(101.0, 0.1)}, "first"),
         ({"first": FIRST, "challenger": Timing(50.0, 0.0, dropped=True)}, "first"),
@@ -232,7 +232,7 @@ def test_the_fastest_is_timed_beside_the_present_one_a_second_time() -> None:
 
 
 def test_what_is_faster_only_once_does_not_replace_the_present_one() -> None:
-    # Seven rounds, alternately in both orders.
+    # Seven rounds, in which the contenders take turns alternately in both orders.
     clock = FakeClock(iter([1.0, 0.5, 0.5, 1.0] * 3 + [1.0, 0.5] + [1.0] * 100))
     contenders = Few(clock, clock.contenders(present=500.0, lucky=500.0))
     outcome = race(contenders)

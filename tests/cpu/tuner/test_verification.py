@@ -152,7 +152,7 @@ def test_two_runs_that_differ() -> None:
     def launch(trial: ProductOperands) -> None:
         right(trial)
         runs.append(0)
-        if len(runs) == 4:  # the second check uses data whose sums are not exact: both results are within the limits
+        if len(runs) == 4:  # the second check uses numbers whose sums are not exact: both results are within its limits
             bits(trial.buffers["d"])[0, 0, 0] ^= 1
 
     assert judge(a_problem(), launch) == f"two runs differ, with {EDGES.name}"
