@@ -42,7 +42,7 @@ _PLACE: Final = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(?:\S+:\d+:)?(?:void )?(\w
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reports of one tool about one process.
+    """Result of running one tool on one process.
 
     Attributes:
         status: the process's exit status.
@@ -62,7 +62,7 @@ class Verdict:
 
     @property
     def clean(self) -> bool:
-        """Whether the process passed without a report about our kernels. A report without a kernel's name counts
+        """Whether the process succeeded without a report about our kernels. A report without a kernel's name counts
         against them.
         """
         foreign = sum(self.places.values()) - self.ours
@@ -76,8 +76,8 @@ def read(tool: str, status: int, output: str) -> Verdict:
 
 
 def _reports(output: str) -> str:
-    """The lines of a report that name the place of a fault: the second line of each report, but racecheck's first
-    line.
+    """Finds the lines that name the kernel with the fault: the second line of each report, but the first of
+    racecheck's.
     """
     lines = (line for line in output.splitlines() if line.startswith("="))
     return "\n".join(line for line in lines if re.match(r"=+ +(at |and \w+ access at |(Error|Warning): Race )", line))
@@ -107,7 +107,7 @@ def selection(tool: str) -> list[str]:
         "thread",
         "allocated",
         "candidate",
-    ]  # these test other libraries, the host, memory, or cuBLASLt alone
+    ]  # these tests concern other libraries, the host, memory, or cuBLASLt alone, and no kernel of ours
     if tool != "memcheck":
         left_out += ["layer_s", "linear"]
     expression = " and ".join(f"not {word}" for word in left_out)
@@ -134,7 +134,10 @@ def soak(minutes: float) -> list[str]:
 
 
 def examine(tool: str, program: Sequence[str], examples: int, directory: Path) -> tuple[Verdict | None, str]:
-    """The verdict on a program; None if the tool did not find the fault that was made for it."""
+    """Runs the tool on a kernel with a planted fault.
+
+    Returns a verdict if the tool did not find the fault, otherwise None.
+    """
     probe, output = supervise(tool, ["-m", "tests.support.faulty_kernels", tool], examples, directory)
     if not probe.places[FAULTY]:
         return None, output
@@ -142,7 +145,7 @@ def examine(tool: str, program: Sequence[str], examples: int, directory: Path) -
 
 
 def line(tool: str, verdict: Verdict | None) -> str:
-    """A line of the table."""
+    """Formats a line of the table of results."""
     if verdict is None:
         return f"{tool:10} FAILED   does not find the fault that was made for it"
     others = sum(verdict.places.values()) - verdict.ours
@@ -155,7 +158,7 @@ def line(tool: str, verdict: Verdict | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, and all output of tools that failed; returns the exit status."""
+    """Prints the table of results, and all output of tools that failed; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tests.sanitize", description=__doc__)
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all of them")
     parser.add_argument("--examples", type=int, default=8, metavar="N", help="of a property test; default: %(default)s")

@@ -29,7 +29,7 @@ from typing import Any, Final
 from tests.support import soak_operations
 from tests.support.soak_operations import ALONE, OPERATIONS, WEIGHTS
 
-_SEEDS: Final = 64  # seeds of each operation
+_SEEDS: Final = 64  # number of seeds of each operation
 _ROUNDS: Final = 40
 _GPU_GROWTH: Final = 64 << 20
 """Bytes by which the GPU's memory may grow: the driver allocates blocks of several MiB."""
@@ -74,7 +74,7 @@ class Report:
 
 
 def _quarter(values: Sequence[int], number: int) -> int:
-    """The least value within one quarter of the values, which are in the order of time."""
+    """The minimum of one quarter of a series; the series is in the order of time."""
     size = max(1, len(values) // 4)
     return min(values[number * size : (number + 1) * size] or values[-1:] or [0])
 

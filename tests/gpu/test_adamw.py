@@ -75,7 +75,8 @@ def test_agrees_with_reference(data: DType, grad: DType, options: dict[str, Any]
         if found.master is not None:
             np.testing.assert_array_equal(cp.asnumpy(found.data), _exact(found).astype(data.numpy))
         a, b = (_exact(p).astype(np.float64) for p in (found, wanted))
-        # BF16 differs by one unit where FP32 and float64 lie on different sides of the random number that rounds
+        # BF16 results differ by one unit in the last place where the random number that decides the rounding lies
+        # between FP32 and float64
         tolerance = 2.0**-7 * np.abs(b) + 1e-3 if coarse else 2e-6 * np.abs(b) + slack
         assert (np.abs(a - b) <= tolerance).all()
         if a.size > 1000:
@@ -120,7 +121,7 @@ def test_the_scaler_moves_as_pytorch_s() -> None:
     tensor = torch.nn.Parameter(torch.ones(300, device="cuda"))
     peer = torch.optim.AdamW([tensor], lr=1e-2, fused=True)
     their_scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=3)
-    their_scaler.scale(torch.ones((), device="cuda"))  # PyTorch allocates the scale in this call
+    their_scaler.scale(torch.ones((), device="cuda"))  # PyTorch allocates its scale only in this call
     parameter = lt.Parameter(cp.ones(300, cp.float32), cp.zeros(300, cp.float32))
     scaler = lt.GradScaler(256.0, growth_interval=3)
     optimizer = lt.AdamW([parameter], lr=1e-2, scaler=scaler)

@@ -63,7 +63,7 @@ def stream() -> Any:
     return cp.cuda.Stream(non_blocking=True)
 
 
-# Rows end to end.
+# Tests that measure whole rows, from the case to the result.
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=name_of)
@@ -133,7 +133,7 @@ def test_rows_of_cold() -> None:
         assert {*row.timings} == {"lt", "lt_empty_cache", "lt_second"}
 
 
-# Contenders compute the same.
+# Tests that all contenders of a case compute the same.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -199,7 +199,7 @@ def test_calls_of_the_host_compute_the_same() -> None:
 
 
 def expected(block: Block, at: Arrays) -> dict[str, Any]:
-    """The results in float64; each pass starts from the stored results of the passes before it."""
+    """The block's results in float64; each pass starts from the stored results of the passes before it."""
     with np.errstate(invalid="ignore"):  # A buffer that a split does not use has arbitrary contents.
         have = {name: to_host(array).astype(np.float64) for name, array in at._asdict().items()}
     activation = Activation(block.activation)

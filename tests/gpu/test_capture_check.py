@@ -97,7 +97,7 @@ def test_a_host_scalar_is_found() -> None:
 
 
 def test_a_word_that_no_kernel_reads_is_not_named() -> None:
-    """CuPy's kernel arguments contain uninitialised words, which differ from launch to launch and change no result."""
+    """CuPy's kernel arguments contain uninitialised words: they differ from launch to launch and change no result."""
     source = """struct Scale { float factor; int unread; };
     extern "C" __global__ void scale(float* x, Scale by) { x[threadIdx.x] *= by.factor; }"""
     kernel, kind = cp.RawKernel(source, "scale"), np.dtype([("factor", np.float32), ("unread", np.int32)])

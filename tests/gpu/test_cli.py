@@ -57,7 +57,7 @@ CASES: Final[dict[str, list[tuple[str, tuple[str, ...]]]]] = {
 
 
 def run(directory: Path, *command: str, **variables: str) -> str:
-    """The standard output of a Python process, which must succeed and write no error."""
+    """Runs a Python process, which must succeed and write no error; returns its standard output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "LT_RUNTIME_CACHE_DIR": str(directory / "cache")} | variables
     done = subprocess.run(

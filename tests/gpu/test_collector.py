@@ -28,12 +28,12 @@ def kernels(collector: Collector) -> list[Activity]:
 
 
 def by_range(collector: Collector, kind: str = "kernel", depth: int | None = None) -> Counter[Path]:
-    """Counts activities by their path of ranges, cut to the `depth` outermost ones."""
+    """Counts activities by their path of range names, cut to the `depth` outermost ranges."""
     return Counter(each.range[:depth] for each in collector.activities if each.kind == kind)
 
 
 def share(collector: Collector, belongs: Callable[[Path], bool]) -> float:
-    """The share of kernel time in paths for which `belongs` is true."""
+    """Of the time of all kernels, the share that is spent in ranges for whose path `belongs` is true."""
     total = sum(each.end_ns - each.start_ns for each in kernels(collector))
     return sum(each.end_ns - each.start_ns for each in kernels(collector) if belongs(each.range)) / total
 
@@ -204,7 +204,7 @@ def test_a_graph_that_pytorch_captures_meanwhile() -> None:
         with range_of("replay"):
             graph.replay()
     counts = by_range(collector)
-    counts.pop((), None)  # PyTorch launches kernels when it begins a capture
+    counts.pop((), None)  # PyTorch launches kernels of its own when it begins a capture
     assert counts == {("replay", "mul"): 1, ("replay", "add"): 2, ("replay",): 1}
 
 

@@ -49,7 +49,7 @@ def test_every_capability_and_configuration_of_every_algorithm_is_readable(kind:
 
 
 def _read(read: Callable[[], int]) -> None:
-    with contextlib.suppress(MissingLibraryError):  # this version of the library lacks the capability
+    with contextlib.suppress(MissingLibraryError):  # this version of the library cannot report the capability
         assert isinstance(read(), int)
 
 
@@ -57,7 +57,7 @@ def _read(read: Callable[[], int]) -> None:
 def test_a_heuristic_passes_the_check_and_multiplies(kind: str, handle: cublaslt.Handle) -> None:
     compute, scale, data = KINDS[kind]
     dtype = DType(kind).numpy
-    a, b = cp.ones((K, M), dtype), cp.ones((N, K), dtype)  # as column-major matrices: M×K and K×N
+    a, b = cp.ones((K, M), dtype), cp.ones((N, K), dtype)  # A and B as column-major matrices, M×K and K×N
     d = cp.zeros((N, M), dtype)
     workspace = cp.empty(1 << 20, cp.uint8)
     with cublaslt.MatmulDesc(compute, scale) as desc, cublaslt.MatmulPreference() as preference:

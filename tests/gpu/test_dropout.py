@@ -73,7 +73,7 @@ def _keeps(start: int, count: int, p: float, rng: Philox) -> Any:
     return lanes[:count] < keep_threshold(p)
 
 
-_COUNT = 30030  # 2 · 3 · 5 · 7 · 11 · 13: row lengths with every remainder of eight
+_COUNT = 30030  # 2 · 3 · 5 · 7 · 11 · 13 elements, so that rows can have lengths with every remainder modulo eight
 _RNG = Philox(0x0123456789ABCDEF, 11, 13)
 
 

@@ -19,7 +19,7 @@ REPEATS = 4
 
 
 class Layer:
-    """Operands on the GPU, and the results of a layer with GELU by NumPy's reference."""
+    """Makes operands on the GPU, and the results of a layer with GELU by NumPy's reference."""
 
     def __init__(self, seed: int = 0, m: int = M, dtype: str = "float32") -> None:
         generator = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ def test_a_thread_that_synchronises_is_not_disturbed(launches: list[BoundPlan]) 
     request.
     """
     layers, ends, failed = [Layer(seed) for seed in range(50)], threading.Event(), list[Exception]()
-    layers[0].run(buffers=True)  # these calls make the plans
+    layers[0].run(buffers=True)  # the first calls make the plans
 
     def synchronise() -> None:
         try:

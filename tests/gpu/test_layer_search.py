@@ -26,11 +26,11 @@ from tests.support.gpu_memory import memory_taken
 
 FP32, BF16 = DType.FLOAT32, DType.BFLOAT16
 TOLERANCE = {FP32: 2e-3, BF16: 3e-2}
-"""Tolerance relative to an output's norm: the roundings of two layers and the error of cuBLASLt's GELU."""
+"""Tolerance of a result, relative to an output's norm: the roundings of two layers and the error of cuBLASLt's GELU."""
 
 
 class Case(NamedTuple):
-    """An MLP of two layers."""
+    """Builds an MLP of two layers."""
 
     rows: int
     dims: tuple[int, int, int]
@@ -87,7 +87,7 @@ def test_layers_are_decided_once(name: str) -> None:
 
 
 def arrays(case: Case) -> dict[str, Any]:
-    """Data for which the first layer's sums are exact and never 0, so that every split has the same derivative of
+    """Draws data for which the first layer's sums are exact and never 0, so that every split has the same derivative of
     ReLU.
     """
     generator = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def arrays(case: Case) -> dict[str, Any]:
     drawn = {
         name: generator.integers(-16, 17, shape) / (8 if name in ("x", "dy") else 128) for name, shape in shapes.items()
     }
-    drawn["b0"] += 1 / 2048  # products are multiples of 1/1024
+    drawn["b0"] += 1 / 2048  # the terms of all sums are multiples of 1/1024
     return {name: values.astype(case.dtype.numpy) for name, values in drawn.items()}
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Memory that streams and libraries keep does not count: the first run allocates it."""
+    """Memory that streams and libraries keep is not counted as a leak: the first run allocates it."""
     chain = Case(2048, (768, 1024, 768), RELU, BF16).chain.cut(Part(0, 1))
     numbers = itertools.count()
 

@@ -35,7 +35,7 @@ def check_cross_entropy(
     ignore_index: int | None = -100,
     scale: float = 1.0,
 ) -> None:
-    """Compares with the reference; without a placement the gradient is written over the logits."""
+    """Runs a loss and compares it with the reference; without a placement the gradient is written over the logits."""
     dtype = DType.parse("logits", logits.dtype)
     source = Placed(gpu, logits, at)
     gradient = source if out is None else Placed(gpu, np.zeros_like(logits), out)
@@ -55,7 +55,7 @@ def check_cross_entropy(
     assert loss.dtype == cp.float32
     assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
     tolerance = 2 * EPSILON[dtype] * np.abs(exact) + 2e-6 / len(labels)
-    # The smallest FP16 number is added to the tolerance.
+    # The smallest positive FP16 number, 2⁻²⁴, is added to the tolerance.
     assert_close("gradient", gradient.values(), exact * scale, tolerance * scale + 2.0**-24)
 
 
@@ -170,7 +170,7 @@ def test_means_over_elements_as_pytorch(loss: str, shape: tuple[int, int], weigh
     name = "binary_cross_entropy_with_logits" if loss == "bce_with_logits" else loss
     losses = getattr(functional, name)(exact, target.float(), **own)
     expected = (losses * of_rows[:, None] if weighted else losses).mean()
-    for _ in range(4):  # the last calls are launches of a graph
+    for _ in range(4):  # the last calls replay a graph
         result = getattr(lt, loss)(scores, target, grad_scale=1.0, **options)
     check_against_torch(torch, exact, expected, result)
 

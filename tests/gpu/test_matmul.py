@@ -50,11 +50,11 @@ def test_matmul_agrees_with_reference_and_launches_kernels_only(
     _capture_stream().synchronize()  # waits before the next example reuses the operands' memory
     nodes = captured_nodes(lambda stream: lt.matmul(**product.operands, stream=stream), _capture_stream().ptr)
     assert set(nodes) == {"KERNEL"}, nodes
-    assert len(nodes) <= 3, nodes  # at most: a copy of operands, the product, and our pass
+    assert len(nodes) <= 3, nodes  # at most three launches: a copy of the operands, the product, and our pass
     examples["matmul"] += 1
 
 
-# sizes (n, m, k) for which some version of cuBLASLt was wrong
+# sizes (n, m, k) for which a version of cuBLASLt gave wrong results
 _AWKWARD = [(1, 1, 1), (1, 2, 3), (3, 2, 1), (2, 1, 3), (65, 43, 21), (40, 50, 60), (9, 2, 1), (4, 1, 2)]
 
 

@@ -36,7 +36,7 @@ SHAPES = (
 
 
 class _Network:
-    """Values of an MLP on the host and on the GPU."""
+    """Values of an MLP's parameters and inputs, on the host and on the GPU."""
 
     def __init__(self, dims: tuple[int, ...], rows: int, dtype: DType, activation: str, integers: bool = False) -> None:
         generator = np.random.default_rng(rows)
@@ -49,7 +49,7 @@ class _Network:
 
     @property
     def made(self) -> list[Array]:
-        """Outputs, and the gradients of all parameters."""
+        """Runs the kernels; returns the outputs, and the gradients of all parameters."""
         x, dy, *parameters = self.gpu
         gradients = [each.copy() for each in parameters]
         y = perform(MLP_OUTPUTS, (x, None, *filled(parameters)), self.activation, None, None)
@@ -59,7 +59,7 @@ class _Network:
 
     @property
     def expected(self) -> list[Array]:
-        """The same in float64, with each layer's output rounded as the kernels round it."""
+        """Computes outputs and gradients in float64, with each layer's output rounded as the kernels round it."""
         x, dy, *parameters = self.host
         weights, biases = parameters[::2], parameters[1::2]
         activations = [*[self.activation] * (len(weights) - 1), Activation()]

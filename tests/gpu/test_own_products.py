@@ -14,7 +14,7 @@ from tests.support.gpu_products import Product
 from tests.support.strategies import TYPES
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = (False, True), (False, False), (True, False)
-"""Whether A and B are column-major in a layer's products."""
+"""For each product of a layer, whether A and B are column-major."""
 TYPES_OF = {NarrowPlan: tuple(TYPES), TilePlan: (DType.BFLOAT16, DType.FLOAT16)}
 PLACES = {
     NarrowPlan: {"aligned": (0, 0), "with gaps": (8, 8), "misaligned": (3, 1)},
@@ -61,7 +61,7 @@ TYPED_KINDS = [(plan, shape, dtype, *more) for plan, shape, *more in KINDS for d
 
 
 def name_of(case: Any) -> str:
-    """The id of a test: plan, shape, type, orders of A and B, epilogue, place."""
+    """Name of a parametrised test: plan, shape, type, orders of A and B, epilogue, place."""
     orders = {FORWARD: "forward", INPUT_GRADIENT: "input gradient", WEIGHT_GRADIENT: "weight gradient"}
     names = ((orders.get(each) if isinstance(each, tuple) else None) or each for each in case)
     return " ".join(getattr(each, "__name__", None) or getattr(each, "value", None) or str(each) for each in names)

@@ -28,7 +28,7 @@ BF16, FP16, FP32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 TYPES = [(BF16, Compute.FLOAT32), (FP16, Compute.FLOAT32), (FP32, Compute.TF32)]
 SHAPES = [(255, 513, 479), (257, 479, 511), (479, 511, 257), (33, 35, 37), (7, 1001, 3), (1, 13, 1)]
 ORDERS = {"forward": "rc", "input gradient": "rr", "weight gradient": "cr"}
-"""Whether A and B are row- or column-major."""
+"""Orders of A and B in each of a layer's products: "r" is row-major, "c" column-major."""
 
 
 def a_problem(

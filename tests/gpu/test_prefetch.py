@@ -40,7 +40,7 @@ def test_a_slow_reader_sees_every_batch_as_it_was(depth: int, kind: str) -> None
     sums = []
     with stream:
         for x, labels in lt.prefetch(_in_one_array(30, _array(kind)), depth, "cuda", stream):
-            busy = busy @ busy * 1e-3  # the GPU reads the batch long after the launch
+            busy = busy @ busy * 1e-3  # the GPU reads the batch long after the host has launched the reading kernel
             assert isinstance(x, cp.ndarray)
             sums.append((x.astype(cp.float32).min(), x.astype(cp.float32).max(), labels.max()))
     stream.synchronize()

@@ -43,7 +43,7 @@ def a_problem(
     w_transposed: bool = True,
     **changes: Any,
 ) -> MatmulProblem:
-    """A product x·wᵀ, as in a layer, or a product of two row-major matrices."""
+    """Problem of a product: x·wᵀ as in a layer, or a product of two row-major matrices."""
     b = Layout(k, n, Order.COLUMN, k) if w_transposed else packed(k, n)
     aux = None
     if epilogue.has_aux_output or epilogue.is_derivative:
@@ -85,13 +85,19 @@ PROBLEMS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    """Tunes a few problems first: the libraries allocate memory that they keep, and CuPy compiles kernels."""
+    """Tunes a few problems first, so that later memory growth is a leak.
+
+    The libraries allocate memory that they keep, and CuPy compiles kernels.
+    """
     for name in ("fp32 bias", "bf16 gelu aux", "bf16 dgelu"):
         tune(PROBLEMS[name])
 
 
 def test_problems_of_all_kinds() -> None:
-    """Each entry rebuilds its plan. The tuner itself has compared every element of the winner's result."""
+    """Each entry of the plan cache can rebuild its plan.
+
+    The tuner itself has compared every element of the winner's result.
+    """
     found = 0
     for problem in PROBLEMS.values():
         try:
@@ -171,7 +177,7 @@ def test_a_planted_fault_is_rejected(
     number: int, planted: Planted, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = plant(monkeypatch, planted, only=number)
-    # the product takes so long that a launch of nothing is faster even on a busy GPU
+    # the product takes so long that an empty launch is faster even on a busy GPU
     verdict = tune(a_problem(4096, 4096, 1024))
     assert len(blobs) > number, "the heuristic offers too few candidates for this test"
     found = {each.algorithm: each.reason for each in verdict.rejected}

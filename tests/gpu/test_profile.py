@@ -44,7 +44,9 @@ def test_the_whole_report(tmp_path: Path, *, graph: bool) -> None:
         assert found[key].strategy
     totals = prof.totals()
     assert totals.unattributed_us <= 0.01 * totals.kernel_us
-    if graph:  # eager steps wait for the host, so that medians of layers need not add up to the median of steps
+    # Eager steps wait for the host, so that the medians of the layers' times need not add up to the median of the
+    # steps.
+    if graph:
         assert sum(layer.us for layer in prof.layers()) == pytest.approx(totals.step_us, rel=0.03)
     names = " ".join(kernel.name.lower() for kernel in prof.kernels())
     assert "transpose" not in names

@@ -22,7 +22,10 @@ from tests.support.gpu_arrays import to_host
 from tests.support.strategies import TYPES, lattice
 
 SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
-"""Rows, outputs, inputs. The rows of their masks end at a multiple of 16 bytes, at a byte, or within a byte."""
+"""Sizes M, N and K of the tested layers.
+
+The rows of their masks end at a multiple of 16 bytes, at a byte, or within a byte.
+"""
 CASES = [
     (dtype, shape)
     for dtype in TYPES
@@ -37,12 +40,12 @@ def spec(*shape: int) -> Spec:
 
 
 def slopes(mask: Any, columns: int) -> NDArray[np.float64]:
-    """ReLU's derivative, (M, columns): 1 where the mask has a bit set, otherwise 0."""
+    """Unpacks a mask: ReLU's derivative, (M, columns), which is 1 where the mask has a bit set and otherwise 0."""
     return reference.unpack_mask(cp.asnumpy(mask), columns).astype(np.float64)
 
 
 class Layer:
-    """relu(x · wᵀ + bias) with numbers whose products are exact in every type; many are zero."""
+    """Computes relu(x · wᵀ + bias) for numbers whose products are exact in every type; many results are zero."""
 
     def __init__(self, dtype: DType, shape: tuple[int, int, int]) -> None:
         self.shape, self.dtype = shape, dtype
@@ -58,7 +61,10 @@ class Layer:
         self.plan = ForwardPlan(problem, 0, strategy, heuristic_algorithm)
 
     def run(self) -> tuple[Any, Any]:
-        """y and the mask, by cuBLASLt, which may set a bit where the pre-activation is zero."""
+        """Runs cuBLASLt's ReLU epilogue.
+
+        Returns y and the mask, in which a bit may be set where the pre-activation is zero.
+        """
         m, n, _ = self.shape
         assert self.plan.kept_spec is not None
         y = cp.empty((m, n), self.dtype.numpy)

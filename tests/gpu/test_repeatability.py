@@ -37,7 +37,7 @@ def bits(array: Any) -> Any:
 
 
 def assert_repeats(run: Callable[[], Sequence[Any]]) -> None:
-    """Fails unless 100 runs agree bit for bit.
+    """Runs an operation 100 times, and fails unless all results agree bit for bit.
 
     Results are overwritten after each run, so that a kernel that writes nothing is noticed. Another stream keeps a part
     of the GPU busy, so that blocks are scheduled differently.

@@ -18,7 +18,7 @@ ROWS, INPUTS, CLASSES = 96, 40, 10
 
 
 class _Run:
-    """A model in training; the i-th batch is always the same."""
+    """A model, its optimizer and its training step; the batch with the number i is always the same."""
 
     def __init__(self, dtype: str = "float32", loss: Any = "cross_entropy", seed: int = 3, **options: Any) -> None:
         dropout = options.pop("dropout", 0.2)
@@ -56,7 +56,7 @@ def cauchy(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
 
 
 def huber(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
-    """A loss function that calls a loss of this package."""
+    """Returns a loss function that calls a loss of this package."""
     return lt.huber_loss(outputs.astype(cp.float32), target, out_gradient=gradient, stream=stream).loss
 
 
@@ -82,7 +82,7 @@ def test_graph_and_eager_agree_bitwise(dtype: str, loss: Any, accumulate: int) -
 
 
 def test_an_own_loss_that_waits_is_refused() -> None:
-    """A graph cannot wait; nothing is updated, and the stream stays usable."""
+    """A graph cannot wait for the host; nothing is updated, and the stream stays usable."""
 
     def waits(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
         gradient[...] = float(outputs.astype(cp.float32).sum())

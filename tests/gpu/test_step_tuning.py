@@ -23,7 +23,7 @@ ROWS = 64
 
 @pytest.fixture
 def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Path of the file in which this process records its problems. It has no plan, and its plan cache is empty."""
+    """The file in which this process records its problems. The process has no plan, and its plan cache is empty."""
     monkeypatch.delenv(TUNE_VARIABLE)
     monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "met.jsonl"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
@@ -32,7 +32,7 @@ def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets all plans in memory, as a new process would."""
+    """Forgets all plans in memory, so that the process finds what a new process would find."""
     monkeypatch.setattr(cache, "_plans", {})
     cache.calls.clear()
     monkeypatch.setattr(first_use, "_seen", set())
@@ -50,7 +50,7 @@ def _trained(rows: int = ROWS, **options: Any) -> list[bytes]:
 
 
 def _train(model: lt.MLP, step: lt.TrainStep, rows: int = ROWS) -> list[bytes]:
-    """Losses of three steps, and the parameters after them."""
+    """Makes three steps; returns their losses, and the parameters after them."""
     losses = []
     for i in range(3):
         generator = np.random.default_rng(i)

@@ -39,7 +39,10 @@ _STEEPEST = 1.2
 
 
 class Block:
-    """Two layers, K -> N -> K, with an activation after the first layer alone, and the reference's results."""
+    """Runs two layers, K -> N -> K, with an activation after the first layer alone.
+
+    Also returns the reference's results.
+    """
 
     def __init__(self, shape: tuple[int, int, int], activation: str, dtype: DType) -> None:
         m, n, k = self.shape = shape
@@ -108,7 +111,7 @@ class Block:
         epsilon, below = 4 * EPSILON[self.dtype], np.abs(exact.dx)
         near_zero = 8 * EPSILON[self.dtype] * below * np.abs(self.z) + 2e-5 * below
         if self.activation.name == "relu":
-            near_zero += below * (self.z == 0)  # ReLU has no derivative at 0; cuBLASLt's mask has 1 there
+            near_zero += below * (self.z == 0)  # at 0, where ReLU has no derivative, cuBLASLt's mask is 1
         tolerance = epsilon * (np.abs(dz) + _STEEPEST * below) + near_zero + 1e-6
         assert_close("dz_below", to_host(made["dx"]), dz, tolerance)
         assert_close("dw", to_host(made["dw"]), exact.dw, epsilon * np.abs(exact.dw) + 2e-5 * np.abs(exact.dw).max())
@@ -130,7 +133,7 @@ def forward_plans(problem: ForwardProblem) -> Iterator[ForwardPlan]:
         try:
             yield ForwardPlan(problem, 0, strategy, heuristic_algorithm)
         except PlanError:
-            assert strategy.epilogue.value != "none"  # cuBLASLt may refuse every other strategy
+            assert strategy.epilogue.value != "none"  # cuBLASLt may refuse any strategy but this one
 
 
 def backward_plans(problem: BackwardProblem) -> Iterator[BackwardPlan]:
@@ -180,7 +183,7 @@ def test_a_branch_of_a_graph_gives_the_same() -> None:
 
 
 def test_the_library_does_all_of_it_somewhere() -> None:
-    """cuBLASLt's epilogues make every kind of result in some strategy that `test_every_strategy` runs."""
+    """Of every kind of result, some strategy that `test_every_strategy` runs has cuBLASLt compute it in an epilogue."""
     used: set[ForwardStrategy | BackwardStrategy] = set()
     for activation in ("relu", "gelu"):
         block = Block((256, 512, 784), activation, DType.BFLOAT16)

@@ -60,7 +60,7 @@ def test_first_run_on_a_stream_in_a_capture_is_refused() -> None:
     layer, stream = _Layer(5), cp.cuda.Stream(non_blocking=True)
     layer.run(None)
     cp.cuda.get_current_stream().synchronize()
-    release(0, stream.ptr)  # a destroyed stream of another test may have had this handle
+    release(0, stream.ptr)  # a new stream may get the handle of a destroyed stream of another test
     stream.begin_capture()
     with pytest.raises(CaptureError, match="scratch"):
         layer.run(stream)

@@ -68,7 +68,10 @@ def _fill(tensors: tuple[Any, ...]) -> None:
 
 
 def _behind_long_work(fill: Callable[[], None], call: Callable[[], Any]) -> Any:
-    """Result of a call on a busy stream: after long work, `fill` writes the operands, and the call reads them."""
+    """Calls the operation on a busy stream: after long work, `fill` writes the operands, and the call reads them.
+
+    Returns its result.
+    """
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -84,7 +87,8 @@ def test_operands_are_read_in_their_turn(make: Callable[[], _Case]) -> None:
     inputs, call = make()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(_CALLS):  # the first call makes plans and compiles kernels, which takes as long as the long work
+        # The first call makes plans and compiles kernels, which may take as long as the long work on the stream.
+        for _ in range(_CALLS):
             call()
     made = _behind_long_work(lambda: _fill(inputs), call)
     expected = call()

@@ -18,7 +18,7 @@ _SENTINEL = 7.0
 
 
 class _Operands:
-    """A layer's arrays, a model and its training step on one GPU."""
+    """One GPU's layer arrays, model and training step."""
 
     def __init__(self, device: int) -> None:
         generator = np.random.default_rng(0)

@@ -65,7 +65,7 @@ def test_pytorchs_weights_stay_bit_for_bit(dtype: str, place: str, graph: bool) 
 
 
 def _tensor(array: Any, dtype: str) -> Any:
-    """An array of CuPy's as a tensor; DLPack has no BF16 in every version of CuPy."""
+    """Converts an array of CuPy's into a tensor; DLPack has no BF16 in every version of CuPy."""
     import torch
 
     if dtype != "bfloat16":
@@ -85,4 +85,4 @@ def test_what_updates_round_is_never_stale(dtype: str, more: tuple[float, ...]) 
         parameter.grad.set(gradient.astype(parameter.grad.dtype))
     for _ in range(3):
         run.optimizer.step()
-        lt.AdamW(run.model.parameters())  # the first load checks every value
+        lt.AdamW(run.model.parameters())  # the first load checks every value of the state

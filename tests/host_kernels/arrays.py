@@ -15,7 +15,7 @@ from tests.host_kernels.build import SANITIZER, Sanitizer
 from tests.support.strategies import Placement
 
 EPSILON: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
-"""Half a unit in the last place, relative."""
+"""Half a unit in the last place of a type, relative to the number."""
 EPS32: Final = EPSILON[DType.FLOAT32]
 
 _HALF_SUBNORMAL: Final = {DType.FLOAT32: 2.0**-150, DType.FLOAT16: 2.0**-25, DType.BFLOAT16: 2.0**-134}
@@ -23,7 +23,7 @@ _GUARD: Final = 8192 if SANITIZER is Sanitizer.NONE else 0  # bytes on either si
 _FILL: Final = 0xFF  # NaN in every type, with bits that no arithmetic yields
 
 FLAT: Final = Placement(column_major=False, gap=0, offset=0)
-"""The placement of a row-major matrix without gaps, at an aligned address."""
+"""Placement of a row-major matrix without gaps, at an aligned address."""
 
 
 class Guarded:
@@ -41,7 +41,7 @@ class Guarded:
 
     @property
     def dtype(self) -> DType:
-        """The type of the operand's elements; fails for a mask, whose bytes have no type of ours."""
+        """The element type of the operand; fails for a mask, whose bytes belong to none of our types."""
         return DType.parse("values", self._type)
 
     @property
@@ -50,13 +50,13 @@ class Guarded:
 
     @property
     def matrix(self) -> Matrix:
-        """The argument block for the matrix."""
+        """Returns the argument block (C struct) that describes the matrix."""
         row, col = self.array.strides
         return Matrix(self.address, row // self._type.itemsize, col // self._type.itemsize)
 
     @property
     def layout(self) -> Layout:
-        """The matrix as the runtime's plans take it."""
+        """Returns the matrix's layout as the runtime's plans take it."""
         return layout_of("matrix", self._shape, [stride // self._type.itemsize for stride in self.array.strides])
 
     def assert_unchanged(self) -> None:
@@ -92,12 +92,12 @@ def _filled(size: int) -> tuple[NDArray[np.uint8], int]:
 
 
 def vector(values: NDArray[Any], dtype: DType, offset: int = 0) -> Guarded:
-    """A guarded vector, as a matrix of one row."""
+    """Makes a guarded vector, as a matrix of one row."""
     return Guarded(values.reshape(1, -1), Placement(column_major=False, gap=0, offset=offset), dtype)
 
 
 def mask(positive: NDArray[np.bool_], gap: int) -> Guarded:
-    """ReLU's mask as guarded bytes, `gap` times 16 of them after each row; bits beyond the last column are set."""
+    """A ReLU mask in guarded memory, with `gap` times 16 bytes after each row; bits beyond the last column are set."""
     beyond = np.ones((positive.shape[0], -positive.shape[1] % 8), np.bool_)
     width = (positive.shape[1] + beyond.shape[1]) // 8
     packed_bits = pack_mask(np.concatenate([positive, beyond], axis=1))[:, :width]
@@ -128,7 +128,7 @@ def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolera
 
 
 def numbers(generator: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
-    """Normal numbers of many magnitudes, with zeros of both signs."""
+    """Draws normal numbers of many magnitudes, with zeros of both signs."""
     values = generator.standard_normal(shape) * 2.0 ** generator.integers(-6, 4, shape)
     values[generator.random(shape) < 0.05] = 0.0
     values[generator.random(shape) < 0.02] = -0.0

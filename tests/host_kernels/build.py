@@ -25,18 +25,18 @@ COMPILER: Final = os.environ.get("CXX", "g++")
 
 _FLAGS: Final = (
     *("-std=c++17", "-Og", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # g++ does not know `#pragma unroll`
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # no warning of `#pragma unroll`, which g++ does not know
 )
 _ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w:, ]*\) )?(\w+)\(')
 _MAX_THREADS: Final = 1024
 
 
 class BuildError(Exception):
-    """The compiler refuses a kernel."""
+    """Raised when g++ refuses a kernel."""
 
 
 class Sanitizer(enum.Enum):
-    """A sanitizer that the compiler builds into a library."""
+    """A sanitizer of g++, which a library is built with."""
 
     NONE = "none"
     ADDRESS = "address"
@@ -44,7 +44,7 @@ class Sanitizer(enum.Enum):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The compiler's options."""
+        """Compiler options of the sanitizer."""
         return {
             Sanitizer.NONE: ("-fsanitize=alignment",),  # the shim's fibers.cpp reports a misaligned access
             Sanitizer.ADDRESS: (
@@ -70,7 +70,7 @@ SANITIZER: Final = Sanitizer(os.environ.get("LT_HOST_SANITIZER", "none"))
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel file and the definitions that it is compiled under.
+    """A kernel file and the macros that it is compiled with.
 
     Attributes:
         source: a file of `cuda_src` or of this directory's `kernels`.
@@ -108,24 +108,25 @@ class Builder:
         self._sanitizer = sanitizer
 
     def library(self, variant: Variant) -> Path:
-        """The shared library with the kernels of `variant`."""
+        """Builds the shared library with the kernels of `variant`, unless it exists; returns its path."""
         macros = {**dict(variant.macros), "KERNEL_FILE": f'"{variant.path.name}"'}
         macros["ENTRIES"] = " ".join(f"EXPORT({entry})" for entry in variant.entries)
         header = self._build("precompiled.h.gch", ["-x", "c++-header"], [], [SHIM / "precompiled.h"])
-        # g++ refuses a precompiled header in which a macro of the command line has a meaning, as WIDTH in libstdc++.
+        # g++ refuses a precompiled header whose text uses a name that is a macro on the command line, such as WIDTH in
+        # libstdc++.
         defined = self._written("macros.h", "".join(f"#define {name} {value}\n" for name, value in macros.items()))
         arguments = ["-shared", "-Winvalid-pch", "-include", str(header.with_suffix("")), "-include", str(defined)]
         return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime()])
 
     def _written(self, name: str, text: str) -> Path:
-        """A file with the text, whose name has the text's digest."""
+        """Writes a text to a file whose name is the text's digest; returns the file."""
         file = self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{name}"
         partial = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         partial.write_text(text)
         return partial.replace(file)
 
     def _runtime(self) -> list[Path]:
-        """Object file that every library is linked with."""
+        """Builds the object file that every library is linked with."""
         files = [SHIM / "launch.cpp", SHIM / "warp.cpp", SHIM / "fibers.cpp"]
         # The shim's runtime tells ThreadSanitizer how threads are ordered; it is not itself instrumented.
         options = ["-c", "-O2", "-fno-sanitize=thread,alignment"]

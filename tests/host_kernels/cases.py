@@ -1,4 +1,7 @@
-"""Strategies of the property tests: shapes, placements that suit a kernel, tilings, dropout, orders of execution."""
+"""Hypothesis strategies that draw the cases of property tests.
+
+Shapes, placements that suit a kernel, tilings, dropout, orders of execution.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
-    """A shape that suits a kernel: rows are whole octets if `aligned`; long, and not whole octets, if `flat`."""
+    """Draws a shape that suits a kernel: rows are whole octets if `aligned`; long, and not whole octets, if `flat`."""
     rows, cols = shape
     if flat:
         cols = cols if cols > 2 * OCTET else cols + 2 * OCTET
@@ -68,7 +71,8 @@ def suit_place(
 def suit_places(
     access: Access, shape: Shape, *places: tuple[Placement, DType], odd: int = 0, others_aligned: bool = False
 ) -> list[Placement]:
-    """Placements of matrices of one shape, for which a pass chooses `access`; each comes with its type.
+    """Draws placements of matrices of one shape for which a pass chooses `access` (aligned, flat or any layout), with
+    types.
 
     Args:
         odd: index of the matrix that does not begin at a multiple of 16 bytes where the access is `ANY`.
@@ -87,13 +91,13 @@ def suit_places(
 
 @dataclass(frozen=True)
 class Blocks:
-    """A block's threads in x and y, both powers of two, and the grid's blocks in y."""
+    """Draws a block's threads in x and y, both powers of two, and the grid's blocks in y."""
 
     block: Pair
     blocks_y: int
 
     def tiling(self, shape: Shape) -> Tiling:
-        """Grid and block that cover a matrix."""
+        """Returns grid and block that cover a matrix."""
         return Tiling((-(-shape[1] // (OCTET * self.block[0])), self.blocks_y), self.block)
 
     def suit(self, access: Access) -> bool:
@@ -103,7 +107,7 @@ class Blocks:
 
 _TALL = ((1, 8), (2, 128), (4, 16), (8, 32), (16, 16), (32, 8), (1, 256))
 tall_blocks = st.builds(Blocks, st.sampled_from(_TALL), st.integers(1, 5))
-"""Blocks for kernels that transpose, which need at least eight rows of threads."""
+"""Draws blocks for kernels that transpose, which need at least eight rows of threads."""
 blocks = st.one_of(
     tall_blocks, st.builds(Blocks, st.sampled_from(((1, 1), (8, 1), (2, 4), (64, 2), (256, 1))), st.integers(1, 5))
 )
@@ -111,14 +115,14 @@ blocks = st.one_of(
 
 @dataclass(frozen=True)
 class Drops:
-    """Dropout, its step passed as a value or through memory."""
+    """Dropout of a case, with its step passed as a value or through memory."""
 
     p: float
     philox: Philox
     step_in_memory: bool
 
     def state(self) -> tuple[DropoutState, NDArray[np.uint32]]:
-        """The argument of a launch, and the memory of its step, which must live until the launch."""
+        """Returns the dropout argument of a launch, and the memory of its step, which must live until the launch."""
         step = np.array([self.philox.step], np.uint32)
         address = step.ctypes.data if self.step_in_memory else 0
         return DropoutState(keep_threshold(self.p), self.philox, address), step
@@ -132,7 +136,7 @@ drops = st.builds(Drops, st.sampled_from((0.1, 0.5, 0.0, 0.93)), generators, st.
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A pass over a matrix.
+    """Fields that the cases of all passes over a matrix share.
 
     Attributes:
         in_place: whether the result overwrites an operand.
@@ -158,4 +162,4 @@ LAUNCH: Final[dict[str, Any]] = {
     "order": orders,
     "seed": seeds,
 }
-"""Strategies of a launch's fields."""
+"""Hypothesis strategies that draw these fields, by name."""

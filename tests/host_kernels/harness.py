@@ -13,13 +13,13 @@ from lt_runtime.kernels.kernel import Entry
 from tests.host_kernels.build import Builder, Variant
 
 FORWARD, REVERSE, SHUFFLED = 0, 1, 2
-"""Orders in which blocks, warps and lanes run; larger numbers are random orders."""
+"""Orders in which blocks, warps and lanes run on the CPU, as numbers; larger numbers are seeds of random orders."""
 
 Pair = tuple[int, int]
 
 
 class HostKernelError(Exception):
-    """A kernel broke a rule of CUDA's."""
+    """Raised when a kernel breaks a rule of CUDA's."""
 
 
 class HostKernel:
@@ -58,7 +58,7 @@ class HostKernel:
             raise HostKernelError(error.decode())
 
     def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
-        """Returns a function that makes the launch at each call."""
+        """Returns a function that makes this launch each time it is called."""
         return functools.partial(self.launch, *arguments, **more)
 
 
@@ -80,12 +80,12 @@ class HostKernels:
         return self.kernel(Variant(entry.source, macros), entry.name)
 
     def kernel(self, variant: Variant, entry: str) -> HostKernel:
-        """A kernel of a file in `cuda_src` or in the tests."""
+        """Finds a kernel of a file in `cuda_src` or in the tests."""
         return HostKernel(self.library(variant), entry, variant.max_threads[entry], self._order)
 
     @contextlib.contextmanager
     def in_order(self, order: int) -> Iterator[None]:
-        """Within the block, kernels are found whose threads run in the given order."""
+        """Within the block, `get_kernel` returns kernels whose threads run in the given order."""
         before, self._order = self._order, order
         try:
             yield
@@ -94,7 +94,7 @@ class HostKernels:
 
 
 def get_array(library: ctypes.CDLL, count: int) -> list[int]:
-    """The numbers that a library built with LAYOUT holds."""
+    """Reads the numbers (struct sizes and offsets) that a library built with LAYOUT holds."""
     function: Any = library["layout"]
     function.restype = ctypes.POINTER(ctypes.c_size_t)
     return list(function()[:count])

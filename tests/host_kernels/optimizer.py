@@ -36,13 +36,17 @@ OPTIONS: Final = adamw.Options(
 
 @dataclass(frozen=True)
 class TensorCase:
-    """A parameter's size, types and offsets. Below FP32 it has a master copy, or is BF16 and updated `in_place`."""
+    """A test case: a parameter's size, types and offsets.
+
+    A parameter of 16 bits either has a master copy, or is BF16 and updated `in_place`.
+    """
 
     size: int
     dtype: DType = F32
     gradient_dtype: DType = F32
     in_place: bool = False
-    offsets: tuple[int, int, int] = (0, 0, 0)  # elements before the parameter, the gradient, and all others
+    # Offsets: elements before the parameter, before the gradient, and before all other arrays.
+    offsets: tuple[int, int, int] = (0, 0, 0)
     lr_scale: float = 1.0
     weight_decay: float = 0.1
 
@@ -52,7 +56,7 @@ offsets = st.one_of(st.just((0, 0, 0)), st.just((0, 0, 0)), st.tuples(*(st.sampl
 
 
 def tensors(in_place: bool) -> st.SearchStrategy[TensorCase]:
-    """Any tensor; `in_place` says whether BF16 may go without a master copy."""
+    """Draws any tensor; `in_place` says whether BF16 parameters may lack a master copy."""
     return st.builds(
         TensorCase,
         size=sizes,
@@ -66,7 +70,7 @@ def tensors(in_place: bool) -> st.SearchStrategy[TensorCase]:
 
 
 class HostTensor:
-    """One parameter's arrays, drawn at random unless the gradient is given."""
+    """The arrays of one parameter, with random contents unless the gradient is given."""
 
     def __init__(
         self, case: TensorCase, variant: AdamWVariant, seed: np.random.Generator | int, gradient: Any = None
@@ -98,20 +102,20 @@ class HostTensor:
 
     @property
     def written(self) -> list[Guarded]:
-        """All arrays that an update may write."""
+        """Returns all arrays that an update may write."""
         return [*self.updated, self.parameter]
 
     @property
     def state(self) -> AdamWTensor:
-        """The tensor's state as a copy for the reference."""
+        """Copies the tensor's state for the reference."""
         return AdamWTensor(*(x.array.copy() for x in self.updated))
 
     def hyper(self, hyper: AdamWHyper) -> AdamWHyper:
-        """The settings with the tensor's own learning rate and weight decay."""
+        """Returns the settings with the tensor's own learning rate and weight decay."""
         return replace(hyper, lr=hyper.lr * self.case.lr_scale, weight_decay=self.case.weight_decay)
 
     def row(self) -> adamw.Tensor:
-        """The tensor as the kernels' tables describe it."""
+        """Returns the tensor as an entry of the kernels' tables."""
         arrays = {"value": self.updated[0], "gradient": self.gradient, "m": self.m, "v": self.v}
         if self.master:
             arrays["copy"] = self.parameter
@@ -122,7 +126,7 @@ class HostTensor:
 
 
 class HostOptimizer:
-    """The kernels of the norm and the update, with the state that they keep.
+    """Launches the kernels of the norm and of the update, and keeps the optimizer's state between launches.
 
     Attributes:
         state: the optimizer's state, as it lies on the device. scale, growth_tracker: of the loss scaler.
@@ -140,7 +144,7 @@ class HostOptimizer:
         self.growth_tracker = np.zeros(1, np.int32)
 
     def step(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
-        """Launches gradient_norm, then adamw."""
+        """Launches the kernel gradient_norm, then the kernel adamw."""
         self.measure(tensors, order)
         self.update(tensors, order)
 
@@ -172,11 +176,11 @@ class HostOptimizer:
 
 
 def bits(tensors: Sequence[HostTensor]) -> list[bytes]:
-    """The bytes of all arrays that an update may write."""
+    """Returns the bytes of all arrays that an update may write."""
     return [array.array.tobytes() for tensor in tensors for array in tensor.written]
 
 
 def rounded(values: NDArray[np.float32], dtype: DType, lanes: NDArray[np.uint16]) -> NDArray[np.float64]:
-    """The stored form of FP32 values: unchanged, or rounded to BF16 with the given random lanes."""
+    """Returns FP32 values as they are stored: unchanged, or rounded to BF16 with the given random lanes."""
     stored = values if dtype is F32 else reference.round_stochastically(values, lanes.reshape(values.shape))
     return stored.astype(np.float64)

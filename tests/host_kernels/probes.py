@@ -22,7 +22,7 @@ class ShimProbeParams(ctypes.Structure):
 def run_probe(
     kernel: HostKernel, block: Pair = (16, 1), grid: Pair = (1, 1), order: int = FORWARD
 ) -> tuple[NDArray[np.float32], int]:
-    """What each thread of the grid wrote, and the counter."""
+    """Output of a run: what each thread of the grid wrote, and the counter."""
     out = np.full((grid[1] * grid[0], block[1] * block[0]), -1.0, np.float32)
     count = np.zeros(1, np.uint32)
     kernel.launch(grid, block, ShimProbeParams(out.ctypes.data, count.ctypes.data), order=order)

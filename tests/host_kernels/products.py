@@ -35,10 +35,13 @@ _STEEPEST: Final = 1.2
 
 @contextmanager
 def launching(host: HostKernels, variants: Collection[Variant], order: int) -> Iterator[pytest.MonkeyPatch]:
-    """Runs the runtime's launches with the threads in an order; skips cases that need a kernel of no variant."""
+    """Within the block, the runtime's launches run with threads in the given order.
+
+    Skips cases for which no kernel variant is built.
+    """
 
     def get(entry: Entry, macros: Macros, device: int) -> HostKernel:
-        # the CPU's kernels are the same however many blocks a multiprocessor shall hold
+        # on the CPU the number of blocks that a multiprocessor holds makes no difference
         alike = tuple((name, "1" if name == "BLOCKS" else value) for name, value in macros)
         assume(Variant(entry.source, alike) in variants)
         return host.get(entry, alike)
@@ -49,7 +52,7 @@ def launching(host: HostKernels, variants: Collection[Variant], order: int) -> I
 
 
 class Memory:
-    """A stream's tickets, and a workspace that is just as large as it is needed."""
+    """A stream's tickets (counters of finished blocks), and a workspace of exactly the size that is needed."""
 
     stream = 0
 
@@ -58,18 +61,18 @@ class Memory:
         self.tickets, self.workspace = self._tickets.address, self.scratch(size)
 
     def scratch(self, size: int) -> int:
-        """Makes the workspace."""
+        """Allocates the workspace."""
         self._workspace = vector(np.full(size // 4, np.nan), DType.FLOAT32)
         return self._workspace.address if size else 0
 
     def check(self) -> None:
-        """Fails if anything around the workspace was written, or tickets are not zero again."""
+        """Fails if anything around the workspace was written, or if a ticket is not zero again."""
         self._tickets.assert_unchanged()
         self._workspace.values()
 
 
 def spec_of(matrix: Guarded) -> Spec:
-    """A matrix as a product's plan takes it."""
+    """Returns the matrix's description as a product's plan takes it."""
     return Spec(matrix.layout, min(ALIGNMENT, matrix.address & -matrix.address))
 
 
@@ -105,7 +108,7 @@ CASE: Final[dict[str, Any]] = {
 
 
 class Product:
-    """Operands of a case and their expected results.
+    """The operands of a case in guarded memory, and their expected results.
 
     Args:
         shape: M, N, K.
@@ -144,7 +147,8 @@ class Product:
         error = (a.shape[1] + 4) * EPS32 * size
         self._z, self._z_limit = z, rounding(self.dtype, z) + error
         activation = Activation(self.epilogue.activation)
-        expected, terms, errors = z, a.T, np.zeros(a.T.shape)  # terms and errors of the bias gradient
+        # Products that the bias gradient adds up, and their errors.
+        expected, terms, errors = z, a.T, np.zeros(a.T.shape)
         if self.epilogue.is_derivative:
             bits = unpack_mask(self.operands["aux"].array, z.shape[1]) if self._has_mask else None
             slopes = derivative(aux, activation) if bits is None else bits.astype(np.float64)
@@ -165,12 +169,12 @@ class Product:
         return MatmulProblem(self.dtype, self.dtype, Compute.FLOAT32, a, b, d, self.epilogue, **optional)
 
     def _aux_spec(self) -> Spec:
-        """How the auxiliary matrix lies; a mask's strides count bits."""
+        """Returns the layout of the auxiliary matrix; a mask's strides count bits."""
         aux, (m, n, _) = self.operands["aux"], self._shape
         return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0])) if self._has_mask else spec_of(aux)
 
     def run(self, own_pass: TileMatmulPass | NarrowPass) -> None:
-        """Runs the product by a pass that was made from `self.problem`."""
+        """Runs the product by one of our passes, which was made from `self.problem`."""
         a, b, c, d, aux = (self.operands[name].address for name in OPERANDS)
         memory = Memory(own_pass.scratch_bytes)
         call = Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))
@@ -178,7 +182,7 @@ class Product:
         memory.check()
 
     def check(self) -> None:
-        """Compares the results, and fails if anything else was written."""
+        """Compares the results with the expected ones, and fails if anything else was written."""
         assert_close("d", self.operands["d"].values(), self._expected, self._limit)
         if self.epilogue.has_bias_gradient:
             assert_close("sums", self.vector.values()[0], self._sums, self._sums_limit)
@@ -193,6 +197,6 @@ class Product:
 
     @property
     def results(self) -> bytes:
-        """The bytes of D, the auxiliary matrix and the vector: a pass may write all three."""
+        """Returns the bytes of all outputs: D, the auxiliary matrix and the vector (bias or its gradient)."""
         written = (self.operands["d"], self.operands["aux"], self.vector)
         return b"".join(each.array.tobytes() for each in written)

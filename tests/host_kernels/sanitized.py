@@ -38,7 +38,10 @@ def digest() -> str:
 
 
 def covered_files() -> list[Path]:
-    """The kernels, their launchers, their tests, the shim, and every module of ours that the tests import."""
+    """The files that can change the result.
+
+    The kernels, their launchers, their tests, the shim, and every module of ours that the tests import.
+    """
     tests = _files(HERE, ".py")
     sources = [*_files(kernel_sources(), ".cu", ".cuh"), *_files(HERE, ".cu", ".cuh", ".cpp", ".h")]
     imported = {file for test in tests for file in _imported(test)}
@@ -60,17 +63,17 @@ def _imported(test: Path) -> Iterator[Path]:
 
 
 def is_to_run() -> bool:
-    """Whether all tests are asked for, or a covered file has changed since they passed."""
+    """Whether all tests have to run: LT_COMPILE_ALL=1 is set, or a covered file has changed since the tests passed."""
     return os.environ.get(COMPILE_ALL) == "1" or not RECORD.exists() or RECORD.read_text().strip() != digest()
 
 
 def of_the_day(tests: Sequence[str], day: date) -> str:
-    """The test of a day: each test is chosen once in as many days as there are tests."""
+    """Chooses the test of a day: each test is chosen once in as many days as there are tests."""
     return tests[day.toordinal() % len(tests)]
 
 
 def main() -> int:
-    """Runs the sanitizers and returns pytest's exit status."""
+    """Runs all tests under the sanitizers, and returns pytest's exit status."""
     before = digest()
     os.environ[COMPILE_ALL] = "1"
     status = pytest.main(["-q", "-n", "2", "-p", "no:cacheprovider", str(HERE / "test_sanitizers.py")])

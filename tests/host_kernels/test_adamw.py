@@ -47,7 +47,7 @@ hypers = st.builds(
 class AdamWCase:
     tensors: list[TensorCase]
     hyper: AdamWHyper
-    first: int  # number of updates before this one
+    first: int  # number of updates that were made before this one
     updates: int
     order: int
     seed: int
@@ -157,7 +157,7 @@ def test_random_numbers_of_tensors_over_two_thousand_million_elements(host: Host
     lanes = reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M, first=8 * octet)
     expected = rounded(new.m, BF16, lanes)
     agree = (tensor.m.values() == expected).mean()
-    assert agree > 0.99  # FP32 arithmetic makes the remaining numbers differ
+    assert agree > 0.99  # FP32 arithmetic causes the differences of the other numbers
     elsewhere = rounded(new.m, BF16, reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M))
     assert (tensor.m.values() == elsewhere).mean() < 0.9
 
@@ -226,7 +226,10 @@ def test_a_scale_stays_a_normal_number(host: HostKernels, scale: float, bad: flo
 
 @dataclass(frozen=True)
 class Judged:
-    """Steps with gradients that are scaled, clipped and checked for NaN; `bad`: one element of each step."""
+    """Makes steps with gradients that are scaled, clipped and checked for NaN.
+
+    `bad` replaces one element in each step.
+    """
 
     tensors: list[TensorCase]
     scaler: GradScaler | None
@@ -295,7 +298,7 @@ def test_scaling_clipping_and_skipping(host: HostKernels, case: Judged) -> None:
             assert (optimizer.scale[0], optimizer.growth_tracker[0]) == (scale, tracker)
         assert (optimizer.state["steps"], optimizer.state["skipped"]) == (steps, skipped)
         if not finite and not skips:
-            return  # from here on the values are NaN
+            return  # from this step on, the parameters are NaN
 
 
 def set_gradients(

@@ -19,7 +19,7 @@ from tests.support.strategies import Placement
 
 @dataclass(frozen=True)
 class Batch:
-    """An array and its buffers.
+    """A test case: a source array and the buffers that it is copied into.
 
     Attributes:
         kind: type of the elements.
@@ -47,7 +47,7 @@ LABELS = Batch("i8", 1)
 
 
 class _Operands:
-    """An array, its buffers with a gap after each part, and their expected contents."""
+    """Makes an array, its buffers with a gap after each part, and their expected contents."""
 
     def __init__(self, batch: Batch, rows: int, parts: int, generator: np.random.Generator) -> None:
         kind = np.dtype(batch.kind)

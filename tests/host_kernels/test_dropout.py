@@ -29,7 +29,7 @@ from tests.support.strategies import Placement, generators, placements
 
 PROBE = Variant("dropout_probe.cu")
 WORD = 0xFFFFFFFF
-KNOWN_ANSWERS = [  # Random123, ten rounds
+KNOWN_ANSWERS = [  # known answers of Random123, for ten rounds
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((WORD, WORD, WORD, WORD), (WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
@@ -87,7 +87,7 @@ def test_factors_from_any_index_on(
 
 
 def lane_of(philox: Philox, index: int) -> int:
-    """The 16 bits of the element at a row-major index, by the contract's words."""
+    """Draws the 16 bits of the element at a row-major index as the docstring of reference/philox.py defines them."""
     counter = np.array([[index // 8 & WORD, index // 8 >> 32, philox.layer, philox.step]], np.uint64)
     words = philox4x32(counter, (philox.seed & WORD, philox.seed >> 32))[0]
     return int(words[index % 8 // 2]) >> 16 * (index % 2) & 0xFFFF

@@ -50,13 +50,13 @@ class BackwardCase(Launch):
     sums: bool = True  # whether the bias gradient is computed; always true if dz is not written
     accumulate: bool = True  # whether the bias gradient is added to the buffer's contents
     sum_offset: int = 0
-    tall_blocks: Blocks  # used in place of `blocks` if the variant transposes
+    tall_blocks: Blocks  # blocks for variants that transpose, which use them in place of `blocks`
     dy: Placement = FLAT
     saved: Placement = FLAT
     dz: Placement = FLAT
 
     def suited(self, variant: Backward) -> BackwardCase:
-        """The case, changed as little as possible, so that the variant supports it."""
+        """Changes the case, as little as possible, so that the variant supports it."""
         aligned, dtype = variant.access is Access.ALIGNED, variant.dtype
         shape = suit_shape(self.shape, aligned=aligned, flat=variant.access is Access.FLAT)
         in_place = self.in_place and variant.dz == 1
@@ -102,7 +102,7 @@ cases = st.builds(
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of one launch.
+    """The operands of one launch, in guarded memory.
 
     Attributes:
         kept: for each element, the value that `saved` was made from.
@@ -131,12 +131,12 @@ class Operands:
 
     @property
     def written(self) -> list[Guarded]:
-        """Operands that hold results."""
+        """Allocates the operands that hold results."""
         return [self.db] if self.dz is None else [self.db, self.dz]
 
 
 def saved_of(z: NDArray[Any], variant: Backward, place: Placement) -> tuple[Guarded, Array]:
-    """The tensor that forward saves of a pre-activation, and for each element the value that it represents."""
+    """Computes the tensor that forward saves of a pre-activation, and for each element the value that it represents."""
     if variant.saved is Saved.MASK:
         return mask(z > 0, place.gap), (z > 0).astype(np.float64)
     values = activate(z, Activation(variant.activation)) if variant.saved is Saved.OUTPUT else z
@@ -148,7 +148,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
     state, step = case.drops.state()
     activation, saved, dz = Activation(variant.activation, case.slope), operands.saved, operands.dz
     saved_spec = None if variant.saved is Saved.NOTHING else spec_of(saved)
-    if variant.saved is Saved.MASK:  # counted in bits, as by cuBLASLt
+    if variant.saved is Saved.MASK:  # a mask's stride is counted in bits, as by cuBLASLt
         saved_spec = Spec(Layout(*case.shape, Order.ROW, 8 * saved.matrix.row_stride))
     slopes = Derivative(activation, variant.saved, saved_spec, 16 if case.sums else None, variant.dropout)
     with launching(host, {Variant(EPILOGUE_BWD.source, variant.macros)}, order) as patch:
@@ -166,7 +166,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
 
 
 def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
-    """The activation's derivative at the saved values."""
+    """Computes the activation's derivative at the saved values."""
     if variant.saved is Saved.NOTHING:
         return np.ones_like(saved)
     if variant.saved is Saved.PREACTIVATION:
@@ -178,7 +178,7 @@ def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
 
 
 def expected_gradient(variant: Backward, case: BackwardCase, dy: Array, saved: Array) -> tuple[Array, Array]:
-    """dz before rounding, and the bound of its error."""
+    """Computes dz before rounding, and the bound of its error."""
     dz = dy * expected_slopes(variant, saved, case.slope)
     size = np.abs(dy) * max(1.0, abs(case.slope)) * (1.0 + np.abs(saved))
     if variant.dropout:
@@ -246,7 +246,7 @@ def test_the_order_of_execution_does_not_reach_the_bits(
 def launch_on_row(
     host: HostKernels, variant: Backward, dy: NDArray[Any], saved: Guarded, *, slope: float = 0.0
 ) -> Guarded:
-    """dz of a single row, with a dropout that keeps everything if the variant has one."""
+    """Computes dz of a single row, with a dropout that keeps every element if the variant has dropout."""
     place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns begin at multiples of 16 bytes
     source, dz = Guarded(dy, dtype=variant.dtype), Guarded(np.zeros(dy.shape), place, variant.dtype)
     keeps_all = DropoutState(65536, Philox()).block()

@@ -44,7 +44,7 @@ class ForwardCase(Launch):
     y: Placement
 
     def suited(self, variant: Forward) -> ForwardCase:
-        """The case, changed as little as possible, so that the variant supports it."""
+        """Changes the case, as little as possible, so that the variant supports it."""
         is_aligned, is_flat = (variant.access is each for each in (Access.ALIGNED, Access.FLAT))
         shape = suit_shape(self.shape, aligned=is_aligned, flat=is_flat)
         # a matrix of another type cannot share the product's memory

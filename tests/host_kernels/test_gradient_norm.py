@@ -23,13 +23,13 @@ from tests.host_kernels.variants import BF16, F16, F32, PLAIN_ADAMW, TYPES
 
 sizes = st.one_of(st.integers(0, 40), st.sampled_from((255, 1024, 5000, 16384, 16385, 40000)))
 tensors = st.tuples(sizes, st.sampled_from(TYPES), st.sampled_from((0, 0, 1, 4, 8)))
-"""Size, type, and number of elements before the first."""
+"""A gradient of a case: size, type, and number of elements before the first."""
 
 
 def measured(
     host: HostKernels, gradients: list[np.ndarray], offsets: list[int], scale: float | None = None, order: int = 0
 ) -> tuple[float, int]:
-    """The kernel's norm, and how many threads met a gradient that is not finite."""
+    """Runs the kernel; returns the norm, and how many threads met a gradient that is not finite."""
     tensors = []
     for gradient, offset in zip(gradients, offsets, strict=True):
         dtype = DType.parse("gradient", gradient.dtype)

@@ -18,7 +18,10 @@ from tests.support.kernel_families import ENTRIES
 
 TABLES = {kernel.struct(name) for name in ("AdamWChunk", "GradientChunk", "EmaChunk")}
 STRUCTS = TABLES | {entry.params for entry in ENTRIES.values()} | set(kernel._structs.values())
-"""The structs that kernels take, those within them, and those of tables on the device."""
+"""The C++ structs whose layout is tested.
+
+Arguments of kernels, structs within these, and entries of tables on the device.
+"""
 ON = (
     "WEIGHTED DROPOUT KEEP SAVED ALIGNED BLOCKS AUX SUMS AMSGRAD STOCHASTIC ROWS HIDDEN ROW_WARPS "
     "ROW_TILES SUM_WARPS LAST A_ALONG_K B_ALONG_K"
@@ -29,14 +32,14 @@ OTHERS = (
     "FIRST=0 THREADS=512 DERIVATIVE=0"
 )
 MACROS = dict.fromkeys(ON.split(), "1") | dict(each.split("=") for each in OTHERS.split())
-"""A value of each definition that some kernel file needs."""
+"""A valid value of each macro that some kernel file needs to be compiled."""
 TEMPLATES = ("ColumnSum",)
 TILES = "mma.cuh"
 """Kernels that include this header multiply 16-bit numbers, so that they are compiled for FP16 and BF16 alone."""
 
 
 def defining_file(struct: type[Struct]) -> str:
-    """The first kernel file that defines the struct, itself or in a header that it includes."""
+    """Returns the first kernel file that defines the struct, itself or in a header that it includes."""
     files = sorted(file.name for file in kernel_sources().glob("*.cu"))
     definition = rf"struct (alignas\(\d+\) )?{struct.__name__} {{"
     return next(file for file in files if any(re.search(definition, each.read_text()) for each in included(file)))
@@ -69,7 +72,7 @@ def test_every_kernel_is_known_to_the_runtime() -> None:
 def test_sums_of_a_narrow_mlp_lie_as_the_header_says(host: HostKernels) -> None:
     dims = (17, 40, 33, 5)
     problem = MLPProblem(DType.BFLOAT16, 100, dims, (True,) * 3, Activation("relu"), backward=True)
-    padded = ((64, 32), (64, 64), (16, 64))  # outputs and inputs of the layers, padded as in the kernels
+    padded = ((64, 32), (64, 64), (16, 64))  # numbers of outputs and inputs of the layers, padded as in the kernels
     expressions = [f"lt::sums_of_layer({outputs}, {inputs})" for outputs, inputs in padded]
     expected = [*mlp._sums(problem), mlp._FRAGMENT, mlp._LOSS_PLACES, mlp.MAX_LAYERS]
     expressions += ["lt::kFragment", "lt::kLossPlaces", "lt::kMaxLayers"]

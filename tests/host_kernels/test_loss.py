@@ -71,7 +71,7 @@ def runner(host: HostKernels) -> Iterator[Runner]:
 
 
 class LossMemory(Memory):
-    """The memory of a stream, and of a loss."""
+    """Memory that a loss's launch needs: the stream's and the loss's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class LossMemory(Memory):
 
 
 def scale_of(factor: float, on_device: bool) -> tuple[tuple[float, int], NDArray[np.float32]]:
-    """A call's scale, and the memory of its factor, which must live until the launch."""
+    """Makes the scale argument of a call, and the memory of its factor, which must live until the launch."""
     array = np.array([factor], np.float32)
     return ((0.5, array.ctypes.data) if on_device else (0.5 * factor, 0)), array
 
@@ -136,7 +136,7 @@ cases = st.builds(
 
 
 def row_of(values: NDArray[Any] | None, offset: int = 0) -> Guarded | None:
-    """Guarded weights in memory; None if there are no weights."""
+    """Places weights in guarded memory; returns None if there are no weights."""
     return None if values is None else vector(values, F32, offset)
 
 
@@ -146,7 +146,7 @@ def address_of(operand: Guarded | None) -> int:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Options of a loss that is a mean over all elements, and the kinds of its weights."""
+    """For each loss that is a mean over all elements, its options and the kinds of its weights."""
 
     loss: str
     delta: float = 1.0
@@ -234,7 +234,7 @@ def test_weights_of_rows_that_are_too_many_to_join(
 def run_elementwise(
     runner: Runner, loss: str, prediction: Array, target: Array, delta: float = 1.0
 ) -> tuple[float, Array]:
-    """Loss and gradient of FP32 matrices, the gradient not divided by their size."""
+    """Runs a loss on FP32 matrices; returns loss and gradient, the latter not divided by their size."""
     operands = [Guarded(each.astype(np.float32)) for each in (prediction, target, np.zeros_like(prediction))]
     layouts = [each.layout for each in operands]
     loss_pass = ElementwiseLossPass(F32, layouts[0], layouts[2], layouts[1], ElementwiseLoss(loss, delta), 0)
@@ -294,7 +294,7 @@ def run_cross_entropy(
 
 
 def draw_labels(data: st.DataObject | None, case: LossCase) -> tuple[NDArray[Any], float, int | None]:
-    """Labels, most of them in range, their smoothing, and the label to ignore; without `data`, plain labels."""
+    """Draws labels, most of them in range, their smoothing, and the label to ignore; without `data`, plain labels."""
     rows, cols = case.shape
     if data is None:
         return np.arange(rows) % cols, 0.1, None
@@ -331,7 +331,7 @@ def test_few_classes(runner: Runner, dtype: DType, data: st.DataObject | None, c
 
 @dataclass(frozen=True)
 class Weighted:
-    """The kinds of weights that a case has."""
+    """The kinds of weights (of rows, of classes) that a case has."""
 
     by_row: bool = False
     by_class: bool = False

@@ -104,7 +104,7 @@ cases = st.builds(
 
 
 class Product:
-    """A stored product with all operands that an epilogue may need."""
+    """A product that is already stored, with all operands that an epilogue may need."""
 
     def __init__(self, case: MatmulCase, variant: MatmulEpilogue) -> None:
         self.case, self.variant = case, variant
@@ -127,7 +127,10 @@ class Product:
         return vector(numbers(self.generator, (count,), self.variant.dtype), self.variant.dtype)
 
     def run(self, epilogue: Epilogue, of: Guarded | None, aux: Batch | BitMask | None, *operands: Batch) -> None:
-        """Runs the pass; `of` is the bias or the bias gradient, and the operands are A and B, if they are read."""
+        """Runs the pass over the product.
+
+        `of` is the bias or the bias gradient. The operands are A and B, if the pass reads them.
+        """
         (m, n), k, in_memory = self.case.shape, self.case.k, self.case.beta_in_memory
         a, b = operands or (None, None)
         specs = a.spec if a else Spec(packed(m, k)), b.spec if b else Spec(packed(k, n)), self.d.spec
@@ -144,7 +147,7 @@ class Product:
             self.source.guarded.assert_unchanged()
 
     def in_fp32(self, bias: Array) -> NDArray[np.float32]:
-        """The product + β·C + bias, added in the kernel's order."""
+        """Computes the product + β·C + bias, added in the kernel's order."""
         product, c = (matrix.values().astype(np.float32) for matrix in (self.source, self.c))
         sums = product + np.float32(self.case.beta) * c if self.case.beta else product
         return sums + bias.astype(np.float32)
@@ -194,7 +197,7 @@ def check_backward(product: Product, epilogue: Epilogue) -> None:
     z = product.batch(product.before.shape, variant.dtype, product.aux_place)
     values = z.values()
     mask = BitMask(values > 0.0, product.d.spec.layout.order)
-    mask.bytes[:] = mask.expected()  # as cuBLASLt would write them
+    mask.bytes[:] = mask.expected()  # the mask's bytes as cuBLASLt would write them
     gradient = product.vector(product.case.batch * product.case.shape[1])
     of = gradient if epilogue.has_bias_gradient else None
     product.run(epilogue, of, mask if variant.activation == "relu" else z)
@@ -237,7 +240,7 @@ def check_operand_sum(product: Product, epilogue: Epilogue) -> None:
 
 
 def check_sums(sums: Guarded, terms: Array, limit: Array, *, written: bool) -> None:
-    """Sums over the rows of a batch of terms, each off by `limit` at most."""
+    """Computes the sums over the rows of a batch of terms, each off by `limit` at most."""
     if not written:
         sums.assert_unchanged()
         return

@@ -41,7 +41,10 @@ def _on_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class _Network:
-    """Weights, biases, inputs and the gradient of outputs in guarded memory, and their values in float64."""
+    """An MLP of a case.
+
+    Weights, biases, inputs and the gradient of outputs in guarded memory, and their values in float64.
+    """
 
     problem: MLPProblem
     x: Guarded
@@ -65,7 +68,10 @@ class _Network:
         return y.values()
 
     def loss(self, host: HostKernels, order: int, loss: ElementwiseLoss, scale: float) -> tuple[float, list[Array]]:
-        """The loss of the outputs against `dy` as targets, and the gradients, multiplied by half the scale."""
+        """Runs forward and backward with a loss that has `dy` as targets.
+
+        Returns the loss, and the gradients times half the scale.
+        """
         value, factor = vector(np.full(1, np.nan), F32), vector(np.full(1, scale), F32)
         gradients = self.backward(host, order, None, loss, (value.address,), ((0.5, factor.address),))
         return float(value.values()[0, 0]), gradients
@@ -73,7 +79,7 @@ class _Network:
     def backward(
         self, host: HostKernels, order: int, start: float | None = None, loss: Any = None, more: Any = (), by: Any = ()
     ) -> list[Array]:
-        """Gradients of weights and biases, added to any `start`; `more` and `by` are a loss's address and scales."""
+        """Returns the gradients, added to any `start`. `more` and `by` are the address of a loss and its scales."""
         fill = np.nan if start is None else start
         kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
         grads = [each and Guarded(np.full(each.array.shape, fill), FLAT, self.problem.dtype) for each in kinds]
@@ -100,7 +106,7 @@ class _Network:
 
     @property
     def exact(self) -> tuple[list[Array], list[Array]]:
-        """Pre-activation and output of each layer, in float64 and never rounded."""
+        """Computes pre-activation and output of each layer, in float64 and never rounded."""
         h, zs, hs = _values(self.x), [], []
         for i, (w, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             z = h @ _values(w).T + (_values(bias)[0] if bias else 0.0)
@@ -114,7 +120,7 @@ class _Network:
         return self.gradients_from(_values(self.dy))
 
     def gradients_from(self, dz: Array) -> list[Array]:
-        """The gradients of all parameters, from that of the outputs, in float64."""
+        """Computes the gradients of all parameters from the gradient of the outputs, in float64."""
         (zs, hs), found = self.exact, list[Array]()
         for i in reversed(range(len(self.weights))):
             below = hs[i - 1] if i else _values(self.x)
@@ -190,7 +196,7 @@ SHAPES = (
     ((64, 64, 64, 64, 3), 200),
     ((24, 128, 128, 10), 35),
     ((128, 128, 128, 10), 20),
-    ((48, 32, 16), 31),  # three tiles across two warps; the last chunk lacks one row
+    ((48, 32, 16), 31),  # the rows make three tiles across two warps; the last chunk lacks one row
 )
 
 
@@ -325,7 +331,7 @@ def _taken(*dims: int, dtype: DType = BF16, rows: int = 8, backward: bool = True
     [
         *((dims, True, True) for dims in ((64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 15)),
         *((dims, False, False) for dims in ((64, 64), (64, 129, 64), (129, 64, 64), (64, 64, 129), (16,) * 18)),
-        ((128,) * 5, True, False),  # backward, shared memory is too small for so many layers
+        ((128,) * 5, True, False),  # in backward, shared memory is too small for so many layers
         ((128,) * 9, False, False),
     ],
     ids=str,
@@ -335,7 +341,7 @@ def test_supported_widths_and_depths(dims: tuple[int, ...], forward: bool, backw
 
 
 def _parts(*dims: int, rows: int = 1 << 20) -> list[tuple[int, ...]]:
-    """First layer, last layer and block of each launch."""
+    """For each launch of backward: its first layer, its last layer and its threads in a block."""
     problem = MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), True)
     return [(part.first, part.last, *part.block) for part in fitting_parts(problem, SHARED, 132)]
 

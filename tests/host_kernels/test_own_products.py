@@ -19,15 +19,15 @@ from tests.host_kernels.variants import F32, NARROW, TILE, Narrow, Tile
 from tests.support.strategies import Placement
 
 _TRANSPOSED = {"narrow_n": (False, True), "narrow_k": (False, False), "narrow_m": (True, False)}
-"""Whether A and B are column-major."""
+"""For each case, whether A and B are column-major."""
 _MOVED = {"narrow_n": ("a", "b"), "narrow_k": ("b", "c", "d", "aux"), "narrow_m": ("b",)}
-"""Names of the matrices that a kernel moves in vectors."""
+"""Names of the matrices that a kernel loads or stores as vectors, by kernel."""
 _EPILOGUE = {"narrow_n": Epilogue.BIAS, "narrow_m": Epilogue.BGRADA}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowCase(Case):
-    """A product that is tiny in one dimension.
+    """A test case: a product that is tiny in one dimension.
 
     Attributes:
         tiny: the dimension that is tiny, counted down from the variant's width.
@@ -53,7 +53,7 @@ class NarrowCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class TileCase(Case):
-    """A product of matrices with ragged rows.
+    """A test case: a product of matrices with ragged rows, which are no multiple of 16 bytes.
 
     Attributes:
         shape: M, N and K.
@@ -108,7 +108,7 @@ def narrow_product(host: HostKernels, variant: Narrow, case: NarrowCase, order: 
     def suited(name: str, shape: Shape, place: Placement) -> Placement:
         aligned = variant.aligned and name in _MOVED[variant.entry]
         at = suit_place(place, shape, variant.dtype, aligned=aligned, column_major=across.get(name, False))
-        # an odd offset, so that the runtime does not take the fast path by chance
+        # odd offset: the runtime must not take the fast path by chance
         return replace(at, offset=at.offset | 1) if name == "b" and not aligned else at
 
     epilogue = variant.epilogue or (_EPILOGUE[variant.entry] if case.vector else Epilogue.NONE)
@@ -149,7 +149,7 @@ LONG = TileCase(shape=(70, 67, 700), c="in place")
 """In this case D has four tiles, and blocks that make the same tile share K."""
 SHARED = replace(LONG, shape=(30, 21, 700))
 TALL = replace(LONG, shape=(700, 65, 21), c="nowhere")
-"""In this case tiles share the sums of columns."""
+"""In this case several tiles of D lie in one column, and share its sums."""
 
 
 @pytest.mark.parametrize("variant", NARROW, ids=str)

@@ -22,7 +22,7 @@ from tests.support.strategies import Placement, placements
 
 @dataclass(frozen=True)
 class Copy:
-    """A matrix and the one that it is copied into."""
+    """A test case: a matrix, and the target that it is copied into."""
 
     source: tuple[int, int]
     target: tuple[int, int]
@@ -75,7 +75,7 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int,
         made = ResizePass(dtype, [each.resize for each in operands], 0)
     made.launch([(each.source.address, each.target.address) for each in operands], 0)
     for each in operands:
-        each.target.values()  # nothing around it was written
+        each.target.values()  # the copy wrote nothing around the target
         assert each.target.array.tobytes() == each.expected.tobytes()
         each.source.assert_unchanged()
 

@@ -22,7 +22,8 @@ from tests.host_kernels.variants import BF16, F16, F32, FULL_ADAMW, NARROW, PLAI
 
 REPOSITORY = HERE.parent.parent
 NARROW_PRODUCTS = [each for each in NARROW if (each.dtype, each.width) in ((F32, 16), (BF16, 16), (F16, 1))]
-WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {  # of these, ThreadSanitizer runs only the explicit examples
+# Of the tests in these files, ThreadSanitizer runs only the explicit examples.
+WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {
     "test_epilogue_bwd.py::test_backward": (
         *("float32-gelu-dropout-scattered-preactivation-sum", "float32-gelu-dropout-aligned-preactivation-transposed"),
         *("float16-tanh-dropout-scattered-output-dz", "bfloat16-relu-whole-scattered-output-transposed"),
@@ -99,7 +100,7 @@ def run_python(sanitizer: Sanitizer, directory: Path, arguments: list[str]) -> s
         **os.environ,
         "LD_PRELOAD": sanitizer.runtime_library,
         "LT_HOST_SANITIZER": sanitizer.name.lower(),
-        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaks at its end
+        "ASAN_OPTIONS": "detect_leaks=0",  # no search for leaks: the interpreter leaks at its end
         BUILD_DIRECTORY: str(directory),
     }
     command = [*without_randomization(sanitizer), sys.executable, *arguments]
@@ -120,13 +121,14 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
 
 def pass_under(sanitizer: Sanitizer, directory: Path, tests: Sequence[str]) -> None:
     paths = [f"tests/host_kernels/{test}" for test in tests]
-    # With -s the complaint of an aborted process is seen.
+    # With -s, pytest shows the complaint of an aborted process.
     done = run_python(sanitizer, directory, ["-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", *paths])
     assert_clean(done)
     assert f"{len(paths)} passed" in done.stdout
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])  # the two halves take equally long
+# The parameter splits the tests into halves that take equally long.
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
 def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool) -> None:
     if not is_to_run():

@@ -54,7 +54,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], Any]] = {
     "beyond_the_segment": ({"block": (64, 1)}, np.where(LANES & 8, LANES ^ 8, LANES)),
     "warp_barrier": ({"block": (64, 1)}, np.arange(64) ^ 15),
 }
-"""Launches of kernels that work together, with the expected numbers."""
+"""Launches of kernels whose threads work together, with the numbers that they must write."""
 
 
 @pytest.mark.parametrize("entry", WRITTEN)
@@ -68,7 +68,7 @@ def test_threads_work_together(run: Callable[..., Any], entry: str) -> None:
     ("entry", "threads", "poisoned"),
     [
         ("missing_barrier", 16, 8),
-        ("barrier_of_warps_alone", 64, 32),  # the first warp to run reads what the other has not written
+        ("barrier_of_warps_alone", 64, 32),  # the warp that runs first reads what the other has not written yet
     ],
 )
 def test_a_missing_barrier_shows_as_nan(run: Callable[..., Any], entry: str, threads: int, poisoned: int) -> None:

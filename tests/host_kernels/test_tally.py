@@ -22,7 +22,7 @@ from tests.support.strategies import Placement, placements
 
 
 class KernelTally:
-    """The interface of `GpuTally`; the kernel runs on the CPU."""
+    """Stands in for `GpuTally`; the kernel runs on the CPU."""
 
     def __init__(self, host: HostKernels, dtype: DType, order: int = 0) -> None:
         self._host, self._dtype = host, dtype
@@ -80,7 +80,7 @@ def test_rows_are_counted(
     seed: int,
 ) -> None:
     generator = np.random.default_rng(seed)
-    logits = generator.integers(-3, 4, shape).astype(dtype.numpy)  # so few values that many logits are equal
+    logits = generator.integers(-3, 4, shape).astype(dtype.numpy)  # the logits take so few values that many are equal
     logits[generator.random(shape) < 0.01] = np.nan
     classes = np.where(
         generator.random(shape[0]) < 0.5, logits.argmax(axis=1), generator.integers(0, shape[1], shape[0])

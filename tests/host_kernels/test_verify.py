@@ -19,7 +19,7 @@ def elements(matrix: Guarded) -> verify.Elements:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (65, 130, 35)])
 def test_expected_results(shape: tuple[int, int, int]) -> None:
-    """D, its pre-activation and the sums over the rows of each tile."""
+    """Runs `expect`; returns D, its pre-activation and the sums over the rows of each tile."""
     m, n, k = shape
     generator = np.random.default_rng(m)
     a, b, bias = (Guarded(numbers(generator, size, F16)) for size in ((m, k), (k, n), (1, n)))

@@ -1,6 +1,7 @@
 """The variants of the kernels that are tested: everything in FP32, a few of each in FP16 and BF16.
 
-Of each kernel a few are built with sanitizers too, and between them both ways to load and store.
+Of each kernel a few variants are built with sanitizers too; both ways to load and store (aligned, any layout) are among
+them.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Forward:
 
     @property
     def product(self) -> DType:
-        """The product's type."""
+        """The product's element type."""
         return F32 if self.once else self.dtype
 
     @property
     def macros(self) -> Macros:
-        """In the runtime's order."""
+        """The macros in the order in which the runtime passes them."""
         read_and_kept = (("PRODUCT", SCALAR[self.product]), ("KEEP", str(int(self.keeps))))
         return (*_epilogue_macros(self), *read_and_kept, *self.access.macros(1))
 
@@ -63,7 +64,7 @@ class Backward:
     """A variant of epilogue_bwd.
 
     Attributes:
-        dz: 0 where it is not written, 1 as it comes, 2 transposed.
+        dz: 0 where it is not written, 1 in the order of dy, 2 transposed.
     """
 
     dtype: DType
@@ -75,7 +76,7 @@ class Backward:
 
     @property
     def macros(self) -> Macros:
-        """In the runtime's order."""
+        """The macros in the order in which the runtime passes them."""
         written = (("SAVED", _SAVED[self.saved]), ("DZ", str(self.dz)))
         return (*_epilogue_macros(self), *written, *self.access.macros(1))
 

@@ -12,7 +12,10 @@ PLACES, WALKERS, HORIZON, UPDATES = 12, 64, 16, 120
 
 
 def walk(actor: lt.MLP, xp: Any, rng: np.random.Generator) -> tuple[Any, Any, Any, Any]:
-    """States, actions and returns of the walkers, and the mean reward: 1 at the far end, -0.02 for each step."""
+    """Simulates the walkers.
+
+    Returns their states, actions and returns, and the mean reward: 1 at the far end, -0.02 for each step.
+    """
     place = rng.integers(0, PLACES - 1, WALKERS)
     seen, done, earned = [], [], []
     for _ in range(HORIZON):
@@ -33,7 +36,7 @@ def walk(actor: lt.MLP, xp: Any, rng: np.random.Generator) -> tuple[Any, Any, An
 
 
 def main(xp: Any, device: str) -> dict[str, float]:
-    """The mean reward of a step in the first and in the last ten updates."""
+    """Trains; returns the mean reward of a step in the first and in the last ten updates."""
     actor = lt.MLP([PLACES, 32, 2], activation="tanh", seed=1, device=device)
     critic = lt.MLP([PLACES, 32, 1], activation="tanh", seed=2, device=device)
     optimizers = [lt.AdamW(each.parameters(), lr=1e-2, weight_decay=0) for each in (actor, critic)]

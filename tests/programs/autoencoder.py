@@ -25,7 +25,10 @@ def gradients(w: lt.Parameter, biases: list[lt.Parameter], x: Any) -> Any:
 
 
 def main(xp: Any) -> dict[str, float]:
-    """First and last loss, and the difference of the tied gradient from the sum of two untied weights' gradients."""
+    """Trains.
+
+    Returns the first and last loss, and how far the tied gradient is from the sum of two untied weights' gradients.
+    """
     data = (load_digits().data / 16).astype(np.float32)
     rng = np.random.default_rng(0)
     weight = xp.asarray(rng.normal(0, 64**-0.5, (CODE, 64)), np.float32)
@@ -40,7 +43,7 @@ def main(xp: Any) -> dict[str, float]:
 
 
 def _error(w: lt.Parameter, biases: list[lt.Parameter], x: Any) -> float:
-    """The encoder's and the decoder's gradient separately, in float64, by the chain rule in NumPy."""
+    """Computes the encoder's and the decoder's gradient separately, in float64, by the chain rule in NumPy."""
     gradients(w, biases, x)
     arrays = w.data, w.grad, x, *(each.data for each in biases)
     weight, found, rows, b1, b2 = (np.asarray(a.get() if hasattr(a, "get") else a, np.float64) for a in arrays)

@@ -41,7 +41,8 @@ CHECKS = (check_regression, check_classification, check_residual, check_actor_cr
 
 
 def check_weights(xp: Any, device: str, dtype: str, state: dict[str, Any], x: Any, outputs: Any) -> None:
-    """Weights come back bit for bit while the rate is 0, and otherwise change; the outputs are PyTorch's.
+    """Checks that weights come back bit for bit with a learning rate of 0 and otherwise change, and that the outputs
+    are PyTorch's.
 
     Args:
         state, x, outputs: of PyTorch, as NumPy arrays.

@@ -17,7 +17,7 @@ BATCH, EPOCHS = 64, 60
 
 
 def fit(xp: Any, device: str, x: Any, y: Any) -> lt.MLP:
-    """A model with an output for each label; a row may have any number of them."""
+    """Builds a model with one output for each label; a row may have any number of labels."""
     model = lt.MLP([x.shape[1], 32, y.shape[1]], seed=0, device=device)
     optimizer = lt.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
     step = lt.TrainStep(model, optimizer, loss="bce_with_logits", batch_size=BATCH)
@@ -29,7 +29,7 @@ def fit(xp: Any, device: str, x: Any, y: Any) -> lt.MLP:
 
 
 def main(xp: Any, device: str) -> dict[str, tuple[float, float]]:
-    """For each task the area under the ROC curve on held-out rows: ours and scikit-learn's."""
+    """Returns for each task the areas under the ROC curve on held-out rows: lt_runtime's and scikit-learn's."""
     binary = load_breast_cancer(return_X_y=True)
     several = make_multilabel_classification(1500, 20, n_classes=4, random_state=0)
     areas = {}

@@ -13,7 +13,7 @@ NAMES = {f"layer{i}.{part}": f"{2 * i}.{part}" for i in range(2) for part in ("w
 
 
 def main(xp: Any, device: str, dtype: str, state: Mapping[str, Any], x: Any, lr: float = 0.0) -> tuple[Any, Any]:
-    """The outputs for some inputs, and the weights after ten updates.
+    """Returns the outputs for some inputs, and the weights after ten updates.
 
     Args:
         state: of nn.Sequential(nn.Linear(...), nn.GELU(), nn.Linear(...)).

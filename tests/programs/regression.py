@@ -16,7 +16,7 @@ BATCH, PATIENCE, EPOCHS = 100, 20, 120
 
 
 def main(xp: Any, device: str) -> dict[str, float]:
-    """R² on held-out rows: ours and scikit-learn's."""
+    """Returns R² on held-out rows: lt_runtime's and scikit-learn's."""
     x, y = make_friedman1(3000, noise=0.1, random_state=0)
     x, y = (x * 2 - 1).astype(np.float32), ((y - y.mean()) / y.std()).astype(np.float32)
     x, x_test, y, y_test = train_test_split(x, y, random_state=0)

@@ -19,7 +19,7 @@ class Block:
         self.xp, (self.scale, self.w1, self.b1, self.w2, self.b2) = xp, drawn
 
     def forward(self, x: Any) -> tuple[Any, Any]:
-        """The outputs, and the arrays that the backward pass needs."""
+        """Runs forward; returns the outputs, and the arrays that the backward pass needs."""
         spread = self.xp.sqrt(x.var(axis=1, keepdims=True) + 1e-5)
         normed = (x - x.mean(axis=1, keepdims=True)) / spread
         hidden, ctx1 = lt.linear_fwd(normed * self.scale, self.w1, self.b1, activation="gelu")
@@ -27,7 +27,7 @@ class Block:
         return x + y, (normed, spread, ctx1, ctx2)
 
     def backward(self, dy: Any, kept: Any) -> dict[str, Any]:
-        """The gradients of x and of all parameters."""
+        """Runs backward; returns the gradients of x and of all parameters."""
         normed, spread, ctx1, ctx2 = kept
         dz, dw2, db2, db1 = lt.linear_bwd(dy, ctx2, through=ctx1)
         dscaled, dw1, _ = lt.linear_bwd(dz, ctx1, before_activation=True, need_db=False)
@@ -38,11 +38,11 @@ class Block:
 
 
 def main(xp: Any) -> dict[str, float]:
-    """The largest error of each gradient against central differences, relative to the largest difference."""
+    """Returns for each gradient its largest error against central differences, relative to the largest difference."""
     rng, block = np.random.default_rng(1), Block(xp, 16, 32, seed=0)
     x, weights = (xp.asarray(rng.normal(size=(8, 16)), np.float32) for _ in range(2))
     errors, (_, kept) = {}, block.forward(x)
-    for name, gradient in block.backward(weights, kept).items():  # the gradient of sum(weights * y)
+    for name, gradient in block.backward(weights, kept).items():  # the gradient, with respect to y, of sum(weights * y)
         array = x if name == "x" else getattr(block, name)
         found, wanted = [], []
         for place in rng.choice(array.size, min(12, array.size), replace=False):

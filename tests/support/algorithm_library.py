@@ -28,7 +28,7 @@ STAGES = (35, 36)
 
 
 class FakeLibrary:
-    """Simulates cuBLASLt 13.1 on a Hopper GPU until the test ends.
+    """Simulates the algorithm functions of cuBLASLt 13.1 on a Hopper GPU until the test ends.
 
     Attributes:
         offered: ids that the heuristic offers, by workspace limit and reduction mask; none for other pairs.

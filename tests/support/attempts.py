@@ -26,7 +26,7 @@ _DIMS: Final = [12, 16, 5]
 
 @dataclass(frozen=True)
 class Attempt:
-    """An operation with its arguments.
+    """A public operation of the package with its arguments, ready to be called.
 
     Attributes:
         call: runs the operation once more.
@@ -59,7 +59,7 @@ def _after(calls: int, prepare: Prepare) -> Prepare:
 
 
 def forward(case: LinearCase) -> Prepare:
-    """A layer's forward pass into buffers."""
+    """Prepares a layer's forward pass into buffers."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer = Layer(gpu, case, gpu.stream)
@@ -69,7 +69,7 @@ def forward(case: LinearCase) -> Prepare:
 
 
 def backward(case: LinearCase) -> Prepare:
-    """A layer's backward pass into buffers; it adds to them if the case accumulates."""
+    """Prepares a layer's backward pass into buffers; it adds to them if the case accumulates."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer, results = Layer(gpu, case, gpu.stream), list[Any]()
@@ -84,7 +84,7 @@ def backward(case: LinearCase) -> Prepare:
 
 
 def product(case: MatmulCase) -> Prepare:
-    """A matrix product into a buffer."""
+    """Prepares a matrix product into a buffer."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         product = Product(gpu, case, gpu.stream)
@@ -94,7 +94,7 @@ def product(case: MatmulCase) -> Prepare:
 
 
 def bind(case: LinearCase) -> Prepare:
-    """Each call binds a layer's forward pass."""
+    """Prepares calls that each bind a layer's forward pass."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer, bound = Layer(gpu, case, gpu.stream), list[Any]()
@@ -150,7 +150,10 @@ def _raw(*, backward: bool) -> Prepare:
 
 
 def against_host(name: str, arrays: tuple[Any, ...], **options: Any) -> Prepare:
-    """A function that returns one or several arrays, compared with the same function on NumPy arrays."""
+    """Prepares a function that returns one or several arrays.
+
+    The check compares them with the same function on NumPy arrays.
+    """
 
     def prepare(gpu: FakeGpu) -> Attempt:
         results: list[Any] = []
@@ -173,7 +176,7 @@ def against_host(name: str, arrays: tuple[Any, ...], **options: Any) -> Prepare:
 
 
 def _options(lt: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options in which `rng` belongs to the copy `lt` of the package."""
+    """Chooses options; `rng` is made by `lt`, the copy of the package on the pretended GPU."""
     return {name: lt.Philox(value.seed) if name == "rng" else value for name, value in options.items()}
 
 
@@ -182,12 +185,12 @@ def _parts(result: Any) -> list[Any]:
 
 
 def numbers(seed: int, rows: int = ROWS, cols: int = 5) -> Any:
-    """A matrix of normal numbers."""
+    """Draws a matrix of normal numbers."""
     return np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32)
 
 
 def labels(seed: int, rows: int = ROWS, classes: int = 5) -> Any:
-    """A label for each row."""
+    """Draws a label for each row."""
     return np.random.default_rng(seed).integers(0, classes, rows)
 
 
@@ -208,13 +211,16 @@ def _optimizer_state(gpu: FakeGpu, optimizer: Any) -> list[Any]:
 
 
 def _assert_equal(gpu: FakeGpu, optimizer: Any, host: Any, kind: str = "data", tolerance: float = 1e-6) -> None:
-    """Compares the values or gradients of two optimizers' parameters, of which the second's are on the host."""
+    """Compares the values or gradients of two optimizers' parameters; the second optimizer is on the host."""
     for one, other in zip(optimizer.parameters, host.parameters, strict=True):
         np.testing.assert_allclose(host_of(gpu, getattr(one, kind)), getattr(other, kind), atol=tolerance)
 
 
 def adamw(*firsts: float, **options: Any) -> Prepare:
-    """Steps of an optimizer; `firsts` are values of one element of the gradient in the first steps, later 0.5."""
+    """Prepares steps of an optimizer.
+
+    One element of the gradient takes the values `firsts` in the first steps, and 0.5 later.
+    """
 
     def prepare(gpu: FakeGpu) -> Attempt:
         optimizer = _optimizer(gpu.lt, gpu.cp.asarray, **options)
@@ -242,7 +248,7 @@ def adamw(*firsts: float, **options: Any) -> Prepare:
 
 
 def _made_optimizer(**options: Any) -> Prepare:
-    """Each call makes an optimizer and its first step."""
+    """Prepares calls that each make an optimizer and its first step."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         made: list[Any] = []
@@ -268,7 +274,7 @@ def _made_optimizer(**options: Any) -> Prepare:
 
 
 def _run_of(lt: Any, device: str, **options: Any) -> tuple[Any, Any, Any]:
-    """A model, its optimizer and its training step."""
+    """Makes a model, its optimizer and its training step."""
     model = lt.MLP(_DIMS, seed=3, device=device, dropout=0.25)
     optimizer = lt.AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
     return model, optimizer, lt.TrainStep(model, optimizer, **options)
@@ -280,7 +286,7 @@ def _batch(seed: int = 0) -> tuple[Any, Any]:
 
 
 def training(*, other_stream: bool = False, tolerance: float = 2e-5, **options: Any) -> Prepare:
-    """Training steps on one batch; with `other_stream` the first step is on a stream of its own."""
+    """Prepares training steps on one batch; with `other_stream` the first step is on a stream of its own."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         _, optimizer, step = _run_of(gpu.lt, "cuda", **options)
@@ -331,7 +337,7 @@ def metrics(gpu: FakeGpu) -> Attempt:
 
 
 def evaluation(gpu: FakeGpu) -> Attempt:
-    """The metrics of a model over two batches."""
+    """Prepares an evaluation: the metrics of a model over two batches."""
     model, _, _ = _run_of(gpu.lt, "cuda")
     batch, made = _batch(), list[Any]()
     with gpu.others_package() as lt:
@@ -351,7 +357,7 @@ def evaluation(gpu: FakeGpu) -> Attempt:
 
 
 def model_gradients(gpu: FakeGpu) -> Attempt:
-    """A model's forward and backward pass, called directly and not by a training step."""
+    """Prepares a model's forward and backward pass, called directly and not by a training step."""
     model, optimizer, _ = _run_of(gpu.lt, "cuda")
     (x, _), dy, made = _batch(), numbers(1), list[Any]()
     with gpu.others_package() as lt:
@@ -373,7 +379,7 @@ def model_gradients(gpu: FakeGpu) -> Attempt:
 
 
 def checkpoint(*, loads: bool) -> Prepare:
-    """Saves a training run, or loads its state into another run."""
+    """Prepares saving a training run, or loading its state into another run."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         path = Path(tempfile.mkdtemp(dir=gpu.directory)) / "run.safetensors"
@@ -410,7 +416,7 @@ def checkpoint(*, loads: bool) -> Prepare:
 
 
 def prefetch(gpu: FakeGpu) -> Attempt:
-    """Prefetching of batches, one of them partly in page-locked memory."""
+    """Prepares prefetching of batches, one of them partly in page-locked memory."""
     batches, given = [_batch(seed) for seed in range(5)], list[Any]()
     batches.append((gpu.pin(64).view(np.float32), batches[0][1]))
 
@@ -434,7 +440,7 @@ def prefetch(gpu: FakeGpu) -> Attempt:
 
 
 def tune(case: LinearCase) -> Prepare:
-    """Each call tunes a layer."""
+    """Prepares calls that each tune a layer."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer = Layer(gpu, case, gpu.stream)
@@ -448,7 +454,7 @@ def tune(case: LinearCase) -> Prepare:
 
 
 def tuned_product(case: MatmulCase) -> Prepare:
-    """Each call runs a product within `lt.tuning()`, which tunes it first."""
+    """Prepares calls that each run a product within `lt.tuning()`, which tunes it first."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         product = Product(gpu, case, gpu.stream)
@@ -466,7 +472,7 @@ _SMALL: Final = {"m": 16, "n": 8, "k": 16}
 
 
 def _tuned(gpu: FakeGpu) -> Attempt:
-    """Runs a layer for the first time after it was tuned."""
+    """Prepares the first run of a layer after it was tuned."""
     case = layer_case(**_SMALL, activation="relu")
     tune(case)(gpu).call()
     return forward(case)(gpu)

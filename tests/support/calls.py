@@ -10,11 +10,11 @@ from lt_runtime.kernels.call import Call
 def call_of(
     problem: Any, stream: int = 0, *, scalars: Any = (1.0, 0.0), dropouts: Any = (None, None), **at: int
 ) -> Call:
-    """A call with operands at these addresses; operands that are not named are absent."""
+    """Makes a `Call` with operands at these addresses; operands that are not named are absent."""
     assert at.keys() <= set(problem.operands)
     return Call(tuple(int(at.get(name, 0)) for name in problem.operands), stream, scalars, dropouts)
 
 
 def addresses(problem: Any, call: Call) -> dict[str, int]:
-    """A call's addresses by operand name."""
+    """Returns a call's addresses by operand name."""
     return dict(zip(problem.operands, call.addresses, strict=True))

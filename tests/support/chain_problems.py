@@ -13,15 +13,15 @@ def forward_of(chain: LayerChain, index: int = 0) -> ForwardProblem:
 
 
 def backward_of(chain: LayerChain, index: int, saved: Saved | None = None) -> BackwardProblem:
-    """A layer's backward problem; `saved` is the kind of tensor that the layer below keeps, if it is changed."""
+    """Makes a layer's backward problem; `saved` changes the kind of tensor that the layer below keeps."""
     found = (chain if saved is None else chain.keeping({index - 1: saved})).layers[index].backward
     assert found is not None
     return found
 
 
 def by_themselves(chain: LayerChain) -> LayerChain:
-    """The same layers without `through`: each layer applies its own activation's derivative and computes all its
-    gradients.
+    """Makes backward problems of the same layers without `through`: each layer applies its own activation's derivative
+    and computes all its gradients.
     """
     forwards = [forward_of(chain, index) for index in range(len(chain.layers))]
     return LayerChain(tuple(Layer(each, plain_backward(each)) for each in forwards))

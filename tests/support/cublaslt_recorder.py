@@ -10,7 +10,7 @@ import pytest
 
 from lt_runtime.cublaslt import library
 
-FAILURE = 14  # INTERNAL_ERROR
+FAILURE = 14  # the status INTERNAL_ERROR
 _TEXTS = ("cublasLtGetStatusName", "cublasLtGetStatusString")
 
 
@@ -69,7 +69,7 @@ class Recorder:
 
 
 def creates(address: int) -> Callable[..., int]:
-    """A stand-in for cublasLtCreate, which returns consecutive addresses."""
+    """Stands in for cublasLtCreate: returns consecutive addresses."""
     addresses = iter(range(address, address + 1000))
 
     def create(out: Any) -> int:
@@ -80,12 +80,12 @@ def creates(address: int) -> Callable[..., int]:
 
 
 def succeeds(*_: Any) -> int:
-    """A stand-in that does nothing and reports success."""
+    """Stands in for a function: does nothing and reports success."""
     return 0
 
 
 def offers(count: int, *, workspace_size: int = 0, states: Mapping[int, int] | None = None) -> Callable[..., int]:
-    """A stand-in for the heuristic: `count` algorithms, whose ids are 0, 1, ..."""
+    """Stands in for the heuristic: offers `count` algorithms, whose ids are 0, 1, ..."""
 
     def query(*arguments: Any) -> int:
         results, returned = arguments[8]._obj, arguments[9]._obj

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cuda import pathfinder
 
-# The last header uses names of the others.
+# Headers in the order of parsing: the last one uses names of the others.
 _FILES = {"cudart": ("library_types.h",), "cublas": ("cublas_api.h", "cublasLt.h")}
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _DIRECTIVE = re.compile(r"^\s*#[^\n]*", re.MULTILINE)
@@ -22,7 +22,7 @@ _FUNCTION = re.compile(r"\b(?P<name>cublasLt\w+)\s*\((?P<arguments>[^()]*)\)\s*[
 
 @functools.cache
 def text_of(file: str) -> str:
-    """A header without its comments."""
+    """Returns a header's text without its comments."""
     library = next(library for library, files in _FILES.items() if file in files)
     directory = pathfinder.find_nvidia_header_directory(library)
     assert directory is not None, f"the headers of {library} are not installed"
@@ -30,7 +30,7 @@ def text_of(file: str) -> str:
 
 
 def version() -> int:
-    """Version of cuBLAS's headers: major·10000 + minor·100 + patch."""
+    """Reads the version of cuBLAS's headers: major·10000 + minor·100 + patch."""
     major, minor, patch = map(int, _VERSION.findall(text_of("cublas_api.h")))
     return major * 10000 + minor * 100 + patch
 
@@ -49,7 +49,7 @@ def members_of(body: str, known: dict[str, int]) -> Iterator[tuple[str, int]]:
 
 @functools.cache
 def enums() -> Mapping[str, Mapping[str, int]]:
-    """Enumerators by the name of their type."""
+    """For each enum type, its enumerators."""
     found: dict[str, Mapping[str, int]] = {}
     known: dict[str, int] = {}
     for file in (file for files in _FILES.values() for file in files):
@@ -62,7 +62,7 @@ def enums() -> Mapping[str, Mapping[str, int]]:
 
 
 def enums_of(file: str) -> set[str]:
-    """The enum types that one header declares."""
+    """The names of the enum types that one header declares."""
     return {match["name"] for match in _ENUM.finditer(_DIRECTIVE.sub("", text_of(file)))}
 
 

@@ -36,7 +36,7 @@ FIELDS: Final[dict[int, dict[str, tuple[int, str]]]] = {
         "timestamp": (32, "Q"), "deviceId": (52, "I"), "streamId": (60, "I"),
     },
 }  # fmt: skip
-"""Offset and type, as in `struct`, by kind and field."""
+"""Offset and type (a code of `struct`) of each field, by kind of record and field."""
 
 STRUCTS: Final = {
     kinds.KERNEL: "CUpti_ActivityKernel",
@@ -52,7 +52,7 @@ STRUCTS: Final = {
 
 
 def record(kind: int, version: int, **fields: int) -> bytes:
-    """A record as CUPTI of a version writes it (1305 is 13.5); fields that are not given are filled with ones."""
+    """Makes a record as CUPTI of a version writes it (1305 is 13.5); fields that are not given are filled with ones."""
     made = bytearray(b"\xff" * kinds.RECORD_SIZES[version][kind])
     struct.pack_into("<I", made, 0, kind)
     for name, (offset, code) in FIELDS[kind].items():

@@ -13,17 +13,17 @@ from tests.support.races import Access, Touch
 
 GUARD: Final = 512
 """Bytes before and after each allocation that no work may write. They are NaN in every type."""
-_ALIGNMENT: Final = 512  # the driver's allocations have this alignment
+_ALIGNMENT: Final = 512  # the driver's own allocations are aligned like this
 _POISON: Final = 0xFF
 _LARGE: Final = 1 << 20  # larger allocations are filled at their ends only: filling them whole takes too long
 
 
 class BadAddressError(AssertionError):
-    """An address that belongs to no allocation, was freed, or is too close to the allocation's end."""
+    """Raised for an address that belongs to no allocation, was freed, or is too close to the allocation's end."""
 
 
 class FullError(Exception):
-    """An allocation that a test makes fail. The driver and CuPy report it in their own ways."""
+    """Raised for an allocation that a test makes fail. The driver and CuPy report it in their own ways."""
 
 
 class DeviceMemory:
@@ -44,7 +44,7 @@ class DeviceMemory:
         self._pools: dict[Hashable, list[list[Access]]] = {}
 
     def allocate(self, size: int, pool: Hashable = None) -> int:
-        """Address of `size` new bytes.
+        """Allocates `size` new bytes, and returns their address.
 
         Args:
             pool: key of a pool, which may return any freed memory of the same key. The bytes are new all the same, but
@@ -87,18 +87,18 @@ class DeviceMemory:
 
     @property
     def size(self) -> int:
-        """Bytes of all allocations together."""
+        """Number of allocated bytes."""
         return sum(size for _, size in self._blocks.values())
 
     def release(self) -> None:
-        """Gives retired memory back to the host, and forgets all accesses. All work has run."""
+        """Gives retired memory back to the host, and forgets all accesses; called once all work has run."""
         self.retired.clear()
         self._pools.clear()
         for accesses in self._accesses.values():
             accesses.clear()
 
     def touched(self, address: int, size: int | None, operand: str, *, writes: bool) -> list[Touch]:
-        """A touch of `size` bytes, or of all bytes from an address to the end of its allocation.
+        """Describes an access to `size` bytes, or to all bytes from an address to the end of its allocation.
 
         Returns:
             An empty list if there are no bytes, or if the address belongs to no allocation.
@@ -116,7 +116,7 @@ class DeviceMemory:
             _check_guards(block, start)
 
     def block(self, address: int) -> NDArray[np.uint8] | None:
-        """The memory of the allocation that starts at an address, which identifies it; None if there is none."""
+        """Returns the allocation that starts at an address, which identifies it; None if there is none."""
         found = self._blocks.get(address)
         return None if found is None else found[0]
 
@@ -125,7 +125,7 @@ class DeviceMemory:
         return self._around(address) is not None
 
     def view(self, address: int, size: int, what: str) -> NDArray[np.uint8]:
-        """The `size` bytes at an address.
+        """Returns a view of the `size` bytes at an address.
 
         Args:
             what: the operand's name, for the error.
@@ -145,7 +145,7 @@ class DeviceMemory:
         return block[first : first + size]
 
     def touched_by(self, view: NDArray[Any], operand: str, *, writes: bool) -> list[Touch]:
-        """A touch of the elements of an array in device memory, or of the gaps between them as well."""
+        """Describes an access to the elements of an array in device memory, or to the gaps between them as well."""
         if not view.size:
             return []
         extent = sum((length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True))
@@ -173,7 +173,7 @@ def matrix_at(
     strides: tuple[int, ...],
     what: str,
 ) -> NDArray[Any]:
-    """A NumPy view of an array in device memory; `strides` are in elements.
+    """Makes a NumPy view of an array in device memory; `strides` are in elements.
 
     Raises:
         BadAddressError: the array is not within one allocation, or not aligned to its element size.

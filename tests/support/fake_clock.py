@@ -41,7 +41,10 @@ class FakeClock:
     def contender(
         self, name: str, us: float, first_us: float | None = None, host_us: float = 0.0
     ) -> Callable[[int, int], None]:
-        """A contender whose launches take `us`, and the first `first_us`; `once` adds the host's time to a launch."""
+        """Makes a contender whose launches take `us`, the first one `first_us`.
+
+        Timing by `once` adds the host's time to a launch.
+        """
         costs = itertools.chain([us if first_us is None else first_us], itertools.repeat(us))
 
         def launch(number: int, stream: int) -> None:

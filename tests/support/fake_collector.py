@@ -13,7 +13,7 @@ MODULE = "lt_runtime.profiling.collector"
 
 
 def kernel(name: str, start_us: float, us: float, *path: str, kind: Any = "kernel", **more: Any) -> Activity:
-    """A kernel on stream 7 of device 0; its times in µs."""
+    """Makes the record of a kernel on stream 7 of device 0; its times are in µs."""
     start = round(1e3 * start_us)
     return Activity(kind, name, start, start + round(1e3 * us), **{"device": 0, "stream": 7, "range": path, **more})
 
@@ -22,7 +22,7 @@ def install(
     monkeypatch: pytest.MonkeyPatch, activities: list[Activity], *, dropped: int = 0, why: str | None = None
 ) -> ModuleType:
     """Replaces the collector by one that returns these activities, or that fails with the error `why`."""
-    from lt_runtime.errors import CuptiError  # the module of the copy of the package that the test uses
+    from lt_runtime.errors import CuptiError  # the module in the copy of the package that the test uses
 
     module: Any = ModuleType(MODULE)
 

@@ -43,7 +43,7 @@ def models() -> list[lt.MLP]:
 
 
 def layer(x: Any, w: Any, dy: Any) -> tuple[Any, ...]:
-    """Forward and backward."""
+    """Calls forward and backward in every accepted way."""
     ctx: lt.LinearContext
     y, ctx = lt.linear_fwd(x, w, activation="gelu_erf", compute="tf32")
     dx, dw, db = lt.linear_bwd(dy, ctx, accumulate=True, out_dw=w)

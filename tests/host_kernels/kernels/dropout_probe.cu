@@ -16,7 +16,7 @@ __device__ lt::Octet factors_from(const lt::Dropout& d, lt::uint64 index) {
 
 struct PhiloxProbeParams {
   const lt::Words* counters;
-  const lt::uint32* keys;  // two words for each counter
+  const lt::uint32* keys;  // output: two words for each counter
   lt::Words* words;
 };
 
@@ -34,7 +34,7 @@ extern "C" __global__ void dropout_probe(const DropoutProbeParams p) {
   p.factors[blockIdx.x] = factors_from<false>(p.dropout, p.indices[blockIdx.x]);
 }
 
-// Every index is a multiple of eight.
+// `index` is a multiple of eight in every call.
 extern "C" __global__ void whole_dropout_probe(const DropoutProbeParams p) {
   p.factors[blockIdx.x] = factors_from<true>(p.dropout, p.indices[blockIdx.x]);
 }

@@ -4,14 +4,15 @@
 #include "mma.cuh"
 
 struct MmaProbeParams {
-  const unsigned* a;                // four words a lane
-  const unsigned* b;                // two words a lane
-  float* c;                         // four sums a lane, added to
-  const unsigned short* rows;       // 32 rows of eight
-  unsigned* plain;                  // four words a lane
-  unsigned* transposed;             // four words a lane
-  const unsigned short* source;     // sixteen bytes a lane
-  unsigned short* copied;           // sixteen bytes a lane, of which lane l copies 2 · (l % 9) from the source
+  const unsigned* a;                // left operand: four words a lane
+  const unsigned* b;                // right operand: two words a lane
+  float* c;                         // sums: four a lane, to which the product is added
+  const unsigned short* rows;       // source of the loads: 32 rows of eight elements
+  unsigned* plain;                  // loaded matrices: four words a lane
+  unsigned* transposed;             // the same matrices, transposed: four words a lane
+  const unsigned short* source;     // source of the copies: sixteen bytes a lane
+  // Target of the copies: sixteen bytes a lane, of which lane l copies 2 · (l % 9) from the source.
+  unsigned short* copied;
 };
 
 extern "C" __global__ void mma_probe(const MmaProbeParams p) {

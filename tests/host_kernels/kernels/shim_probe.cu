@@ -3,7 +3,7 @@
 #include "instructions.cuh"
 
 struct ShimProbeParams {
-  float* out;  // one element for each thread of the grid
+  float* out;  // output: one element for each thread of the grid
   unsigned* count;
 };
 
@@ -47,7 +47,7 @@ extern "C" __global__ void divergent_barrier(const ShimProbeParams p) {
   }
 }
 
-// Threads that have returned count as arrived.
+// Some threads return early: at a barrier they count as arrived.
 extern "C" __global__ void early_return(const ShimProbeParams p) {
   __shared__ float shared[256];
   shared[threadIdx.x] = static_cast<float>(threadIdx.x);
@@ -62,7 +62,7 @@ extern "C" __global__ void votes(const ShimProbeParams p) {
   p.out[thread_of_grid()] = static_cast<float>(100 * threes + fives);
 }
 
-// Only the first block writes what every block reads.
+// Every block reads its own shared memory, but only the first block has written to it.
 extern "C" __global__ void stale_shared_memory(const ShimProbeParams p) {
   __shared__ float shared;
   if (blockIdx.x == 0) shared = 5.0f;
@@ -74,7 +74,7 @@ extern "C" __global__ void beyond_shared_memory(const ShimProbeParams p) {
   __shared__ float shared[8];
   shared[threadIdx.x % 8] = 1.0f;
   __syncthreads();
-  const float* volatile start = shared;  // so that the compiler does not see the bounds
+  const float* volatile start = shared;  // read from memory, so that the compiler does not see the bounds
   p.out[thread_of_grid()] = start[threadIdx.x];
 }
 
@@ -94,23 +94,23 @@ __device__ unsigned lane() { return (threadIdx.y * blockDim.x + threadIdx.x) % 3
 
 }  // namespace
 
-// Each thread's sum over its warp.
+// Computes for each thread the sum over its warp.
 extern "C" __global__ void warp_sum(const ShimProbeParams p) {
   float sum = static_cast<float>(thread_of_grid());
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
   p.out[thread_of_grid()] = sum;
 }
 
-// Every kind of shuffle in segments of eight lanes: 10000 xor + 100 down + from.
+// Tries every kind of shuffle in segments of eight lanes: 10000 xor + 100 down + from.
 extern "C" __global__ void segments(const ShimProbeParams p) {
   const unsigned across = __shfl_xor_sync(0xFFFFFFFF, lane(), 3, 8);
   const int down = __shfl_down_sync(0xFFFFFFFF, static_cast<int>(lane()), 2, 8);
-  // The value of the segment's sixth lane.
+  // Reads the value of the segment's sixth lane.
   const float from = __shfl_sync(0xFFFFFFFF, static_cast<float>(lane()), 13, 8);
   p.out[thread_of_grid()] = static_cast<float>(10000 * across + 100 * down) + from;
 }
 
-// Beyond its own segment a lane keeps what it has.
+// A lane that would read beyond its own segment keeps its value.
 extern "C" __global__ void beyond_the_segment(const ShimProbeParams p) {
   p.out[thread_of_grid()] = static_cast<float>(__shfl_xor_sync(0xFFFFFFFF, lane(), 8, 8));
 }
