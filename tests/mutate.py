@@ -73,7 +73,7 @@ _KERNEL_SWAPS: Final = {
     "*": "+", "/": "*", "%": "/", "&": "^", "|": "^", "<<": ">>", ">>": "<<",
 }  # fmt: skip
 _KERNEL_CHANGES: Final = re.compile(r"(?<= )(?:[<>=!]=|&&|\|\||<<|>>|[-+*/%<>&|])(?= )|(?<![\w.\"])\d+(?![\w.\"])")
-"""Operators, which stand between spaces, and integers."""
+"""Matches operators, which stand between spaces, and integers."""
 _KERNELS_LEFT_OUT: Final = ("#", "//", "static_assert", "template", "using ", "asm")
 _TESTS_OF_KERNELS: Final = {
     **dict.fromkeys(("cross_entropy", "elementwise_loss"), "loss"),
@@ -87,7 +87,7 @@ _Skipped = ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed file.
+    """A random change of a file (mutant).
 
     Attributes:
         lines: lines of the changed statement, without its body.
@@ -102,7 +102,7 @@ class Mutant:
 
 
 def mutants_of(path: str, text: str) -> Iterator[Mutant]:
-    """Every possible change of a file."""
+    """Lists every possible change of a file."""
     code = text.encode()
     starts = [0]
     for line in code.splitlines(keepends=True):
@@ -127,7 +127,7 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
 
 
 def kernel_mutants_of(path: str, text: str) -> Iterator[Mutant]:
-    """Every possible change of a kernel's file: of an operator, or of an integer by 1."""
+    """Lists every possible change of a kernel's file: of an operator, or of an integer by 1."""
     lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines):
         if line.lstrip().startswith(_KERNELS_LEFT_OUT):
@@ -140,7 +140,7 @@ def kernel_mutants_of(path: str, text: str) -> Iterator[Mutant]:
 
 
 def kernel_tests(root: Path, path: str) -> list[str]:
-    """The files of tests of the kernels that include a file, directly or not."""
+    """Finds the tests' files of the kernels that include a file, directly or not."""
     texts, names = {file.name: file.read_text() for file in (root / "cuda_src").iterdir()}, {Path(path).name}
     while more := {name for name, text in texts.items() if any(f'#include "{each}"' in text for each in names)} - names:
         names |= more
@@ -150,7 +150,7 @@ def kernel_tests(root: Path, path: str) -> list[str]:
 
 
 def _nodes(node: ast.AST, statement: Any) -> Iterator[tuple[Any, Any]]:
-    """Each node that may be changed, with its statement."""
+    """Yields each node that may be changed, with its statement."""
     statement = node if isinstance(node, ast.stmt) else statement
     if statement is not None:
         yield statement, node
@@ -163,7 +163,7 @@ def _nodes(node: ast.AST, statement: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _changes(node: Any) -> Iterator[tuple[Any, str]]:
-    """Nodes to replace, each with its replacement."""
+    """Yields nodes to replace, each with its replacement."""
     match node:
         case ast.Compare(ops=operators):
             for index, operator in enumerate(operators):
@@ -239,7 +239,7 @@ def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
 
 
 def _changed(root: Path, base: str) -> dict[str, list[str]]:
-    """Changed modules of the package that a test file imports, each with those test files."""
+    """Finds the changed modules of the package that a test file imports, each with the test files."""
     command = ["git", "diff", "--name-only", "--diff-filter=AM", base, "HEAD", "--", "lt_runtime/*.py"]
     changed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     found: dict[str, list[str]] = {}
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str]) -> int:
         if mutants and not lines.exists() and not options.kernels:
             print(record(checkout, tests, lines))
         recorded = json.loads(lines.read_text()) if lines.exists() else {"seconds": {}, "lines": {}}
-        if options.changed:  # lines without a recorded test are left out: other tests may cover them
+        if options.changed:  # changes of lines without a recorded test are left out: other tests may cover these lines
             mutants = [each for each in mutants if covering_tests(each, recorded)]
         done = _results(options.resume)
         part, parts = map(int, options.part.split("/"))

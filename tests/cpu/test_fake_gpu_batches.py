@@ -47,7 +47,7 @@ class _Run:
 
 
 def _sliced(gpu: FakeGpu, values: Any) -> Any:
-    """The same values on the GPU, with gaps after each row."""
+    """Copies values to the GPU, with gaps after each row."""
     wide = np.full((values.shape[0], values.shape[1] + 3), 99, values.dtype)
     wide[:, 1:-2] = values
     return gpu.cp.asarray(wide)[:, 1:-2]

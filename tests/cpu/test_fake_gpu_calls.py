@@ -47,17 +47,17 @@ def test_same_buffers_with_other_contents(gpu: FakeGpu, case: LinearCase) -> Non
 @_repeated
 def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None:
     layers = [Layer(gpu, case, gpu.stream, LayerData(case, seed)) for seed in range(3)]
-    for _ in range(3):  # calls with the arrays of one layer alternate with calls of the others
+    for _ in range(3):  # calls with the arrays of one layer alternate with calls with the arrays of other layers
         for seed, layer in enumerate(layers):
             layer.refill(seed)
             layer.check()
 
 
 class Repeated:
-    """Calls of one product, whose plan exists, with its own operands or others."""
+    """Makes calls of one product, whose plan exists, with its own operands or others."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        # Operands of earlier tests may have had the same addresses.
+        # Operands of earlier tests may have had these addresses, so that the package remembers calls with them.
         importlib.import_module("lt_runtime.plans.cache").repeats.clear()
         self._gpu, self._w = gpu, gpu.cp.ones((4, 16), "float32")
         self.x, self._y = self.other_x(), gpu.cp.ones((8, 4), "float32")
@@ -75,13 +75,13 @@ class Repeated:
             assert (host_of(self._gpu, self._y) == 16).all()
 
     def count(self, name: str) -> int:
-        """How often a function of the driver was called since the plan was made."""
+        """Counts how often a function of the driver was called since the plan was made."""
         return self._gpu.calls.names.count(name)
 
 
 @pytest.mark.parametrize(("name", "captures"), [("a reader of batches", 0), ("lt_runtime prefetch", 1)])
 def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu, name: str, captures: int) -> None:
-    """The thread might call cuCtxSynchronize, which fails in every thread while a stream is captured."""
+    """A thread of the caller might call cuCtxSynchronize, which fails in every thread while a stream is captured."""
     call, ends = Repeated(gpu), threading.Event()
     thread = threading.Thread(target=ends.wait, name=name)
     thread.start()
@@ -142,7 +142,7 @@ def test_a_second_call_does_no_more_than_its_products(gpu: FakeGpu) -> None:
 def test_the_layer_below_has_made_x(gpu: FakeGpu) -> None:
     lt, ones = gpu.lt, [gpu.cp.ones(shape, "float32") for shape in ((8, 24), (16, 24), (12, 16), (8, 12))]
     y, below = lt.linear_fwd(ones[0], ones[1], activation="gelu")
-    for _ in range(3):  # in later rounds the call is prepared already
+    for _ in range(3):  # in later rounds the call is already prepared (its checks are skipped)
         for x, is_same in ((y, True), (y.reshape(8, 16), True), (gpu.cp.ones((8, 16), "float32"), False)):
             _, above = lt.linear_fwd(x, ones[2])
             if is_same:
@@ -155,7 +155,8 @@ def test_the_layer_below_has_made_x(gpu: FakeGpu) -> None:
 
 
 def test_remembered_calls_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = importlib.import_module("lt_runtime.plans.cache")  # the copy of the package that runs on the pretended GPU
+    # Modules of the package's copy that runs on the pretended GPU.
+    cache = importlib.import_module("lt_runtime.plans.cache")
     monkeypatch.setattr("lt_runtime.ops.call._MOST_CALLS", 4)
     w = gpu.cp.ones((8, 16), "float32")
     for rows in range(1, 12):
@@ -265,7 +266,8 @@ def test_new_arrays_for_results(gpu: FakeGpu, case: LinearCase) -> None:
             layer.check_forward(y)
             result = layer.backward(ctx, into_buffers=False)
             layer.check_backward(result)
-            if seed % _CALLS == 0:  # the list keeps the arrays alive, so that the next results have other addresses
+            # The list keeps earlier results alive, so that the next results have other addresses.
+            if seed % _CALLS == 0:
                 kept.append((y, result))
 
 
@@ -286,7 +288,7 @@ def test_gradients_are_added_up(gpu: FakeGpu) -> None:
 
 
 def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
-    case = layer_case(dropout=0.5, keep_z=True)  # nothing is allocated, so that only dropout forbids a capture
+    case = layer_case(dropout=0.5, keep_z=True)  # dropout alone forbids a capture: nothing is allocated
     layer = Layer(gpu, case, gpu.stream)
     for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6)) * 2:
         layer.case = dataclasses.replace(case, rng=rng)
@@ -393,7 +395,7 @@ def test_raw_addresses(gpu: FakeGpu, activation: str) -> None:
         32,
         64,
         16 + index % 2,
-    )  # rows are aligned for the same activations as in the tests of layers, so that fewer kernels are built
+    )  # rows are aligned for the same activations as in test_fake_gpu_layers.py, so that fewer kernels are built
     trans_a, trans_b, with_bias = index % 2 == 1, index // 2 % 2 == 1, activation != "sigmoid"
     generator = np.random.default_rng(7)
     a, b, bias, g = (generator.standard_normal(s).astype(np.float32) for s in ((m, k), (k, n), (n,), (m, n)))
@@ -477,7 +479,7 @@ def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
                 product.check()
                 d = gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream)
                 product.check_results(d)
-            kept.append(d)  # the list keeps D alive, so that the next results have other addresses
+            kept.append(d)  # the list keeps earlier D alive, so that the next results have other addresses
 
 
 def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:

@@ -26,14 +26,14 @@ _SHIFTED = dataclasses.replace(FLAT, offset=1)
 
 
 def _check_everything(gpu: FakeGpu) -> None:
-    """Checks a few calls of each kind."""
+    """Checks a few calls of each kind; a planted fault must make a check fail."""
     for case in (
         layer_case(),
         layer_case(activation="relu", accumulate=True),
         layer_case(dropout=0.5),
         layer_case(dropout=0.5, rng=Philox(7, 3, 6)),
         layer_case(activation="none", m=17, n=19, k=23),
-        layer_case(y=COLUMNS, dy=COLUMNS),  # our pass adds the bias here
+        layer_case(y=COLUMNS, dy=COLUMNS),  # for this call our pass adds the bias
     ):
         layers = [Layer(gpu, case, gpu.stream, LayerData(case, seed)) for seed in range(2)]
         for layer in layers:
@@ -76,7 +76,7 @@ def _desc(**changes: Any) -> _Change:
 
 
 def _renamed(old: str, new: str) -> _Change:
-    """Replaces a part of the epilogue's name."""
+    """Replaces a part of an epilogue's name, and so the epilogue."""
 
     def change(call: Matmul) -> Matmul:
         name = Epilogue(call.desc.epilogue).name.replace(old, new).strip("_") or "DEFAULT"

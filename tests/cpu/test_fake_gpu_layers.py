@@ -47,4 +47,5 @@ _CASES = {
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _CASES.items()])
 def test_forward_and_backward(gpu: FakeGpu, case: LinearCase) -> None:
-    Layer(gpu, case, gpu.stream).check()  # work on any other stream would not be waited for
+    # The result is read after waiting for this stream alone: work on any other stream would be missed.
+    Layer(gpu, case, gpu.stream).check()

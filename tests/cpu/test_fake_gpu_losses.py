@@ -22,7 +22,7 @@ _ROWS, _CLASSES = 12, 20
 
 @dataclasses.dataclass
 class LossCall:
-    """A loss with a buffer for every result, and the expected results.
+    """A test case: a loss with a buffer for every result, and the expected results.
 
     Attributes:
         gradient: None if the gradient is written over the scores.
@@ -74,7 +74,7 @@ class LossCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The loss's own options, without the weights."""
+        """Returns the loss's own options, without the weights."""
         if self.name == "cross_entropy":
             return {"label_smoothing": self.smoothing, "ignore_index": self.ignore_index}
         return {"delta": self.delta} if self.name == "huber_loss" else {}
@@ -94,14 +94,14 @@ class LossCall:
         return {"out_gradient": (self.gradient or self.scores).array, "out_loss": self.loss}
 
     def check(self, stream: Any) -> None:
-        """Makes the call, and compares with the reference."""
+        """Makes the call, and compares its results with the reference."""
         made = self.function(*self.operands, **self.settings, **self.buffers, stream=stream)
         assert made.loss is self.loss
         assert made.gradient is self.buffers["out_gradient"]
         self.check_results(stream, self.loss, (self.gradient or self.scores).values)
 
     def check_results(self, stream: Any, loss: Any, gradient: Any) -> None:
-        """Compares with the reference; `gradient` gives the values once the stream is done."""
+        """Compares results with the reference; `gradient` returns the values once the stream is done."""
         self.gpu.synchronize(stream.ptr)
         weights = {name: host_of(self.gpu, each).copy() for name, each in self.weights.items()}
         target = self._classes if self.name == "cross_entropy" else self._y

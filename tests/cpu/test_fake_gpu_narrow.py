@@ -29,7 +29,7 @@ def _inputs(gpu: FakeGpu, rows: int = ROWS, columns: int = DIMS[0], seed: int = 
 
 
 def _names(gpu: FakeGpu) -> set[str]:
-    """Names of the MLP kernels launched since the last call of this function; waits for the kernels."""
+    """Returns the names of the MLP kernels launched since the last call of this function; waits for the kernels."""
     gpu.streams.synchronize_all()
     found = {FORWARD, BACKWARD, GRADIENTS} & {*gpu.kernels.launched}
     gpu.kernels.launched.clear()
@@ -120,7 +120,7 @@ def _gradients(gpu: FakeGpu, model: Any) -> list[NDArray[np.float64]]:
         {"loss": "bce_with_logits"},
         {"loss": "mse", "row_weights": True},
         {"accumulate": 2},
-        {"dims": (128, 128, 128, 4), "graph": False},  # whose sums need two launches
+        {"dims": (128, 128, 128, 4), "graph": False},  # the gradients of such wide layers need two launches
     ],
     ids=str,
 )
@@ -194,7 +194,7 @@ def test_the_plan_cache_decides(gpu: FakeGpu) -> None:
 
 
 def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, no_split_k: object) -> None:
-    """Stores an entry for a model, as the tuner would."""
+    """Stores a decision for a model in the plan cache, as the tuner would."""
     names = ("problem", "store.keys", "store.entries", "store.plan_store", "plans.cache")
     problem, keys, entries, plan_store, cache = (importlib.import_module(f"lt_runtime.{each}") for each in names)
     assert problem is gpu.lt.problem, "of the package that is on the pretended GPU"

@@ -17,7 +17,7 @@ _TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 
 
 def cauchy(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
-    """log (1 + d²), whose derivative is 2 d / (1 + d²)."""
+    """Computes log (1 + d²), whose derivative is 2 d / (1 + d²)."""
     error = outputs.astype("float32") - target
     gradient[...] = 2 * error / (1 + error**2) / np.float32(error.size)
     return np.log1p(error**2).mean()
@@ -39,7 +39,7 @@ def made_step(lt: Any, device: str, *, dtype: str = "float32", scaled: bool = Fa
 
 
 def batch_of(seed: int, dtype: str, *, target: str = "") -> list[NDArray[Any]]:
-    """Inputs, and targets of the model's type, or of another one, "labels" among them."""
+    """Draws inputs, and targets of the model's type or of another one ("labels" are class labels)."""
     generator = np.random.default_rng(seed)
     x = generator.standard_normal((_ROWS, _DIMS[0])).astype(_TYPES[dtype])
     if target == "labels":
@@ -53,7 +53,7 @@ def values_of(gpu: FakeGpu, step: Any) -> list[bytes]:
 
 
 def run(gpu: FakeGpu, step: Any, batches: list[list[NDArray[Any]]]) -> list[float]:
-    """The losses of steps over batches in fresh arrays."""
+    """Returns the losses of steps over batches in fresh arrays."""
     losses = []
     for batch in batches:
         made = step(*map(gpu.cp.asarray, batch), stream=gpu.stream)

@@ -37,7 +37,7 @@ def _product(case: MatmulCase) -> MatmulCase:
 
 
 def _wide_product(case: MatmulCase) -> MatmulCase:
-    """The 16-bit type of an activation; the result of a product without one is FP32."""
+    """The 16-bit type that an activation is tested with; the result of a product without an activation is FP32."""
     case = _product(case)
     is_wide = case.dtype.itemsize == 2 and case.epilogue.activation == "none"
     return dataclasses.replace(case, d_dtype=DType.FLOAT32) if is_wide else case

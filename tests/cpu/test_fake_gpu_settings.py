@@ -18,7 +18,7 @@ _DIMS, _ROWS = [12, 16, 5], 8
 
 
 def _step(gpu: FakeGpu, lt: Any = None, device: object = 0, **options: Any) -> Any:
-    """A training step with an EMA."""
+    """Makes a training step with an EMA."""
     lt = lt or gpu.lt
     model = lt.MLP(_DIMS, seed=3, dropout=0.3, device=device, dtype=options.pop("dtype", "float32"))
     schedule = lt.schedules.warmup_linear(2, 9)
@@ -36,7 +36,7 @@ def _batch(seed: int, dtype: Any = np.float32) -> tuple[Any, Any]:
 
 
 def _values(gpu: FakeGpu, step: Any) -> list[bytes]:
-    """Bytes of every array that a step changes; waits for all streams."""
+    """Returns the bytes of every array that a step changes; waits for all streams."""
     gpu.streams.synchronize_all()
     arrays = [each.data for each in step.model.parameters()] + [*step.ema.averages.values()]
     arrays += [moment for moments in step.optimizer.moments for moment in moments]
@@ -114,7 +114,7 @@ def test_steps_under_way_keep_the_settings_that_they_were_put_on_the_stream_with
             step(*batch, stream=(gpu.other_stream, gpu.stream)[i % 2])
             if step is waiting:
                 gpu.streams.synchronize_all()
-            step.optimizer.lr = 3.0  # no step runs with this rate: it changes before the next step
+            step.optimizer.lr = 3.0  # no step runs with this learning rate: it changes before the next step
     assert _values(gpu, together) == _values(gpu, waiting)
 
 
@@ -157,7 +157,7 @@ def test_a_memset_that_fails_is_made_at_the_next_step(
     before, sound = _values(gpu, step), driver.cuMemsetD32Async
     answers = iter([sound, lambda *_: (Status.CUDA_ERROR_UNKNOWN,)])
     monkeypatch.setattr(driver, "cuMemsetD32Async", lambda *arguments: next(answers)(*arguments))
-    # The second of two memsets is made to fail.
+    # Makes the second of two memsets fail.
     with pytest.raises(gpu.lt.errors.DriverError, match="cuMemsetD32Async"):
         step(*batches[1], stream=gpu.stream)
     assert [*answers] == []

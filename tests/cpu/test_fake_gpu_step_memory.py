@@ -34,12 +34,12 @@ class _Case(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes of the layers' and the loss's arrays at the peak."""
+        """Number of bytes of the layers' and the loss's arrays at the peak of a step."""
         return _ROWS // self.parts * 2 * sum(self.inputs + self.kept + self.others) + _LOSS_BYTES
 
     @property
     def batch(self) -> int:
-        """Bytes of the graph's buffers for the batch and of the table with the batch's addresses."""
+        """Number of bytes of the graph's buffers for the batch and of the table with the batch's addresses."""
         targets = 8 * _ROWS if self.loss == "cross_entropy" else 2 * _ROWS * self.dims[-1]
         return 2 * _ROWS * self.dims[0] + targets + TABLE_BYTES
 
@@ -67,7 +67,7 @@ def case(request: pytest.FixtureRequest) -> _Case:
 
 
 def _trained(gpu: FakeGpu, case: _Case) -> tuple[Any, Any]:
-    """Makes a model and its optimizer."""
+    """Makes a model and its optimizer on the pretended GPU."""
     options = {"dtype": "bfloat16", "device": 0, "seed": 3, "master_weights": False}
     model = gpu.lt.MLP(case.dims, "gelu", output_activation=case.output_activation, **options)
     return model, gpu.lt.AdamW(model.parameters(), lr=1e-2, moments="bfloat16", stochastic_rounding=True)
@@ -89,7 +89,7 @@ def _batch(gpu: FakeGpu, case: _Case, seed: int) -> tuple[Any, Any]:
 
 
 def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory that the graph holds; the first call, which rehearses the step twice, takes no more."""
+    """Returns the memory that the graph holds; the first call, which rehearses the step twice, must take no more."""
     batch = _batch(gpu, case, 0)
     first = _step(gpu, case)
     first(*batch, stream=gpu.stream)  # the first step allocates the memory of the streams

@@ -73,7 +73,7 @@ class Run:
         gpu.streams.synchronize_all()
 
     def train(self, rows: int = ROWS, steps: int = 3) -> list[bytes]:
-        """Losses of the steps, and the parameters after them."""
+        """Trains; returns the losses of the steps, and the parameters after them."""
         losses = []
         for i in range(steps):
             generator = np.random.default_rng(i)
@@ -101,12 +101,12 @@ def test_the_steps_stream_is_waited_for_before_a_measurement(process: Process) -
 
 
 def measured(gpu: FakeGpu) -> int:
-    """How many entries the plan cache has."""
+    """Counts the plan cache's entries in memory."""
     return len(entries(gpu))
 
 
 def entries(gpu: FakeGpu) -> dict[str, Any]:
-    """The entries in the plan cache's file."""
+    """Reads the entries in the plan cache's file."""
     found: dict[str, Any] = {}
     for file in (gpu.directory / "plans").glob("*.json"):
         found |= own("store.document").Document.read(file).raw
@@ -114,12 +114,12 @@ def entries(gpu: FakeGpu) -> dict[str, Any]:
 
 
 def choices(gpu: FakeGpu) -> dict[str, Any]:
-    """Strategies and configurations of algorithms in the plan cache, by key."""
+    """Returns strategies and configurations of algorithms in the plan cache, by key."""
     return {key: {name: raw.get(name) for name in ("strategy", "config")} for key, raw in entries(gpu).items()}
 
 
 def unmeasured(tmp_path: Path) -> list[Any]:
-    """The problems that have run and are not measured."""
+    """Lists the problems that have run and are not measured."""
     problems = own("store.recording").read_recorded(tmp_path / "met.jsonl")
     assert problems
     return [each for each in problems if not own("ops.first_use").is_measured(each, 0)]
@@ -254,7 +254,7 @@ def test_what_cannot_be_measured_costs_a_warning(
         told = r"a training step of 2 layers on 8 rows could not be tuned and runs untuned \(no luck\)"
         with pytest.warns(UserWarning, match=told):
             assert Run(gpu).train() == untuned
-        assert Run(gpu).train() == untuned  # without another warning
+        assert Run(gpu).train() == untuned  # the second run must cause no further warning
         assert not measured(gpu)
 
 
@@ -367,7 +367,7 @@ def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
 
 
 def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint's description and arrays."""
+    """Reads a checkpoint's description and arrays."""
     with own("saving.checkpoint_file").reading(path) as file:
         return json.loads(file.text), file.load(file.kinds)
 
@@ -382,7 +382,7 @@ def test_what_is_measured_here_is_not_taken_from_a_checkpoint(process: Process, 
         for key in [*theirs.raw]:
             theirs.add(
                 key, dataclasses.replace(theirs.get(key), when="2099-01-01T00:00:00Z")
-            )  # an entry that claims to be better than ours
+            )  # an entry that claims a better time than ours
         described["plans"] = theirs.render().decode()
         own("saving.checkpoint_file").write(tmp_path / "run", values, json.dumps(described))
     with process("elsewhere") as gpu:
@@ -461,7 +461,8 @@ def test_of_many_sizes_of_batch_the_latest_are_taken_along(
             run.train(rows, steps=1)
         monkeypatch.setattr(own("saving.plan_choices"), "_MOST_SIZES", 2)
         gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        plans = content(tmp_path / "run")[0]["plans"].replace("\\", "")  # keys are JSON within JSON
+        # Removes escapes: keys are JSON strings within JSON.
+        plans = content(tmp_path / "run")[0]["plans"].replace("\\", "")
         assert [f'"rows": {rows}, "cols": 8,' in plans for rows in (5, 6, 7)] == [False, True, True]
 
 

@@ -73,7 +73,8 @@ def test_tensors_without_a_stream(gpu: FakeGpu, calls: Callable[[FakeGpu], Calls
                     used = _streams_given_work(gpu, call)
             assert used == {gpu.stream.ptr}, name
             gpu.synchronize(gpu.stream.ptr)
-            assert not gpu.streams.left_undone(), name  # nor do the first calls put work on another stream
+            # The first calls, which make plans, must put no work on another stream either.
+            assert not gpu.streams.left_undone(), name
 
 
 def test_new_results_are_of_the_calls_stream_each_time(gpu: FakeGpu) -> None:

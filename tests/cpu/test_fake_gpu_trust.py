@@ -40,7 +40,7 @@ Merge = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def measured(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> Document:
-    """The entries that a machine has measured for a layer and for a product."""
+    """Returns the entries that a machine has measured for a layer and for a product."""
     gpu = FakeGpu(host, tmp_path_factory.mktemp("theirs"))
     with gpu.active():
         with hurriedly_tuned(gpu):
@@ -60,7 +60,7 @@ def hurriedly_tuned(gpu: FakeGpu) -> Iterator[None]:
 
 @pytest.fixture
 def gpu(host: HostKernels, tmp_path: Path) -> Iterator[FakeGpu]:
-    """A machine with an equal fingerprint that has measured nothing."""
+    """Simulates a machine with an equal fingerprint that has measured nothing."""
     made = FakeGpu(host, tmp_path / "ours")
     with made.active():
         yield made
@@ -73,7 +73,7 @@ def plan_file(gpu: FakeGpu) -> Path:
 
 
 def changed(document: Document, change: Change) -> Document:
-    """The machine's entries, changed by an attacker who recomputes the digests."""
+    """Returns the machine's entries as an attacker changes them, with recomputed digests."""
     made = Document(document.fingerprint)
     for key in document.raw:
         made.add(key, change(key, document.get(key)))
@@ -109,7 +109,7 @@ def products_of(gpu: FakeGpu) -> dict[str, ProductEntry]:
 
 
 def with_config(**values: int | None) -> Change:
-    """Entries of products with another algorithm, which claim an unbeatable time; None removes an attribute."""
+    """Makes entries of products with another algorithm, which claim an unbeatable time; None removes an attribute."""
 
     def change(_: str, entry: Any) -> Entry:
         if isinstance(entry, LayerEntry):
@@ -166,7 +166,7 @@ def test_a_measured_strategy_is_used_until_it_is_refused(gpu: FakeGpu, measured:
     Layer(gpu, GELU, gpu.stream).check()
     (found,) = gpu.lt.explain([own("store.keys").parse_key(key) for key in measured.raw if key.startswith(FORWARD)])
     assert found.strategy.startswith(epilogue)
-    again = FakeGpu(gpu.kernels._host, gpu.directory)  # as in another process, whose library has no epilogues
+    again = FakeGpu(gpu.kernels._host, gpu.directory)  # stands for another process, whose library has no epilogues
     with again.active():
         again.library.refused = frozenset(range(2, 1024))
         Layer(again, GELU, again.stream).check()
@@ -240,7 +240,7 @@ def test_a_configuration_that_nothing_has_is_barred(gpu: FakeGpu, values: Mappin
 
 
 def test_our_own_kernel_is_verified_as_well(gpu: FakeGpu, merge: Merge) -> None:
-    def change(_: str, entry: Any) -> Entry:  # the kernel takes none of these products
+    def change(_: str, entry: Any) -> Entry:  # our kernel supports none of these products
         return entry if isinstance(entry, LayerEntry) else replace(entry, config={"NARROW_MATMUL": 1})
 
     merge(change)
@@ -331,7 +331,7 @@ def test_what_is_verified_is_not_verified_again(gpu: FakeGpu, merge: Merge) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_both(gpu)
-    again = FakeGpu(gpu.kernels._host, gpu.directory)  # as in another process
+    again = FakeGpu(gpu.kernels._host, gpu.directory)  # stands for another process
     with again.active():
         check_both(again)
         assert ids(again.library.calls) == {OTHER}

@@ -32,7 +32,7 @@ machine.
 
 @pytest.fixture
 def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """The pretended GPU, with a clock that advances at each reading."""
+    """Yields the pretended GPU, with a clock that advances at each reading."""
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
     monkeypatch.setattr(gpu.streams, "costs_us", {})
@@ -46,7 +46,8 @@ def _check_chain(gpu: FakeGpu) -> None:
 
 
 def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # what runs the tests may set fewer, and cells are then folded
+    # The environment of the tests may set fewer columns, and rich then folds cells.
+    monkeypatch.setenv("COLUMNS", "160")
     gpu = FakeGpu(host, tmp_path)
     gpu.streams.costs_us["kernel"] = 20.0
     with gpu.active():
@@ -56,7 +57,7 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
         _check_chain(gpu)
         gpu.settle()
         first = [*gpu.kernels.launched]
-    another = FakeGpu(host, tmp_path)  # as in another process, which finds the plans on disk
+    another = FakeGpu(host, tmp_path)  # stands for another process, which finds the plans on disk
     with another.active():
         _check_chain(another)
         another.settle()
@@ -69,7 +70,7 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("case", [layer_case(m=20), layer_case(m=20, activation="relu", accumulate=True)])
 def test_a_layer_that_is_met_is_tuned_although_it_ran_before(hurried: FakeGpu, case: LinearCase) -> None:
     layer = Layer(hurried, case, hurried.stream)
-    for _ in range(4):  # the last call is a graph launch
+    for _ in range(4):  # the last call replays a graph
         layer.refill(0)
         layer.check()
     with hurried.lt.tuning():

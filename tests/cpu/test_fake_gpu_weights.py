@@ -19,7 +19,7 @@ _STALE = r"layer0.weight.data has 0.*, but its master copy .* by parameter.assig
 
 
 class _Run:
-    """A model in training on the GPU."""
+    """Makes a model in training on the GPU."""
 
     def __init__(self, gpu: FakeGpu, dtype: str, *, graph: bool = True, dropout: float = 0.0, **options: Any) -> None:
         self.gpu, self.dtype, lt = gpu, dtype, gpu.lt
@@ -41,7 +41,7 @@ class _Run:
         return {name: self.gpu.host_of(array).tobytes() for name, array in self.model.state_dict().items()}
 
     def state(self) -> list[bytes]:
-        """Bytes of every array that training changes."""
+        """Returns the bytes of every array that training changes."""
         self.gpu.streams.synchronize_all()
         return [self.gpu.host_of(each).tobytes() for each in _arrays(self.model, self.optimizer)]
 
@@ -55,7 +55,7 @@ def _arrays(model: Any, optimizer: Any) -> list[Any]:
 
 
 def _with_everything(lt: Any) -> dict[str, Any]:
-    """Options of an optimizer with every array that a checkpoint may have."""
+    """Returns the options of an optimizer with every array that a checkpoint may have."""
     return {"lr": 1e-2, "scaler": lt.GradScaler(1024.0, growth_interval=3), "max_norm": 1.0, "amsgrad": True}
 
 

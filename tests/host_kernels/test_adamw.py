@@ -81,7 +81,7 @@ SOME_OF_EACH = AdamWCase(
 
 
 def limits(old: AdamWTensor, gradient: Array, hyper: AdamWHyper, step: int) -> tuple[Array, ...]:
-    """The largest error of FP32 arithmetic in each array, before the result is rounded to the array's type."""
+    """Bounds the error of FP32 arithmetic in each array, before the result is rounded to the array's type."""
     g, (value, m, v) = np.abs(gradient), (x.astype(np.float64) for x in (old.value, old.m, old.v))
     m_size = hyper.beta1 * np.abs(m) + (1.0 - hyper.beta1) * g
     v_size = hyper.beta2 * v + (1.0 - hyper.beta2) * g**2

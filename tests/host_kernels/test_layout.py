@@ -46,7 +46,7 @@ def defining_file(struct: type[Struct]) -> str:
 
 
 def members_of(struct: type[Struct]) -> dict[str, int]:
-    """C++ expressions of the struct's size and each field's offset, with their values in Python."""
+    """Returns C++ expressions for the struct's size and each field's offset, with Python's values of them."""
     name = f"lt::{struct.__name__}{'<SCALAR>' if struct.__name__ in TEMPLATES else ''}"
     fields = [field for field, *_ in struct._fields_]
     offsets = {f"offsetof({name}, {field.rstrip('_')})": getattr(struct, field).offset for field in fields}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class StaleFaultError(Exception):
-    """A fault does not fit its file."""
+    """Raised when a fault does not fit its file."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Fault:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether only a GPU shows the fault."""
+        """Whether the fault can only be seen on a GPU."""
         return all(test.startswith("tests/gpu/") for test in self.tests)
 
     def concerns(self, paths: set[str]) -> bool:
-        """Whether one of the files has the fault or tests for it."""
+        """Whether one of the files contains the fault or its tests."""
         return self.path in paths or any(test.partition("::")[0] in paths for test in self.tests)
 
     def planted(self, text: str) -> str:
-        """The file's text with the fault.
+        """Returns the file's text with the fault.
 
         Raises:
             StaleFaultError: the old text is not there exactly once, or equals the new one.
@@ -50,7 +50,7 @@ class Fault:
 
 
 Table = Mapping[str, Mapping[str, tuple[str, ...]]]
-"""Faults by file and name: the old text, the new text and the tests that must notice."""
+"""Table of faults, by file and by name: the old text, the new text and the tests that must notice."""
 
 
 def faults_of(table: Table) -> list[Fault]:

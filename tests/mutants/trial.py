@@ -29,19 +29,19 @@ _COPIED: Final = (
 
 
 class Verdict(enum.Enum):
-    """The outcome of a change."""
+    """The outcome of running tests on a changed copy."""
 
     KILLED = "killed"
     SURVIVED = "survived"
     TIMED_OUT = "timed out"
     LEFT_OUT = "left out"
-    """The command's time ended before the tests did."""
+    """The tests did not end in the command's time."""
     BROKEN = "broken"
     """The tests could not run, so that they neither kill the change nor let it survive."""
 
 
 class Copy:
-    """A copy of a checkout, in which one file after the other is changed.
+    """A copy of a checkout, in which trials change one file after the other.
 
     Args:
         directory: where the copy is made.
@@ -125,12 +125,12 @@ class Copy:
 
 
 def own_environment() -> dict[str, str]:
-    """The environment without variables of a surrounding pytest and of git."""
+    """Returns the environment without variables of a surrounding pytest and of git."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GIT_"))}
 
 
 def verdict_on(status: int | Verdict, output: str) -> Verdict:
-    """The verdict that a result of `Copy.pytest` means."""
+    """Translates a result of `Copy.pytest` into a verdict."""
     if isinstance(status, Verdict):
         return status
     if status == pytest.ExitCode.OK:

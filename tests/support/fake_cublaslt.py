@@ -47,7 +47,7 @@ _COMPUTES: Final = {
     ComputeType.COMPUTE_32F_FAST_TF32: DataType.R_32F,
     ComputeType.COMPUTE_64F: DataType.R_64F,
 }
-_WORKSPACE: Final = 8192  # bytes of workspace that an algorithm needs if the limit allows them
+_WORKSPACE: Final = 8192  # bytes of workspace that a fake algorithm needs if the limit allows them
 _WORKSPACE_ALIGNMENT: Final = 256
 _RELU_AUX_BITS: Final = 128
 _GELU_AUX_ELEMENTS: Final = 8
@@ -55,7 +55,7 @@ ALGORITHM_IDS: Final = (21, 22, 23)
 _VECTORS: Final = 16
 """Bytes of the vectors that the first algorithm stores. Like the real library, this one assumes that D's rows are as
 aligned as C's, and offers the algorithm where C's are aligned."""
-_SCRIBBLE: Final = 1 << 14  # bytes at both ends of the workspace that each product overwrites
+_SCRIBBLE: Final = 1 << 14  # size of the parts at both ends of the workspace that each product overwrites, in bytes
 
 _BIAS: Final = frozenset(
     (Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS)
@@ -66,7 +66,7 @@ _GRADIENTS: Final = frozenset((Epilogue.DRELU_BGRAD, Epilogue.DGELU_BGRAD, Epilo
 
 
 class LibraryMisuseError(AssertionError):
-    """A call that the real library would answer with wrong results or a crash."""
+    """Raised for a call that the real library would answer with wrong results or a crash."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Layout:
         return all(each % _VECTORS == 0 for each in (address, self.leading * width, self.stride * width))
 
     def at(self, memory: DeviceMemory, address: int, name: str) -> NDArray[Any]:
-        """The batch (batch, rows, cols) at an address."""
+        """Returns a view of the batch (batch, rows, cols) at an address."""
         inner = (1, self.leading) if self.order == Order.COL else (self.leading, 1)
         shape = (self.batch, self.rows, self.cols)
         return matrix_at(memory, address, self.numpy, shape, (self.stride, *inner), name)
@@ -113,8 +113,8 @@ class Desc:
     aux_stride: int
 
 
-_LAYOUT_SIZE: Final = 14 * 8  # of cublasLtMatrixLayoutOpaque_t, which holds its attributes by value
-_DESC_SIZE: Final = 32 * 8  # of cublasLtMatmulDescOpaque_t, which does as well
+_LAYOUT_SIZE: Final = 14 * 8  # size of cublasLtMatrixLayoutOpaque_t, which holds its attributes by value
+_DESC_SIZE: Final = 32 * 8  # size of cublasLtMatmulDescOpaque_t, likewise
 _LAYOUT: Final = [
     *(MatrixLayoutAttribute.TYPE, MatrixLayoutAttribute.ORDER, MatrixLayoutAttribute.ROWS, MatrixLayoutAttribute.COLS),
     *(MatrixLayoutAttribute.LD, MatrixLayoutAttribute.BATCH_COUNT, MatrixLayoutAttribute.STRIDED_BATCH_OFFSET),
@@ -128,7 +128,7 @@ _DESC: Final = [
 
 
 class Matmul(NamedTuple):
-    """One call of cublasLtMatmul, read completely.
+    """One call of cublasLtMatmul, with all attributes read from its descriptors.
 
     Attributes:
         alpha, beta: numbers, or addresses where `desc.mode` says so.
@@ -156,7 +156,7 @@ class Matmul(NamedTuple):
 
     @property
     def algorithm_id(self) -> int:
-        """The id that the first four bytes of the algorithm hold."""
+        """Returns the algorithm's id, which is in its first four bytes."""
         return int.from_bytes(self.algorithm[:4], "little")
 
     @property
@@ -234,7 +234,7 @@ class FakeCublasLt:
         return self._descs[content]
 
     def supports(self, desc: Desc, layouts: Iterable[Layout]) -> bool:
-        """Whether the library supports a product at all."""
+        """Checks that the library supports a product at all, whatever the algorithm."""
         a, b, c, d = layouts
         if any(each.dtype not in TYPES for each in (a, b, c, d)) or desc.compute not in _COMPUTES:
             return False
@@ -318,7 +318,8 @@ class FakeCublasLt:
             return int(Status.NOT_SUPPORTED)
         capturing = call.stream in self._streams.captures
         if capturing and not any(map(self._memory.holds, (call.a, call.b, call.d))):
-            # A rehearsal: the launch is captured to see its nodes, with addresses that belong to no allocation.
+            # Rehearses a launch: captures it to see the nodes of its graph, with addresses that belong to no
+            # allocation.
             self._streams.put(call.stream, KERNEL, "matmul", _never)
             return 0
         call = self.fault(call)
@@ -346,7 +347,10 @@ class FakeCublasLt:
         return Matmul(desc, scalars[0], *operands, bias, aux, blob, workspace or 0, size, stream or 0)
 
     def _scalar(self, desc: Desc, address: int) -> float:
-        """A number in host memory, read at the call; or an address, which the device reads when the product runs."""
+        """Reads alpha or beta: a number in host memory, read at the call.
+
+        Or an address, which the device reads when the product runs.
+        """
         if desc.mode == PointerMode.DEVICE:
             return address
         assert desc.mode == PointerMode.HOST
@@ -360,7 +364,7 @@ class FakeCublasLt:
         if number == ALGORITHM_IDS[0] and not call.layouts[3].takes_vectors(call.d):
             raise LibraryMisuseError(f"a misaligned address: the algorithm stores vectors to D at {call.d:#x}")
         if not digest:
-            return  # an algorithm made by AlgoInit may be used for any problem
+            return  # AlgoInit makes algorithms that may be used for any problem
         if digest != _digest(call.desc, call.layouts):
             raise LibraryMisuseError("the algorithm was offered for another problem")
         reads_c = call.desc.mode == PointerMode.DEVICE or call.beta != 0
@@ -378,7 +382,10 @@ class FakeCublasLt:
             raise LibraryMisuseError(f"two branches of a graph share the workspace at {call.workspace:#x}")
 
     def _check_owner(self, workspace: int, stream: int, captured: int) -> None:
-        """A workspace belongs to one stream: the stream that runs the work, or that its graph was captured from."""
+        """Checks that a workspace is used by one stream only.
+
+        The stream that runs the work, or that its graph was captured from.
+        """
         block = self._memory.block(workspace)
         if block is None:
             raise LibraryMisuseError(f"the workspace at {workspace:#x} was freed before the work was done")
@@ -408,7 +415,8 @@ class FakeCublasLt:
         workspace = memory.view(call.workspace, call.workspace_size, "the workspace")
 
         def run() -> None:
-            workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF  # a real kernel may overwrite all of the workspace
+            # Touches all of the workspace, since a real kernel may overwrite all of it.
+            workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF
             product = alpha() * (_operand(a, desc.trans_a, desc.compute) @ _operand(b, desc.trans_b, desc.compute))
             if c is not None and (scale := beta()) != 0:
                 product = product + scale * c.astype(np.float64)
@@ -431,7 +439,7 @@ class FakeCublasLt:
         return lambda: float(cell[0])
 
     def _vector(self, call: Matmul) -> NDArray[Any] | None:
-        """The bias, or the bias gradient: (batch, length)."""
+        """Returns the bias, or the bias gradient, as (batch, length)."""
         desc, d = call.desc, call.d_layout
         if desc.epilogue not in _BIAS | _GRADIENTS:
             return None
@@ -444,7 +452,7 @@ class FakeCublasLt:
         return matrix_at(self._memory, call.bias, dtype, (d.batch, length), (desc.bias_stride, 1), "the bias")
 
     def _aux(self, call: Matmul) -> NDArray[Any] | None:
-        """The auxiliary tensor, (batch, rows, cols), or (batch, bytes, cols) of ReLU's mask."""
+        """Returns the auxiliary tensor as (batch, rows, cols), or ReLU's mask as (batch, bytes, cols)."""
         desc, d = call.desc, call.d_layout
         if desc.epilogue not in _AUX_OUT | _DERIVATIVES:
             return None
@@ -535,7 +543,7 @@ def _finish(
     aux: NDArray[Any] | None,
     operands: tuple[NDArray[Any], NDArray[Any]],
 ) -> NDArray[np.float64]:
-    """Returns the values of D; also writes the auxiliary tensor and the bias gradient."""
+    """Computes the product: returns the values of D, and writes the auxiliary tensor and the bias gradient."""
     epilogue = Epilogue(desc.epilogue)
     if epilogue in _BIAS:
         assert vector is not None
@@ -547,7 +555,7 @@ def _finish(
         assert aux is not None
         product = product * _derivative(epilogue, aux, product.shape[1])
     elif "RELU" in epilogue.name:
-        product = np.where(product > 0, product, 0.0)  # NaN becomes 0, as in the library
+        product = np.where(product > 0, product, 0.0)  # the library's ReLU turns NaN into 0
     elif "GELU" in epilogue.name:
         product = product / 2 * (1 + np.tanh(_inner(product)))
     if epilogue in _GRADIENTS:

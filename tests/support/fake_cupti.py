@@ -19,14 +19,14 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.fake_streams import KERNEL, MEMSET, Observer, Streams
 
 AHEAD_NS: Final = 10**17
-"""Nanoseconds that CUPTI's clock is ahead of the host's."""
+"""Nanoseconds by which CUPTI's clock is ahead of the host's."""
 _LAUNCH, _GRAPH_LAUNCH = 307, 514
 _CALLS: Final = {_LAUNCH: b"cuLaunchKernel", _GRAPH_LAUNCH: b"cuGraphLaunch"}
 _SUBSCRIBED, _LIMIT, _INVALID = 39, 12, 1
 
 
 class FakeCupti(Observer):
-    """The functions of libcupti. It observes a `Streams`, which tells it of all work.
+    """The functions of libcupti, in an observer of the pretended GPU's `Streams`, which tells it of all work.
 
     Attributes:
         version: the library's version.
@@ -68,7 +68,7 @@ class FakeCupti(Observer):
 
     @property
     def pushed(self) -> list[int]:
-        """Correlation ids that the calling thread has pushed and not popped."""
+        """Returns the correlation ids that the calling thread has pushed and not popped."""
         if not hasattr(self._ids, "pushed"):
             self._ids.pushed = []
         return self._ids.pushed  # type: ignore[no-any-return]

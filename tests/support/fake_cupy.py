@@ -28,11 +28,11 @@ class Gpu(Protocol):
     streams: Streams
 
     def pin(self, size: int) -> NDArray[np.uint8]:
-        """Page-locked memory."""
+        """Makes an array in page-locked memory."""
 
 
 class Memory:
-    """An allocation, which returns to the pool of its stream when it is garbage-collected."""
+    """An allocation of a pool. It returns to the pool of its stream when it is garbage-collected."""
 
     def __init__(self, gpu: Gpu, size: int, stream: int) -> None:
         pool = stream, size
@@ -54,7 +54,7 @@ class MemoryPointer:
 
 
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
-    """`cupy.ndarray`. NumPy computes its operations, once the current stream has done its work.
+    """Stands in for `cupy.ndarray`. NumPy computes its operations, once the current stream has done its work.
 
     `fake_cupy` makes a subclass for each pretended GPU.
     """
@@ -92,7 +92,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def _host(self) -> NDArray[Any]:
-        """A NumPy view of the array's present values."""
+        """Returns a NumPy view of the array's present values."""
         strides = tuple(stride // self.itemsize for stride in self.strides)
         return matrix_at(self._gpu.memory, self.data.ptr, self.dtype, self.shape, strides, "an array")
 
@@ -149,7 +149,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         self._write(MEMCPY, "set", run, target)
 
     def set(self, values: NDArray[Any]) -> None:
-        """Copies from the host, on the current stream."""
+        """Copies an array from the host, on the current stream."""
         self._assign(..., values)
 
     def fill(self, value: Any) -> None:
@@ -157,7 +157,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         self[...] = value
 
     def get(self) -> NDArray[Any]:
-        """A copy on the host, once the current stream has done its work."""
+        """Returns a copy on the host, once the current stream has done its work."""
         return self._settled.copy()
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
@@ -256,7 +256,7 @@ _METHODS: Final = ("all", "any", "astype", "copy", "max", "mean", "min", "nonzer
 
 
 def _present(value: Any) -> Any:
-    """The present values of an array; other objects as they are."""
+    """Returns the present values of an array; returns other objects as they are."""
     return value._host if isinstance(value, Array) else value
 
 
@@ -265,7 +265,7 @@ def _settled(value: Any) -> Any:
 
 
 def _view_key(key: Any) -> tuple[Any, ...]:
-    """An equivalent key with which NumPy returns an array even for one element."""
+    """Replaces an index by an equivalent one with which NumPy returns an array even for one element."""
     keys = key if isinstance(key, tuple) else (key,)
     return keys if any(each is ... for each in keys) else (*keys, ...)
 
@@ -275,7 +275,7 @@ def _packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 class Stream:
-    """`cupy.cuda.Stream`; without a handle, a new stream."""
+    """Stands in for `cupy.cuda.Stream`; without a handle, it makes a new stream."""
 
     _handles = iter(range(0x5000_0000, 0x6000_0000, 0x10))
     _current: _Current
@@ -316,7 +316,7 @@ class _Current(threading.local):
 
 
 class Graph:
-    """`cupy.cuda.Graph`."""
+    """Stands in for `cupy.cuda.Graph`."""
 
     _handles = itertools.count(0x70_0000, 0x10)
 
@@ -329,11 +329,11 @@ class Graph:
 
 
 class OutOfMemoryError(MemoryError):
-    """The error of CuPy's pools."""
+    """Raised by CuPy's pools when memory is exhausted."""
 
 
 class CUDARuntimeError(Exception):
-    """An error of the CUDA runtime."""
+    """Stands in for CuPy's error of the CUDA runtime."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -367,7 +367,7 @@ class MemoryPool:
         self._free.clear()
 
 
-_CREATORS: Final = ("ones", "arange")  # CuPy compiles a kernel for these functions
+_CREATORS: Final = ("ones", "arange")  # the real CuPy compiles a kernel for these functions
 
 
 def fake_cupy(gpu: Gpu) -> ModuleType:
@@ -381,7 +381,7 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
             return values
         host = np.asarray(values, dtype)
         made = module.ndarray(host.shape, host.dtype)
-        made._host[...] = host  # CuPy reads pageable host memory before the call returns
+        made._host[...] = host  # the real CuPy has read pageable host memory when the call returns
         stream = module.cuda.get_current_stream().ptr
         if stream and not made._is_capturing:  # streams wait for the default stream, though not the pretended ones
             touches = gpu.memory.touched_by(made._host, "an array", writes=True)
@@ -462,7 +462,7 @@ def _cuda(gpu: Gpu) -> Any:
             pass
 
         def synchronize(self) -> None:
-            if gpu.streams.captures:  # during a capture the driver refuses to wait, and invalidates every capture
+            if gpu.streams.captures:  # during a capture the driver refuses this wait, and invalidates every capture
                 for capture in gpu.streams.captures.values():
                     capture.is_broken = True
                 raise CUDARuntimeError(900)

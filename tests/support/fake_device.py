@@ -10,7 +10,7 @@ import numpy as np
 
 
 class DeviceArray(np.ndarray[Any, Any]):
-    """A host array that reports its address as CuPy's arrays do."""
+    """A host array that reports its address in the same way as CuPy's arrays do."""
 
     @property
     def data(self) -> Any:
@@ -18,7 +18,7 @@ class DeviceArray(np.ndarray[Any, Any]):
 
 
 class HostLibrary:
-    """Stands in for `CupyLibrary`."""
+    """Stands in for `CupyLibrary`, the package's access to CuPy."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> DeviceArray:
         filled: DeviceArray = np.full(shape, np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0], dtype).view(DeviceArray)
@@ -29,7 +29,7 @@ class HostLibrary:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Stands in for the driver."""
+    """Stands in for the driver, which copies between such arrays."""
     if name == "cuMemsetD8Async":
         ctypes.memset(*arguments[:3])
     elif name == "cuMemsetD32Async":

@@ -45,7 +45,7 @@ Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int],
 
 
 class LaunchConfig(ctypes.Structure):
-    """`CUlaunchConfig`."""
+    """Stands in for `CUlaunchConfig`."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -58,7 +58,8 @@ class LaunchConfig(ctypes.Structure):
 
 
 class FakeDriver:
-    """The driver's functions, by their names. They return results, and raise `DriverStatusError` for a status.
+    """The driver's functions, as methods of the same names. They return results, and raise `DriverStatusError` for an
+    error status.
 
     Args:
         launcher: makes work of a kernel's launch; it copies the argument block.
@@ -88,12 +89,12 @@ class FakeDriver:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """All functions, by name."""
+        """Returns all driver functions, by name."""
         own = {name: getattr(self, name) for name in dir(self) if name.startswith("cu")}
         return {**own, **self._more}
 
     def by_ctypes(self, name: str) -> Callable[..., int]:
-        """A function as libcuda.so.1 exports it: it writes results to addresses and returns a status."""
+        """Wraps a function as libcuda.so.1 exports it: it writes results to addresses and returns a status."""
         known = {
             "cuCtxGetDevice": self._store_device,
             "cuEventRecord": self.cuEventRecord,
@@ -111,7 +112,7 @@ class FakeDriver:
         return run
 
     def by_bindings(self, name: str) -> Callable[..., tuple[Any, ...]]:
-        """A function as `cuda.bindings` has it: it returns a status and results."""
+        """Wraps a function as `cuda.bindings` has it: it returns a status and results."""
         known = self.functions[name]
 
         def run(*arguments: Any) -> tuple[Any, ...]:
@@ -126,7 +127,10 @@ class FakeDriver:
         return run
 
     def _called(self, name: str, known: Callable[..., Any], arguments: Any) -> tuple[Any, Any]:
-        """The status and the result of a function. After an illegal access all calls that need a context fail."""
+        """Calls a function; returns its status and its result.
+
+        After an illegal access all calls that need a context fail.
+        """
         if self.is_lost and name.startswith(_NEEDS_CONTEXT):
             return Status.CUDA_ERROR_ILLEGAL_ADDRESS, None
         try:
@@ -287,7 +291,7 @@ class FakeDriver:
     # Streams and events
 
     def cuStreamGetDevice(self, stream: int) -> int:
-        if stream in self._streams.captures:  # besides failing, the call invalidates the capture
+        if stream in self._streams.captures:  # the real call fails and also invalidates the capture
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         return self.elsewhere.get(stream, 0)
 
@@ -401,7 +405,7 @@ class FakeDriver:
         return graph.nodes[index]
 
     def place_of(self, node: int) -> tuple[Capture, int]:
-        """The graph of the node with this handle, and the node's index."""
+        """Finds a node by its handle: returns its graph, and its index in the graph."""
         places = ((graph, index) for graph in self._graphs.values() for index, each in enumerate(graph.nodes))
         return next((graph, index) for graph, index in places if graph.nodes[index].handle == node)
 

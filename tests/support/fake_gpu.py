@@ -95,7 +95,7 @@ class FakeGpu:
                 yield
 
     def settle(self) -> None:
-        """Fails if work is still waiting on a stream, wrote outside of all allocations, or raced with other work."""
+        """Fails if some work still waits on a stream, wrote outside of all allocations, or raced with other work."""
         undone = self.streams.left_undone()
         self.streams.synchronize_all()
         self.memory.check_guards()
@@ -109,12 +109,15 @@ class FakeGpu:
         self.streams.synchronize(stream)
 
     def host_of(self, array: Any) -> NDArray[Any]:
-        """An array's present values. This waits for no stream, so work on a wrong stream shows as missing."""
+        """Returns an array's present values.
+
+        It waits for no stream, so that results of work on a wrong stream are missing.
+        """
         strides = tuple(stride // array.itemsize for stride in array.strides)
         return matrix_at(self.memory, array.data.ptr, array.dtype, tuple(array.shape), strides, "an array")
 
     def memory_used(self) -> int:
-        """Bytes that are allocated."""
+        """Number of bytes that are allocated on the pretended GPU."""
         return self.memory.size
 
     def synchronize_all(self) -> None:
@@ -122,7 +125,7 @@ class FakeGpu:
         self.streams.synchronize_all()
 
     def pin(self, size: int) -> NDArray[np.uint8]:
-        """Page-locked memory."""
+        """Makes an array in page-locked memory."""
         memory = np.empty(size, np.uint8)
         self.driver.pin(memory.ctypes.data, size)
         return memory
@@ -155,7 +158,7 @@ class FakeGpu:
             sys.modules.update(own)
 
     def _of_bindings(self, name: str, run: Callable[..., tuple[Any, ...]], *, is_driver: bool) -> Any:
-        """A function of `cuda.bindings`, counted."""
+        """Wraps a function of `cuda.bindings`, so that its calls are counted."""
         unknown, internal = Status.CUDA_ERROR_UNKNOWN, nvrtc.nvrtcResult.NVRTC_ERROR_INTERNAL_ERROR
         failure = (unknown, None) if is_driver else (internal,)
         return self.calls.counted(name, run, failure, lambda results: not results[0])
@@ -176,7 +179,7 @@ class FakeGpu:
 
 
 class _Driver:
-    """libcuda.so.1, its calls counted."""
+    """Returns libcuda.so.1, with its calls counted."""
 
     def __init__(self, driver: FakeDriver, calls: LibraryCalls) -> None:
         self._driver, self._calls = driver, calls
@@ -214,7 +217,7 @@ class _Library:
 
 @functools.cache
 def _code(path: str, name: str) -> CodeType | None:
-    """A module's code, compiled once for all copies of the package, also if Python writes no bytecode."""
+    """Compiles a module's code once for all copies of the package, also if Python writes no bytecode."""
     return _GET_CODE(SourceFileLoader(name, path), name)
 
 

@@ -105,7 +105,10 @@ class FakeKernels:
     def launch(
         self, function: int, params: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
     ) -> Work:
-        """Makes work of a launch, with a copy of the argument block. The order of blocks and threads varies."""
+        """Turns a launch into work for a stream, with a copy of the argument block.
+
+        The order of blocks and threads varies.
+        """
         name, kernel, kind, macros = self._functions[function]
         copied = kind.from_buffer_copy(ctypes.string_at(params, ctypes.sizeof(kind)))
         self.fault(name, copied)

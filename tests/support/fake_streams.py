@@ -25,7 +25,7 @@ _node_handles = itertools.count(0x2000_0000, 0x10)
 
 
 class DriverStatusError(Exception):
-    """Raised by a function of the pretended driver that returns this status."""
+    """Raised in a function of the pretended driver, which then returns this status."""
 
     def __init__(self, status: Any) -> None:
         super().__init__(status.name)
@@ -34,7 +34,7 @@ class DriverStatusError(Exception):
 
 @dataclass
 class Node:
-    """A node of a graph.
+    """A node of a CUDA graph.
 
     Attributes:
         after: indices of the nodes that must run before.
@@ -60,7 +60,7 @@ class Node:
 
 @dataclass
 class Capture:
-    """A capture, and the graph that it makes.
+    """A capture of streams, and the graph that it makes.
 
     Attributes:
         origin: the stream whose capture was begun.
@@ -94,7 +94,8 @@ class Capture:
 
 
 def in_late_order(nodes: list[Node]) -> Iterator[int]:
-    """Indices of the nodes in an order that their edges allow, and that differs from the order of their capture.
+    """Returns the indices of the graph's nodes in an order that their edges allow, and that differs from the order of
+    their capture.
 
     Of several nodes that may run, the node captured last comes first: code that relies on more than edges fails.
     """
@@ -131,7 +132,10 @@ class Event:
 
 @dataclass
 class _Stream:
-    """A stream: waiting operations, each with whether it is work or an event; counts of queued and finished ones."""
+    """A stream's queue: waiting operations, each marked as work or event.
+
+    And the counts of queued and of finished ones.
+    """
 
     waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
     given: int = 0
@@ -142,18 +146,18 @@ class Observer:
     """Observer of all work on streams, which ignores it. CUPTI's stand-in is a subclass."""
 
     def given(self, kind: Any) -> Any:
-        """A call gave a stream work of a kind, None for a graph; returns a token for the call."""
+        """Called when a call gave a stream work of a kind (None for a graph); returns a token for the call."""
 
     def running(self, token: Any, kind: Any, name: str, stream: int) -> AbstractContextManager[Any]:
-        """Work runs within the block."""
+        """Called when work runs; the work runs within the block."""
         return nullcontext()
 
     def within_graph(self, token: Any, executable: int, index: int) -> AbstractContextManager[Any]:
-        """A node of a graph runs within the block."""
+        """Called when a node of a graph runs; the node runs within the block."""
         return nullcontext()
 
     def instantiated(self, graph: int, executable: int) -> None:
-        """A graph has been instantiated."""
+        """Called when a graph has been instantiated."""
 
 
 class Streams:
@@ -180,7 +184,10 @@ class Streams:
         self._node_stamp: Stamp | None = None
 
     def running_on(self, stream: int) -> int:
-        """The stream that runs the work of `stream`: for captured work, the stream on which the graph was launched."""
+        """Returns the stream that runs the work of `stream`.
+
+        For captured work, the stream on which the graph was launched.
+        """
         return self._launched_on.get(stream, stream)
 
     def put(
@@ -253,12 +260,12 @@ class Streams:
             own.done = own.given
 
     def left_undone(self) -> dict[int, int]:
-        """The number of works of each stream that have not run."""
+        """Returns for each stream how many of its works have not run."""
         undone = {handle: sum(is_work for _, is_work in own.waiting) for handle, own in self._streams.items()}
         return {handle: count for handle, count in undone.items() if count}
 
     def record(self, event: Event, stream: int) -> None:
-        """`cuEventRecord`."""
+        """Stands in for `cuEventRecord`."""
         capture = self.captures.get(stream)
         event.stream, event.capture = stream, capture
         if capture is not None:
@@ -272,7 +279,7 @@ class Streams:
         event.count, event.known = self._streams[stream].given, self.races.recorded(stream)
 
     def record_in_graph(self, event: Event, stream: int) -> None:
-        """`cuEventRecordWithFlags` with an external event, which makes a node in a capture."""
+        """Stands in for `cuEventRecordWithFlags` with an external event, which makes a node in a capture."""
         capture = self.captures[stream]
 
         def mark() -> None:
@@ -302,13 +309,13 @@ class Streams:
             capture.unjoined.add(stream)
 
     def wait_on_host(self, event: Event) -> None:
-        """`cuEventSynchronize`."""
+        """Stands in for `cuEventSynchronize`."""
         if event.stream is not None and event.capture is None:
             self._run_to(event.stream, event.count)
             self.races.wait(HOST, event.known)
 
     def begin_capture(self, stream: int) -> None:
-        """`cuStreamBeginCapture`."""
+        """Stands in for `cuStreamBeginCapture`."""
         if stream == 0 or stream in self.captures:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         capture = Capture(stream)
@@ -316,7 +323,7 @@ class Streams:
         self.captures[stream] = capture
 
     def end_capture(self, stream: int) -> Capture:
-        """`cuStreamEndCapture`."""
+        """Stands in for `cuStreamEndCapture`."""
         capture = self.captures.get(stream)
         if capture is None or capture.origin != stream:
             raise DriverStatusError(Status.CUDA_ERROR_ILLEGAL_STATE)

@@ -13,7 +13,7 @@ from tests.support.fake_cupy import Array
 
 
 class Tensor:
-    """`torch.Tensor`, a wrapper around an array of CuPy's stand-in."""
+    """Stands in for `torch.Tensor`: a wrapper around an array of CuPy's stand-in."""
 
     is_cuda = True
 
@@ -51,7 +51,7 @@ class CpuTensor:
 
 
 class ExternalStream:
-    """`torch.cuda.ExternalStream`."""
+    """Stands in for `torch.cuda.ExternalStream`."""
 
     def __init__(self, handle: int, device: Any = None) -> None:
         self.cuda_stream = handle

@@ -7,13 +7,13 @@ import sys
 import cupy as cp
 
 BODIES = {
-    "memcheck": "out[1 << 24] = 1.0f;",  # writes beyond the end of the array
+    "memcheck": "out[1 << 24] = 1.0f;",  # this kernel writes beyond the end of the array
     "racecheck": """
         __shared__ float shared[256];
         shared[threadIdx.x] = out[threadIdx.x];
         out[threadIdx.x] = shared[255 - threadIdx.x];  // without a barrier
     """,
-    "initcheck": "out[threadIdx.x] = in[threadIdx.x];",  # reads memory that was never written
+    "initcheck": "out[threadIdx.x] = in[threadIdx.x];",  # this kernel reads memory that was never written
 }
 
 
@@ -21,7 +21,7 @@ def launch(tool: str) -> None:
     """Launches the kernel once. The tool must report the fault; errors of the driver do not matter."""
     code = f'extern "C" __global__ void faulty_kernel(const float* in, float* out) {{ {BODIES[tool]} }}'
     out = cp.zeros(256, cp.float32)
-    # The memory does not come from CuPy's pool, whose memory may have been written before.
+    # The memory is allocated anew and not by CuPy's pool, whose memory may have been written before.
     fresh = cp.cuda.Memory(1 << 20)
     pointer = cp.cuda.MemoryPointer(fresh, 0)
     cp.RawKernel(code, "faulty_kernel")((1,), (256,), (cp.ndarray(256, cp.float32, pointer), out))

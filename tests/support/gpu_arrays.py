@@ -14,7 +14,7 @@ from lt_runtime.layout import Layout, Order, layout_of
 from lt_runtime.problem import ALIGNMENT, Activation, Derivative, DType, Saved, Spec
 
 EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-52}
-"""Half a unit in the last place, relative."""
+"""Half a unit in the last place of a type, relative to the number."""
 
 
 def spec_of(array: Any) -> Spec:
@@ -24,7 +24,7 @@ def spec_of(array: Any) -> Spec:
 
 
 class MaskPass:
-    """dz = dy · ReLU's mask and the bias gradient, by our kernel, for one layout of dy.
+    """Runs our kernel of dz = dy · ReLU's mask, with the bias gradient, for one layout of dy.
 
     Args:
         mask: uint8 of shape (M, bytes of a row), from `reference.pack_mask`.
@@ -47,6 +47,6 @@ class MaskPass:
 
 
 def to_host(array: Any) -> NDArray[np.float64]:
-    """A CuPy array's values in float64."""
+    """Returns a CuPy array's values in float64."""
     values: NDArray[np.float64] = cp.asnumpy(cp.ascontiguousarray(array)).astype(np.float64)
     return values

@@ -26,11 +26,11 @@ Array = NDArray[Any]
 EPS32 = EPSILON[DType.FLOAT32]
 _TINY = 1e-6
 _ROUNDINGS = {NarrowPlan: 1.0, TilePlan: 2.0}
-"""Half units that an addition may be off by: tensor cores truncate."""
+"""Half units in the last place by which an addition may be off: tensor cores truncate."""
 
 
 class Product:
-    """A product's operands on the host and on the GPU.
+    """A product of one of our kernels, with its operands on the host and on the GPU.
 
     Args:
         kind: the plan that makes the product, NarrowPlan or TilePlan.
@@ -76,13 +76,13 @@ class Product:
         self.plan = kind(self.problem, 0)
 
     def _aux_spec(self) -> Spec:
-        """Layout of the auxiliary matrix; a mask's strides count bits."""
+        """Returns the layout of the auxiliary matrix; a mask's strides count bits."""
         if self._mask is None:
             return spec_of(self.z_gpu.array)
         return Spec(Layout(len(self.z), self.z.shape[1], Order.ROW, 8 * self._mask.shape[1]))
 
     def run(self) -> None:
-        """Puts the product on the current stream."""
+        """Launches the product on the current stream."""
         aux = self.z_gpu.array if self._mask is None else self._mask
         arrays = (self.a_gpu.array, self.b_gpu.array, self.c_gpu.array, self.vector_gpu.array, aux, self.d_gpu.array)
         stream = cp.cuda.get_current_stream().ptr
@@ -99,7 +99,7 @@ class Product:
             expected, size = expected + vector, size + np.abs(vector)
         if self.epilogue.has_aux_output:
             assert_close("aux", self.z_gpu.values(), expected, self._limit(expected, size, self.a.shape[1]))
-        activation, terms = Activation(self.epilogue.activation), a.T  # terms of the bias gradient
+        activation, terms = Activation(self.epilogue.activation), a.T  # products that the bias gradient adds up
         if self.epilogue.is_derivative:
             # The error of GELU's approximation is relative to the product.
             expected, size = expected * derivative(z, activation), 4.0 * size * (1.0 + np.abs(z))
@@ -113,7 +113,7 @@ class Product:
         assert_close("vector", self.vector_gpu.values()[0], sums, self._limit(sums, sizes, len(terms)))
 
     def _limit(self, expected: Array, size: Array, additions: int) -> Array:
-        """Error bound: half a unit of the result, and half a unit of each partial sum's largest magnitude."""
+        """Bounds the error: half a unit of the result, and half a unit of each partial sum's largest magnitude."""
         limit: Array = EPSILON[self.dtype] * np.abs(expected) + (additions + 4) * EPS32 * size + _TINY
         return limit
 
@@ -130,7 +130,10 @@ class Product:
             stream.synchronize()
 
     def tuner_objections(self) -> dict[str, str]:
-        """The tuner's messages about wrong results of the plan; empty if all results are right."""
+        """Verifies the plan as the tuner does.
+
+        Returns its messages about wrong results, an empty list if all results are right.
+        """
         stream = cp.cuda.get_current_stream().ptr
         trial, memory = ProductOperands(Memory(0, stream), self.problem), stream_memory(0, stream)
         return verify({"ours": lambda: self.plan.put(trial.call(stream), memory)}, trial)

@@ -28,13 +28,13 @@ def host_memory(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def flat(buffer: Buffer) -> NDArray[Any]:
-    """The whole memory as unsigned integers of the elements' size."""
+    """Returns the whole memory as unsigned integers of the elements' size."""
     memory = (ctypes.c_uint8 * buffer.size).from_address(buffer.start)
     return np.frombuffer(memory, f"uint{8 * buffer.itemsize}")
 
 
 def bits(buffer: Buffer) -> NDArray[Any]:
-    """The matrices as unsigned integers, (batch, rows, cols); of a mask, the bytes of its lines."""
+    """Returns the matrices as unsigned integers, (batch, rows, cols); of a mask, the bytes of its lines."""
     elements = buffer.elements
     strides = [elements.batch_stride, elements.row_stride, elements.col_stride]
     shape = buffer.shape
@@ -48,7 +48,7 @@ def bits(buffer: Buffer) -> NDArray[Any]:
 
 
 def values(buffer: Buffer) -> NDArray[np.float64]:
-    """The elements in FP64, (batch, rows, cols); a mask's bits as 0 and 1."""
+    """Returns the elements in FP64, (batch, rows, cols); a mask's bits as 0 and 1."""
     if buffer.dtype is not None:
         return bits(buffer).view(buffer.dtype.numpy).astype(np.float64)
     flipped = buffer.elements.row_stride == 1

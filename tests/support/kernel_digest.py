@@ -22,7 +22,7 @@ from tests.support import kernel_usage
 from tests.support.kernel_usage import Structs, Variant, compile_to_ptx
 
 _TOKEN: Final = re.compile(r"""//(?:\\\n|[^\n])*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL)
-"""Matches a comment, or a literal as the only group."""
+"""Matches a comment; or a string or character literal, which is then the only group."""
 _INCLUDE: Final = re.compile(r'^#\s*include\s*"([^"]+)"', re.MULTILINE)
 _BUILD: Final = re.compile(r"^// (Compiler Build ID: .*|Cuda compilation tools.*)", re.MULTILINE)
 
@@ -54,14 +54,14 @@ def included(source: str) -> list[Path]:
 
 
 def without_comments(code: str) -> str:
-    """C++ code without comments, blank lines and indentation; other lines and literals stay."""
+    """Returns C++ code without comments, blank lines and indentation; other lines and literals stay as they are."""
     bare = _TOKEN.sub(lambda match: match[1] or " ", code)
     return "\n".join(" ".join(line.split()) for line in bare.splitlines() if line.strip())
 
 
 @functools.cache
 def compiler_build() -> tuple[str, ...]:
-    """Exact build of NVRTC, read from the PTX that it writes."""
+    """Finds the exact build of NVRTC in the PTX that it writes."""
     _, ptx = compile_to_ptx(Variant("gradient_norm.cu"), "sm_90")
     found = tuple(_BUILD.findall(ptx))
     assert len(found) == 2, ptx[:400]
@@ -70,7 +70,7 @@ def compiler_build() -> tuple[str, ...]:
 
 @functools.cache
 def judging_code() -> str:
-    """The code that judges the compiler's output."""
+    """Returns the code that judges the compiler's output."""
     return without_prose(Path(kernel_usage.__file__).read_text(), imports=False)
 
 

@@ -33,7 +33,10 @@ _OTHERWISE: Final[Mapping[str, str]] = {
     "scale": "target",
     "tally": "loss",
 }
-"""For kernels of which it is the other way round, the names of these members."""
+"""Exceptions by kernel.
+
+Members with these names are read if they are in the list above, and written if they are not.
+"""
 _SHAPES: Final[Mapping[str, tuple[str, str]]] = {
     "a": ("rows", "depth"),
     "b": ("depth", "cols"),
@@ -41,14 +44,17 @@ _SHAPES: Final[Mapping[str, tuple[str, str]]] = {
 }
 """The names of the members that hold the rows and columns of a matrix, if they are not `rows` and `cols`."""
 _VECTORS: Final = ("bias_gradient", "sum", "sums", "vector")
-"""Members that hold the addresses of vectors with an element for each row or for each column."""
+"""Members that hold addresses of vectors, which have an element for each row or for each column."""
 _TABLES: Final[Mapping[str, tuple[str, str]]] = {
     "adamw": ("chunks", "AdamWChunk"),
     "copy_rows": ("table", "Rows"),
     "ema": ("chunks", "EmaChunk"),
     "gradient_norm": ("chunks", "GradientChunk"),
 }
-"""For kernels that read addresses from a table on the device: the member that holds its address, its rows' struct."""
+"""For kernels that read addresses from a table on the device.
+
+The member with the table's address, and the struct of its rows.
+"""
 _BLOCKS_OF_A_CHUNK: Final = 8  # of adamw
 
 
@@ -66,16 +72,16 @@ class KernelCall(NamedTuple):
     grid: tuple[int, int, int]
 
     def touches(self, memory: DeviceMemory) -> list[Touch]:
-        """The operands whose addresses are in the argument block."""
+        """Yields the accesses to operands whose addresses are in the argument block."""
         found = list[Touch]()
         for path, owner, pointer in pointers(self.params):
-            # Without partial sums, their address may be that of something else.
+            # Without partial sums, `db.partial` is unused, and its address may be that of something else.
             if path != "db.partial" or self.grid[1] > 1 or self.macros["ALIGNED"] == str(int(Access.FLAT)):
                 found += memory.touched(pointer, self._size(path, owner), path, writes=self._writes(path))
         return found
 
     def touches_by_table(self, memory: DeviceMemory) -> Iterator[Touch]:
-        """The operands whose addresses are in a table on the device, as the table is now."""
+        """Yields the accesses to operands whose addresses are in a table on the device, as the table is now."""
         member, kind = _TABLES.get(self.name, ("", ""))
         table = getattr(self.params, member, None)
         count = self.grid[1] if self.name == "copy_rows" else self.grid[0]
@@ -92,7 +98,7 @@ class KernelCall(NamedTuple):
         return _WRITTEN.isdisjoint(names) != {*otherwise}.isdisjoint(names)
 
     def _size(self, path: str, owner: Any) -> int | None:
-        """Bytes from an operand's address to its end; None if they are unknown."""
+        """Returns the number of bytes from an operand's address to its end; None if it is unknown."""
         p, field = self.params, path.rpartition(".")[2]
         operand, kinds = getattr(owner, field), (self.macros.get("SCALAR", "float"), self.macros.get("PRODUCT"))
         item = 4 if "float" in kinds else 2
@@ -107,7 +113,7 @@ class KernelCall(NamedTuple):
 
 
 def pointers(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, Any, int]]:
-    """The operands of a struct: the path of their members, the struct that has the member, and the address."""
+    """Yields the addresses in a struct: the path of their members, the struct that has the member, and the address."""
     for field, kind, *_ in params._fields_:
         value = getattr(params, field)
         if isinstance(value, Matrix):

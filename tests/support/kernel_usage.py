@@ -57,7 +57,10 @@ class Usage:
 
     @property
     def faults(self) -> list[str]:
-        """Violations: spilled registers, FP64 arithmetic, more shared memory than every block may have."""
+        """Lists what no kernel may have.
+
+        Spilled registers, FP64 arithmetic, more shared memory than every block may have.
+        """
         found = {
             "spills registers": self.spills,
             "has a stack": self.stack,
@@ -91,14 +94,14 @@ def faults(
 
 
 def everywhere(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
-    """Usages of all kernels of the variants; NVRTC compiles in several threads at once."""
+    """Compiles the variants, in several threads at once; returns the usages of all of their kernels."""
     jobs = list(itertools.product(variants, architectures))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return [usage for found in pool.map(lambda job: usages(*job), jobs) for usage in found]
 
 
 def usages(variant: Variant, architecture: str) -> list[Usage]:
-    """Usages of a variant's kernels, compiled with the package's own options."""
+    """Compiles a variant with the package's own options; returns the usages of its kernels."""
     log, ptx = compile_to_ptx(variant, architecture)
     parameters = dict(re.findall(r"\.entry (\w+)\(\s*\.param \.align \d+ \.b8 \w+\[(\d+)\]\s*\)", ptx))
     sections = re.findall(r"entry function '(\w+)' for '\w+'\n(.*?)(?=entry function|\Z)", log, re.DOTALL)
@@ -112,7 +115,7 @@ def usages(variant: Variant, architecture: str) -> list[Usage]:
             stack=_total(r"(\d+) bytes stack frame", said),
             shared=_total(r"(\d+) bytes smem", said),
             parameters=int(parameters.get(kernel, 0)),
-            # PTX of the whole file, so that functions which a kernel calls without inlining count too.
+            # Compiles the whole file to PTX, so that functions which a kernel calls without inlining count too.
             double=".f64" in ptx,
         )
         for kernel, said in sections
@@ -124,7 +127,7 @@ def _total(pattern: str, said: str) -> int:
 
 
 def compile_to_ptx(variant: Variant, architecture: str) -> tuple[str, str]:
-    """The log of ptxas, and the PTX code."""
+    """Returns the log of ptxas, and the PTX code."""
     options = compiler._options(variant.source, variant.macros, architecture)
     # With a driver, NVRTC keeps a cache, and there is no log of ptxas for a kernel that is found in it.
     flags = [*options, *compiler._include_paths(), b"--ptxas-options=-v", b"--no-cache"]

@@ -24,11 +24,11 @@ import numpy as np
 import lt_runtime as lt
 
 _EVERY: Final = 10
-"""Steps from one checkpoint to the next."""
+"""Number of steps from one checkpoint to the next."""
 _MOST_STEPS: Final = 25
-"""A run is killed after so many steps at most."""
+"""The most steps after which a run is killed."""
 _LONGEST_S: Final = 0.01
-"""A run is killed so many seconds after a step at most, which may be during the next save."""
+"""The most seconds between a run's last step and its kill, which may be during the next save."""
 _DIMS, _ROWS = [6, 12, 3], 16
 
 
@@ -49,7 +49,7 @@ def _steps(device: str, path: Path) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _digest(model: Any, optimizer: Any) -> str:
-    """A digest of everything that training changes."""
+    """Returns a digest of everything that training changes."""
     arrays = [array for each in model.parameters() for array in (each.data, each.master) if array is not None]
     arrays += [moment for moments in optimizer.moments for moment in moments]
     arrays += [optimizer.steps, optimizer.scaler.scale, optimizer.scaler.growth_tracker]

@@ -38,11 +38,11 @@ class Kept(ABC):
 
     @abstractmethod
     def put(self, key: str, number: int) -> None:
-        """Returns once the number is stored."""
+        """Stores the number, and returns once it is stored."""
 
     @abstractmethod
     def numbers(self) -> dict[str, int]:
-        """All stored numbers, as another process reads them; fails if an entry is damaged."""
+        """Reads all stored numbers as another process does; fails if an entry is damaged."""
 
     @property
     def temporaries(self) -> list[Path]:
@@ -51,7 +51,7 @@ class Kept(ABC):
 
 
 class Plans(Kept):
-    """The plan cache."""
+    """A store of the plan cache's entries."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "plans"
@@ -71,7 +71,7 @@ class Plans(Kept):
 
 
 class Kernels(Kept):
-    """The cache of compiled kernels."""
+    """A store of compiled kernels."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "kernels"

@@ -19,13 +19,16 @@ from tests.support.strategies import LinearCase, lattice
 Array = NDArray[Any]
 
 EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-53}
-"""Half a unit in the last place, relative."""
+"""Half a unit in the last place of a type, relative to the number."""
 TINY = 1e-6  # absolute tolerance for FP32 rounding in activations, and for FP16's subnormal numbers
 _TF32 = 2.0**-11
 
 
 def layer_case(**changes: Any) -> LinearCase:
-    """A layer of 24 rows, 32 outputs and 40 inputs in FP32 with GELU and a bias; arguments replace single fields."""
+    """Makes a case: a layer of 24 rows, 32 outputs and 40 inputs in FP32 with GELU and a bias.
+
+    Arguments replace single fields.
+    """
     activation = changes.pop("activation", "gelu")
     standard: dict[str, Any] = {
         "m": 24, "n": 32, "k": 40, "dtype": DType.FLOAT32, "compute": "float32",
@@ -74,20 +77,20 @@ def check_any(check: Callable[[Array], None], those: Sequence[Array]) -> None:
 
 
 def forward_tolerance(case: LinearCase, data: LayerData) -> Array:
-    """Bound of the output's error: rounding of the output, and of the pre-activation if it is stored first."""
+    """Bounds the output's error: rounding of the output, and of the pre-activation if it is stored first."""
     epsilon, slope = 2 * EPSILON[case.dtype], max(1.2, abs(case.activation.negative_slope))
     return epsilon * (np.abs(data.y) + slope * np.abs(data.z) * data.factors) + TINY * (1 + data.factors)
 
 
 def dz_tolerance(case: LinearCase, data: LayerData) -> Array:
-    """Bound of dz's error: rounding of dz, and of the saved tensor at which the derivative is evaluated."""
+    """Bounds dz's error: rounding of dz, and of the saved tensor at which the derivative is evaluated."""
     upstream = np.abs(data.dy.astype(np.float64)) * data.factors
     slope = max(1.2, abs(case.activation.negative_slope))
     return upstream * (4 * EPSILON[case.dtype] * (slope + np.abs(data.z)) + TINY)
 
 
 def product_tolerance(case: LinearCase, dz: Array, limit: Array, other: Array, result: Array) -> Array:
-    """Bound of the error of a product of dz, which is rounded to its type, with an exact operand."""
+    """Bounds the error of a product of dz, which is rounded to its type, with an exact operand."""
     rounding = _TF32 if case.compute == "tf32" else 2.0**-20
     terms = (limit + rounding * np.abs(dz)) @ np.abs(other.astype(np.float64))
     return terms + 2 * EPSILON[case.dtype] * np.abs(result) + TINY
@@ -123,7 +126,7 @@ class Layer:
         host_of(self.gpu, self.db)[...] = self.data.db
 
     def settings(self) -> dict[str, Any]:
-        """The options of a forward call, without arrays."""
+        """Returns the options of a forward call, without arrays."""
         case, rng = self.case, self.case.rng
         return {
             "activation": case.activation.name,
@@ -197,11 +200,11 @@ class Layer:
             assert_close("db", host_of(self.gpu, result.db).astype(np.float64), expected, tolerance)
 
     def _summed(self, gradient: Array, before: Array, times: int) -> Array:
-        """The expected contents of an accumulating buffer after `passes` backward passes."""
+        """Computes the expected contents of an accumulating buffer after `passes` backward passes."""
         return before.astype(np.float64) + times * gradient if self.case.accumulate else gradient
 
     def _made(self, array: Any, buffer: Placed) -> Array:
-        """A result's values, read from the case's buffer if the call wrote there."""
+        """Returns a result's values, from the case's buffer if the call wrote there."""
         return buffer.values() if array is buffer.array else host_of(self.gpu, array).astype(np.float64)
 
     def check(self) -> None:

@@ -75,7 +75,7 @@ class LibraryCalls:
             with self._lock:
                 self._made[name] += succeeded or name in _CLOSING
                 if name in _CLOSING and name in CLOSED_BY and not succeeded:
-                    self._made[CLOSED_BY[name]] += 1  # a capture that fails to end leaves no graph
+                    self._made[CLOSED_BY[name]] += 1  # a capture that fails to end leaves no open graph
             return failure if fails else result
 
         return counted

@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 def matmul_case(**changes: Any) -> MatmulCase:
-    """A 24×40 by 40×32 product in FP32 without epilogue, with some fields replaced."""
+    """Makes a case: a 24×40 by 40×32 product in FP32 without epilogue, with some fields replaced."""
     standard: dict[str, Any] = {
         "m": 24, "n": 32, "k": 40, "batches": (None, None, None), "dtype": DType.FLOAT32, "compute": "float32",
         "d_dtype": changes.get("dtype", DType.FLOAT32), "epilogue": Epilogue.NONE, "alpha": 1.0, "beta": 0.0,
@@ -45,7 +45,7 @@ class Product:
         self.b = self._draw(case.batches[1], (k, n), case.dtype)
         self.c = self._draw(self.batch, (m, n), case.d_dtype, np.sqrt(k)) if case.with_c else None
         self.bias = self._draw(None, (n,), case.d_dtype, np.sqrt(k)) if case.epilogue.has_bias else None
-        # the pre-activation at which an epilogue evaluates the derivative
+        # the pre-activation at which a backward epilogue evaluates the derivative
         self.z = self._draw(self.batch, (m, n), case.d_dtype)
         self._expect()
         self._place()
@@ -165,7 +165,7 @@ class Product:
             assert_close("bias_gradient", made, expected, limit)
 
     def _tolerance(self) -> Array:
-        """Allowed error of D: one rounding, and another one if our pass follows a rounded product."""
+        """Bounds the error of D: one rounding, and another one if our pass follows a rounded product."""
         case, d = self.case, np.abs(self.expected.d)
         epsilon = 2 * EPSILON[case.d_dtype]
         if case.dtype is DType.FLOAT64:
@@ -190,7 +190,7 @@ class Product:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """ReLU's mask as the call wrote it, a truth value for each element of D."""
+        """Unpacks ReLU's mask as the call wrote it: a truth value for each element of D."""
         case = self.case
         bits = reference.unpack_mask(host_of(self.gpu, self.operands["aux"]), case.m if self._flipped else case.n)
         return np.swapaxes(bits, -1, -2) if self._flipped else bits

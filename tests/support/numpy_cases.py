@@ -37,13 +37,13 @@ FORMULAS: Mapping[str, Callable[[float, float], float]] = {
     "gelu_erf": lambda z, _: z / 2 * math.erfc(-z / math.sqrt(2)),
     "silu": lambda z, _: z * sigmoid(z),
 }
-"""The activations as functions of one number."""
+"""The activations as functions of one number, by name."""
 
 
 def scalar_linear(
     x: Array, w: Array, bias: Array | None, activation: str, slope: float = 0.01, factors: Array | None = None
 ) -> tuple[Array, Array]:
-    """A layer's y and pre-activation z, summed term by term in double precision."""
+    """Computes a layer's y and pre-activation z, summed term by term in double precision."""
     x_rows, w_rows = (array.astype(np.float64).tolist() for array in (x, w))
     offsets = [0.0] * len(w_rows) if bias is None else bias.astype(np.float64).tolist()
     layer = list(zip(w_rows, offsets, strict=True))
@@ -55,7 +55,7 @@ def scalar_linear(
 
 
 def numbers(seed: int, shape: Sequence[int], dtype: str = "float64") -> Array:
-    """Standard normal numbers."""
+    """Draws standard normal numbers."""
     values: Array = np.random.default_rng(seed).standard_normal(tuple(shape))
     return values.astype(DTYPES.get(dtype, np.dtype(np.float64)))
 
@@ -81,7 +81,10 @@ SENTINEL = 7.0
 
 
 class DeviceArray:
-    """Claims to be an array on a GPU through `__cuda_array_interface__`; nothing may read its address."""
+    """An object that claims to be an array on a GPU through `__cuda_array_interface__`.
+
+    Nothing may read its address.
+    """
 
     def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", address: int = 1 << 40, **more: Any) -> None:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}

@@ -9,12 +9,12 @@ from tests.support.fake_gpu import FakeGpu
 
 
 def own(name: str) -> Any:
-    """A module of the package's copy; the pretended GPU is active."""
+    """Imports a module of the package's copy that runs on the active pretended GPU."""
     return importlib.import_module(f"lt_runtime.{name}")
 
 
 def within(name: str) -> Any:
-    """A named range, as a context manager."""
+    """Enters a named range of the package's copy."""
     return own("ranges").range_of(name)
 
 
@@ -24,5 +24,5 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def current(gpu: FakeGpu) -> int:
-    """The handle of CuPy's current stream."""
+    """Returns the handle of CuPy's current stream."""
     return int(gpu.cp.cuda.get_current_stream().ptr)

@@ -62,5 +62,5 @@ KEY, OTHER, LAYER = product_key(64), product_key(128), layer_key(64)
 
 
 def beside(path: Path) -> set[str]:
-    """Suffixes of the files beside a file that have its name as prefix, without the lock's."""
+    """Lists the suffixes of the files whose names begin with a file's name, except its lock."""
     return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}

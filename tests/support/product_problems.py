@@ -14,14 +14,17 @@ FP32: Final[dict[str, Any]] = {"dtype": DType.FLOAT32}
 
 
 def across(rows: int, cols: int) -> Spec:
-    """A packed column-major matrix."""
+    """Makes the description of a packed column-major matrix."""
     return Spec(packed(rows, cols, order=Order.COLUMN))
 
 
 def problem_of(
     a: Spec, b: Spec, /, epilogue: Epilogue = Epilogue.NONE, *, dtype: DType = DType.BFLOAT16, **changes: Any
 ) -> MatmulProblem:
-    """A product into a packed matrix of the operands' type; the auxiliary matrix of an epilogue is laid out as D."""
+    """Makes the problem of a product into a packed matrix of the operands' type.
+
+    The auxiliary matrix is laid out as D.
+    """
     d = Spec(packed(a.layout.rows, b.layout.cols))
     aux = d if epilogue.has_aux_output or epilogue.is_derivative else None
     return replace(MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d, epilogue, aux=aux), **changes)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
 HOST: Final = -1
-"""Stands in for a stream in the accesses of the host."""
+"""Number of the pretended stream that makes the host's accesses."""
 Known: TypeAlias = Mapping[int, int]
-"""For each stream, the number of its last work that is ordered before."""
+"""Type: for each stream, the number of its last work that is ordered before something."""
 
 
 class Stamp(NamedTuple):
@@ -51,14 +51,14 @@ class Touch(NamedTuple):
 
 
 class Access(NamedTuple):
-    """A touch by the work with this stamp and name."""
+    """Makes the record of an access by the work with this stamp and name."""
 
     touch: Touch
     stamp: Stamp
     work: str
 
     def precedes(self, stamp: Stamp) -> bool:
-        """Whether the access is ordered before the work with a stamp, or is that work's own."""
+        """Whether the access is ordered before the work with a stamp, or is an access of the same work."""
         own = self.stamp
         if own.number == stamp.number:
             return own.node == stamp.node or bool(stamp.before >> own.node & 1)
@@ -80,7 +80,7 @@ class Races:
         self._found: dict[tuple[str, ...], str] = {}
 
     def put(self, stream: int) -> Stamp:
-        """Stamps work that is put on a stream now."""
+        """Called when work is put on a stream: returns the stamp of the work."""
         with self._lock:
             known, number = self._known.setdefault(stream, {}), next(self._numbers)
             _merge(known, self._known[HOST])
@@ -88,22 +88,22 @@ class Races:
             return Stamp(stream, number, dict(known))
 
     def recorded(self, stream: int) -> Known:
-        """The work that an event recorded on a stream now is ordered after."""
+        """Returns the work that an event recorded on a stream now is ordered after."""
         with self._lock:
             return dict(self._known.get(stream, {}))
 
     def wait(self, stream: int, known: Known) -> None:
-        """A stream, or the host, waits for an event, or for a stream as if for an event recorded now."""
+        """Called when a stream, or the host, waits for an event, or for a stream as if for an event recorded now."""
         with self._lock:
             _merge(self._known.setdefault(stream, {}), known)
 
     def wait_for_all(self) -> None:
-        """The host waits for all streams."""
+        """Called when the host waits for all streams."""
         for stream in list(self._known):
             self.wait(HOST, self.recorded(stream))
 
     def add(self, stamp: Stamp, work: str, touches: Iterable[Touch]) -> None:
-        """Work runs, after all work that is ordered before it."""
+        """Called when work runs, after all work that is ordered before it: checks the work's accesses."""
         with self._lock:
             for touch in touches:
                 new, accesses = Access(touch, stamp, work), touch.accesses
@@ -119,7 +119,8 @@ class Races:
         first, last = old.touch, new.touch
         if not old.precedes(new.stamp):
             conflicts = first.start < last.end and last.start < first.end and (first.writes or last.writes)
-            if conflicts and not new.precedes(old.stamp):  # the pretended CuPy uploads arrays before their turn
+            # Not checked: the pretended CuPy uploads arrays before their turn.
+            if conflicts and not new.precedes(old.stamp):
                 key = old.work, first.operand, new.work, last.operand
                 self._found.setdefault(key, f"{old}; {new}; nothing orders the two")
             return False

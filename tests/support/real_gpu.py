@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class RealGpu:
-    """The current GPU.
+    """The current GPU, with the methods that checks use.
 
     Attributes:
         lt, cp: the package and CuPy.
@@ -41,11 +41,11 @@ class RealGpu:
             self.synchronize(stream)
 
     def host_of(self, array: Any) -> NDArray[Any]:
-        """An array's values, after the current stream's work."""
+        """Returns an array's values, after the current stream's work."""
         return np.asarray(self.cp.asnumpy(self.cp.ascontiguousarray(array)))
 
     def pin(self, size: int) -> NDArray[np.uint8]:
-        """Page-locked memory that holds zeros."""
+        """Makes an array in page-locked memory that holds zeros."""
         memory: NDArray[np.uint8] = np.frombuffer(self.cp.cuda.alloc_pinned_memory(size), np.uint8, size)
         memory[...] = 0
         return memory

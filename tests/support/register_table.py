@@ -10,7 +10,7 @@ from typing import Final
 from tests.support.kernel_usage import ARCHITECTURES, Usage
 
 USAGE_PROPERTY: Final = "usage"
-"""Name of the property of a test's report that holds a `Usage`, as a tuple."""
+"""Name of the property of a test's report under which a `Usage` is stored, as a tuple."""
 TABLE: Final = Path(__file__).parents[2] / "benchmarks" / "results" / "registers.md"
 
 
@@ -29,16 +29,16 @@ class Record:
     compiler: str
 
     def of(self, source: str) -> list[Usage]:
-        """The usages of one source's variants."""
+        """Returns the usages of one source's variants."""
         return [usage for usage in self.usages if _source_of(usage) == source]
 
     def with_family(self, source: str, found: Sequence[Usage], digest: str, compiler: str) -> Record:
-        """A copy of the record in which one source's variants are replaced."""
+        """Returns a copy of the record in which one source's variants are replaced."""
         others = [usage for usage in self.usages if _source_of(usage) != source]
         return Record((*others, *found), {**self.digests, source: digest}, compiler)
 
     def document(self) -> str:
-        """The table as text, which `read` parses."""
+        """Formats the table as text, which `read` parses."""
         variants = len({usage.variant for usage in self.usages})
         return (
             "# Registers, spills and shared memory\n\n"
@@ -76,7 +76,7 @@ def _usages(row: Sequence[str]) -> Iterator[Usage]:
 
 
 def summary(found: Iterable[Usage]) -> str:
-    """The most registers of any variant, by kernel and architecture, in bold if any variant spills."""
+    """Formats the most registers of any variant, by kernel and architecture; bold if any variant spills."""
     most: dict[tuple[str, str], int] = {}
     spilled = set()
     for usage in found:
@@ -100,7 +100,7 @@ def _details_heading() -> list[str]:
 
 
 def details(found: Iterable[Usage]) -> str:
-    """A line for each kernel of each variant: registers by architecture, and the most shared memory of any."""
+    """Formats a line for each kernel of each variant: registers by architecture, and the most shared memory of any."""
     rows: dict[tuple[str, str], dict[str, Usage]] = {}
     for usage in found:
         rows.setdefault((usage.kernel, usage.variant), {})[usage.architecture] = usage

@@ -51,13 +51,13 @@ def sixteen_bit_products(draw: st.DrawFn) -> MatmulCase:
 
 
 def unit(values: Array, dtype: DType) -> Array:
-    """The distance of neighbouring numbers of a type, at each value."""
+    """Returns the distance of neighbouring numbers of a type, at each value."""
     exponents = np.frexp(np.abs(values))[1] - 1
     return np.ldexp(1.0, np.maximum(exponents, _LEAST_EXPONENT[dtype]) - _FRACTION_BITS[dtype])
 
 
 def summing_error(terms: int, magnitudes: Array) -> Array:
-    """Bound of the error of an FP32 sum, from its number of terms and the sum of their magnitudes.
+    """Bounds the error of an FP32 sum, from its number of terms and the sum of their magnitudes.
 
     Rounding errors mostly cancel, whatever the order of the additions. Tensor cores truncate instead of rounding, so
     that their error is a few times larger.
@@ -79,7 +79,7 @@ def check_rounded_once(name: str, actual: Array, exact: Array, error: Array, dty
 
 
 def spread(function: Callable[[Array], Array], at: Array, error: Array) -> Array:
-    """Largest change of a function's value if its argument is off by at most `error`."""
+    """Bounds the change of a function's value if its argument is off by at most `error`."""
     value = function(at)
     return np.maximum(np.abs(function(at + error) - value), np.abs(function(at - error) - value))
 
@@ -215,7 +215,7 @@ class RoundedProduct(Product):
             self._check_sums(host_of(self.gpu, self.operands["bias_gradient"]), exact, error)
 
     def _rounded(self) -> tuple[Array, Array]:
-        """D before rounding, and the bound of its error."""
+        """Computes D before rounding, and the bound of its error."""
         epilogue = self.case.epilogue
         activation, is_gelu = Activation(epilogue.activation), epilogue.activation == "gelu"
         if epilogue.is_derivative:
@@ -231,7 +231,7 @@ class RoundedProduct(Product):
         return reference.activate(self.product, activation), moved + inexact * np.abs(self.product)
 
     def _check_sums(self, made: Array, exact: Array, error: Array) -> None:
-        """The expected bias gradient: the sum of an operand, or of D, either before or after D is rounded."""
+        """Computes the expected bias gradient: the sum of an operand, or of D, either before or after D is rounded."""
         epilogue, dtype = self.case.epilogue, self.case.dtype
         if epilogue.sums_operand:
             operand, axis = (self.a, -1) if epilogue is Epilogue.BGRADA else (self.b, -2)

@@ -36,7 +36,7 @@ def _placement(generator: Generator) -> Placement:
 
 
 def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
-    """A random layer; `fixed` options are not drawn."""
+    """Draws a random layer; `fixed` options are given and not drawn."""
     dtype, compute = _pick(generator, COMPUTES)
     drawn: dict[str, Any] = {name: _pick(generator, _AXES) for name in "mnk"}
     drawn |= {name: _placement(generator) for name in ("x", "w", "y", "dy", "dx", "dw")}
@@ -46,12 +46,12 @@ def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
     drawn |= {"need": tuple(_chance(generator, 0.8) for _ in range(3)), "data_seed": int(generator.integers(1 << 30))}
     drawn |= fixed
     if drawn["compute"] == "tf32" and drawn["activation"] == "gelu":
-        drawn["activation"] = "gelu_erf"  # GELU by cuBLASLt of TF32 operands has no simple error bound
+        drawn["activation"] = "gelu_erf"  # the error of cuBLASLt's GELU of TF32 operands has no simple bound
     return layer_case(**drawn)
 
 
 def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
-    """A random matrix product; `fixed` options are not drawn."""
+    """Draws a random matrix product; `fixed` options are given and not drawn."""
     dtype, compute = _pick(generator, COMPUTES)
     batches = _pick(generator, ((None, None, None), (None, None, None), (3, 3, 3), (2, None, 2)))
     epilogue = _pick(generator, tuple(Epilogue))
@@ -65,12 +65,13 @@ def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
 
 
 def _captured(generator: Generator) -> Prepare:
-    """A layer in a graph that the caller captures."""
+    """Captures a layer in a graph of the caller's."""
     case = random_layer(generator, accumulate=False, keep_z=True)
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer = Layer(gpu, case, gpu.stream)
-        results = [layer.backward(layer.forward()[1])]  # makes the plans, which cannot be made during a capture
+        # This call makes the plans, which cannot be made during a capture.
+        results = [layer.backward(layer.forward()[1])]
         gpu.stream.begin_capture()
         try:
             contexts = [layer.forward()[1]]
@@ -114,7 +115,7 @@ def _small_product(generator: Generator) -> MatmulCase:
 
 
 def _small_layer(generator: Generator) -> LinearCase:
-    """A small layer with the default options of `lt.tune`."""
+    """Tunes a small layer with the default options of `lt.tune`."""
     sizes = {name: _pick(generator, (8, 16, 24)) for name in "mnk"}
     return layer_case(**sizes, activation=Activation(_pick(generator, ("relu", "gelu", "tanh")), 0.25).name)
 
@@ -158,7 +159,7 @@ OPERATIONS: Final[dict[str, Callable[[Generator], Prepare]]] = {
     "merged plans": _merge,
 }
 ALONE: Final = ("saved", "loaded")
-"""Operations that synchronise the device, which the driver forbids while another thread captures."""
+"""Names of operations that synchronise the device, which the driver forbids while another thread captures."""
 WEIGHTS: Final = {"forward": 6, "backward": 6, "product": 6, "bound": 3, "captured": 3}
 """Relative frequency of an operation; 1 for operations that are not named."""
 

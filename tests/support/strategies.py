@@ -65,7 +65,7 @@ COMPUTES = (
     (DType.FLOAT16, "float32"),
     (DType.BFLOAT16, "float32"),
 )
-"""Types of a layer's operands, each with a compute type."""
+"""The types of a layer's operands, each with a compute type."""
 computes = st.sampled_from(COMPUTES)
 
 generators = st.builds(
@@ -136,7 +136,7 @@ matmul_types = st.sampled_from(
         (DType.FLOAT64, "float32", DType.FLOAT64),
     )
 )
-"""Type of the operands, compute type, type of the result."""
+"""The tested combinations: type of the operands, compute type, type of the result."""
 
 
 @dataclass(frozen=True)
@@ -216,15 +216,15 @@ _of_fields: dict[str, st.SearchStrategy[Any]] = {
     "int": _counts,
     "int | None": st.none() | _counts,
 }
-"""Strategies of a problem's fields, by their annotations."""
+"""Hypothesis strategies that draw a problem's fields, by the fields' annotations."""
 
 
 def _any(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """A dataclass, each of its fields drawn by its annotation."""
+    """Draws a dataclass, each of its fields by its annotation."""
     return st.builds(kind, **{field.name: _of_fields[str(field.type)] for field in fields(kind)})
 
 
 _of_fields["Derivative"] = _any(Derivative)
 _of_fields["Derivative | None"] = st.none() | _of_fields["Derivative"]
 problems = st.one_of(*map(_any, (MatmulProblem, ForwardProblem, BackwardProblem)))
-"""Strategies of problems that are only data: most of them could not run."""
+"""Hypothesis strategies of problems that are only data: most of them could not run."""

@@ -12,7 +12,7 @@ from tests.support.numpy_cases import DTYPES, Array
 
 
 class HostTensor:
-    """`torch.Tensor` on the CPU, which refuses the same conversions."""
+    """Stands in for `torch.Tensor` on the CPU; refuses the same conversions."""
 
     is_cuda, device = False, "cpu"
 
@@ -44,12 +44,12 @@ class HostTensor:
 
 
 def fake_module() -> Any:
-    """The module `torch` for tests that need only tensors in host memory."""
+    """Makes a module `torch` for tests that need only tensors in host memory."""
     return SimpleNamespace(Tensor=HostTensor, nn=SimpleNamespace(Parameter=type("Parameter", (HostTensor,), {})))
 
 
 def sequential_state(dims: list[int], dtype: str, **options: Any) -> dict[str, HostTensor]:
-    """The `state_dict` of linear layers with an activation after each; activations take every second index."""
+    """Makes the `state_dict` of linear layers with an activation after each; activations take every second index."""
     generator, state = np.random.default_rng(3), {}
     for i, (inputs, outputs) in enumerate(itertools.pairwise(dims)):
         for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
@@ -59,5 +59,5 @@ def sequential_state(dims: list[int], dtype: str, **options: Any) -> dict[str, H
 
 
 def sequential_names(layers: int) -> dict[str, str]:
-    """The argument `names=` that maps the `state_dict` of an `nn.Sequential` to a model's parameters."""
+    """Makes the argument `names=` that maps the `state_dict` of an `nn.Sequential` to a model's parameters."""
     return {f"layer{i}.{part}": f"{2 * i}.{part}" for i in range(layers) for part in ("weight", "bias")}

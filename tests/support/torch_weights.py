@@ -15,7 +15,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def weights_of(dtype: str) -> tuple[dict[str, Any], Any, Any]:
-    """The state, inputs and outputs of one type, as NumPy arrays."""
+    """Reads the state, inputs and outputs of one type, as NumPy arrays."""
     mine = {name.removeprefix(f"{dtype}/"): array for name, array in load_file(FILE).items() if name.startswith(dtype)}
     return {name: mine[name] for name in mine if name not in ("x", "y")}, mine["x"], mine["y"]
 

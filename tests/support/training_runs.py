@@ -34,7 +34,7 @@ def train(run: Run, steps: range) -> None:
 
 
 def arrays_of(run: Run) -> dict[str, Array]:
-    """All values that training changes: parameters, moments, counters, scale."""
+    """Returns all values that training changes: parameters, moments, counters, scale."""
     model, optimizer = run
     found = {f"{each.name}.{part}": getattr(each, part) for each in model.parameters() for part in ("data", "master")}
     for each, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
@@ -56,7 +56,7 @@ def assert_same(one: dict[str, Array], other: dict[str, Array]) -> None:
 
 
 def content_of(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """Arrays and metadata of a safetensors file."""
+    """Reads arrays and metadata of a safetensors file."""
     with safe_open(path, framework="np") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
 

@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(path: Path) -> Run:
-    """A run of a few steps with every array that a checkpoint may have, saved at `path`."""
+    """Makes a few training steps with every array that a checkpoint may have, and saves the run at `path`."""
     made = run_of("float16", scaled=True, amsgrad=True, max_norm=1.0)
     train(made, range(2))
     lt.save_checkpoint(path, *made)
@@ -43,7 +43,7 @@ def run(path: Path) -> Run:
 
 
 def forge(path: Path, change: Callable[[dict[str, Array]], object]) -> None:
-    """Changes arrays of a checkpoint, and writes the matching digest."""
+    """Changes arrays of a checkpoint file, and writes the digest that matches the changed file."""
     arrays, metadata = content_of(path)
     change(arrays)
     checkpoint_file.write(path, arrays, metadata[TEXT])
@@ -98,7 +98,7 @@ def test_another_tool_may_write_it_again(path: Path, run: Run) -> None:
 def test_a_file_of_an_earlier_version_costs_one_warning(path: Path, run: Run) -> None:
     expected = state(run)
     arrays, metadata = content_of(path)
-    safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # checkpoints as earlier versions wrote them
+    safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # checkpoints in the formats of earlier versions
     train(run, range(5, 7))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

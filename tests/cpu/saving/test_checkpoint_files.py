@@ -23,7 +23,7 @@ KILLS = 20
 
 @pytest.fixture
 def mask() -> int:
-    """The mode of a new file."""
+    """Returns the mode (permissions) that a new file gets."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask
@@ -115,9 +115,9 @@ def test_what_a_link_leads_to_is_replaced(tmp_path: Path, mask: int) -> None:
     target = tmp_path / "data" / "run"
     (tmp_path / "latest").symlink_to(Path("data", "run"))
     (tmp_path / "again").symlink_to(tmp_path / "latest")
-    lt.save_checkpoint(tmp_path / "again", *run)  # there is no file yet
+    lt.save_checkpoint(tmp_path / "again", *run)  # here no file exists before the save
     assert mode_of(target) == mask
-    target.chmod(0o440)  # a file that may not be written is replaced all the same
+    target.chmod(0o440)  # a save replaces a read-only file all the same
     train(run, range(1))
     expected = state(run)
     lt.save_checkpoint(tmp_path / "latest", *run)
@@ -179,7 +179,7 @@ lt.save_checkpoint(path, *run)
 def test_a_killed_save_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     command = [sys.executable, "-W", "error", "-c", KILLED, path, str(KILLS)]
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # a process with threads should not fork
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # forking is unsafe in a process with threads
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (done.stderr, done.returncode) == ("", 0)
     found = [line.split() for line in done.stdout.splitlines()]

@@ -29,7 +29,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, dtype: str, options: 
     train(unbroken, range(12))
     train(first, range(5))
     lt.save_checkpoint(tmp_path / "run.safetensors", *first)
-    train(second, range(90, 93))  # the run's values before loading must not matter
+    train(second, range(90, 93))  # the values that the run has before loading must not matter
     lt.load_checkpoint(tmp_path / "run.safetensors", *second)
     assert_same(state(second), state(first))
     train(second, range(5, 12))
@@ -255,7 +255,7 @@ def test_what_cannot_be_changed(tmp_path: Path, changed: Any) -> None:
 
 
 def scalars(kind: Callable[[Any], Any]) -> Run:
-    """A run whose numeric options are all of one number type."""
+    """Makes a run whose numeric options are all of one number type."""
     whole = int if kind in (np.float32, np.float64, np.float16) else kind
     activation = lt.Activation("leaky_relu", kind(0.25))
     dims = [whole(6), whole(12), whole(3)]

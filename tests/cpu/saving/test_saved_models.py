@@ -174,7 +174,7 @@ def test_values_of_another_model(tmp_path: Path, changes: dict[str, Any], row: s
     assert_same(values_of(model), before)
 
 
-# Damaged and forged files.
+# Tests of damaged and forged files.
 
 
 def refused(path: Path, message: str) -> None:
@@ -186,7 +186,7 @@ def refused(path: Path, message: str) -> None:
 
 
 def forge(path: Path, change: Callable[[dict[str, Array], dict[str, Any]], object]) -> None:
-    """Changes arrays and options of a saved model, and writes the matching digest."""
+    """Changes arrays and options of a saved model, and writes the digest that matches the changed file."""
     arrays, metadata = content_of(path)
     description = json.loads(metadata[TEXT])
     change(arrays, description["model"])
@@ -282,14 +282,15 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     rewrite(path, lambda arrays, _: arrays["layer1.bias"].__setitem__(1, 7))
     refused(path, "is damaged: its content does not have the digest")
     lt.save_checkpoint(path, *run_of("float16"))
-    rewrite(path, lambda arrays, _: arrays["layer1.bias.m"].__setitem__(1, 7))  # load_model does not need this array
+    rewrite(path, lambda arrays, _: arrays["layer1.bias.m"].__setitem__(1, 7))  # load_model does not read this array
     refused(path, "is damaged: its content does not have the digest")
 
 
 def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
     path, run = tmp_path / "run", run_of("bfloat16")
     lt.save_checkpoint(path, *run)
-    forge(path, lambda _, options: options.pop("master_weights"))  # an option that the first versions did not save
+    # An option that the first versions of the package did not save.
+    forge(path, lambda _, options: options.pop("master_weights"))
     assert_same(values_of(lt.load_model(path, device="cpu")), values_of(run[0]))
     lt.load_checkpoint(path, *run)
 

@@ -102,10 +102,10 @@ def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path, 
     content = file.read_text()
     with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be used \(it was recorded by another version"):
         read_recorded(file)
-    if schema == "1":  # a longer heading is not read as a whole before a line is written
+    if schema == "1":  # a heading longer than the limit is not read as a whole
         with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another"):
             record(PROBLEMS[0])
-        for problem in PROBLEMS:  # a second warning would be an error
+        for problem in PROBLEMS:  # warnings are errors here, so that a second one would fail the test
             record(problem)
     assert file.read_text() == content
 
@@ -128,7 +128,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_no_half_line(file: Path, disk_
     disk_of(len(content) + more)
     with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \((File too large|No space left)"):
         record(PROBLEMS[1])
-    record(PROBLEMS[2])  # a second warning would be an error
+    record(PROBLEMS[2])  # warnings are errors here, so that a second one would fail the test
     assert file.read_bytes() == content
 
 
@@ -179,7 +179,7 @@ def test_two_writers_wait_for_each_other(file: Path) -> None:
 def test_a_child_that_was_forked_during_a_write_does_not_keep_the_lock(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of the handle shares the lock, as the handle of a forked child does."""
+    """A duplicated file handle shares the lock, as the handle of a forked child does."""
     write, copies = os.write, list[int]()
 
     def forking(handle: int, text: bytes) -> int:
@@ -189,7 +189,7 @@ def test_a_child_that_was_forked_during_a_write_does_not_keep_the_lock(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", forking)
         record(PROBLEMS[0])
-    record(PROBLEMS[1])  # a warning would be an error
+    record(PROBLEMS[1])  # warnings are errors here, so that one would fail the test
     os.close(copies[0])
     assert read_recorded(file) == PROBLEMS[:2]
 
@@ -238,5 +238,5 @@ def test_a_file_that_cannot_be_written_costs_a_warning(file: Path, kind: str, mo
         damage(file, kind)
     with pytest.warns(UserWarning, match=r"LT_RUNTIME_RECORD is .*met\.jsonl, which cannot be written \("):
         record(PROBLEMS[0])
-    for problem in PROBLEMS:  # a second warning would be an error
+    for problem in PROBLEMS:  # warnings are errors here, so that a second one would fail the test
         record(problem)

@@ -58,7 +58,7 @@ def test_a_file_is_read_once_and_again_only_if_it_has_changed(path: Path, filled
     content, times = path.read_bytes(), path.stat()
     path.write_bytes(b"x" * len(content))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    for key in (KEY, OTHER, KEY, OTHER, LAYER):  # reading the file now would cause a warning
+    for key in (KEY, OTHER, KEY, OTHER, LAYER):  # reading the changed file at this point would cause a warning
         assert store.product(key) == (filled if key == KEY else None)
     path.write_bytes(content)
     PlanStore(path, H200).put({OTHER: product()})

@@ -115,7 +115,7 @@ def fifo(path: Path) -> None:
 
 def device(path: Path) -> None:
     try:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero, which never ends
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # reading /dev/zero never ends
     except PermissionError:
         fifo(path)  # only root may make devices
 

@@ -76,7 +76,7 @@ def test_any_changed_field_is_noticed(field: str) -> None:
 
 
 def merged(*entries: ProductEntry) -> ProductEntry:
-    """The entry that remains after several were stored under one key; checks that the order does not matter."""
+    """Stores several entries under one key and returns the one that remains; checks that the order does not matter."""
     results = []
     for order in itertools.permutations(entries):
         document = Document(H200)
@@ -100,7 +100,7 @@ def test_a_barred_entry_stays_until_there_is_another_and_then_among_what_is_reje
 
 @dataclass(frozen=True)
 class _Longer(ProductEntry):
-    """An entry with a field that this version does not know."""
+    """Adds a field that this version does not know to an entry."""
 
     note: str = ""
 

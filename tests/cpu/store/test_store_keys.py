@@ -38,7 +38,7 @@ WRITTEN = (
     *(entries.ProductEntry, entries.LayerEntry, entries.Alternative),
     *(entries.RejectedAlgorithm, entries.RejectedStrategy),
 )
-"""The dataclasses whose fields are written to files."""
+"""Lists the dataclasses whose fields are written to plan files."""
 
 DIGESTS = {
     1: "2033f015c9951b6e",
@@ -48,7 +48,7 @@ DIGESTS = {
     5: "aae09e365ba5fb50",
     6: "aae09e365ba5fb50",
 }
-"""Digest of the fields of these dataclasses, by version of the format."""
+"""For each version of the file format, a digest of the fields of these dataclasses."""
 
 
 @given(problems)

@@ -16,7 +16,7 @@ __device__ lt::Octet factors_from(const lt::Dropout& d, lt::uint64 index) {
 
 struct PhiloxProbeParams {
   const lt::Words* counters;
-  const lt::uint32* keys;  // output: two words for each counter
+  const lt::uint32* keys;  // input: the key of each counter, two words
   lt::Words* words;
 };
 
