@@ -33,13 +33,13 @@ _MEASURING: Final = {model: f"first TrainStep step that measures, on empty cache
 _NO_OTHER_CACHE: Final = "CUDA_CACHE_DISABLE"
 """Variables that disable the caches of the driver and of NVRTC, which would not be empty."""
 _UNSET: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
-"""Variables that are removed from the environment of measured processes.
+"""Environment variables that measured processes do not inherit.
 
-Without the last variable, the first process writes bytecode, as an installation does.
+Without PYTHONDONTWRITEBYTECODE, the first process writes bytecode, as an installation does.
 """
 
 Found = Mapping[str, Any]
-"""Parses the JSON that a process has printed."""
+"""Type of the JSON object that a process has printed."""
 
 
 def child(task: Sequence[str], cache: str, *, tunes: bool = False) -> Found:
@@ -94,9 +94,9 @@ def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
 
 
 def row_of_measuring(model: str, found: Sequence[tuple[Found, Found]]) -> Row:
-    """Measures the first training step with and without tuning.
+    """Measures the first training step with and without tuning, and a later step of either.
 
-    A later step of either; and when tuning has paid off.
+    Also computes after how many steps the time for tuning has paid off.
     """
     tuned, untuned = ([each["us"] for each in one] for one in zip(*found, strict=True))
     timings = {"lt": summarise([us["first"] for us in tuned]), "lt_untuned": summarise([us["first"] for us in untuned])}

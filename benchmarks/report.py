@@ -73,10 +73,7 @@ class Row:
 
     @property
     def floors(self) -> dict[str, float]:
-        """Lower bounds of the time in µs.
-
-        To move the bytes (`COPY_FLOOR`) and to compute the products (`PEAK_FLOOR`).
-        """
+        """Floors: the least µs to move the bytes (`COPY_FLOOR`), and to compute the products (`PEAK_FLOOR`)."""
         made = {}
         if self.bytes is not None and self.copy_gb_s:
             made[COPY_FLOOR] = self.bytes / self.copy_gb_s / 1e3

@@ -31,7 +31,7 @@ from lt_runtime.tuner.chain import LayerChain
 
 DEVICE = 0
 first_algorithm = partial(MatmulPlan, rank=0)
-"""Chooses the first algorithm that cuBLASLt's heuristic offers, as other libraries do."""
+"""Makes the plan of a product by the first algorithm that cuBLASLt's heuristic offers, as other libraries do."""
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
@@ -48,7 +48,8 @@ def chain_of(case: Any) -> LayerChain:
 class Plans(NamedTuple):
     """Plans of a block's four passes.
 
-    Both layers' forward, backward of the second through the first, and of the first.
+    They are forward of both layers, backward of the second layer through the first's activation, and backward of the
+    first.
     """
 
     first: ForwardPlan
@@ -78,9 +79,9 @@ class Split(NamedTuple):
 
 
 def strategy_name(strategy: ForwardStrategy | BackwardStrategy) -> str:
-    """The strategy's values in the order of their declaration.
+    """The name of a strategy: its values in the order of their declaration.
 
-    The last says whether dw is made beside dx or after it.
+    The last value of a backward strategy says whether dw is made beside dx or after it.
     """
     if isinstance(strategy, ForwardStrategy):
         return f"{strategy.epilogue.value} {strategy.saved.value}"

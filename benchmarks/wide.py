@@ -90,9 +90,9 @@ def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: untuned against tuned times of the half for judging.
+    """Figures: untuned times relative to tuned times of the half for judging.
 
-    Odd shapes, tuned and untuned, against all peers.
+    Further figures compare odd shapes, tuned and untuned, with every other library.
     """
     untuned = speedups([row for row in rows if row.get("half") == JUDGE], "lt", "lt_priors")
     odd = [row for row in rows if row.get("stratum") == "odd"]

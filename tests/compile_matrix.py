@@ -110,9 +110,9 @@ def _epilogue_bwd() -> list[Variant]:
 
 
 def _matmul_epilogue() -> list[Variant]:
-    """Variants of the pass for cuBLASLt's epilogues: D has the type of A and B, or is FP32.
+    """Variants of the pass for cuBLASLt's epilogues.
 
-    The product has D's type, or is FP32.
+    D has the type of A and B, or is FP32; the product has D's type, or is FP32.
     """
     activations = sorted({ACTIVATION_NAMES[epilogue.activation] for epilogue in Epilogue})
     return [
@@ -165,9 +165,9 @@ def _mlp() -> list[Variant]:
 
 
 def _mlp_bwd() -> Iterator[Variant]:
-    """Variants of the narrow MLP: every type, activation and width.
+    """Variants of the narrow MLP: every type, activation, width and loss.
 
-    Every loss; and for each choice of blocks the deepest model.
+    For each choice of blocks only the deepest model is compiled.
     """
     for dtype, name, width in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS):
         for hidden in (1, 2) if width == mlp.WIDTHS[-1] else (2,):

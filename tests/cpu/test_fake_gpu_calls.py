@@ -54,7 +54,7 @@ def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None
 
 
 class Repeated:
-    """Makes calls of one product, whose plan exists, with its own operands or others."""
+    """Calls of one product, whose plan exists, with its own operands or others."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         # Operands of earlier tests may have had these addresses, so that the package remembers calls with them.

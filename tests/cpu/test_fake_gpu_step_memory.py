@@ -89,7 +89,7 @@ def _batch(gpu: FakeGpu, case: _Case, seed: int) -> tuple[Any, Any]:
 
 
 def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Returns the memory that the graph holds; the first call, which rehearses the step twice, must take no more."""
+    """The graph holds the predicted memory; the first call, which rehearses the step twice, takes no more."""
     batch = _batch(gpu, case, 0)
     first = _step(gpu, case)
     first(*batch, stream=gpu.stream)  # the first step allocates the memory of the streams

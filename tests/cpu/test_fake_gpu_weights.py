@@ -19,7 +19,7 @@ _STALE = r"layer0.weight.data has 0.*, but its master copy .* by parameter.assig
 
 
 class _Run:
-    """Makes a model in training on the GPU."""
+    """A model in training on the GPU, with its optimizer and step."""
 
     def __init__(self, gpu: FakeGpu, dtype: str, *, graph: bool = True, dropout: float = 0.0, **options: Any) -> None:
         self.gpu, self.dtype, lt = gpu, dtype, gpu.lt

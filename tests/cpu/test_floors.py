@@ -81,10 +81,7 @@ def all_imports() -> list[Import]:
 
 
 def room(name: tuple[str, ...]) -> str:
-    """The room (folder of the package) of a module or of a public name.
-
-    '' for the package itself and its public names.
-    """
+    """The room (folder of the package) of a module or public name; '' for the package itself."""
     if name[1:2] == ("raw",):
         return "ops"
     return name[1] if len(name) > 1 and name[1] in set().union(*FLOORS) else ""

@@ -434,10 +434,7 @@ def _check(world: World, name: str, parameter: str) -> None:
 
 
 def _complaint(world: World, function: Any, arguments: dict[str, Any], shown_as: str, kind: str) -> str | None:
-    """Calls a function with a wrong argument.
-
-    Returns a message if the function does not refuse it with a clear error.
-    """
+    """Calls a function with a wrong argument; returns a message unless the function refuses it with a clear error."""
     positional = [arguments.pop("operation")] if "operation" in arguments else []
     try:
         made = function(*positional, **arguments)

@@ -19,7 +19,7 @@ REPEATS = 4
 
 
 class Layer:
-    """Makes operands on the GPU, and the results of a layer with GELU by NumPy's reference."""
+    """Operands on the GPU, and the expected results of a layer with GELU by NumPy's reference."""
 
     def __init__(self, seed: int = 0, m: int = M, dtype: str = "float32") -> None:
         generator = np.random.default_rng(seed)

@@ -30,7 +30,7 @@ TOLERANCE = {FP32: 2e-3, BF16: 3e-2}
 
 
 class Case(NamedTuple):
-    """Builds an MLP of two layers."""
+    """A test case: an MLP of two layers."""
 
     rows: int
     dims: tuple[int, int, int]

@@ -24,7 +24,7 @@ from tests.support.strategies import TYPES, lattice
 SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
 """Sizes M, N and K of the tested layers.
 
-The rows of their masks end at a multiple of 16 bytes, at a byte, or within a byte.
+A row of a layer's mask ends at a multiple of 16 bytes, at a byte, or within a byte.
 """
 CASES = [
     (dtype, shape)
@@ -45,7 +45,7 @@ def slopes(mask: Any, columns: int) -> NDArray[np.float64]:
 
 
 class Layer:
-    """Computes relu(x · wᵀ + bias) for numbers whose products are exact in every type; many results are zero."""
+    """A layer relu(x · wᵀ + bias) of numbers whose products are exact in every type; many results are zero."""
 
     def __init__(self, dtype: DType, shape: tuple[int, int, int]) -> None:
         self.shape, self.dtype = shape, dtype

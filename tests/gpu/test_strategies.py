@@ -39,10 +39,7 @@ _STEEPEST = 1.2
 
 
 class Block:
-    """Runs two layers, K -> N -> K, with an activation after the first layer alone.
-
-    Also returns the reference's results.
-    """
+    """Two layers, K -> N -> K, with an activation after the first layer alone, and the reference's results for them."""
 
     def __init__(self, shape: tuple[int, int, int], activation: str, dtype: DType) -> None:
         m, n, k = self.shape = shape

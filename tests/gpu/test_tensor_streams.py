@@ -68,9 +68,9 @@ def _fill(tensors: tuple[Any, ...]) -> None:
 
 
 def _behind_long_work(fill: Callable[[], None], call: Callable[[], Any]) -> Any:
-    """Calls the operation on a busy stream: after long work, `fill` writes the operands, and the call reads them.
+    """Returns the result of a call on a busy stream.
 
-    Returns its result.
+    Long work waits on the stream first; then `fill` writes the operands, and the call reads them.
     """
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()

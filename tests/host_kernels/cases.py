@@ -1,6 +1,6 @@
-"""Hypothesis strategies that draw the cases of property tests.
+"""Hypothesis strategies for property tests of kernels.
 
-Shapes, placements that suit a kernel, tilings, dropout, orders of execution.
+They draw shapes, placements that suit a kernel, tilings, dropout and orders of execution.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def suit_places(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Draws a block's threads in x and y, both powers of two, and the grid's blocks in y."""
+    """A launch's blocks: a block's threads in x and y, both powers of two, and the grid's blocks in y."""
 
     block: Pair
     blocks_y: int
@@ -107,7 +107,7 @@ class Blocks:
 
 _TALL = ((1, 8), (2, 128), (4, 16), (8, 32), (16, 16), (32, 8), (1, 256))
 tall_blocks = st.builds(Blocks, st.sampled_from(_TALL), st.integers(1, 5))
-"""Draws blocks for kernels that transpose, which need at least eight rows of threads."""
+"""Strategy of blocks for kernels that transpose, which need at least eight rows of threads."""
 blocks = st.one_of(
     tall_blocks, st.builds(Blocks, st.sampled_from(((1, 1), (8, 1), (2, 4), (64, 2), (256, 1))), st.integers(1, 5))
 )

@@ -37,7 +37,7 @@ _STEEPEST: Final = 1.2
 def launching(host: HostKernels, variants: Collection[Variant], order: int) -> Iterator[pytest.MonkeyPatch]:
     """Within the block, the runtime's launches run with threads in the given order.
 
-    Skips cases for which no kernel variant is built.
+    A test case for which no kernel variant is built is skipped.
     """
 
     def get(entry: Entry, macros: Macros, device: int) -> HostKernel:

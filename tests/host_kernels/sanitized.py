@@ -38,9 +38,9 @@ def digest() -> str:
 
 
 def covered_files() -> list[Path]:
-    """The files that can change the result.
+    """The files on which the sanitizers' result depends.
 
-    The kernels, their launchers, their tests, the shim, and every module of ours that the tests import.
+    They are the kernels, their launchers, their tests, the shim, and every module of ours that the tests import.
     """
     tests = _files(HERE, ".py")
     sources = [*_files(kernel_sources(), ".cu", ".cuh"), *_files(HERE, ".cu", ".cuh", ".cpp", ".h")]

@@ -226,7 +226,7 @@ def test_a_scale_stays_a_normal_number(host: HostKernels, scale: float, bad: flo
 
 @dataclass(frozen=True)
 class Judged:
-    """Makes steps with gradients that are scaled, clipped and checked for NaN.
+    """An optimizer whose steps have gradients that are scaled, clipped and checked for NaN.
 
     `bad` replaces one element in each step.
     """

@@ -47,7 +47,7 @@ LABELS = Batch("i8", 1)
 
 
 class _Operands:
-    """Makes an array, its buffers with a gap after each part, and their expected contents."""
+    """An array, its buffers with a gap after each part, and their expected contents."""
 
     def __init__(self, batch: Batch, rows: int, parts: int, generator: np.random.Generator) -> None:
         kind = np.dtype(batch.kind)

@@ -20,7 +20,7 @@ TABLES = {kernel.struct(name) for name in ("AdamWChunk", "GradientChunk", "EmaCh
 STRUCTS = TABLES | {entry.params for entry in ENTRIES.values()} | set(kernel._structs.values())
 """The C++ structs whose layout is tested.
 
-Arguments of kernels, structs within these, and entries of tables on the device.
+They are arguments of kernels, structs within arguments, and entries of tables on the device.
 """
 ON = (
     "WEIGHTED DROPOUT KEEP SAVED ALIGNED BLOCKS AUX SUMS AMSGRAD STOCHASTIC ROWS HIDDEN ROW_WARPS "

@@ -129,7 +129,7 @@ class Product:
     def run(self, epilogue: Epilogue, of: Guarded | None, aux: Batch | BitMask | None, *operands: Batch) -> None:
         """Runs the pass over the product.
 
-        `of` is the bias or the bias gradient. The operands are A and B, if the pass reads them.
+        `of` is the bias or the bias gradient. `operands` are A and B, if the pass reads them.
         """
         (m, n), k, in_memory = self.case.shape, self.case.k, self.case.beta_in_memory
         a, b = operands or (None, None)
@@ -240,7 +240,7 @@ def check_operand_sum(product: Product, epilogue: Epilogue) -> None:
 
 
 def check_sums(sums: Guarded, terms: Array, limit: Array, *, written: bool) -> None:
-    """Computes the sums over the rows of a batch of terms, each off by `limit` at most."""
+    """Checks the sums over the rows of a batch of terms, of which each may be off by `limit`."""
     if not written:
         sums.assert_unchanged()
         return

@@ -41,9 +41,9 @@ def _on_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class _Network:
-    """An MLP of a case.
+    """A narrow MLP whose kernels are tested on the CPU.
 
-    Weights, biases, inputs and the gradient of outputs in guarded memory, and their values in float64.
+    Weights, biases, inputs and the gradient of outputs are in guarded memory; their values are kept in float64.
     """
 
     problem: MLPProblem

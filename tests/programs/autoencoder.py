@@ -25,7 +25,7 @@ def gradients(w: lt.Parameter, biases: list[lt.Parameter], x: Any) -> Any:
 
 
 def main(xp: Any) -> dict[str, float]:
-    """Trains.
+    """Trains the autoencoder.
 
     Returns the first and last loss, and how far the tied gradient is from the sum of two untied weights' gradients.
     """

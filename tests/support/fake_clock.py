@@ -41,7 +41,7 @@ class FakeClock:
     def contender(
         self, name: str, us: float, first_us: float | None = None, host_us: float = 0.0
     ) -> Callable[[int, int], None]:
-        """Makes a contender whose launches take `us`, the first one `first_us`.
+        """Makes a contender whose launches take `us`, and the first launch `first_us`.
 
         Timing by `once` adds the host's time to a launch.
         """

@@ -347,9 +347,9 @@ class FakeCublasLt:
         return Matmul(desc, scalars[0], *operands, bias, aux, blob, workspace or 0, size, stream or 0)
 
     def _scalar(self, desc: Desc, address: int) -> float:
-        """Reads alpha or beta: a number in host memory, read at the call.
+        """Reads alpha or beta.
 
-        Or an address, which the device reads when the product runs.
+        A number in host memory is read at the call; an address in device memory is read when the product runs.
         """
         if desc.mode == PointerMode.DEVICE:
             return address
@@ -384,7 +384,7 @@ class FakeCublasLt:
     def _check_owner(self, workspace: int, stream: int, captured: int) -> None:
         """Checks that a workspace is used by one stream only.
 
-        The stream that runs the work, or that its graph was captured from.
+        The stream is the one that runs the work, or the one from which the graph was captured.
         """
         block = self._memory.block(workspace)
         if block is None:

@@ -39,9 +39,12 @@ H200: Final[Mapping[Any, int]] = {
 }
 
 Work = tuple[Callable[[], None], Callable[[], Iterable[Touch]], str]
-"""Runs a kernel; returns the memory that the kernel touches; the kernel's name."""
+"""A launch as work: a function that runs the kernel, one that returns the touched memory, and the kernel's name."""
 Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int], Work]
-"""Makes work of a launch: a kernel's handle, the address of its argument block, grid, block, bytes of shared memory."""
+"""Type of a function that makes work of a launch.
+
+Its arguments are a kernel's handle, the address of its argument block, grid, block, and bytes of shared memory.
+"""
 
 
 class LaunchConfig(ctypes.Structure):

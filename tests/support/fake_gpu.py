@@ -179,7 +179,7 @@ class FakeGpu:
 
 
 class _Driver:
-    """Returns libcuda.so.1, with its calls counted."""
+    """Stands in for libcuda.so.1, and counts its calls."""
 
     def __init__(self, driver: FakeDriver, calls: LibraryCalls) -> None:
         self._driver, self._calls = driver, calls

@@ -132,9 +132,9 @@ class Event:
 
 @dataclass
 class _Stream:
-    """A stream's queue: waiting operations, each marked as work or event.
+    """A stream's queue.
 
-    And the counts of queued and of finished ones.
+    It holds the waiting operations, each marked as work or event, and counts the queued and the finished ones.
     """
 
     waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
@@ -186,7 +186,7 @@ class Streams:
     def running_on(self, stream: int) -> int:
         """Returns the stream that runs the work of `stream`.
 
-        For captured work, the stream on which the graph was launched.
+        Captured work is run by the stream on which the graph was launched.
         """
         return self._launched_on.get(stream, stream)
 

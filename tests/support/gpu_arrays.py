@@ -24,7 +24,7 @@ def spec_of(array: Any) -> Spec:
 
 
 class MaskPass:
-    """Runs our kernel of dz = dy · ReLU's mask, with the bias gradient, for one layout of dy.
+    """A launch of our kernel of dz = dy · ReLU's mask, with the bias gradient, for one layout of dy.
 
     Args:
         mask: uint8 of shape (M, bytes of a row), from `reference.pack_mask`.

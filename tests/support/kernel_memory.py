@@ -33,9 +33,9 @@ _OTHERWISE: Final[Mapping[str, str]] = {
     "scale": "target",
     "tally": "loss",
 }
-"""Exceptions by kernel.
+"""Exceptions to `_WRITTEN`, by kernel.
 
-Members with these names are read if they are in the list above, and written if they are not.
+A kernel reads its members of these names if they are in `_WRITTEN`, and writes them if they are not.
 """
 _SHAPES: Final[Mapping[str, tuple[str, str]]] = {
     "a": ("rows", "depth"),
@@ -51,9 +51,9 @@ _TABLES: Final[Mapping[str, tuple[str, str]]] = {
     "ema": ("chunks", "EmaChunk"),
     "gradient_norm": ("chunks", "GradientChunk"),
 }
-"""For kernels that read addresses from a table on the device.
+"""Kernels that read addresses from a table on the device.
 
-The member with the table's address, and the struct of its rows.
+For each kernel, the member with the table's address, and the struct of the table's rows.
 """
 _BLOCKS_OF_A_CHUNK: Final = 8  # of adamw
 

@@ -57,10 +57,7 @@ class Usage:
 
     @property
     def faults(self) -> list[str]:
-        """Lists what no kernel may have.
-
-        Spilled registers, FP64 arithmetic, more shared memory than every block may have.
-        """
+        """Lists violations: spilled registers, FP64 arithmetic, more shared memory than every block may have."""
         found = {
             "spills registers": self.spills,
             "has a stack": self.stack,

@@ -23,7 +23,7 @@ def problem_of(
 ) -> MatmulProblem:
     """Makes the problem of a product into a packed matrix of the operands' type.
 
-    The auxiliary matrix is laid out as D.
+    An epilogue's auxiliary matrix has the layout of D.
     """
     d = Spec(packed(a.layout.rows, b.layout.cols))
     aux = d if epilogue.has_aux_output or epilogue.is_derivative else None

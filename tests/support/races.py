@@ -51,7 +51,7 @@ class Touch(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Makes the record of an access by the work with this stamp and name."""
+    """An access: a touch of memory by the work with this stamp and name."""
 
     touch: Touch
     stamp: Stamp

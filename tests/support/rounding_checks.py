@@ -231,7 +231,7 @@ class RoundedProduct(Product):
         return reference.activate(self.product, activation), moved + inexact * np.abs(self.product)
 
     def _check_sums(self, made: Array, exact: Array, error: Array) -> None:
-        """Computes the expected bias gradient: the sum of an operand, or of D, either before or after D is rounded."""
+        """Checks the bias gradient: the sum of an operand, or of D, either before or after D is rounded."""
         epilogue, dtype = self.case.epilogue, self.case.dtype
         if epilogue.sums_operand:
             operand, axis = (self.a, -1) if epilogue is Epilogue.BGRADA else (self.b, -2)

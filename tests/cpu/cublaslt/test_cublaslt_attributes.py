@@ -59,9 +59,9 @@ def assert_one_width(prefix: str, owner: Any, attribute: Attribute) -> None:
 
 @pytest.mark.parametrize(("make", "attribute"), EVERY_ATTRIBUTE)
 def test_the_library_refuses_an_attribute_in_another_width(make: Callable[[], Any], attribute: Any) -> None:
-    """The bindings declare the attributes' widths themselves and never ask the library.
+    """The bindings declare the widths of attributes themselves, and never ask the library.
 
-    Here the library confirms each width.
+    The test asks the library, which must report the same widths.
     """
     with made(make, attribute) as descriptor:
         assert_one_width(f"cublasLt{type(descriptor).__name__}", descriptor.handle, attribute)

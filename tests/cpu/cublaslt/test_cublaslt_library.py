@@ -60,9 +60,9 @@ def test_a_named_file_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_function_that_an_older_library_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a function is missing, only the call that needs it fails.
+    """If the library lacks a function, only the call that needs it fails.
 
-    The C library, which has no function of cuBLASLt, stands in.
+    The C library, which has no function of cuBLASLt, takes the place of cuBLASLt.
     """
     older = object.__new__(library.Library)
     older.__dict__.update(path="libc.so.6", version=130000, _functions={}, _dll=library.ctypes.CDLL("libc.so.6"))

@@ -47,7 +47,7 @@ PARTS = [
     for source in SOURCES
     for first in range(0, len(variants_of(source)), 16)
 ]
-"""Splits a source's variants into parts, so that several processes share them."""
+"""Parts of the sources' variants, which several processes share."""
 
 
 @functools.cache

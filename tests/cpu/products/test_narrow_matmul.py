@@ -102,7 +102,7 @@ def test_a_single_row_or_column_lies_either_way() -> None:
 
 
 class _Recorded:
-    """Returns the macros that a pass was compiled with, and its grid, block and scratch memory."""
+    """The macros that a pass was compiled with, and its grid, block and scratch memory."""
 
     def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
         def get(entry: Entry, macros: Macros, device: int) -> None:

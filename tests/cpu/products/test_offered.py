@@ -87,10 +87,7 @@ OLDER = (64, 64)
 
 
 def test_a_short_sum_is_not_split() -> None:
-    """3904x24x21 takes 10.4 µs by the id 23, which splits K.
-
-    2.9 by the id 24, which does not; and 47.8 by the id 42.
-    """
+    """3904x24x21 takes 10.4 µs by id 23, which splits K; 2.9 µs by id 24, which does not; and 47.8 µs by id 42."""
     split, slow, whole = (Offered(*each) for each in ((23, OLDER, 8, 0.7), (42, OLDER, 1, 0.5), (24, OLDER, 1, 0.1)))
     for epilogue in (Epilogue.NONE, BIAS, Epilogue.DGELU):
         assert most_promising(forward(3904, 24, 21, epilogue), [split, slow, whole, whole]) == 2
@@ -172,9 +169,9 @@ def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
 
 
 def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
-    """21x24x3904 takes 11.7 µs with K in 132 parts and 7.6 in 32.
+    """21x24x3904 takes 11.7 µs with K in 132 parts and 7.6 µs in 32.
 
-    48x221x13830 takes 16.2 µs in 66 parts, 17.8 in 58.
+    48x221x13830 takes 16.2 µs with K in 66 parts and 17.8 µs in 58.
     """
     offered = [Offered(23, OLDER, parts, 0.7) for parts in (132, 66, 32, 16)]
     assert most_promising(tf32(21, 24, 3904), offered) == 2

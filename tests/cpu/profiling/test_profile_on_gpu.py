@@ -27,7 +27,7 @@ def _small_ceilings(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Training:
-    """Makes a training step of a small model, and a batch."""
+    """A training step of a small model, and a batch."""
 
     def __init__(self, gpu: FakeGpu, **options: Any) -> None:
         self.gpu = gpu

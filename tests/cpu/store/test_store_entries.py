@@ -100,7 +100,7 @@ def test_a_barred_entry_stays_until_there_is_another_and_then_among_what_is_reje
 
 @dataclass(frozen=True)
 class _Longer(ProductEntry):
-    """Adds a field that this version does not know to an entry."""
+    """An entry of a later version: it has a field that this version does not know."""
 
     note: str = ""
 

@@ -38,7 +38,7 @@ WRITTEN = (
     *(entries.ProductEntry, entries.LayerEntry, entries.Alternative),
     *(entries.RejectedAlgorithm, entries.RejectedStrategy),
 )
-"""Lists the dataclasses whose fields are written to plan files."""
+"""The dataclasses whose fields are written to plan files."""
 
 DIGESTS = {
     1: "2033f015c9951b6e",

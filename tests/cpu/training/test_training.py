@@ -15,7 +15,7 @@ BATCH, CLASSES = 32, 3
 
 
 def toy_problem(dtype: str) -> tuple[Array, Array]:
-    """Draws points of the plane and the ring, one of three, in which each point lies.
+    """Draws points of the plane; the label of a point is the ring, one of three, in which it lies.
 
     A single layer cannot separate the rings.
     """
