@@ -199,3 +199,10 @@ def test_a_replaced_array_is_refused_before_anything_is_launched(gpu: FakeGpu, p
         with pytest.raises(gpu.lt.errors.OperandError, match=r"an array of layer0.weight was replaced"):
             run()
     assert gpu.streams.log == given
+
+
+def test_averages_of_an_array_with_gaps_are_refused(gpu: FakeGpu) -> None:
+    model = gpu.lt.MLP(_DIMS, device="cuda")
+    model.layers[0].weight.data = gpu.cp.asarray(np.zeros((16, 24), np.float32))[:, ::2]
+    with pytest.raises(gpu.lt.errors.LtError, match="it must be row-major without gaps"):
+        gpu.lt.EMA(model)
