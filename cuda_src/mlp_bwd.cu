@@ -135,8 +135,8 @@ struct Sums {
   static constexpr bool kIsEven = kDown * kSplit.down == DOWN && kAcross * kSplit.across == ACROSS;
   static __device__ bool has(int down, int across) { return kIsEven || (down < DOWN && across < ACROSS); }
   static __device__ bool has_any(int warp) {
-    static_assert(kSplit.down * kSplit.across == SUM_WARPS, "every sum warp has a part of the split");
-    return has(first_down(warp), first_across(warp));
+    return (kSplit.down * kSplit.across == SUM_WARPS || warp < kSplit.down * kSplit.across) &&
+           has(first_down(warp), first_across(warp));
   }
 
   // Adds the products of all rows of a chunk's gradients with its inputs. Tiles beyond the last repeat the last tile's
