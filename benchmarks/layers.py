@@ -307,7 +307,7 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    """The blocks of a command line, without regard to `--only`."""
+    """Makes a job for each block of two layers that the command line selects; `--only` filters them later."""
     chosen = [
         block
         for block in blocks()

@@ -171,7 +171,7 @@ def mean(what: str, values: Mapping[str, float], target: float | None = None, *,
 
 
 def worst(what: str, values: Mapping[str, float], target: float | None = None, *, at_most: bool = False) -> Finding:
-    """A finding: the least of the values by case, or the greatest if the target is an upper limit."""
+    """The finding of the worst case, which a target must hold for: the least value, or the greatest if `at_most`."""
     where = (max if at_most else min)(values, key=values.__getitem__) if values else None
     value = None if where is None else values[where]
     return Finding(f"{what}, worst", value, target, len(values), where, at_most)

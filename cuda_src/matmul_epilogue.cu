@@ -32,7 +32,7 @@ struct Addend {
 struct MatmulEpilogueParams {
   Matrix product;  // the product, of type PRODUCT; may be `d` if the types agree
   int64 product_batch_stride;
-  Matrix d;  // the output D; in matmul_forward its columns are the contiguous axis
+  Matrix d;  // the output D; row-major in matmul_forward: elements of a row are contiguous
   int64 d_batch_stride;
   Addend addend;
   Matrix bias;  // the bias of matmul_forward, with stride 0 along the axis on which it is constant; may be null

@@ -129,7 +129,7 @@ struct Sums {
     memset(of_bias, 0, sizeof(of_bias));
   }
 
-  // The first tile of the calling warp, one of the sum warps; the last part may have fewer tiles than others.
+  // The first tile of the calling warp. The warps that sum the weight's gradient share its tiles; the last may have fewer.
   static __device__ int first_down(int warp) { return warp / kSplit.across * kDown; }
   static __device__ int first_across(int warp) { return warp % kSplit.across * kAcross; }
   static constexpr bool kIsEven = kDown * kSplit.down == DOWN && kAcross * kSplit.across == ACROSS;

@@ -62,7 +62,7 @@ struct Columns {
   int64 step;
 };
 
-// Adds the first `count` packets to the softmax; the other packets are `nothing()`.
+// Adds the first `count` packets to a row's maximum and sum. The caller has set the other packets to `nothing()`, which adds 0.
 template <int kCount>
 __device__ inline void accumulate(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total,
                                const float* class_weights, const Columns& columns) {

@@ -46,7 +46,7 @@ __device__ inline double load(const Elements& matrices, int64 batch, int64 row, 
   }
 }
 
-// The rounding of results to their type, and the range in which they are judged.
+// Describes the type of results: results of a magnitude beyond `largest` are not compared.
 struct Rounding {
   double unit;     // one unit in the last place, relative to the number
   double least;    // smallest normal number

@@ -224,7 +224,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 def _look_of(kind: type) -> Look | None:
     """The functions that read arrays of a class; None unless it is CuPy's ndarray, or PyTorch's Tensor or Parameter.
 
-    Subclasses of these three classes get None too, because they may override the attributes that the functions read.
+    Returns None for subclasses of these three classes too, because they may override the attributes that are read.
     """
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:

@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs one of the two commands.
 
     Returns:
-        The script's exit status if it failed. Otherwise 1 if the profile is empty or a function may not be captured.
+        The script's exit status if it failed. Otherwise 1 if the profile is empty, or if a checked
+        function makes calls that a capture forbids; else 0.
     """
     if not arguments.script.is_file():
         raise ArgumentError(f"SCRIPT is {arguments.script}, which is no file")

@@ -147,7 +147,7 @@ class MlpForward:
         self._launches = Launches(MLP_FWD, macros, device, tiling, _params(problem, x, y), shared=shared)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the forward or backward pass on the stream of `memory`; the caller holds the memory's lock.
 
         Args:
             call: its addresses are those of x, y, and each layer's weight and bias, which is 0 if there is none.
@@ -261,7 +261,7 @@ def _forward_bytes(problem: MLPProblem) -> int:
 
 
 def _sums(problem: MLPProblem) -> list[int]:
-    """Number of sums of each layer's gradients: 16 x 8 tiles for the weight, and one a row of tiles for the bias."""
+    """FP32 sums of each layer's gradients, in tiles of 16 outputs by 8 inputs; 16 biases take one tile more."""
     pairs = itertools.pairwise(_sizes(problem))
     return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in pairs]
 

@@ -93,7 +93,7 @@ class MarkedCopy:
     Moments are numbered in the order of capture; consecutive moments with no work between them share a number.
 
     Args:
-        moments: numbers of the moments that get an event.
+        moments: the moments, by their numbers, at which an event is recorded.
         empty: the number of further events before the first moment, to measure the cost of an event.
 
     Attributes:

@@ -232,7 +232,7 @@ def saved_kinds(problem: LayerProblem) -> tuple[Saved, ...]:
 def derivative_of(problem: ForwardProblem) -> Derivative:
     """The derivative of a layer's activation and dropout, with the layer's bias gradient.
 
-    It reads the tensor that the plainest strategy saves, which is a plain product followed by our kernel.
+    The derivative reads the tensor that the plainest strategy saves: a product without epilogue, then our kernel.
     """
     *_, plainest = forward_strategies(problem)
     db, spec = None if problem.bias is None else ALIGNMENT, _saved_spec(problem, plainest.saved)

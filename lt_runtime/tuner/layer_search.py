@@ -44,7 +44,7 @@ _Key: TypeAlias = tuple[LayerProblem, Strategy]
 """Key of a plan: its problem and strategy. A plan has the same key with untuned and with tuned algorithms."""
 _Plans: TypeAlias = dict[_Key, LayerPlan]
 _Split: TypeAlias = tuple[LayerPlan, ...]
-"""A split: one plan for each problem of a part, forward first."""
+"""A split of the work between cuBLASLt and our kernels: a plan for each pass of a part of a chain, forward first."""
 
 
 def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
@@ -220,7 +220,7 @@ class _Search:
         return tuned, {**products, **self._entries(winner, new)}
 
     def names(self) -> list[_Split]:
-        """The finalists: the untuned split unless it is rejected, the best tuned splits, and the best untuned splits.
+        """The finalists: the split that runs untuned unless it is rejected, and the fastest tuned and untuned splits.
 
         An algorithm that is the fastest alone need not be the fastest within a pass, where clocks, the contents of
         caches and concurrent kernels differ: at 1600x256x1024 in TF32 the algorithm of GELU's derivative that is 3 %

@@ -1,4 +1,4 @@
-"""Narrow MLPs on the pretended GPU: which models run in one kernel a pass, with the results of the layers."""
+"""Narrow MLPs on the pretended GPU: which run each pass in one kernel, and that results equal those of layers."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _CASES = {
     "two blocks": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160]),
     # The first gradient has memory of its own; later gradients reuse the memory of outputs that are not read again.
     "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160]),
-    # The tally reads the outputs during the backward pass, so that the loss's gradient has memory of its own.
+    # The metrics' tally reads the outputs during the backward pass; so the loss's gradient needs memory of its own.
     "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160], "cross_entropy"),
     # The derivative of the last layer's activation is computed from the outputs, so that they stay.
     "output activation": _Case(

@@ -122,7 +122,7 @@ class Drops:
     step_in_memory: bool
 
     def state(self) -> tuple[DropoutState, NDArray[np.uint32]]:
-        """Returns the dropout argument of a launch, and the memory of its step, which must live until the launch."""
+        """Returns a launch's dropout argument, and the array of the step's number, which must live until the launch."""
         step = np.array([self.philox.step], np.uint32)
         address = step.ctypes.data if self.step_in_memory else 0
         return DropoutState(keep_threshold(self.p), self.philox, address), step

@@ -61,7 +61,7 @@ class FakeGpu:
 
     lt: Any
     gelu_error = 0.0
-    """Relative error of this cuBLASLt's GELU; other GPUs of the tests have one."""
+    """Relative error of the pretended cuBLASLt's GELU; `RealGpu` has another one."""
 
     def __init__(self, kernels: HostKernels, directory: Path, package: Path | None = None) -> None:
         self.memory, self.streams, self.calls = DeviceMemory(), Streams(), LibraryCalls()

@@ -35,7 +35,7 @@ def test_rows_are_held_as_far_as_blocks_have_memory(
     classes: int, itemsize: int, packets: int, held: int, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an H200 shared memory has room for two rows, for one row, for the part of one row that registers do not hold,
-    or for less; always in whole batches.
+    or for less. A row is held in whole batches of packets, as a thread loads them.
     """
     monkeypatch.setattr(cross_entropy, "device_attributes", lambda *_: (227 << 10, 228 << 10))
     sharing = RowSharing.of(packed(8192, classes), itemsize)

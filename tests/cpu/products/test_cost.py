@@ -147,7 +147,7 @@ def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
 @pytest.mark.parametrize("size", [1, 63, 257])
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU])
 def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -> None:
-    """Copies make three kernels of one product; one of them trims the result."""
+    """With padded copies a product takes three kernels: copies of operands, the product, a copy of D."""
     for kind in ({"dtype": DType.FLOAT16}, {}, TF32):
         assert fastest_first(forward(size, size, size, epilogue, **kind))[0] is not PADDED
 
