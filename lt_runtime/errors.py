@@ -30,12 +30,10 @@ Everything except `GpuError` is raised before anything is launched or written, o
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
-
-_LONGEST: Final = 8000
+from typing import ClassVar
 
 
-def printable(text: str, limit: int = _LONGEST) -> str:
+def printable(text: str, limit: int = 8000) -> str:
     """Shortens and escapes a text for people, because it may quote a file, a driver or a caller.
 
     Characters that are not printable, such as ESC and halves of surrogate pairs, become escapes; ends of lines stay.
@@ -45,8 +43,6 @@ def printable(text: str, limit: int = _LONGEST) -> str:
     """
     if len(text) > limit:
         text = f"{text[: limit // 2]} … {text[-limit // 2 :]}"
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 

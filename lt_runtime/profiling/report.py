@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,10 +153,9 @@ def load(file: Path) -> Report:
         if content["schema"] == SCHEMA:
             report = from_json(Report, {name: each for name, each in content.items() if name != "schema"})
             records: list[Layer | Kernel | Totals] = [*report.layers, *report.kernels, report.totals]
-            for each in records:
-                for name, value in asdict(each).items():
-                    if isinstance(value, (int, float)) and value < 0:
-                        raise ValueError(f"{name} is {value}")
+            for name, value in itertools.chain.from_iterable(asdict(each).items() for each in records):
+                if isinstance(value, (int, float)) and value < 0:
+                    raise ValueError(f"{name} is {value}")
             return report
     except ValueError as error:
         raise ArgumentError(f"{file} is no profile as prof.save writes it ({error})") from None

@@ -225,8 +225,7 @@ class _Writer:
         parameter = self._parameters.get(name)
         if parameter is None:
             return
-        arrays = [each for each in (parameter.master, parameter.data) if each is not None]
-        for array in arrays:
+        for array in [each for each in (parameter.master, parameter.data) if each is not None]:
             operand = read(name, array.reshape(-1)[at : at + piece.size], self._stream)
             with np.errstate(all="ignore"):
                 values = rounded(piece.astype(np.float32, copy=False), np.dtype(operand.dtype))

@@ -67,8 +67,7 @@ def parse_key(key: str) -> Remembered:
         if problem_key(problem) != key:  # the key made again differs if a value has another type than its field
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
-        shown = key if len(key) <= 80 else f"{key[:77]}..."
-        raise ValueError(f"{shown!r} is not the key of a problem ({error})") from None
+        raise ValueError(f"{key[:80]!r} is not the key of a problem ({error})") from None
     return problem
 
 

@@ -212,9 +212,9 @@ class _Run:
         return tuple(self._step.metrics(stream=self._gpu.stream)), self.state(), self._gpu.memory_used()
 
 
-def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int]) -> None:
-    """Trains on batches of these sizes. In forked processes, one allocation of the last batch's step fails, and the
-    step is repeated: it must end as a step without a failure does.
+def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int], every: int) -> None:
+    """Trains on batches of these sizes. In forked processes, one allocation of the last batch's step fails (each of the
+    first fifty, or `every` so many), and the step is repeated: it must end as a step without a failure does.
     """
     with gpu.active():
         run, rows = _Run(gpu), sizes[-1]
@@ -238,13 +238,13 @@ def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int]) -> None:
 
         count, expected = forked(succeed)
         assert count >= _ALLOCATIONS
-        for number in range(1, _ALLOCATIONS + 1):
+        for number in range(1, _ALLOCATIONS + 1, every):
             assert forked(lambda number=number: fail(number)) == expected, f"allocation {number} of {count} failed"
 
 
-@pytest.mark.parametrize("sizes", [[8], [8, 5]], ids=["first call", "second batch size"])
-def test_allocations_of_a_step_fail_in_turn(sizes: list[int], unused_gpu: FakeGpu) -> None:
-    forked(lambda: _lose_memory_in_turn(unused_gpu, sizes))
+@pytest.mark.parametrize(("sizes", "every"), [([8], 1), ([8, 5], 4)], ids=["first call", "second batch size"])
+def test_allocations_of_a_step_fail_in_turn(sizes: list[int], every: int, unused_gpu: FakeGpu) -> None:
+    forked(lambda: _lose_memory_in_turn(unused_gpu, sizes, every))
 
 
 class _IllegalAccess(Observer):

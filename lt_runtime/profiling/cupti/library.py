@@ -103,34 +103,28 @@ def _number(kind: Any, name: str, *arguments: Any) -> int:
     return int(cell.value)
 
 
-def timestamp() -> int:
-    """The present time on CUPTI's clock, in nanoseconds."""
-    return _number(_U64, "cuptiGetTimestamp")
+timestamp: Final = functools.partial(_number, _U64, "cuptiGetTimestamp")
+"""Function without arguments that returns the present time on CUPTI's clock, in nanoseconds."""
 
 
-def push_id(number: int) -> None:
-    """Makes CUPTI link all further driver and runtime calls of this thread to an id, until `pop_id`."""
-    call("cuptiActivityPushExternalCorrelationId", OUR_IDS, number)
+push_id: Final = functools.partial(call, "cuptiActivityPushExternalCorrelationId", OUR_IDS)
+"""Function of an id, to which CUPTI links all further driver and runtime calls of this thread, until `pop_id`."""
 
 
-def pop_id() -> None:
-    """Ends the last `push_id` of this thread."""
-    _number(_U64, "cuptiActivityPopExternalCorrelationId", OUR_IDS)
+pop_id: Final = functools.partial(_number, _U64, "cuptiActivityPopExternalCorrelationId", OUR_IDS)
+"""Function without arguments that ends the last `push_id` of this thread."""
 
+node_id: Final = functools.partial(_number, _U64, "cuptiGetGraphNodeId")
+"""Function of the address of a graph's node: the node's id.
 
-def node_id(node: int) -> int:
-    """The id of a graph's node: the upper half is the graph's id, the lower half identifies the node in the graph."""
-    return _number(_U64, "cuptiGetGraphNodeId", node)
+The upper half is the graph's id, the lower half identifies the node in the graph.
+"""
 
+graph_id: Final = functools.partial(_number, _U32, "cuptiGetGraphId")
+"""Function of the address of a graph: the graph's id."""
 
-def graph_id(graph: int) -> int:
-    """The id of a graph."""
-    return _number(_U32, "cuptiGetGraphId", graph)
-
-
-def executable_id(executable: int) -> int:
-    """The id of an executable graph. Its nodes' ids have the same lower halves as in the graph it was made from."""
-    return _number(_U32, "cuptiGetGraphExecId", executable)
+executable_id: Final = functools.partial(_number, _U32, "cuptiGetGraphExecId")
+"""Function of the address of an executable graph: its id. Its nodes' ids have the lower halves of the original's."""
 
 
 @functools.cache

@@ -207,7 +207,7 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     prof = gpu.lt.profile(often, steps=2)
     layer = layers_of(prof)[LAYERS[0]]
     assert (layer.us, layer.calls) == (pytest.approx(20 * 200), 20)
-    assert prof.report.device.startswith("NVIDIA H200")
+    assert prof.report.device.startswith("cuda:0 (NVIDIA H200")
     assert launched == [(False, not number) for number in range(40)]  # the first copy, with all events, runs once
     assert prof.report.timed_steps == 2
 
