@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
+from lt_runtime.errors import FileError
 from lt_runtime.paths import CACHE_VARIABLE
 
 TEMPORARY: Final = ".tmp"
@@ -45,6 +46,18 @@ def signature(path: Path) -> Signature:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def file_path(path: str | os.PathLike[str]) -> Path:
+    """A path that a caller has given.
+
+    Raises:
+        FileError: the path has a NUL, or characters that the file system's encoding lacks.
+    """
+    with contextlib.suppress(UnicodeEncodeError):
+        if b"\0" not in os.fsencode(path):
+            return Path(path)
+    raise FileError(errno.EINVAL, "a path has no NUL and no half of a character", os.fspath(path))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA: Final = 1
-_LARGEST: Final = 1 << 24
-"""Limit of a report's bytes; a kernel takes about 400."""
 _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
 """Microseconds of a step: the printed table leaves out rows of time outside of layers that are shorter and have no
@@ -147,15 +144,15 @@ def load(file: Path) -> Report:
         OSError: the file cannot be read.
     """
     try:
-        content = parse_json(read_regular(file, _LARGEST))
+        content = parse_json(read_regular(file, 1 << 24))  # a kernel takes about 400 bytes
         if not isinstance(content, dict) or "schema" not in content:
             raise ValueError("it does not say its version")
         if content["schema"] == SCHEMA:
             report = from_json(Report, {name: each for name, each in content.items() if name != "schema"})
-            records: list[Layer | Kernel | Totals] = [*report.layers, *report.kernels, report.totals]
-            for name, value in itertools.chain.from_iterable(asdict(each).items() for each in records):
-                if isinstance(value, (int, float)) and value < 0:
-                    raise ValueError(f"{name} is {value}")
+            whole = asdict(report)
+            for figures in (*whole["layers"], *whole["kernels"], whole["totals"]):
+                if any(isinstance(each, (int, float)) and each < 0 for each in figures.values()):
+                    raise ValueError(f"a figure is negative: {figures}")
             return report
     except ValueError as error:
         raise ArgumentError(f"{file} is no profile as prof.save writes it ({error})") from None

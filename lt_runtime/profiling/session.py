@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from lt_runtime import ranges
 from lt_runtime.arguments import integer, shown
 from lt_runtime.errors import ArgumentError, KindError, LtError
+from lt_runtime.files import file_path
 from lt_runtime.gpu.devices import (
     activated,
     current_device,
@@ -120,16 +121,16 @@ class Profile:
 
     def to_csv(self, directory: str | Path) -> None:
         """Writes `layers.csv` and `kernels.csv`, whose columns are the attributes of `Layer` and `Kernel`."""
-        self.report.to_csv(Path(directory))
+        self.report.to_csv(file_path(directory))
 
     def save(self, file: str | Path) -> None:
         """Writes the report as JSON, which `python -m lt_runtime compare` reads."""
-        self.report.save(Path(file))
+        self.report.save(file_path(file))
 
     def save_trace(self, file: str | Path) -> None:
         """Writes ranges, kernels and calls on a time axis, as a trace that Perfetto (ui.perfetto.dev) opens."""
         activities = () if self._collector is None else self._collector.activities
-        save_trace(Path(file), [*self._timer.spans, *activities], self.report.device)
+        save_trace(file_path(file), [*self._timer.spans, *activities], self.report.device)
 
     def plot(self, file: str | Path) -> None:
         """Draws the roofline, and each layer's time beside its bytes. Needs the package's extra `plot`.
@@ -138,7 +139,7 @@ class Profile:
             ArgumentError: the file's suffix names no format that matplotlib writes.
             MissingLibraryError: matplotlib is not installed.
         """
-        plot(self.report, Path(file))
+        plot(self.report, file_path(file))
 
     def __str__(self) -> str:
         return str(self.report)

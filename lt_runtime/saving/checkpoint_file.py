@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.errors import CheckpointError, FileError, MissingFileError, printable
-from lt_runtime.files import flush, opened, replacing
+from lt_runtime.files import file_path, flush, opened, replacing
 
 _TEXT: Final = "lt_runtime"
 _DIGEST: Final = "lt_runtime.sha256"
@@ -248,13 +248,7 @@ def of_others(path: str | os.PathLike[str]) -> CheckpointError:
 
 @contextlib.contextmanager
 def _file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    name = os.fspath(path)
-    try:
-        encoded = os.fsencode(name)
-    except UnicodeEncodeError:
-        encoded = b"\0"
-    if b"\0" in encoded:
-        raise FileError(errno.EINVAL, "a path has no NUL and only characters of the file system's encoding", name)
+    file_path(path)
     try:
         yield
     except OSError as error:

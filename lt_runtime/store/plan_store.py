@@ -49,7 +49,7 @@ def plan_store(device: int) -> PlanStore:
 @functools.cache
 def _opened(directory: Path, known: Fingerprint) -> PlanStore:
     store = PlanStore(directory / known.file_name, known)
-    others = directory.glob(f"{known.file_name.rpartition('-')[0]}-*.json") if store.is_missing else []
+    others = directory.glob(f"{known.file_name.rpartition('-')[0]}-*.json") if store.is_missing() else []
     with contextlib.suppress(OSError, ValueError):
         for other in others:
             if f'"schema": {SCHEMA},'.encode() not in read_regular(other, LARGEST)[:40]:
@@ -134,7 +134,6 @@ class PlanStore:
         entry = self.choice(key)
         return entry if isinstance(entry, ProductEntry) and not entry.is_usable else None
 
-    @property
     def is_missing(self) -> bool:
         """Whether the file does not exist; False while the disk is too slow to be used."""
         with self._lock:

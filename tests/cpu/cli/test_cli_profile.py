@@ -169,7 +169,10 @@ HOSTILE: dict[str, tuple[tuple[str, str] | Callable[[Path], object], str]] = {
     "a list for a number": (('"timed_steps": 10', '"timed_steps": [10]'), "timed_steps is [10]"),
     "a number that is too large": (('"us": 50.0', '"us": 1e308'), "us is 1e+308"),
     "infinity": (('"us": 50.0', '"us": 1e999'), "us is inf"),
-    "a negative time": (('"us": 50.0', '"us": -1'), "us is -1"),
+    "a negative time": (
+        ('"us": 50.0', '"us": -1'),
+        "'us': -1",
+    ),
     "a negative number of steps": (('"timed_steps": 10', '"timed_steps": -128'), "timed_steps is -128"),
     "NaN": (('"us": 50.0', '"us": NaN'), "NaN is no number of JSON"),
     "a name twice": (('"us": 50.0', '"us": 1, "us": 2'), "an object has one name twice"),

@@ -252,6 +252,7 @@ def test_paths_that_no_file_can_have(name: str) -> None:
         lambda: lt.save_model(name, run[0]),
         lambda: lt.load_checkpoint(name, *run),
         lambda: lt.save_checkpoint(name, *run),
+        lambda: lt.profile(lambda: None, steps=1).save(name),
     ]
     for call in calls:
         with pytest.raises(FileError, match="a path has no NUL"):
