@@ -200,11 +200,16 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
             raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
         # compares again with the model itself, including which layers have a bias
         _value_names(path, file.kinds, _shapes_of(model))
-        writer = _Writer(model, names)
-        file.scan(writer.write)
+        _fill(path, file, model, names)
+    return model
+
+
+def _fill(path: str | os.PathLike[str], file: checkpoint_file.OpenFile, model: MLP, names: Collection[str]) -> None:
+    """Reads the named arrays of a file into a new model; raises `CheckpointError` if the model's type is too small."""
+    writer = _Writer(model, names)
+    file.scan(writer.write)
     if writer.fault:
         raise CheckpointError(f"{path} cannot be used: {writer.fault}")
-    return model
 
 
 class _Writer:
