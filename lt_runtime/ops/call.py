@@ -101,7 +101,7 @@ class Request(NamedTuple):
         written: indices, among the arrays, of the operands that are written.
         new: results for which the caller gives no buffer, by their indices among the arrays.
         detail: data that only the operation itself reads, on the host or to build the caller's result.
-        same: indices of an operand and of a result that may be the same memory, if their strides are equal.
+        same: pairs of an operand and a result that may be the same memory, if their strides are equal; by indices.
         dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
             dropout the call's scalars are the sources of the masks, and a repeated call is not captured, because its
             masks change.
@@ -111,7 +111,7 @@ class Request(NamedTuple):
     written: tuple[int, ...]
     new: Mapping[int, New]
     detail: Any = None
-    same: tuple[int, int] | None = None
+    same: tuple[tuple[int, int], ...] = ()
     dropouts: tuple[float, float] | None = None
 
 
@@ -144,7 +144,7 @@ class PreparedCall:
         for i, size in [each for each in present if each[0] in self.request.written]:
             others = []
             for j, other in present:
-                if (j, i) == self.request.same:  # `same`: the two may be one memory, but must not overlap in part
+                if (j, i) in self.request.same:  # `same`: the two may be one memory, but must not overlap in part
                     others += [(j, -other, 0), (j, 0, size)]
                 elif j != i:
                     others.append((j, -other, size))
@@ -434,16 +434,21 @@ def prepare(
     check_device(*present)
     device = present[0].device
     generation, request = cache.generation, operation.read(operands, options, scalars)
-    if request.same is not None:
-        operand, result = (operands[place] for place in request.same)
-        if operand is None or result is None or operand.strides != result.strides:
-            request = request._replace(same=None)
+    if request.same:
+        request = request._replace(
+            same=tuple(pair for pair in request.same if _are_alike(*(operands[i] for i in pair)))
+        )
     _check_written(operands, request)
     plan = None if device == HOST else operation.plan(request, device, stream)
     request = operation.with_saved(request, plan, operands)
     sizes = tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
     makers = tuple([each.library.maker(each.shape, each.dtype, device) for each in request.new.values()])
     return PreparedCall(operation, device, request, plan, sizes, generation, makers)
+
+
+def _are_alike(operand: Operand | None, result: Operand | None) -> bool:
+    """Whether both arrays are present and have equal strides."""
+    return operand is not None and result is not None and operand.strides == result.strides
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
@@ -469,7 +474,5 @@ def _check_written(operands: Sequence[Operand | None], request: Request) -> None
             raise OperandError(f"{out.name} is read-only; it must be writeable")
         later = request.written[number:]
         others = [each for j, each in enumerate(operands) if each is not None and j not in later]
-        same = operands[request.same[0]] if request.same is not None and request.same[1] == place else None
-        if same is not None and same.address == out.address:
-            others.remove(same)
-        check_no_overlap(out, *others)
+        same = [operands[i] for i, j in request.same if j == place]
+        check_no_overlap(out, *(each for each in others if each not in same or each.address != out.address))

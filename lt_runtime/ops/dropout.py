@@ -34,7 +34,7 @@ class Dropout(Operation):
         new: dict[int, New] = {}
         target = result_spec(1, out, x.shape, x, new)
         problem = (dtype, spec, target) if spec.layout.size else None
-        return Request(problem, (1,), new, float(options), same=(0, 1), dropouts=dropouts)
+        return Request(problem, (1,), new, float(options), same=((0, 1),), dropouts=dropouts)
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""

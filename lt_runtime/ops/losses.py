@@ -93,7 +93,7 @@ class LossOperation(Operation):
         gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout
         result_spec(_LOSS, loss, (), scores, new, DType.FLOAT32)
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
-        return Request(problem, (_GRADIENT, _LOSS), new, options, same=(0, _GRADIENT))
+        return Request(problem, (_GRADIENT, _LOSS), new, options, same=((0, _GRADIENT),))
 
     def read_target(
         self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any

@@ -64,7 +64,7 @@ class Matmul(Operation):
         problem = MatmulProblem(*kinds, _spec(a), _spec(b), d, epilogue, c, batch, alignment, aux, "alpha" in given)
         new = {} if "out" in given else {_D: New(shape, d_dtype.numpy, a.library)}
         written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, _D)
-        return Request(problem, written, new, same=(_C, _D))
+        return Request(problem, written, new, same=((_C, _D),))
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
