@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.ops._linear import LinearContext
-    from lt_runtime.ops.adamw import AdamW, Parameter
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
     from lt_runtime.ops.matmul import matmul
+    from lt_runtime.ops.optimizer import AdamW, Parameter
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.profiling import profile
@@ -41,7 +41,7 @@ _EXPORTS = {
     "epilogue": "Epilogue",
     "grad_scaler": "GradScaler",
     "ops._linear": "LinearContext",
-    "ops.adamw": "AdamW Parameter",
+    "ops.optimizer": "AdamW Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
     "ops.linear": "linear linear_bwd linear_fwd",

@@ -197,7 +197,7 @@ def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator
 
 
 VARIANTS: Final = (
-    *over("adamw.cu", MOMENT=[SCALAR[DType.FLOAT32], SCALAR[DType.BFLOAT16]], AMSGRAD="01", STOCHASTIC="01"),
+    *over("optimizer.cu", MOMENT=[SCALAR[DType.FLOAT32], SCALAR[DType.BFLOAT16]], AMSGRAD="01", STOCHASTIC="01"),
     *over("gradient_norm.cu"),
     *over("ema.cu"),
     *(

@@ -16,7 +16,7 @@ from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
 from lt_runtime.arrays.transfer import fetch, host_values, in_float32, replace_all
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, OperandError, ShapeError
 from lt_runtime.gpu.driver import is_capturing
-from lt_runtime.kernels.adamw import Options
+from lt_runtime.kernels.optimizer import Options
 from lt_runtime.problem import DType, type_name
 
 

@@ -15,7 +15,7 @@ from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.kernels import adamw as kernels
+from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.ops._parameters import HeldArrays, write_values

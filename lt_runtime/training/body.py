@@ -22,7 +22,7 @@ from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.ops import losses
-from lt_runtime.ops.adamw import AdamW
+from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.problem import Compute
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Scores, Tally

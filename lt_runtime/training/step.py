@@ -13,7 +13,7 @@ from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError, DriverError, KindError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._parameters import HeldArrays, changes
-from lt_runtime.ops.adamw import AdamW
+from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Scores, Tally, Totals
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, step_loss

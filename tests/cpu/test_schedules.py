@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lt_runtime import schedules
 from lt_runtime.errors import ArgumentError
-from lt_runtime.reference.adamw import learning_rate_factor
+from lt_runtime.reference.optimizer import learning_rate_factor
 from lt_runtime.schedules import Schedule
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels import adamw
+from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper, AdamWTensor
@@ -22,7 +22,7 @@ from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import BF16, F32, TYPES, AdamWVariant
 
 HYPER: Final = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, constant())
-OPTIONS: Final = adamw.Options(
+OPTIONS: Final = kernels.Options(
     HYPER,
     amsgrad=False,
     max_norm=None,
@@ -114,7 +114,7 @@ class HostTensor:
         """Returns the settings with the tensor's own learning rate and weight decay."""
         return replace(hyper, lr=hyper.lr * self.case.lr_scale, weight_decay=self.case.weight_decay)
 
-    def row(self) -> adamw.Tensor:
+    def row(self) -> kernels.Tensor:
         """Returns the tensor as an entry of the kernels' tables."""
         arrays = {"value": self.updated[0], "gradient": self.gradient, "m": self.m, "v": self.v}
         if self.master:
@@ -122,7 +122,7 @@ class HostTensor:
         if self.v_max:
             arrays["v_max"] = self.v_max
         types = {name: (array.address, array.dtype) for name, array in arrays.items()}
-        return adamw.Tensor(self.case.size, types)
+        return kernels.Tensor(self.case.size, types)
 
 
 class HostOptimizer:
@@ -132,44 +132,46 @@ class HostOptimizer:
         state: the optimizer's state, as it lies on the device. scale, growth_tracker: of the loss scaler.
     """
 
-    def __init__(self, host: HostKernels, variant: AdamWVariant, options: adamw.Options, first: int = 0) -> None:
-        self._update = host.get(adamw.ADAMW, variant.macros)
-        self._norm = host.get(adamw.GRADIENT_NORM)
+    def __init__(self, host: HostKernels, variant: AdamWVariant, options: kernels.Options, first: int = 0) -> None:
+        self._update = host.get(kernels.UPDATE, variant.macros)
+        self._norm = host.get(kernels.GRADIENT_NORM)
         self._options = replace(options, moments=variant.moments, amsgrad=variant.amsgrad)
-        self.state = np.zeros(1, np.dtype(adamw.OptimizerState))
+        self.state = np.zeros(1, np.dtype(kernels.OptimizerState))
         self.state["steps"] = first
-        self.tickets = np.zeros(adamw.UPDATE_TICKETS, np.uint32)
+        self.tickets = np.zeros(kernels.UPDATE_TICKETS, np.uint32)
         scaler = options.scaler or GradScaler()
         self.scale = np.array([scaler.init_scale], np.float32)
         self.growth_tracker = np.zeros(1, np.int32)
 
     def step(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
-        """Launches the kernel gradient_norm, then the kernel adamw."""
+        """Launches the kernel gradient_norm, then the kernel optimizer."""
         self.measure(tensors, order)
         self.update(tensors, order)
 
     def measure(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
         """Launches gradient_norm."""
-        table = adamw.norm_table([tensor.row() for tensor in tensors])
+        table = kernels.norm_table([tensor.row() for tensor in tensors])
         partial = Guarded(np.full((1, table.size), np.nan, np.float32))
         scale = self.scale.ctypes.data if self._options.scaler else 0
-        params = adamw.GRADIENT_NORM.params(table.ctypes.data, partial.address, self.state.ctypes.data, scale)
+        params = kernels.GRADIENT_NORM.params(table.ctypes.data, partial.address, self.state.ctypes.data, scale)
         self._norm.launch((table.size, 1), (THREADS, 1), params, order=order)
         partial.values()
         assert self.state["norm_ticket"] == 0
 
     def update(self, tensors: Sequence[HostTensor], order: int = 0, octet: int = 0) -> None:
-        """Launches adamw; `octet` is added to the index of each tensor's first octet of elements."""
-        table = adamw.update_table([tensor.row() for tensor in tensors])
+        """Launches the update; `octet` is added to the index of each tensor's first octet of elements."""
+        table = kernels.update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
         options = self._options
-        words = adamw.settings_words(options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
-        params = adamw.adamw_params(options, words.ctypes.data, len(tensors))
+        words = kernels.settings_words(
+            options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors]
+        )
+        params = kernels.adamw_params(options, words.ctypes.data, len(tensors))
         params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
         params.tickets = self.tickets.ctypes.data
         if self._options.scaler:
             params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
-        tiling = adamw.update_tiling(table.size)
+        tiling = kernels.update_tiling(table.size)
         self._update.launch(tiling.grid, tiling.block, params, order=order)
         assert not self.tickets.any()
         assert self.state["update_ticket"] == self.state["nonfinite"] == 0

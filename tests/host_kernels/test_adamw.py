@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.grad_scaler import LARGEST_SCALE, GradScaler
 from lt_runtime.reference import AdamWHyper, AdamWTensor, RoundedTensor
-from lt_runtime.reference.adamw import learning_rate_factor
+from lt_runtime.reference.optimizer import learning_rate_factor
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
 from tests.host_kernels.arrays import EPS32
 from tests.host_kernels.cases import FEW, MORE, orders, seeds

@@ -15,10 +15,10 @@ import pytest
 
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels.adamw import Options
-from lt_runtime.ops import adamw
+from lt_runtime.kernels.optimizer import Options
+from lt_runtime.ops import optimizer
 from lt_runtime.ops._parameters import Parameter
-from lt_runtime.ops.adamw import GpuState, HostState
+from lt_runtime.ops.optimizer import GpuState, HostState
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import numbers
 from tests.host_kernels.optimizer import HYPER, OPTIONS
@@ -44,7 +44,7 @@ def _in_host_memory() -> Iterator[None]:
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, stand_in in stand_ins.items():
-            patch.setattr(adamw, name, stand_in)
+            patch.setattr(optimizer, name, stand_in)
         yield
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels.adamw import EMA, Tensor, ema_table
+from lt_runtime.kernels.optimizer import EMA, Tensor, ema_table
 from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import EPS32, numbers, vector

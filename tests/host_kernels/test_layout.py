@@ -16,7 +16,7 @@ from tests.host_kernels.harness import HostKernels, get_array
 from tests.support.kernel_digest import included
 from tests.support.kernel_families import ENTRIES
 
-TABLES = {kernel.struct(name) for name in ("AdamWChunk", "GradientChunk", "EmaChunk")}
+TABLES = {kernel.struct(name) for name in ("OptimizerChunk", "GradientChunk", "EmaChunk")}
 STRUCTS = TABLES | {entry.params for entry in ENTRIES.values()} | set(kernel._structs.values())
 """The C++ structs whose layout is tested.
 

@@ -298,7 +298,7 @@ TILE: Final = (
 
 @dataclass(frozen=True)
 class AdamWVariant:
-    """A variant of adamw.cu: the moments' type, AMSGrad, and whether BF16 parameters may lack a master copy."""
+    """A variant of optimizer.cu: the moments' type, AMSGrad, and whether BF16 parameters may lack a master copy."""
 
     moments: DType
     amsgrad: bool

@@ -11,7 +11,7 @@ _EMA: Final = "tests/host_kernels/test_ema.py::test_averages"
 _NORM: Final = "tests/host_kernels/test_gradient_norm.py"
 
 FAULTS: Final[Table] = {
-    "cuda_src/adamw.cu": {
+    "cuda_src/optimizer.cu": {
         "AMSGrad loses a NaN": (
             "AMSGRAD && out.v_max.v[k] > v ? out.v_max.v[k] : v",
             "AMSGRAD ? fmaxf(out.v_max.v[k], v) : v",

@@ -24,7 +24,7 @@ _WRITTEN: Final = frozenset(
 )
 """Members of argument blocks and tables that hold the addresses of written operands; kernels only read the others."""
 _OTHERWISE: Final[Mapping[str, str]] = {
-    "adamw": "value scale",
+    "optimizer": "value scale",
     "matmul_forward": "aux mask",
     "mlp_fwd": "y",
     "mlp_gradients": "layers",
@@ -46,7 +46,7 @@ _SHAPES: Final[Mapping[str, tuple[str, str]]] = {
 _VECTORS: Final = ("bias_gradient", "sum", "sums", "vector")
 """Members that hold addresses of vectors, which have an element for each row or for each column."""
 _TABLES: Final[Mapping[str, tuple[str, str]]] = {
-    "adamw": ("chunks", "AdamWChunk"),
+    "optimizer": ("chunks", "OptimizerChunk"),
     "copy_rows": ("table", "Rows"),
     "ema": ("chunks", "EmaChunk"),
     "gradient_norm": ("chunks", "GradientChunk"),
@@ -55,7 +55,7 @@ _TABLES: Final[Mapping[str, tuple[str, str]]] = {
 
 For each kernel, the member with the table's address, and the struct of the table's rows.
 """
-_BLOCKS_OF_A_CHUNK: Final = 8  # of adamw
+_BLOCKS_OF_A_CHUNK: Final = 8  # of the kernel optimizer
 
 
 class KernelCall(NamedTuple):
@@ -85,7 +85,7 @@ class KernelCall(NamedTuple):
         member, kind = _TABLES.get(self.name, ("", ""))
         table = getattr(self.params, member, None)
         count = self.grid[1] if self.name == "copy_rows" else self.grid[0]
-        count //= _BLOCKS_OF_A_CHUNK if self.name == "adamw" else 1
+        count //= _BLOCKS_OF_A_CHUNK if self.name == "optimizer" else 1
         for row in (struct(kind) * count).from_address(table) if table else ():
             for path, _, pointer in pointers(row):
                 size = 4 * row.count if hasattr(row, "count") else None

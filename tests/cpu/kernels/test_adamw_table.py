@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lt_runtime.kernels.adamw import UPDATE_CHUNK, Tensor, norm_table, update_table
+from lt_runtime.kernels.optimizer import UPDATE_CHUNK, Tensor, norm_table, update_table
 from lt_runtime.problem import DType
 
 F32, F16, BF16 = DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16

@@ -202,7 +202,7 @@ def test_comments_go_and_literals_stay() -> None:
     ("module", "name", "value", "families"),
     [
         (compiler, "_FLUSHED", frozenset({"elementwise_loss.cu", "cross_entropy.cu"}), {"elementwise_loss.cu"}),
-        (compile_matrix, "STRUCTS", STRUCTS | {"adamw.cu": {"adamw": TALLY.params}}, {"adamw.cu"}),
+        (compile_matrix, "STRUCTS", STRUCTS | {"optimizer.cu": {"optimizer": TALLY.params}}, {"optimizer.cu"}),
         (compile_matrix, "VARIANTS", VARIANTS[1:], {VARIANTS[0].source}),
         (compile_matrix, "ARCHITECTURES", ("sm_90",), set(SOURCES)),
         (kernel_digest, "compiler_build", lambda: ("13.6",), set(SOURCES)),

@@ -11,7 +11,7 @@ import pytest
 import lt_runtime as lt
 from lt_runtime import reference, schedules
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LayoutError, LtError, OperandError, ShapeError
-from lt_runtime.reference.adamw import learning_rate_factor
+from lt_runtime.reference.optimizer import learning_rate_factor
 from lt_runtime.schedules import Schedule
 from tests.support.numpy_cases import DTYPES, Array, DeviceArray, numbers
 

@@ -1,5 +1,5 @@
 // AdamW over every parameter of a model in one launch. Eight blocks update one chunk of one tensor, a thread eight elements.
-// lt_runtime/reference/adamw.py holds the same update.
+// lt_runtime/reference/optimizer.py holds the same update.
 //
 // Compiled for:
 //   MOMENT      the type of the moments: float or __nv_bfloat16
@@ -14,7 +14,7 @@ namespace lt {
 
 // One row of the table of parameters, which the host builds: a chunk of a tensor. Every address points to the chunk's first
 // element.
-struct alignas(16) AdamWChunk {
+struct alignas(16) OptimizerChunk {
   void* value;  // read and written: FP32, or BF16 where there is no master copy
   void* copy;   // written only: the parameter in lower precision; null if not wanted
   const void* gradient;
@@ -32,7 +32,7 @@ struct alignas(16) AdamWChunk {
 };
 
 // Settings that the host may write between two updates, so that a captured graph follows them.
-struct alignas(16) AdamWSettings {
+struct alignas(16) OptimizerSettings {
   float lr;
   int decay;  // 0 constant, 1 linear, 2 cosine
   uint32 warmup_steps;
@@ -41,11 +41,11 @@ struct alignas(16) AdamWSettings {
   uint32 reserved[3];
 };
 
-struct AdamWParams {
-  const AdamWChunk* chunks;
+struct OptimizerParams {
+  const OptimizerChunk* chunks;
   OptimizerState* state;
   uint32* tickets;  // kCounters counters of finished blocks, zero between launches
-  const AdamWSettings* settings;
+  const OptimizerSettings* settings;
   const float* lr_scales;  // factor of the learning rate for each tensor
   const float* weight_decays;
   float* scale;         // the loss scale; null without loss scaling
@@ -72,13 +72,13 @@ struct Progress {
   uint32 nonfinite;
   float norm;
   float scale;
-  AdamWSettings settings;
+  OptimizerSettings settings;
   float lr_scale;
   float weight_decay;
 };
 
 // The factors of this update, which each thread computes from the settings.
-struct AdamWStep {
+struct UpdateStep {
   uint32 number;  // number of this update, counted from 1
   bool skipped;
   float kept;             // 1 - lr·λ, the factor of weight decay
@@ -95,7 +95,7 @@ __device__ inline float quarter_sine(float x) {
   return y * series;
 }
 
-__device__ inline float schedule_factor(const AdamWSettings& s, uint32 t) {
+__device__ inline float schedule_factor(const OptimizerSettings& s, uint32 t) {
   if (t <= s.warmup_steps) return __fdividef(static_cast<float>(t), static_cast<float>(s.warmup_steps));
   if (s.decay == 0) return 1.0f;
   const float span = static_cast<float>(s.total_steps - s.warmup_steps);
@@ -106,23 +106,23 @@ __device__ inline float schedule_factor(const AdamWSettings& s, uint32 t) {
 }
 
 // The clipping factor, as in torch.nn.utils.clip_grad_norm_; NaN if the norm is NaN.
-__device__ inline float clip_factor(const AdamWParams& p, float norm) {
+__device__ inline float clip_factor(const OptimizerParams& p, float norm) {
   if (p.max_norm == 0.0f) return 1.0f;
   const float factor = p.max_norm / (norm + 1e-6f);
   return factor > 1.0f ? 1.0f : factor;
 }
 
-__device__ inline Progress read_progress(const AdamWParams& p, uint32 tensor) {
+__device__ inline Progress read_progress(const OptimizerParams& p, uint32 tensor) {
   const OptimizerState& state = *p.state;
   return Progress{state.steps, state.skipped,       state.nonfinite,        state.norm, p.scale ? *p.scale : 1.0f,
                   *p.settings, p.lr_scales[tensor], p.weight_decays[tensor]};
 }
 
-__device__ inline AdamWStep make_step(const AdamWParams& p, const Progress& now) {
+__device__ inline UpdateStep make_step(const OptimizerParams& p, const Progress& now) {
   const uint32 t = now.steps + 1;
   const float time = static_cast<float>(t);
   const float lr = now.settings.lr * schedule_factor(now.settings, t) * now.lr_scale;
-  return AdamWStep{t,
+  return UpdateStep{t,
                    p.skip_nonfinite && now.nonfinite != 0,
                    1.0f - lr * now.weight_decay,
                    lr * __fdividef(1.0f, -expm1f(time * p.log_beta1)),
@@ -132,7 +132,7 @@ __device__ inline AdamWStep make_step(const AdamWParams& p, const Progress& now)
 
 // Updates the scale as torch.amp.GradScaler does, which does not let it grow beyond FP32 either. Unlike there, the scale
 // stays a normal number when it shrinks, so that its inverse is finite.
-__device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
+__device__ inline void update_scale(const OptimizerParams& p, const Progress& now) {
   const int successes = now.nonfinite == 0 ? *p.growth_tracker + 1 : 0;
   const bool grows = successes == p.growth_interval;
   if (now.nonfinite != 0) *p.scale = fmaxf(now.scale * p.backoff_factor, 1.17549435e-38f);
@@ -155,19 +155,19 @@ __device__ inline uint32 last_of_counter() { return (gridDim.x - counter_of_bloc
 
 // Counts the calling block after it has read the optimizer's state; returns how many blocks its counter has counted before. No
 // fence is needed: the block has used the state before its barrier, so that all of its reads are done.
-__device__ inline uint32 count_in(const AdamWParams& p) {
+__device__ inline uint32 count_in(const OptimizerParams& p) {
   return atomicInc(p.tickets + counter_of_block() * kCounterDistance, last_of_counter());
 }
 
 // Returns whether the calling block is the last of all blocks to be counted.
-__device__ inline bool is_last(const AdamWParams& p, uint32 before) {
+__device__ inline bool is_last(const OptimizerParams& p, uint32 before) {
   if (before != last_of_counter()) return false;
   const uint32 last = (gridDim.x < kCounters ? gridDim.x : kCounters) - 1;
   return atomicInc(&p.state->update_ticket, last) == last;
 }
 
 // The block that was counted last writes the state that the next step will read. It need not wait for any block's update.
-__device__ inline void advance(const AdamWParams& p, const Progress& now, bool skipped, uint32 before) {
+__device__ inline void advance(const OptimizerParams& p, const Progress& now, bool skipped, uint32 before) {
   if (!is_last(p, before)) return;
   if (skipped) {
     p.state->skipped = now.skipped + 1;
@@ -187,10 +187,10 @@ struct Tensors {
   Bits value, m, v, v_max, gradient;
 };
 
-__device__ inline int value_type(const AdamWChunk& chunk) { return STOCHASTIC ? chunk.value_type : kFloat32; }
+__device__ inline int value_type(const OptimizerChunk& chunk) { return STOCHASTIC ? chunk.value_type : kFloat32; }
 
 // The gradient is loaded last, so that no other load waits until its type is known.
-__device__ inline Tensors load_tensors(const AdamWChunk& chunk, const Quads& at) {
+__device__ inline Tensors load_tensors(const OptimizerChunk& chunk, const Quads& at) {
   Tensors out;
   out.value = load_bits(chunk.value, value_type(chunk), at);
   out.m = load_bits(chunk.m, kMoment, at);
@@ -207,7 +207,7 @@ struct Octets {
   Octet value, m, v, v_max;
 };
 
-__device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, const AdamWStep& s, const Tensors& old) {
+__device__ inline Octets update(const OptimizerParams& p, const OptimizerChunk& chunk, const UpdateStep& s, const Tensors& old) {
   Octets out{unpack(old.value, value_type(chunk)), unpack(old.m, kMoment), unpack(old.v, kMoment), {}};
   if (AMSGRAD) out.v_max = unpack(old.v_max, kMoment);
   const Octet gradient = unpack(old.gradient, chunk.gradient_type);
@@ -228,7 +228,7 @@ __device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, c
 }
 
 // BF16 moments are rounded stochastically: rounded to nearest, v would never move with β₂ = 0.999.
-__device__ inline void store_moments(const AdamWChunk& chunk, const Quads& at, const Words& random,
+__device__ inline void store_moments(const OptimizerChunk& chunk, const Quads& at, const Words& random,
                                      const Octets& result) {
   if (kMoment == kFloat32) {
     store_bits(chunk.m, kMoment, at, pack(result.m, kMoment));
@@ -242,7 +242,7 @@ __device__ inline void store_moments(const AdamWChunk& chunk, const Quads& at, c
   }
 }
 
-__device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, const Words& random, const Octet& value) {
+__device__ inline void store_value(const OptimizerChunk& chunk, const Quads& at, const Words& random, const Octet& value) {
   if (value_type(chunk) == kFloat32) {
     store_bits(chunk.value, kFloat32, at, pack(value, kFloat32));
     if (chunk.copy) store_bits(chunk.copy, chunk.copy_type, at, pack(value, chunk.copy_type));
@@ -253,14 +253,14 @@ __device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, con
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) adamw(const lt::AdamWParams p) {
+extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) optimizer(const lt::OptimizerParams p) {
   using namespace lt;
   // Values that are needed only after the loads wait in shared memory, which spares registers.
-  __shared__ AdamWChunk chunk;
+  __shared__ OptimizerChunk chunk;
   __shared__ Progress now;
-  __shared__ AdamWStep step;
+  __shared__ UpdateStep step;
   // The table is constant, so it may be read before the previous kernel has ended.
-  const AdamWChunk own_chunk = p.chunks[blockIdx.x / kBlocksOfChunk];
+  const OptimizerChunk own_chunk = p.chunks[blockIdx.x / kBlocksOfChunk];
   const uint32 start = blockIdx.x % kBlocksOfChunk * kThreads * kOctet;
   wait_for_predecessor();
   if (threadIdx.x == 0) chunk = own_chunk;

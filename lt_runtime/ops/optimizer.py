@@ -19,9 +19,9 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels import adamw as kernels
-from lt_runtime.kernels.adamw import Options
+from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.kernel import Launches
+from lt_runtime.kernels.optimizer import Options
 from lt_runtime.ops._parameters import HeldArrays, Parameter, ReadParameter, changes, check_masters, read_parameters
 from lt_runtime.problem import DType, Philox, TorchDType, type_name
 from lt_runtime.reference import AdamWHyper, RoundedTensor

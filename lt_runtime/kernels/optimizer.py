@@ -1,4 +1,4 @@
-"""adamw.cu, gradient_norm.cu and ema.cu: kernels over all parameters, and the tables of the parameters' addresses.
+"""optimizer.cu, gradient_norm.cu and ema.cu: kernels over all parameters, and the tables of the parameters' addresses.
 
 Each kernel reads a table on the device, which has a row for every chunk of a tensor. AdamW's kernel has eight blocks
 for each row; the kernels of the gradient norm and of the averages have one.
@@ -35,12 +35,12 @@ _NORM_CHUNKS: Final = 8192
 WORD_BYTES: Final = 4
 _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
-ADAMW: Final = Entry("adamw", "adamw.cu")
+UPDATE: Final = Entry("optimizer", "optimizer.cu")
 GRADIENT_NORM: Final = Entry("gradient_norm", "gradient_norm.cu")
 EMA: Final = Entry("ema", "ema.cu")
 OptimizerState: Final = struct("OptimizerState")
 """The C++ struct of an optimizer's state on the device: steps, settings and loss scale, without the moments."""
-_Settings: Final = struct("AdamWSettings")
+_Settings: Final = struct("OptimizerSettings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def adamw_params(options: Options, settings: int, tensors: int) -> Struct:
         tensors: their number.
     """
     scaler, beta1, beta2 = options.scaler, options.hyper.beta1, options.hyper.beta2
-    params = ADAMW.params(seed=options.seed, eps=options.hyper.eps)
+    params = UPDATE.params(seed=options.seed, eps=options.hyper.eps)
     params.beta1, params.one_minus_beta1, params.log_beta1 = beta1, 1.0 - beta1, _log(beta1)
     params.beta2, params.one_minus_beta2, params.log_beta2 = beta2, 1.0 - beta2, _log(beta2)
     params.max_norm, params.skip_nonfinite = options.max_norm or 0.0, options.skip_nonfinite
@@ -94,13 +94,13 @@ def _log(beta: float) -> float:
 
 
 def settings_words(hyper: AdamWHyper, of_tensors: Sequence[tuple[float, float]]) -> NDArray[np.uint32]:
-    """The settings that an update reads, in words of 32 bits: `AdamWSettings`, then the numbers of each tensor.
+    """The settings that an update reads, in words of 32 bits: `OptimizerSettings`, then the numbers of each tensor.
 
     Args:
         of_tensors: the factor of the learning rate, and the weight decay, of each tensor.
 
     Returns:
-        A vector: the words of `AdamWSettings`, all factors, then all weight decays.
+        A vector: the words of `OptimizerSettings`, all factors, then all weight decays.
     """
     schedule = hyper.schedule
     decay = DECAYS.index(schedule.decay)
@@ -118,7 +118,7 @@ def update_launches(params: Struct, rows: int, device: int, options: Options, *,
         stochastic: whether any parameter below FP32 is updated in place.
     """
     macros = define(MOMENT=options.moments, AMSGRAD=options.amsgrad, STOCHASTIC=stochastic)
-    return Launches(ADAMW, macros, device, update_tiling(rows), params)
+    return Launches(UPDATE, macros, device, update_tiling(rows), params)
 
 
 def update_tiling(rows: int) -> Tiling:
@@ -136,9 +136,10 @@ class Tensor(NamedTuple):
 
     Attributes:
         size: elements.
-        arrays: address and type of each array that exists, by its name in the table's struct. In `AdamWChunk`, "value"
-            is what the update reads and writes, the parameter or its master copy; "copy" is the parameter where it has
-            a master copy; "gradient"; "m" and "v"; "v_max" with AMSGrad. In `EmaChunk`, "average" and then "value".
+        arrays: address and type of each array that exists, by its name in the table's struct. In `OptimizerChunk`,
+            "value" is what the update reads and writes, the parameter or its master copy; "copy" is the parameter where
+            it has a master copy; "gradient"; "m" and "v"; "v_max" with AMSGrad. In `EmaChunk`, "average" and then
+            "value".
     """
 
     size: int
@@ -146,8 +147,8 @@ class Tensor(NamedTuple):
 
 
 def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
-    """A row of type `AdamWChunk` for each chunk; at least one, since blocks of an empty chunk advance the step too."""
-    return _table("AdamWChunk", UPDATE_CHUNK, tensors)
+    """A row of type `OptimizerChunk` for each chunk; at least one, since blocks of an empty chunk advance the step."""
+    return _table("OptimizerChunk", UPDATE_CHUNK, tensors)
 
 
 def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
