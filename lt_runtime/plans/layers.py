@@ -68,7 +68,7 @@ class ForwardPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        if call.computed[0] is not self or call.computed[1] is not memory:
+        if call.computed[1] is not memory:  # a call of a layer is run by one plan only
             x, w, bias, y, kept = call.addresses
             product = kept if self._product_is_kept else y
             if self._scratch_bytes:

@@ -48,6 +48,13 @@ def test_streams_may_change_between_steps(gpu: FakeGpu, graph: bool) -> None:
     assert len(set(map(tuple, _values(gpu, step, other)))) == 1
 
 
+def test_a_graph_is_made_behind_the_steps_on_another_stream(gpu: FakeGpu) -> None:
+    step, batches = _step(gpu), [_batch(gpu, 0), _batch(gpu, 1, _ROWS // 2)]
+    for batch, stream in zip(batches, (gpu.stream, gpu.other_stream), strict=True):
+        step(*batch, stream=stream)
+    gpu.synchronize_all()  # the gradients are shared: a race of the two streams fails the test
+
+
 def test_metrics_begin_anew_when_they_are_read(gpu: FakeGpu) -> None:
     step = _step(gpu)
     for steps in (2, 0, 1):
