@@ -13,6 +13,7 @@ from lt_runtime.problem import DType
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer as CheckedLayer
 from tests.support.layer_checks import layer_case
+from tests.support.over_fake_gpu import call
 
 _CALLS = 5  # the first call makes plans, the second finds them, the third is captured
 _DIMS, _ROWS = [12, 16, 5], 8
@@ -95,3 +96,29 @@ def test_new_results_are_of_the_calls_stream_each_time(gpu: FakeGpu) -> None:
                 assert set(ordered) == {expected}
     gpu.synchronize_all()
     assert all((gpu.host_of(each) == 8).all() for each in kept)
+
+
+def test_a_graph_of_freed_memory_races_only_with_later_memory_at_its_address(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checker of races may take a graph that an earlier test left to the package for a part of a later test."""
+    buffer = np.empty(1 << 12, np.uint8)
+    monkeypatch.setattr(np, "empty", lambda *_: buffer)  # each allocation below is at the same address
+    address = call("cuMemAlloc", 4)
+    with gpu.stream:
+        gpu.stream.begin_capture()
+        call("cuMemsetD8Async", address, 0, 4, gpu.stream.ptr)
+        graph = gpu.stream.end_capture()
+    for stream in (gpu.stream, gpu.other_stream):
+        graph.launch(stream)
+        gpu.synchronize_all()
+        if stream is gpu.stream:
+            call("cuMemFree", address)
+        gpu.settle()  # the test ends
+    assert call("cuMemAlloc", 4) == address
+    call("cuMemsetD8Async", address, 0, 4, gpu.stream.ptr)
+    graph.launch(gpu.other_stream)
+    gpu.synchronize_all()
+    with pytest.raises(AssertionError, match="nothing orders the two"):
+        gpu.settle()
+    call("cuMemFree", address)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Hashable
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.races import Access, Touch
+from tests.support.races import Access, History, Touch
 
 GUARD: Final = 512
 """Bytes before and after each allocation that no work may write. They are NaN in every type."""
@@ -40,7 +41,9 @@ class DeviceMemory:
         self._blocks: dict[int, tuple[NDArray[np.uint8], int]] = {}
         self.allocations = self.fail_at = 0
         self.retired: list[NDArray[np.uint8]] = []
-        self._accesses: dict[int, list[Access]] = {}
+        self._histories: dict[int, History] = {}
+        # Also of freed memory: a captured graph keeps an address, which later memory may have again.
+        self._all_histories: weakref.WeakValueDictionary[int, History] = weakref.WeakValueDictionary()
         self._pools: dict[Hashable, list[list[Access]]] = {}
 
     def allocate(self, size: int, pool: Hashable = None) -> int:
@@ -67,7 +70,8 @@ class DeviceMemory:
         bisect.insort(self._starts, start)
         self._blocks[start] = block, size
         freed = self._pools.get(pool)
-        self._accesses[start] = freed.pop() if freed else []
+        history = self._histories[start] = self._all_histories.setdefault(start, History())
+        history.accesses = freed.pop() if freed else []
         return start
 
     def free(self, address: int, pool: Hashable = None) -> None:
@@ -76,7 +80,7 @@ class DeviceMemory:
         block, _ = self._blocks.pop(address)
         _check_guards(block, address)
         self.retired.append(block)
-        accesses = self._accesses.pop(address)
+        accesses = self._histories.pop(address).accesses
         if pool is not None:
             self._pools.setdefault(pool, []).append(accesses)
 
@@ -94,8 +98,8 @@ class DeviceMemory:
         """Gives retired memory back to the host, and forgets all accesses; called once all work has run."""
         self.retired.clear()
         self._pools.clear()
-        for accesses in self._accesses.values():
-            accesses.clear()
+        for history in self._all_histories.values():
+            history.accesses = []
 
     def touched(self, address: int, size: int | None, operand: str, *, writes: bool) -> list[Touch]:
         """Describes an access to `size` bytes, or to all bytes from an address to the end of its allocation.
@@ -108,7 +112,7 @@ class DeviceMemory:
             return []
         first, length = address - start, self._blocks[start][1]
         end = length if size is None else min(length, first + size)
-        return [Touch(self._accesses[start], first, end, writes, operand)]
+        return [Touch(self._histories[start], first, end, writes, operand)]
 
     def check_guards(self) -> None:
         """Fails if work wrote just outside an allocation."""

@@ -34,16 +34,23 @@ class Stamp(NamedTuple):
     before: int = 0
 
 
+class History:
+    """The accesses so far to the memory at an address. Memory that a pool has returned again shares their list."""
+
+    def __init__(self) -> None:
+        self.accesses: list[Access] = []
+
+
 class Touch(NamedTuple):
     """Bytes of an allocation that a work reads, or writes and perhaps reads.
 
     Attributes:
-        accesses: accesses to the allocation so far.
+        history: of the allocation.
         start, end: in the allocation.
         operand: the name that the work has for the memory.
     """
 
-    accesses: list[Access]
+    history: History
     start: int
     end: int
     writes: bool
@@ -106,7 +113,7 @@ class Races:
         """Called when work runs, after all work that is ordered before it: checks the work's accesses."""
         with self._lock:
             for touch in touches:
-                new, accesses = Access(touch, stamp, work), touch.accesses
+                new, accesses = Access(touch, stamp, work), touch.history.accesses
                 # Most work repeats the only access of earlier work on its stream.
                 if len(accesses) == 1 and accesses[0].touch is touch and accesses[0].stamp.stream == stamp.stream:
                     kept = []
