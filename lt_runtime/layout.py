@@ -7,7 +7,6 @@ row-major matrix, columns of a column-major one) do not all begin and end at mul
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,32 +101,6 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
         fault = "neither axis is contiguous"
     mend = f"pass lt.contiguous({operand}) or a view with one unit stride"
     raise LayoutError(f"{operand} of shape {(rows, cols)} has strides {(row_stride, col_stride)}: {fault}; {mend}")
-
-
-def rows_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Layout:
-    """The layout of the rows of an array (..., N), as a matrix: rows run along the last axis, one for each index.
-
-    Args:
-        operand: its name, for errors.
-        shape: of at least one axis; an array of one axis is one row.
-        strides: in elements.
-
-    Raises:
-        ShapeError: the array has no axes.
-        LayoutError: consecutive rows do not all have the same distance, or as `layout_of`.
-    """
-    if not shape:
-        raise ShapeError(f"{operand} has shape (); accepted are rows, arrays of at least one axis")
-    rows, step = math.prod(shape[:-1]), 0
-    merged = 1  # rows along the axes that have been merged so far, from the last leading axis on
-    for extent, stride in zip(shape[-2::-1], strides[-2::-1], strict=True) if 0 not in shape else ():
-        if extent > 1 and merged > 1 and stride != merged * step:
-            fault = "its leading axes are no rows at equal distances"
-            mend = f"pass lt.contiguous({operand}) or a view whose leading axes can be merged"
-            raise LayoutError(f"{operand} of shape {tuple(shape)} has strides {tuple(strides)}: {fault}; {mend}")
-        step = stride if extent > 1 and merged == 1 else step
-        merged *= extent
-    return layout_of(operand, (rows, shape[-1]), (step, strides[-1]))
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ from lt_runtime.errors import AlignmentError, DeviceError, DriverError, DTypeErr
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import order_after, stream_handle
-from lt_runtime.layout import Layout, layout_of, packed, rows_of
+from lt_runtime.layout import Layout, layout_of, packed
 from lt_runtime.problem import DType, Spec
 
 _ACCEPTED: Final = "NumPy and CuPy arrays, PyTorch tensors, and objects with __dlpack__ or __cuda_array_interface__"
@@ -92,11 +92,6 @@ class Operand:
     def spec(self) -> Spec:
         """Layout and alignment, as a problem states them. An array that is not a matrix counts as one row."""
         return Spec(self.layout if len(self.shape) == 2 else self.check_packed(), self.alignment)
-
-    @property
-    def rows_spec(self) -> Spec:
-        """Layout and alignment of the rows along the last axis; see `rows_of`."""
-        return Spec(rows_of(self.name, self.shape, self.strides), self.alignment)
 
     @property
     def extent(self) -> int:

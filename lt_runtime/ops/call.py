@@ -68,8 +68,6 @@ def result_spec(
     like: Operand,
     new: dict[int, New],
     dtype: DType | None = None,
-    *,
-    by_rows: bool = False,
 ) -> Spec:
     """The spec of a result: the spec of its buffer, which is checked, or the spec of a new packed array.
 
@@ -77,19 +75,17 @@ def result_spec(
         place: index of the result among the arrays.
         out: the result's buffer; if None, a new array is added to `new`.
         like: an operand with the result's device and, unless `dtype` is given, type.
-        by_rows: whether the result's spec is that of its rows along the last axis, whatever its number of axes.
     """
     kind = like.element_type() if dtype is None else dtype
     if out is None:
         new[place] = New(shape, kind.numpy, like.library)
-        is_matrix = by_rows or len(shape) == 2
-        return Spec(packed(math.prod(shape[:-1]), shape[-1]) if is_matrix else packed(1, math.prod(shape)))
+        return Spec(packed(*shape) if len(shape) == 2 else packed(1, math.prod(shape)))
     check_shape(out.name, out.shape, shape, "the result's shape")
     if dtype is None:
         check_same(like, out)
     else:
         check_type(out, dtype.value)
-    return out.rows_spec if by_rows else out.spec
+    return out.spec
 
 
 def dropouts_of(p: float, rng: Philox | None) -> tuple[float, float] | None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import LayoutError, ShapeError
-from lt_runtime.layout import Layout, Order, layout_of, overlaps_itself, packed, rows_of
+from lt_runtime.layout import Layout, Order, layout_of, overlaps_itself, packed
 from tests.support.numpy_cases import Array
 
 BUFFER = np.arange(4096)
@@ -20,7 +20,7 @@ axes = st.integers(0, 5)
 strides = st.one_of(st.integers(-12, 12), st.sampled_from((1, 2, 5)))
 
 
-def view(shape: tuple[int, ...], steps: tuple[int, ...], start: int = MIDDLE) -> Array:
+def view(shape: tuple[int, int], steps: tuple[int, int], start: int = MIDDLE) -> Array:
     """Makes a strided view of `BUFFER`, whose elements are their own indices."""
     at: Any = BUFFER[start:]
     return np.lib.stride_tricks.as_strided(at, shape, tuple(8 * step for step in steps))
@@ -69,33 +69,6 @@ def test_layout_of(shape: tuple[int, int], steps: tuple[int, int]) -> None:
     assert layout.transposed.transposed == layout
     assert layout.extent == (int(matrix.max() - matrix.min()) + 1 if matrix.size else 0)
     assert layout.size == matrix.size
-
-
-@settings(max_examples=400, deadline=None)
-@given(shape=st.lists(axes, min_size=1, max_size=4), steps=st.lists(strides, min_size=4, max_size=4))
-@example(shape=[2, 3, 4], steps=[12, 4, 1, 0])
-@example(shape=[2, 3, 4], steps=[15, 5, 1, 0])
-@example(shape=[2, 3, 4], steps=[13, 4, 1, 0])
-@example(shape=[2, 1, 3, 4], steps=[12, 7, 4, 1])
-@example(shape=[3, 1, 4], steps=[5, 12, 1, 0])
-@example(shape=[2, 2, 3], steps=[2, 1, 8, 0])
-@example(shape=[4], steps=[1, 0, 0, 0])
-@example(shape=[2, 0, 4], steps=[5, 7, 1, 0])
-def test_rows_of(shape: list[int], steps: list[int]) -> None:
-    array = view(tuple(shape), tuple(steps[: len(shape)]))
-    matrix = array.reshape(-1, shape[-1]) if array.size else np.zeros((int(np.prod(shape[:-1])), shape[-1]), np.int64)
-    if is_matrix(matrix):
-        layout = rows_of("x", shape, steps[: len(shape)])
-        assert layout.shape == matrix.shape
-        np.testing.assert_array_equal(elements(layout), matrix)
-    else:
-        with pytest.raises(LayoutError, match=r"x of shape .* has strides .*; pass lt\.contiguous\(x\)"):
-            rows_of("x", shape, steps[: len(shape)])
-
-
-def test_a_number_has_no_rows() -> None:
-    with pytest.raises(ShapeError, match=r"x has shape \(\); accepted are rows, arrays of at least one axis"):
-        rows_of("x", (), ())
 
 
 @settings(max_examples=100, deadline=None)
