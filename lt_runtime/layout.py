@@ -7,6 +7,8 @@ row-major matrix, columns of a column-major one) do not all begin and end at mul
 from __future__ import annotations
 
 import enum
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,23 +73,31 @@ def packed(rows: int, cols: int, *, order: Order = Order.ROW) -> Layout:
 
 
 def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Layout:
-    """The layout of a 2-D array.
+    """The layout of an array as a matrix: all axes but the last are its rows.
 
     Args:
         operand: its name, for errors.
-        shape: (rows, cols).
+        shape: (..., cols).
         strides: in elements. The stride of an axis of size 1 has no meaning and may be anything.
 
     Raises:
-        ShapeError: the array does not have two axes.
-        LayoutError: neither axis has unit stride, or consecutive rows (columns) overlap.
+        ShapeError: the array has less than two axes.
+        LayoutError: the distance from row to row varies, neither axis has unit stride, or consecutive rows (columns)
+            overlap.
     """
-    if len(shape) != 2:
-        raise ShapeError(f"{operand} has shape {tuple(shape)}; accepted are matrices, two axes")
-    rows, cols = shape
+    if len(shape) < 2:
+        raise ShapeError(f"{operand} has shape {tuple(shape)}; accepted are matrices, two axes, or more axes of rows")
+    rows, cols = math.prod(shape[:-1]), shape[-1]
     if rows == 0 or cols == 0:
         return packed(rows, cols)
-    row_stride, col_stride = strides
+    mend = f"pass lt.contiguous({operand}) or a view with one unit stride"
+    found = f"{operand} of shape {tuple(shape)} has strides {tuple(strides)}"
+    row_stride, col_stride = strides[-2:]
+    if len(shape) > 2:
+        axes = [(extent, stride) for extent, stride in zip(shape[:-1], strides, strict=False) if extent > 1]
+        row_stride = axes[-1][1] if axes else cols
+        if any(outer[1] != inner[0] * inner[1] for outer, inner in itertools.pairwise(axes)):
+            raise LayoutError(f"{found}: its leading axes are no rows with one stride; {mend}")
     if cols == 1 or col_stride == 1:
         leading = cols if rows == 1 else row_stride
         if leading >= cols:
@@ -96,11 +106,10 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
         leading = rows if cols == 1 else col_stride
         if leading >= rows:
             return Layout(rows, cols, Order.COLUMN, leading)
-    fault = "it runs backwards" if min(strides) < 0 else "its rows overlap"
-    if 1 not in strides:
+    fault = "it runs backwards" if min(row_stride, col_stride) < 0 else "its rows overlap"
+    if 1 not in (row_stride, col_stride):
         fault = "neither axis is contiguous"
-    mend = f"pass lt.contiguous({operand}) or a view with one unit stride"
-    raise LayoutError(f"{operand} of shape {(rows, cols)} has strides {(row_stride, col_stride)}: {fault}; {mend}")
+    raise LayoutError(f"{found}: {fault}; {mend}")
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -35,10 +35,10 @@ def check_one_float32(operand: Operand) -> None:
         raise ShapeError(f"{operand.name} has shape {operand.shape}; accepted are () and (1,)")
 
 
-def check_weights(operand: Operand, length: int, why: str) -> None:
-    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless the operand is `length` FP32 numbers without gaps."""
+def check_weights(operand: Operand, shape: tuple[int, ...], why: str) -> None:
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless the operand is FP32 of this shape, without gaps."""
     check_type(operand, "float32")
-    check_shape(operand.name, operand.shape, (length,), why)
+    check_shape(operand.name, operand.shape, shape, why)
     operand.check_packed()
 
 
@@ -60,18 +60,17 @@ def check_device(first: Operand, *others: Operand) -> None:
 
 
 def is_same_matrix(x: Any, y: Any) -> bool:
-    """Whether two arrays are the same matrix: with equal types, addresses, shapes and strides.
+    """Whether two arrays are the same matrix: equal types and addresses, and equal layouts as `layout_of` reads them.
 
     Raises:
-        OperandError: one of the arrays cannot be read, see `read`.
+        OperandError: one of the arrays cannot be read, see `read`, or has no layout.
     """
     if x is y:
         return True
-    forms = []
-    for each in (read("x", x, 0), read("y", y, 0)):
-        steps = [stride for stride, extent in zip(each.strides, each.shape, strict=True) if extent > 1]
-        where = None if 0 in each.shape else (each.address, steps)
-        forms.append((each.device, each.dtype, each.shape, where))
+    forms = [
+        (each.device, each.dtype, each.layout, None if 0 in each.shape else each.address)
+        for each in (read("x", x, 0), read("y", y, 0))
+    ]
     return forms[0] == forms[1]
 
 

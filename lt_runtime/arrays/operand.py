@@ -80,7 +80,7 @@ class Operand:
 
     @property
     def layout(self) -> Layout:
-        """The array's layout; raises `ShapeError` or `LayoutError` unless it is a matrix with a unit stride."""
+        """The layout of the array as a matrix, whose rows are all axes but the last; raises as `layout_of`."""
         return layout_of(self.name, self.shape, self.strides)
 
     @property
@@ -90,8 +90,8 @@ class Operand:
 
     @property
     def spec(self) -> Spec:
-        """Layout and alignment, as a problem states them. An array that is not a matrix counts as one row."""
-        return Spec(self.layout if len(self.shape) == 2 else self.check_packed(), self.alignment)
+        """Layout and alignment, as a problem states them. An array with less than two axes counts as one row."""
+        return Spec(self.layout if len(self.shape) >= 2 else self.check_packed(), self.alignment)
 
     @property
     def extent(self) -> int:

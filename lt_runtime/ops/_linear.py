@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
@@ -11,7 +12,6 @@ import numpy as np
 from lt_runtime import reference
 from lt_runtime.arguments import flag
 from lt_runtime.arrays.checks import check_same, check_shape
-from lt_runtime.arrays.libraries import Library
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.layout import Layout, Order, packed
@@ -63,7 +63,7 @@ class LinearContext:
         layer: the layer's sizes and options.
         x, w: the operands.
         saved: the array that the activation's derivative is computed from; None if there is none.
-        preactivation: x · wᵀ + bias (M, N) if it was saved for backward or requested; None otherwise.
+        preactivation: x · wᵀ + bias (..., N) if it was saved for backward or requested; None otherwise.
         rng: the source of the dropout mask; None without dropout.
         y: the layer's output, kept so that `linear_bwd` can tell whether it is another layer's x.
     """
@@ -117,8 +117,9 @@ class LinearForward(Operation):
         check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
         m, n, k = _shape(x, w, bias)
         new: dict[int, New] = {}
-        y = result_spec(_Y, out, (m, n), x, new)
-        z = None if out_z is None else result_spec(_KEPT, out_z, (m, n), x, new)
+        shape = (*x.shape[:-1], n)
+        y = result_spec(_Y, out, shape, x, new)
+        z = None if out_z is None else result_spec(_KEPT, out_z, shape, x, new)
         kinds = dtype, Compute.parse(compute, dtype), activation
         bias_alignment = bias.alignment if bias else None
         problem = ForwardProblem(*kinds, x.spec, w.spec, y, bias_alignment, z, has_dropout, propagate_nan, backward)
@@ -139,7 +140,7 @@ class LinearForward(Operation):
         layout = kept.layout if saved in (Saved.PREACTIVATION, Saved.MASK) else None
         layer = replace(layer, saved_as=saved, saved_layout=layout)
         makes = kept is not None and out_z is None
-        new = {_KEPT: _new_kept(problem, saved, kept.layout, x.library)} if makes else {}
+        new = {_KEPT: _new_kept(problem, saved, kept.layout, x)} if makes else {}
         return request._replace(new={**request.new, **new}, detail=layer)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
@@ -147,10 +148,10 @@ class LinearForward(Operation):
         x, w, bias, y, z = arrays
         layer, dtype = request.detail, request.problem.dtype.numpy
         factors = reference.dropout_factors(layer.shape[:2], layer.dropout, scalars[0])
-        exact_y, exact_z = reference.linear_fwd(x, w, bias, layer.activation, factors)
-        y[...] = exact_y.astype(dtype)
+        exact_y, exact_z = reference.linear_fwd(_matrix(x), w, bias, layer.activation, factors)
+        y[...] = exact_y.astype(dtype).reshape(y.shape)
         if z is not None:
-            z[...] = exact_z.astype(dtype)
+            z[...] = exact_z.astype(dtype).reshape(z.shape)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Sources) -> Any:
         """See `Operation`: y and the `LinearContext`; y alone for inference, for which no tensor is saved."""
@@ -172,14 +173,14 @@ def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]
 
     Raises:
         ShapeError: the shapes do not fit.
-        LayoutError: the bias is not contiguous.
+        LayoutError: x is not rows with one stride, or the bias is not contiguous.
     """
-    for each in (x, w):
-        if len(each.shape) != 2:
-            raise ShapeError(f"{each.name} has shape {each.shape}; accepted are matrices, two axes")
-    if x.shape[1] != w.shape[1]:
+    rows, inputs = x.layout.shape
+    if len(w.shape) != 2:
+        raise ShapeError(f"{w.name} has shape {w.shape}; accepted are matrices, two axes")
+    if inputs != w.shape[1]:
         raise ShapeError(
-            f"{w.name} has shape {w.shape}; its second axis must be {x.shape[1]}, as in {x.name} of shape {x.shape}"
+            f"{w.name} has shape {w.shape}; its second axis must be {inputs}, as in {x.name} of shape {x.shape}"
         )
     outputs = w.shape[0]
     if bias is not None:
@@ -187,24 +188,35 @@ def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]
             why = f"as {w.name} of shape {w.shape} has {outputs} outputs"
             raise ShapeError(f"{bias.name} has shape {bias.shape}; it must be ({outputs},), {why}")
         bias.check_packed()
-    return x.shape[0], outputs, x.shape[1]
+    return rows, outputs, inputs
 
 
-def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, library: Library) -> New:
-    """Makes the array for the tensor that forward saves besides y, in the layout that the plan decides."""
-    is_row = layout.order is Order.ROW
+def _matrix(array: Any) -> Any:
+    """A NumPy array as a matrix, whose rows are all axes but the last; None for None."""
+    return None if array is None else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, x: Operand) -> New:
+    """Makes the array for the tensor that forward saves besides y, in the layout that the plan decides.
+
+    A pre-activation has the leading axes of x; a mask is a matrix.
+    """
+    is_row, axes = layout.order is Order.ROW, x.shape[:-1]
     lines, length = layout.shape if is_row else (layout.cols, layout.rows)
     if saved is Saved.MASK:
-        return New((lines, layout.leading_dimension // _BITS), np.dtype(np.uint8), library)
+        return New((lines, layout.leading_dimension // _BITS), np.dtype(np.uint8), x.library)
     if is_row:
-        view = None if length == layout.leading_dimension else (lambda padded: padded[:, :length])
-    else:
+        view = None if length == layout.leading_dimension else (lambda padded: padded[..., :length])
+        return New((*axes, layout.leading_dimension), problem.dtype.numpy, x.library, view)
+    if len(axes) == 1:
         view = lambda padded: padded[:, :length].T  # noqa: E731  # one of three
-    return New((lines, layout.leading_dimension), problem.dtype.numpy, library, view)
+    else:
+        view = lambda padded: padded[:, :length].T.reshape(*axes, lines)  # noqa: E731
+    return New((lines, layout.leading_dimension), problem.dtype.numpy, x.library, view)
 
 
 class LinearGradients(NamedTuple):
-    """dx (M, K), dw (N, K) and db (N,); None where a gradient was not requested."""
+    """dx (..., K), dw (N, K) and db (N,); None where a gradient was not requested."""
 
     dx: Any
     dw: Any
@@ -212,7 +224,7 @@ class LinearGradients(NamedTuple):
 
 
 class ChainedGradients(NamedTuple):
-    """dz_below (M, K), dw (N, K), db (N,) and db_below (K,); None for a gradient that was not requested.
+    """dz_below (..., K), dw (N, K), db (N,) and db_below (K,); None for a gradient that was not requested.
 
     `dz_below` is the gradient with respect to the pre-activation of the layer below, and `db_below` the bias gradient
     of the layer below.
@@ -265,9 +277,10 @@ class LinearBackward(Operation):
         given = dict(zip(_OUTPUTS, outputs, strict=True))
         wanted = _wanted(options, given)
         check_same(x, dy, w)
-        m, n, k = layer.shape
-        check_shape(dy.name, dy.shape, (m, n), "y's shape")
-        shapes = {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
+        _, n, k = layer.shape
+        shape = (*x.shape[:-1], n)
+        check_shape(dy.name, dy.shape, shape, "y's shape")
+        shapes = {"dx": x.shape, "dw": (n, k), "db": (n,), "dz": shape, "db_below": (k,)}
         new: dict[int, New] = {}
         specs = {
             name: result_spec(place, given[name], shapes[name], x, new)
@@ -288,6 +301,7 @@ class LinearBackward(Operation):
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
         """See `Operation`."""
         dy, x, w, saved, saved_below, *outputs = arrays
+        dy, x, saved, saved_below = map(_matrix, (dy, x, saved, saved_below))
         options: BackwardOptions = request.detail
         layer, below = options.layer, options.below
         if options.before_activation:
@@ -304,7 +318,7 @@ class LinearBackward(Operation):
         for name, out in zip(_OUTPUTS, outputs, strict=True):
             if out is not None:
                 kept = out.astype(np.float64) if options.accumulate and name in ("dw", "db", "db_below") else 0.0
-                out[...] = (values[name] + kept).astype(out.dtype)
+                out[...] = (values[name].reshape(out.shape) + kept).astype(out.dtype)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients | ChainedGradients:
         """See `Operation`."""

@@ -79,7 +79,7 @@ def result_spec(
     kind = like.element_type() if dtype is None else dtype
     if out is None:
         new[place] = New(shape, kind.numpy, like.library)
-        return Spec(packed(*shape) if len(shape) == 2 else packed(1, math.prod(shape)))
+        return Spec(packed(math.prod(shape[:-1]), shape[-1]) if len(shape) >= 2 else packed(1, math.prod(shape)))
     check_shape(out.name, out.shape, shape, "the result's shape")
     if dtype is None:
         check_same(like, out)

@@ -56,8 +56,9 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
     Backward is the same call on dy: the mask is computed again from `rng`, never stored. y is rounded once.
 
     Args:
-        x: any shape, float32, float16 or bfloat16; a matrix may lie in any layout, other arrays must be row-major
-            without gaps. The mask of an array is that of its elements in row-major order.
+        x: any shape, float32, float16 or bfloat16. All axes but the last are rows, which may lie in any layout with one
+            stride from row to row; a vector must be without gaps. The mask of an array is the mask of
+            its elements in row-major order.
         p: in [0, 1). It is rounded to a multiple of 2^-16.
         rng: source of the mask; needed if `p` is not 0.
         out: buffer like x; may be x itself.

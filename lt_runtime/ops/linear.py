@@ -31,14 +31,15 @@ def linear_fwd(
 
     NumPy arrays run the reference in float64; arrays on a GPU run there, on one stream, without synchronising.
     Any operand, outputs included, may be row- or column-major with any leading dimension: `w.T` serves weights
-    that are stored (inputs, outputs).
+    that are stored (inputs, outputs). M is the product of the leading axes "..." of x, of which there must be one:
+    they are rows, where they lie, and so they must have one stride from row to row.
 
     Products accumulate in FP32. A 16-bit y is rounded once, with one exception: if our kernel applies only activation
     or dropout, it reads a pre-activation that is rounded to 16 bits, as in PyTorch. The reference rounds each result
     once.
 
     Args:
-        x: (M, K), float32, float16 or bfloat16.
+        x: (..., K), float32, float16 or bfloat16.
         w: (N, K), same type; so are `bias` and every output.
         bias: (N,), or None.
         activation: a name of `lt.ACTIVATIONS`, or an `Activation`. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf"
@@ -50,13 +51,13 @@ def linear_fwd(
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores.
         propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0 and takes 1 for the derivative at exactly 0. If
             False, the derivative at exactly 0 is 0 or 1, depending on the plan.
-        out: (M, N) buffer for y.
-        out_z: (M, N) buffer for the pre-activation x · wᵀ + bias; with both buffers nothing is allocated.
+        out: (..., N) buffer for y.
+        out_z: (..., N) buffer for the pre-activation x · wᵀ + bias; with both buffers nothing is allocated.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        y (M, N), of the kind that x is, and the context. The context may refer to x, w and y, and to an array that is
+        y (..., N), of the kind that x is, and the context. The context may refer to x, w and y, and to an array that is
         the step of `rng`: overwriting one of them before `linear_bwd` makes its result wrong.
 
     Raises:
@@ -86,13 +87,13 @@ def linear(
     """y = act(x · wᵀ + bias), for inference: without a context. Rounding, arguments and errors as in `linear_fwd`.
 
     Args:
-        x: (M, K). w: (N, K). bias: (N,), or None.
-        out: (M, N) buffer for y.
+        x: (..., K). w: (N, K). bias: (N,), or None.
+        out: (..., N) buffer for y.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        y (M, N), of the kind and type that x is.
+        y (..., N), of the kind and type that x is.
     """
     options = (activation, negative_slope, 0.0, compute, propagate_nan, False)
     return perform(FORWARD, (x, w, bias, out, None), options, (None, None), stream)
@@ -161,17 +162,17 @@ def linear_bwd(
     cuBLASLt before the addition as well. With `through`, dx may be rounded before it is taken through the layer below.
 
     Args:
-        dy: (M, N), of x's type as all gradients are: the gradient with respect to y; with `before_activation`, with
+        dy: (..., N), of x's type as all gradients are: the gradient with respect to y; with `before_activation`, with
             respect to the pre-activation.
         need_dx, need_dw, need_db: which gradients to make. There is no db for a layer without bias.
         accumulate: add dw, db and db_below to the values in their buffers; dx is always overwritten.
         before_activation: dy is already the gradient before this layer's activation and dropout.
-        through: the context of the layer below, whose y is this layer's x: the same memory, type, shape and strides.
+        through: the context of the layer below, whose y is this layer's x: the same memory, type, rows and strides.
             Both contexts keep that array alive.
         require_same: whether `through` is checked to be that layer's context. Pass False only if x is a copy of its y.
         need_db_below: with `through`, whether to make that layer's bias gradient.
-        out_dx: (M, K) buffer, for dz_below with `through`. out_dw: (N, K). out_db: (N,). out_db_below: (K,).
-        out_dz: (M, N) buffer for the gradient with respect to the pre-activation; scratch memory if None.
+        out_dx: (..., K) buffer, for dz_below with `through`. out_dw: (N, K). out_db: (N,). out_db_below: (K,).
+        out_dz: (..., N) buffer for the gradient with respect to the pre-activation; scratch memory if None.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Forward's
             work must be ordered before it.

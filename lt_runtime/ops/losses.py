@@ -83,9 +83,10 @@ class LossOperation(Operation):
         """See `Operation`."""
         scores, target, scale, gradient, loss, *weights = operands
         dtype, layout = scores.element_type(), scores.layout
-        for each, length, what in zip(weights, scores.shape, ("row", "column"), strict=False):
+        axes = (scores.shape[:-1], "row"), (scores.shape[-1:], "column")
+        for each, (shape, what) in zip(weights, axes, strict=False):
             if each is not None:
-                check_weights(each, length, f"one a {what} of {scores.name}")
+                check_weights(each, shape, f"one a {what} of {scores.name}")
         of_target = self.read_target(scores, target, [each is not None for each in weights], *options)
         if scale is not None:
             check_one_float32(scale)
@@ -184,7 +185,7 @@ class CrossEntropy(LossOperation):
 
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:
         """See `LossOperation`: labels are in range or ignored."""
-        classes, ignore_index = scores.shape[1], options[1]
+        classes, ignore_index = scores.shape[-1], options[1]
         wrong = target[(target < 0) | (target >= classes)]
         wrong = wrong if ignore_index is None else wrong[wrong != ignore_index]
         if wrong.size:
@@ -199,10 +200,10 @@ def check_not_negative(name: str, array: NDArray[Any]) -> None:
 
 
 def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
-    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless labels are a packed vector with an element per row."""
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless labels are packed, with an element for each row."""
     if labels.dtype not in ("int32", "int64"):
         raise DTypeError(f"labels has type {labels.dtype}; accepted are int32 and int64")
-    check_shape("labels", labels.shape, logits_shape[:1], "one a row of logits")
+    check_shape("labels", labels.shape, logits_shape[:-1], "one a row of logits")
     labels.check_packed()
 
 
@@ -246,22 +247,24 @@ def mse_loss(
 ) -> Loss:
     """Mean of (prediction - target)² over all elements, and its gradient 2 (prediction - target) / (M·N).
 
+    All axes but the last are rows, as in every loss; M is their number.
+
     Args:
-        prediction: (M, N), float32, float16 or bfloat16. target: (M, N), same type.
-        row_weights: (M,) FP32, not negative: factors of the rows' losses. The mean divides by M·N with weights too, as
+        prediction: (..., N), float32, float16 or bfloat16. target: (..., N), same type.
+        row_weights: (...) FP32, not negative: factors of the rows' losses. The mean divides by M·N with weights too, as
             in Keras with `sample_weight`, and in PyTorch's `binary_cross_entropy(weight=...)`, so that the losses of
             parts of a batch add up to the batch's. For a weighted average, such as scikit-learn's with `sample_weight`,
             pass weights whose mean is 1. Only NumPy arrays are checked: on a GPU a check would have to wait.
         grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
             device. It keeps small FP16 gradients from vanishing.
         share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss.
-        out_gradient: (M, N) buffer; may be `prediction` itself.
+        out_gradient: (..., N) buffer; may be `prediction` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        `loss`, shape () and FP32 whatever the operands' type, and `gradient` (M, N), of their type and rounded once.
+        `loss`, shape () and FP32 whatever the operands' type, and `gradient` (..., N), of their type and rounded once.
         The loss of no elements is NaN.
 
     Raises:
@@ -290,20 +293,20 @@ def huber_loss(
     `huber_loss`.
 
     Args:
-        prediction: (M, N), float32, float16 or bfloat16. target: (M, N), same type.
+        prediction: (..., N), float32, float16 or bfloat16. target: (..., N), same type.
         delta: δ, positive and finite.
-        row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by M·N all the same, see
+        row_weights: (...) FP32, not negative: factors of the rows' losses; the mean divides by M·N all the same, see
             `mse_loss`.
         grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
             device. It keeps small FP16 gradients from vanishing.
         share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss.
-        out_gradient: (M, N) buffer; may be `prediction` itself.
+        out_gradient: (..., N) buffer; may be `prediction` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        `loss`, shape () and FP32 whatever the operands' type, and `gradient` (M, N), of their type and rounded once.
+        `loss`, shape () and FP32 whatever the operands' type, and `gradient` (..., N), of their type and rounded once.
         The loss of no elements is NaN.
 
     Raises:
@@ -337,23 +340,23 @@ def bce_with_logits(
     (1 - t) σ(z) - p t (1 - σ(z)), divided by M·N.
 
     Args:
-        logits: (M, N), float32, float16 or bfloat16.
-        targets: (M, N), same type: the probability of the column's class, 1 if it is present and 0 if it is absent.
+        logits: (..., N), float32, float16 or bfloat16.
+        targets: (..., N), same type: the probability of the column's class, 1 if it is present and 0 if it is absent.
             Negative numbers and NaN are refused in NumPy arrays. The formula is applied to all others, as in PyTorch.
         pos_weight: (N,) FP32, p for each column, not negative: above 1 where positive targets are rare.
-        row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by M·N all the same, see
+        row_weights: (...) FP32, not negative: factors of the rows' losses; the mean divides by M·N all the same, see
             `mse_loss`.
         grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
             device. It keeps small FP16 gradients from vanishing.
         share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss.
-        out_gradient: (M, N) buffer; may be `logits` itself.
+        out_gradient: (..., N) buffer; may be `logits` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        `loss`, shape () and FP32 whatever the logits' type, and `gradient` (M, N), of their type and rounded once. The
-        loss of no elements is NaN.
+        `loss`, shape () and FP32 whatever the logits' type, and `gradient` (..., N), of their type and rounded once.
+        The loss of no elements is NaN.
 
     Raises:
         ArgumentError: share is out of its range; a weight or a target is negative or NaN (NumPy arrays).
@@ -383,27 +386,27 @@ def cross_entropy(
     PyTorch's `cross_entropy`, where `class_weights` is called `weight`.
 
     Args:
-        logits: (M, C), float32, float16 or bfloat16.
-        labels: (M,) int32 or int64 in [0, C), or `ignore_index`.
+        logits: (..., C), float32, float16 or bfloat16.
+        labels: (...) int32 or int64 in [0, C), or `ignore_index`.
         label_smoothing: ε, in [0, 1].
         ignore_index: rows with this label are left out of the mean, and their gradient is 0. None ignores no row, and
             spares a GPU the count of the other rows.
         class_weights: (C,) FP32, not negative. Each element of a row's target is multiplied by its class's weight, and
             the mean divides by the sum of the labels' weights instead of the number of rows.
-        row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by the same number as
+        row_weights: (...) FP32, not negative: factors of the rows' losses; the mean divides by the same number as
             without them, see `mse_loss`.
         grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
             device. It keeps small FP16 gradients from vanishing.
         share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss. The
             parts' gradients add up to the batch's if all parts have equally many rows, no row is ignored and there are
             no class weights.
-        out_gradient: (M, C) buffer; may be `logits` itself.
+        out_gradient: (..., C) buffer; may be `logits` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        `loss`, shape () and FP32 whatever the logits' type, and `gradient` (M, C), of their type and rounded once.
+        `loss`, shape () and FP32 whatever the logits' type, and `gradient` (..., C), of their type and rounded once.
         On a GPU labels are not checked, which would mean to wait for them: a label that is out of range makes the loss
         and its row of the gradient NaN. If there are no rows, or all are ignored, the loss is NaN.
 

@@ -83,12 +83,12 @@ def cross_entropy(
     if not counts.any():
         return float("nan"), gradient
     rows, label = logits[counts].astype(np.float64), labels[counts]
-    weights = np.ones(logits.shape[1]) if class_weights is None else class_weights.astype(np.float64)
+    weights = np.ones(logits.shape[-1]) if class_weights is None else class_weights.astype(np.float64)
     losses, of_rows = _of_rows(rows, label, label_smoothing, weights)
     if row_weights is not None:
         of_row = row_weights[counts].astype(np.float64)
         losses, of_rows = losses * of_row, of_rows * of_row[:, None]
-    valid = (label >= 0) & (label < logits.shape[1])
+    valid = (label >= 0) & (label < logits.shape[-1])
     divisor = float(len(label)) if class_weights is None else weights[label[valid]].sum()
     with np.errstate(divide="ignore", invalid="ignore"):
         gradient[counts] = of_rows / divisor
@@ -100,7 +100,7 @@ def _mean(losses: Array, slopes: Array, row_weights: Weights) -> tuple[float, Ar
     if losses.size == 0:
         return float("nan"), slopes
     if row_weights is not None:
-        weights = row_weights.astype(np.float64)[:, None]
+        weights = row_weights.astype(np.float64)[..., None]
         losses, slopes = losses * weights, slopes * weights
     return float(np.mean(losses)), slopes / losses.size
 

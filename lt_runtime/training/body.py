@@ -147,7 +147,7 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
     if isinstance(array, np.ndarray):
         placed = model.device.asarray(array.copy())
     operand = model.device.read(name, placed, 0)
-    check_weights(operand, model.dims[-1], "one an output")
+    check_weights(operand, (model.dims[-1],), "one an output")
     if isinstance(array, np.ndarray):
         losses.check_not_negative(name, array)
     return placed
@@ -213,7 +213,7 @@ class StepBody:
             _check_rows(wanted)
         weights = [model.device.read("row_weights", each, stream) for each in row_weights]
         for each in weights:
-            check_weights(each, outputs[0], "one a row of x")
+            check_weights(each, outputs[:1], "one a row of x")
         return read, wanted, *weights
 
     def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:

@@ -533,17 +533,50 @@ def test_the_stream_of_an_interface_is_waited_for(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-def test_tensors(gpu: FakeGpu, dtype: DType) -> None:
+@pytest.mark.parametrize("axes", [(24,), (2, 3, 4)])
+def test_tensors(gpu: FakeGpu, dtype: DType, axes: tuple[int, ...]) -> None:
     """Calls on tensors return tensors, made on the call's stream."""
     layer, tensor = Layer(gpu, layer_case(activation="relu", dtype=dtype), gpu.stream), gpu.torch.Tensor
-    arrays = [tensor(each) for each in (layer.x.array, layer.w.array, layer.bias)]
+    arrays = [tensor(each) for each in (layer.x.array.reshape(*axes, 40), layer.w.array, layer.bias)]
     for seed in range(_CALLS):
         layer.refill(seed)
         y, ctx = gpu.lt.linear_fwd(*arrays, **layer.settings(), stream=gpu.stream)
-        gradients = gpu.lt.linear_bwd(tensor(layer.dy.array), ctx, stream=gpu.stream)
+        gradients = gpu.lt.linear_bwd(tensor(layer.dy.array.reshape(*axes, 32)), ctx, stream=gpu.stream)
         assert {type(each) for each in (y, *gradients)} == {tensor}
-        layer.check_forward(y.array)
-        layer.check_backward(type(gradients)(*(each.array for each in gradients)))
+        assert (y.shape, gradients.dx.shape) == ((*axes, 32), (*axes, 40))
+        layer.check_forward(y.array.reshape(24, 32))
+        dx, *others = (each.array for each in gradients)
+        layer.check_backward(type(gradients)(dx.reshape(24, 40), *others))
+
+
+_ROWS_APART = {
+    "flat": layer_case(),
+    "gaps": layer_case(x=ODD, y=ODD, dy=ODD, dx=ODD, keep_z=True, dropout=0.5),
+    "columns": layer_case(x=COLUMNS, y=COLUMNS, dy=COLUMNS, dx=COLUMNS),
+    "ragged": layer_case(n=33),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _ROWS_APART.items()])
+def test_leading_axes_are_rows(gpu: FakeGpu, case: LinearCase) -> None:
+    """Arrays with leading axes are read and written where they lie, from the first call to the replayed one."""
+    layer, rows = Layer(gpu, case, gpu.stream), (4, 6)
+    for placed in (layer.x, layer.y, layer.z, layer.dy, layer.dx):
+        if placed is not None:
+            placed.array = placed.array.reshape(*rows, placed.array.shape[1])
+    for seed in range(_CALLS):
+        layer.refill(seed)
+        layer.check()
+        z = layer.forward()[1].preactivation  # column-major if y is
+        layer.wait()
+        np.testing.assert_allclose(host_of(gpu, z), layer.data.z.reshape(*rows, case.n), rtol=1e-5, atol=1e-5)
+        y, ctx = layer.forward(into_buffers=False)
+        assert (y.shape, ctx.shape) == ((*rows, case.n), (24, case.n, 40))
+        assert ctx.preactivation.shape == y.shape
+        result = layer.backward(ctx, into_buffers=False)
+        assert result.dx.shape == (*rows, 40)
+        layer.check_forward(y.reshape(24, case.n))
+        layer.check_backward(result._replace(dx=result.dx.reshape(24, 40)))
 
 
 def test_refused_epilogues_are_our_passes(gpu: FakeGpu) -> None:

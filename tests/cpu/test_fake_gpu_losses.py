@@ -124,6 +124,21 @@ def test_same_buffers_with_other_contents(gpu: FakeGpu, name: str, place: Placem
 
 
 @_names
+def test_leading_axes_are_rows(gpu: FakeGpu, name: str) -> None:
+    call, shape = LossCall(gpu, name, ODD, by_row=True, by_column=True), (3, 4, _CLASSES)
+    for placed in (call.scores, call.target, call.gradient):
+        assert placed is not None
+        placed.array = placed.array.reshape(shape)
+    for seed in range(_CALLS):
+        call.refill(seed)
+        plain, call.row_weights = call.row_weights, call.row_weights.reshape(3, 4)
+        labels, call.labels = call.labels, call.labels.reshape(3, 4)
+        made = call.function(*call.operands, **call.settings, **call.buffers, stream=gpu.stream)
+        call.row_weights, call.labels = plain, labels
+        call.check_results(gpu.stream, made.loss, call.gradient.values)  # type: ignore[union-attr]
+
+
+@_names
 @pytest.mark.parametrize("place", [FLAT, ODD, COLUMNS], ids=["flat", "gaps", "columns"])
 def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str, place: Placement) -> None:
     """Calls with the same arrays and one different option, made in turn several times; weights are read anew."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import numpy as np
@@ -80,7 +82,33 @@ def test_the_stride_of_an_axis_of_size_one_has_no_meaning(extent: int, step: int
     assert first == second
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+@settings(max_examples=200, deadline=None)
+@given(shape=st.lists(axes, min_size=3, max_size=4), data=st.data())
+def test_leading_axes_are_rows(shape: list[int], data: st.DataObject) -> None:
+    """An array has a layout exactly if NumPy makes a matrix of it without a copy, and the matrix has a layout."""
+    line, gap = data.draw(st.sampled_from([(1, 0), (1, 3), (1, -1), (2, 0)])), 0
+    step, gap = line
+    pitches = [step]
+    for extent in reversed(shape[1:]):
+        pitches.insert(0, pitches[0] * extent + (gap if len(pitches) == 1 else data.draw(st.sampled_from((0, 0, 1)))))
+    array = np.lib.stride_tricks.as_strided(BUFFER[MIDDLE:], shape, [8 * each for each in pitches])
+    turned = data.draw(st.permutations(range(len(shape))))
+    array = array.transpose(turned) if data.draw(st.booleans()) else array
+    matrix, steps = array.view(), [each // 8 for each in array.strides]
+    try:
+        matrix.shape = (-1, array.shape[-1]) if array.size else (0, array.shape[-1])
+    except (AttributeError, ValueError):
+        matrix = None
+    if array.size and (matrix is None or not is_matrix(matrix)):
+        with pytest.raises(LayoutError, match=rf"x of shape {re.escape(str(array.shape))} has strides .*contiguous\(x"):
+            layout_of("x", array.shape, steps)
+        return
+    layout = layout_of("x", array.shape, steps)
+    assert layout.shape == (math.prod(array.shape[:-1]), array.shape[-1])
+    np.testing.assert_array_equal(elements(layout).ravel(), array.ravel())
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
 def test_matrices_only(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=r"x has shape .*; accepted are matrices, two axes"):
         layout_of("x", shape, tuple(1 for _ in shape))

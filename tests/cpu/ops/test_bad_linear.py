@@ -38,7 +38,14 @@ ACCEPTED_TYPES = "accepted are float32, float16, bfloat16"
 
 FORWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"w": ones(N, K + 1)}, ShapeError, r"w has shape \(5, 5\); its second axis must be 4, as in x of shape \(6, 4\)"),
-    ({"x": ones(2, M, K)}, ShapeError, r"x has shape \(2, 6, 4\); accepted are matrices"),
+    ({"x": ones(K)}, ShapeError, r"x has shape \(4,\); accepted are matrices, two axes, or more axes of rows"),
+    ({"x": ones(2, M, K)}, ShapeError, r"out has shape \(6, 5\); it must be \(2, 6, 5\)"),
+    (
+        {"x": ones(3, M, K)[:, :2]},
+        LayoutError,
+        r"x of shape \(3, 2, 4\) has strides \(24, 4, 1\): its leading axes are no rows .*lt.contiguous\(x\)",
+    ),
+    ({"x": ones(2, 3, K), "out": ones(2, M, N)[:, :3]}, LayoutError, r"out of shape .* leading axes .*uous\(out\)"),
     ({"w": ones(K)}, ShapeError, r"w has shape \(4,\); accepted are matrices"),
     ({"bias": ones(N + 1)}, ShapeError, r"bias has shape \(6,\); it must be \(5,\), as w of shape \(5, 4\)"),
     ({"bias": ones(1, N)}, ShapeError, r"bias has shape \(1, 5\)"),
@@ -115,6 +122,7 @@ def test_outputs_over_each_other() -> None:
 
 
 BACKWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
+    ({"dy": ones(2, 3, N)}, ShapeError, r"dy has shape \(2, 3, 5\); it must be \(6, 5\)"),
     ({"dy": ones(N, M)}, ShapeError, r"dy has shape \(5, 6\); it must be \(6, 5\)"),
     ({"dy": ones(M, N, dtype=np.float16)}, DTypeError, "dy is float16 but x is float32"),
     ({"dy": DeviceArray((M, N))}, DeviceError, "x, w, the saved tensor, out_dw in host memory .* but dy not"),

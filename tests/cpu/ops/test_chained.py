@@ -78,6 +78,19 @@ def test_the_layer_below_has_made_x() -> None:
         lt.linear_bwd(dy, context, through=below, require_same=False)
 
 
+def test_leading_axes_are_rows_in_both_layers() -> None:
+    below, above, dy = a_block(dropout=0.4)
+    plain = lt.linear_bwd(dy, above, through=below)
+    x = below.x.reshape(2, 3, K)
+    y, context = lt.linear_fwd(x, below.w, numbers(2, (N,), "float32"), activation="gelu", dropout=0.4, rng=below.rng)
+    for axes in ((2, 3), (M,)):  # the second layer may read y as a matrix too
+        _, then = lt.linear_fwd(y.reshape(*axes, N), above.w, numbers(4, (OUT,), "float32"), activation="tanh")
+        made = lt.linear_bwd(dy.reshape(*axes, OUT), then, through=context)
+        assert made.dz_below.shape == (*axes, N)
+        for one, other in zip(made, plain, strict=True):
+            np.testing.assert_array_equal(one.reshape(other.shape), other)
+
+
 def test_refused_before_anything_is_written() -> None:
     below, above, dy = a_block()
     with pytest.raises(ArgumentError, match="need_dx is False, but through asks"):

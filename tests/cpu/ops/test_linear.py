@@ -5,6 +5,7 @@ layouts, types, buffers, subsets, accumulation and empty axes.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,40 @@ def test_no_rows_or_no_outputs(m: int, n: int, p: float) -> None:
     y, ctx = lt.linear_fwd(x, w, bias, activation="gelu", dropout=p, rng=lt.Philox())
     assert (y.shape, y.dtype) == ((m, n), np.float16)
     assert ctx.preactivation.shape == (m, n)
+
+
+@pytest.mark.parametrize("axes", [(2, 3), (2, 1, 3), (6, 1), (1, 1), (0, 3)])
+@pytest.mark.parametrize("columns", [False, True])
+def test_leading_axes_are_rows(axes: tuple[int, ...], columns: bool) -> None:
+    """Every array with leading axes holds the same bits as the matrix of its rows."""
+    rows, rng = math.prod(axes), lt.Philox(3, 2, 1)
+    x, w, bias, dy = (numbers(i, shape, "float32") for i, shape in enumerate(((rows, K), (N, K), (N,), (rows, N))))
+    options: dict[str, Any] = {"activation": "gelu", "dropout": 0.4, "rng": rng}
+    y, ctx = lt.linear_fwd(x, w, bias, **options)
+    exact = lt.linear_bwd(dy, ctx)
+
+    def spread(array: Array, gap: int = 0) -> Array:
+        """Returns a copy with leading axes, in a buffer with a gap after each row or column."""
+        held = np.zeros((*array.shape[:: -1 if columns else 1][:1], array.shape[0 if columns else 1] + gap), np.float32)
+        view = held.T[: array.shape[0]] if columns else held[:, : array.shape[1]]
+        view[...] = array
+        return (
+            view.reshape(*axes, array.shape[1], copy=False) if rows else np.zeros((*axes, array.shape[1]), np.float32)
+        )
+
+    found, context = lt.linear_fwd(spread(x), w, bias, **options)
+    assert (found.shape, context.preactivation.shape, context.shape) == ((*axes, N), (*axes, N), (rows, N, K))
+    np.testing.assert_array_equal(found.reshape(rows, N), y)
+    made = lt.linear_bwd(spread(dy, 2), context)
+    assert made.dx.shape == (*axes, K)
+    for one, other in zip(made, exact, strict=True):
+        np.testing.assert_array_equal(one.reshape(other.shape), other)
+    out, out_z, out_dx, out_dz = (spread(np.zeros_like(each), 3) for each in (y, y, x, y))
+    _, context = lt.linear_fwd(spread(x), w, bias, **options, out=out, out_z=out_z)
+    lt.linear_bwd(spread(dy), context, out_dx=out_dx, out_dz=out_dz)
+    for one, other in ((out, y), (out_z, ctx.preactivation), (out_dx, exact.dx)):
+        np.testing.assert_array_equal(one.reshape(other.shape), other)
+    assert (lt.linear(spread(x), w, bias).reshape(rows, N) == lt.linear(x, w, bias)).all()
 
 
 def test_overflow_and_nan_are_results() -> None:
