@@ -21,7 +21,8 @@ GUIDES: Final = {
 """The topics of the pages in this folder."""
 
 TOPICS: Final = {
-    "Layers and products": "linear_fwd linear_bwd linear LinearContext matmul dropout bind contiguous Epilogue "
+    "Layers and products": "linear_fwd linear_bwd linear LinearContext matmul dropout "
+    "gated_fwd gated_bwd GatedContext bind contiguous Epilogue "
     "ACTIVATIONS Activation Philox raw cublaslt",
     "Losses": "cross_entropy mse_loss huber_loss bce_with_logits Loss",
     "Training": "MLP TrainStep AdamW Parameter EMA GradScaler Schedule schedules prefetch Prefetcher evaluate Metrics",

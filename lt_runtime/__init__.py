@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
+    from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
     from lt_runtime.ops.matmul import matmul
@@ -44,6 +45,7 @@ _EXPORTS = {
     "ops.optimizer": "AdamW Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
+    "ops.gated": "GatedContext gated_bwd gated_fwd",
     "ops.linear": "linear linear_bwd linear_fwd",
     "ops.losses": "Loss bce_with_logits cross_entropy huber_loss mse_loss",
     "ops.matmul": "matmul",
@@ -65,6 +67,7 @@ _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
 # `__all__` is written out by topic with `+=`, because type checkers ignore a computed `__all__`.
 __all__ = ["LinearContext", "Philox", "contiguous", "dropout", "linear", "linear_bwd", "linear_fwd", "matmul"]
+__all__ += ["GatedContext", "gated_bwd", "gated_fwd"]
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
 __all__ += ["EMA", "MLP", "AdamW", "GradScaler", "Parameter", "Schedule"]
 __all__ += ["Metrics", "Prefetcher", "TrainStep", "evaluate", "prefetch"]

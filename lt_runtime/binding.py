@@ -9,12 +9,13 @@ from lt_runtime.arguments import shown
 from lt_runtime.errors import KindError
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
+from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.ops.losses import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.ops.matmul import matmul
 
 _LOSSES: Final = (mse_loss, huber_loss, bce_with_logits, cross_entropy)
-_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, dropout)
+_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, dropout, gated_fwd, gated_bwd)
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> Callable[[], None]:
@@ -34,7 +35,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     call unless the step of `rng` is an array on the operands' device.
 
     Args:
-        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.dropout`, or one of the losses.
+        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.dropout`, `lt.gated_fwd`,
+            `lt.gated_bwd`, or one of the losses.
         arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each bound call runs

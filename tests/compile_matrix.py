@@ -19,6 +19,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
+from lt_runtime.kernels.gated import _BLOCKS
 from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
@@ -106,6 +107,15 @@ def _epilogue_bwd() -> list[Variant]:
             DZ="012",
         )
         for variant in _swept(bare, partial(_backward_blocks, dropout=dropout))
+    ]
+
+
+def _gated() -> list[Variant]:
+    return [
+        replace(bare, macros=(*bare.macros, *access.macros(blocks)))
+        for dtype, blocks in _BLOCKS.items()
+        for bare in over("gated.cu", SCALAR=[SCALAR[dtype]], ACTIVATION=ACTIVATION_NAMES.values(), DROPOUT="01")
+        for access in (Access.ALIGNED, Access.ANY)
     ]
 
 
@@ -207,6 +217,7 @@ VARIANTS: Final = (
     ),
     *_epilogue_bwd(),
     *_epilogue_fwd(),
+    *_gated(),
     *(
         variant
         for row_group, weights in itertools.product(RowGroup, (0, 1, 2))

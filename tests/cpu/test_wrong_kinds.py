@@ -104,6 +104,11 @@ class World:
         _, ctx = self.lt.linear_fwd(self.ones(M, K), self.ones(N, K), self.ones(N), activation="gelu")
         return ctx
 
+    def gated(self) -> dict[str, Any]:
+        """The operands of `gated_bwd`."""
+        _, ctx = self.lt.gated_fwd(self.ones(M, 2 * N))
+        return {"dy": self.ones(M, N), "ctx": ctx, "out": self.ones(M, 2 * N)}
+
     def values(self) -> list[bytes]:
         """The contents of all arrays, after all work."""
         if self.gpu is None:
@@ -250,6 +255,12 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "bce_with_logits": loss("bce_with_logits", "logits", "targets", pos_weight=(N,)),
     "cross_entropy": loss("cross_entropy", "logits", "labels", labels=np.int32),
     "dropout": lambda w: (w.lt.dropout, {"x": w.ones(M, N), "p": 0.5, "rng": w.lt.Philox(), "out": w.ones(M, N)}),
+    "gated_fwd": lambda w: (
+        w.lt.gated_fwd,
+        operands(w, (M, 2 * N), (M, N), names="h out")
+        | {"activation": "leaky_relu", "dropout": 0.5, "rng": w.lt.Philox()},
+    ),
+    "gated_bwd": lambda w: (w.lt.gated_bwd, w.gated()),
     "bind": lambda w: (w.lt.bind, {"operation": w.lt.linear, **operands(w, (M, K), (N, K), (M, N), names="x w out")}),
     "contiguous": plain("contiguous"),
     "Parameter": parameter,
@@ -352,7 +363,7 @@ ELSEWHERE: Final = {
     "CaptureReport": "what check_capture returns",
     "check_capture": "tests/cpu/profiling/test_capture_check.py has what it refuses",
     "GradScaler.bind": "called by an optimizer alone",
-    **dict.fromkeys(("LinearContext", "Loss", "Metrics"), "classes of results"),
+    **dict.fromkeys(("GatedContext", "LinearContext", "Loss", "Metrics"), "classes of results"),
     **dict.fromkeys(("Prefetcher", "Prefetcher.close"), "the class of what prefetch returns"),
     "profile": "tests/cpu/profiling/test_profile_on_host.py has what it refuses",
     "range": "tests/cpu/test_ranges.py has what it refuses",

@@ -103,7 +103,25 @@ class Dropping:
         return f"{self.dtype.value}-{_access_name(Access(self.aligned))}"
 
 
-def _epilogue_macros(epilogue: Forward | Backward) -> Macros:
+@dataclass(frozen=True)
+class Gated:
+    """A variant of gated.cu."""
+
+    dtype: DType
+    activation: str
+    dropout: bool
+    access: Access
+
+    @property
+    def macros(self) -> Macros:
+        """The macros in the order in which the runtime passes them."""
+        return (*_epilogue_macros(self), *self.access.macros(1))
+
+    def __str__(self) -> str:
+        return "-".join(_epilogue_names(self))
+
+
+def _epilogue_macros(epilogue: Forward | Backward | Gated) -> Macros:
     return (
         ("SCALAR", SCALAR[epilogue.dtype]),
         ("ACTIVATION", ACTIVATION_NAMES[epilogue.activation]),
@@ -111,7 +129,7 @@ def _epilogue_macros(epilogue: Forward | Backward) -> Macros:
     )
 
 
-def _epilogue_names(epilogue: Forward | Backward) -> list[str]:
+def _epilogue_names(epilogue: Forward | Backward | Gated) -> list[str]:
     dropout = "dropout" if epilogue.dropout else "whole"
     return [epilogue.dtype.value, epilogue.activation, dropout, _access_name(epilogue.access)]
 
@@ -173,6 +191,15 @@ BACKWARD_EPILOGUES: Final = (
     Backward(F32, "relu", dropout=True, access=FLAT, saved=Saved.OUTPUT),
     Backward(F16, "none", dropout=True, access=FLAT, saved=Saved.NOTHING),
     Backward(BF16, "none", dropout=False, access=FLAT, saved=Saved.NOTHING, dz=0),
+)
+
+# Every activation in FP32, and each way to move octets with and without dropout.
+GATED: Final = (
+    *(Gated(F32, name, index % 4 > 1, ALIGNED if index % 2 else ANY) for index, name in enumerate(ACTIVATIONS)),
+    *(Gated(F16, "relu", dropout=dropout, access=ALIGNED) for dropout in (False, True)),
+    Gated(F16, "gelu", dropout=False, access=ANY),
+    Gated(BF16, "silu", dropout=True, access=ANY),
+    Gated(BF16, "silu", dropout=False, access=ALIGNED),
 )
 
 DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned in (False, True))

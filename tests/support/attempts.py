@@ -175,6 +175,33 @@ def against_host(name: str, arrays: tuple[Any, ...], **options: Any) -> Prepare:
     return prepare
 
 
+def gated(activation: str, rows: int = ROWS, cols: int = 3, p: float = 0.5, seed: int = 3) -> Prepare:
+    """Prepares a gated activation with dropout, and its gradient, both into new arrays."""
+    arrays = numbers(seed, rows, 2 * cols), numbers(seed + 1, rows, cols)
+
+    def run(lt: Any, h: Any, dy: Any, **stream: Any) -> tuple[Any, Any]:
+        y, ctx = lt.gated_fwd(h, activation=activation, dropout=p, rng=lt.Philox(seed), **stream)
+        return y, lt.gated_bwd(dy, ctx, **stream)
+
+    def prepare(gpu: FakeGpu) -> Attempt:
+        results = list[Any]()
+        with gpu.others_package() as lt:
+            expected = run(lt, *arrays)
+        placed = [gpu.cp.asarray(each) for each in arrays]
+
+        def call() -> None:
+            results[:] = run(gpu.lt, *placed, stream=gpu.stream)
+
+        def check() -> None:
+            gpu.synchronize(gpu.stream.ptr)
+            for made, right in zip(results, expected, strict=True):
+                np.testing.assert_allclose(host_of(gpu, made), right, atol=1e-5)
+
+        return Attempt(call, check)
+
+    return prepare
+
+
 def _options(lt: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Chooses options; `rng` is made by `lt`, the copy of the package on the pretended GPU."""
     return {name: lt.Philox(value.seed) if name == "rng" else value for name, value in options.items()}
@@ -496,6 +523,7 @@ OPERATIONS: Final[dict[str, Prepare]] = {
     "cross_entropy": against_host("cross_entropy", (numbers(3), labels(3))),
     "bce_with_logits": against_host("bce_with_logits", (numbers(3), np.abs(numbers(4)))),
     "dropout": against_host("dropout", (numbers(3),), p=0.5, rng=Philox(4)),
+    "gated_fwd and gated_bwd": gated("silu"),
     "AdamW": _made_optimizer(max_norm=1.0, scaled=True),
     "AdamW.step": adamw(max_norm=0.5, weight_decay=0.1),
     "AdamW.step with infinite gradients": _after(1, adamw(0.5, np.inf, scaled=True)),

@@ -17,7 +17,8 @@ from tests.support.races import Touch
 
 _WRITTEN: Final = frozenset(
     (
-        *("average", "bias_gradient", "claimed", "copy", "counted", "d", "db", "dz", "gradient", "growth_tracker"),
+        *("average", "bias_gradient", "claimed", "copy", "counted", "d", "db", "dgate", "dvalue", "dz"),
+        *("gradient", "growth_tracker"),
         *("kept", "loss", "m", "mean", "out", "partial", "parts", "preactivation", "state", "sum", "sums", "targets"),
         *("ticket", "tickets", "to", "v", "v_max"),
     )

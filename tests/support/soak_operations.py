@@ -105,6 +105,11 @@ def _dropout(generator: Generator) -> Prepare:
     return attempts.against_host("dropout", (x,), p=_pick(generator, (0.1, 0.5)), rng=Philox(seed))
 
 
+def _gated(generator: Generator) -> Prepare:
+    activation, sizes = _pick(generator, ("relu", "gelu", "silu")), [_pick(generator, _AXES) for _ in range(2)]
+    return attempts.gated(activation, *sizes, p=_pick(generator, (0.0, 0.5)), seed=int(generator.integers(1 << 30)))
+
+
 def _training(generator: Generator) -> Prepare:
     options = {"graph": _chance(generator, 0.7), "accumulate": _pick(generator, (1, 2))}
     return attempts.training(tolerance=_GPU_TRAINING, **options)
@@ -150,6 +155,7 @@ OPERATIONS: Final[dict[str, Callable[[Generator], Prepare]]] = {
     "captured": _captured,
     "loss": _loss,
     "dropout": _dropout,
+    "gated": _gated,
     "training": _training,
     "saved": lambda _: attempts.checkpoint(loads=False),
     "loaded": lambda _: attempts.checkpoint(loads=True),
