@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from lt_runtime.files import parse_json
 from lt_runtime.layout import Layout, Order
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
+from lt_runtime.problem import ALIGNMENT, BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
 
 SCHEMA: Final = 6
 """Version of keys, entries and files. Files of another version are not read."""
@@ -37,6 +37,8 @@ _SCALARS: Final = (bool, int, float, str)
 _LONGEST: Final = 10_000
 _LIMITS: Final[Mapping[type, tuple[float, float]]] = {int: (0, 2**48), float: (-1e30, 1e30)}
 """The lowest and highest accepted value of a field, by its type. No memory holds 2**48 elements."""
+_ALIGNMENTS: Final = ("alignment", "bias_alignment", "bias", "db")
+"""Names of the fields that are alignments of addresses, if their type is int."""
 _CLASSES: Final = {kind.__name__: kind for kind in typing.get_args(Remembered)}
 _FAILURES: Final = (ArithmeticError, AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError)
 """Exceptions that reading a key may raise if the text is not a key."""
@@ -116,7 +118,8 @@ def from_json(kind: type[_Record], value: object) -> _Record:
     """Makes the instance of `kind` from which `to_json` made `value`.
 
     Raises:
-        ValueError: a field is missing or unknown, or has a value of another type or beyond `_LIMITS`.
+        ValueError: a field is missing or unknown, or has a value of another type or beyond `_LIMITS`, or is no
+            alignment of an address.
     """
     hints = field_types(typing.cast(Any, kind))
     if not isinstance(value, dict) or value.keys() != hints.keys():
@@ -154,4 +157,6 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     kinds = (int, float) if hint is float else (hint,) if hint in _SCALARS else _SCALARS
     if type(value) not in kinds or (hint in _LIMITS and not _LIMITS[hint][0] <= value <= _LIMITS[hint][1]):
         raise ValueError(f"{name} is {value!r:.200}")
+    if hint is int and name in _ALIGNMENTS and (value == 0 or ALIGNMENT % value):
+        raise ValueError(f"{name} is {value}; accepted are the powers of two up to {ALIGNMENT}")
     return value

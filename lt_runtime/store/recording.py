@@ -31,6 +31,11 @@ _ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
 _START, _END = '{"problem": "', '}"}'
 
+_OF_D: Final = "d", "c", "aux", "y", "preactivation", "dy", "dz", "output_derivative"
+_OF_A: Final = "a", "x", "dx", "input_derivative"
+_AXES: Final = dict.fromkeys(_OF_D, "MN") | dict.fromkeys(_OF_A, "MK") | {"b": "KN", "w": "NK", "dw": "NK"}
+"""The axes of each matrix, by the name of the problem's field. A derivative's matrix is its saved tensor."""
+
 # Limit of the bytes of a recording's file.
 _LARGEST: Final = 16 << 20
 # Limit of the characters of a line; a problem's line has less than two thousand.
@@ -135,7 +140,19 @@ def _read_line(place: str, line: str) -> Problem:
         problem = parse_key(parse_json(line.encode())["problem"])
         if isinstance(problem, MLPProblem):
             raise ValueError("it is no single problem")
+        _check_shapes(problem)
         return problem
     except (ArithmeticError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
         accepted = 'lines such as {"problem": KEY} of this version of lt_runtime'
         raise ArgumentError(f"{place} is {line[:80]!r}; accepted are {accepted} ({error})") from None
+
+
+def _check_shapes(problem: Problem) -> None:
+    """Raises `ValueError` if an axis has different lengths in two matrices of a problem."""
+    lengths = dict[str, int]()
+    for name, axes in _AXES.items():
+        operand = getattr(problem, name, None)
+        spec = getattr(operand, "saved_spec", operand)
+        for axis, length in zip(axes, spec.layout.shape, strict=True) if spec else ():
+            if lengths.setdefault(axis, length) != length:
+                raise ValueError(f"{name} has {length} elements along {axis}, and other matrices {lengths[axis]}")

@@ -197,12 +197,9 @@ def matmul_cases(draw: st.DrawFn) -> MatmulCase:
 
 
 _counts = st.integers(0, 2**16)
-_specs = st.builds(
-    Spec,
-    st.builds(Layout, _counts, _counts, st.sampled_from(Order), st.integers(2**16, 2**31)),
-    st.sampled_from((1, 2, 4, 8, 16, 256)),
-    _counts,
-)
+_alignments = st.sampled_from((1, 2, 4, 8, 16, 256))
+_layouts = st.builds(Layout, _counts, _counts, st.sampled_from(Order), st.integers(2**16, 2**31))
+_specs = st.builds(Spec, _layouts, _alignments, _counts)
 _slopes = st.floats(-1e30, 1e30)
 _of_fields: dict[str, st.SearchStrategy[Any]] = {
     "Activation": st.builds(Activation, st.sampled_from(ACTIVATIONS), _slopes),
@@ -214,14 +211,17 @@ _of_fields: dict[str, st.SearchStrategy[Any]] = {
     "Spec | None": st.none() | _specs,
     "bool": st.booleans(),
     "int": _counts,
-    "int | None": st.none() | _counts,
+    "int | None": st.none() | _alignments,
+    "bias_alignment": _alignments,
 }
-"""Hypothesis strategies that draw a problem's fields, by the fields' annotations."""
+"""Hypothesis strategies that draw a problem's fields, by the fields' annotations or names."""
 
 
 def _any(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Draws a dataclass, each of its fields by its annotation."""
-    return st.builds(kind, **{field.name: _of_fields[str(field.type)] for field in fields(kind)})
+    """Draws a dataclass, each of its fields by its name or else by its annotation."""
+    return st.builds(
+        kind, **{each.name: _of_fields.get(each.name, _of_fields.get(str(each.type))) for each in fields(kind)}
+    )
 
 
 _of_fields["Derivative"] = _any(Derivative)

@@ -21,6 +21,8 @@ from lt_runtime.store.keys import parse_key, problem_key
 from lt_runtime.store.recording import read_recorded, record
 from tests.support.plan_entries import layer_key, product_key
 
+WRONG_SHAPE = json.dumps({"problem": layer_key(64).replace('"rows": 64', '"rows": 63', 1)})
+WRONG_ALIGNMENT = json.dumps({"problem": layer_key(64).replace('"alignment": 256', '"alignment": 3', 1)})
 PROBLEMS = [parse_key(key) for key in (layer_key(64), product_key(64), layer_key(128))]
 
 
@@ -87,6 +89,8 @@ def test_processes_append_to_one_file(tmp_path: Path) -> None:
         (json.dumps({"problem": layer_key(-128)}), "line 3 is .*rows is -128"),
         (json.dumps({"problem": layer_key(2**62)}), f"line 3 is .*rows is {2**62}"),
         (json.dumps({"problem": layer_key(2**40)}), "line 3 is .*more than any memory holds"),
+        (WRONG_SHAPE, "line 3 is .*x has 63 elements along M, and other matrices 64"),
+        (WRONG_ALIGNMENT, "line 3 is .*alignment is 3; accepted are the powers of two up to 256"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
