@@ -22,7 +22,8 @@ GUIDES: Final = {
 
 TOPICS: Final = {
     "Layers and products": "linear_fwd linear_bwd linear LinearContext matmul dropout "
-    "gated_fwd gated_bwd GatedContext bind contiguous Epilogue "
+    "gated_fwd gated_bwd GatedContext layer_norm_fwd layer_norm_bwd rms_norm_fwd rms_norm_bwd NormContext "
+    "bind contiguous Epilogue "
     "ACTIVATIONS Activation Philox raw cublaslt",
     "Losses": "cross_entropy mse_loss huber_loss bce_with_logits Loss",
     "Training": "MLP TrainStep AdamW Parameter EMA GradScaler Schedule schedules prefetch Prefetcher evaluate Metrics",

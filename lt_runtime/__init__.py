@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
     from lt_runtime.ops.matmul import matmul
+    from lt_runtime.ops.norm import NormContext, layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
     from lt_runtime.ops.optimizer import AdamW, Parameter
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
@@ -49,6 +50,7 @@ _EXPORTS = {
     "ops.linear": "linear linear_bwd linear_fwd",
     "ops.losses": "Loss bce_with_logits cross_entropy huber_loss mse_loss",
     "ops.matmul": "matmul",
+    "ops.norm": "NormContext layer_norm_bwd layer_norm_fwd rms_norm_bwd rms_norm_fwd",
     "ops.tuning": "explain tune",
     "problem": "ACTIVATIONS Activation Philox",
     "profiling": "profile",
@@ -68,6 +70,7 @@ _MODULES = ("cublaslt", "errors", "raw", "schedules")
 # `__all__` is written out by topic with `+=`, because type checkers ignore a computed `__all__`.
 __all__ = ["LinearContext", "Philox", "contiguous", "dropout", "linear", "linear_bwd", "linear_fwd", "matmul"]
 __all__ += ["GatedContext", "gated_bwd", "gated_fwd"]
+__all__ += ["NormContext", "layer_norm_bwd", "layer_norm_fwd", "rms_norm_bwd", "rms_norm_fwd"]
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
 __all__ += ["EMA", "MLP", "AdamW", "GradScaler", "Parameter", "Schedule"]
 __all__ += ["Metrics", "Prefetcher", "TrainStep", "evaluate", "prefetch"]

@@ -13,9 +13,11 @@ from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.ops.losses import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.ops.matmul import matmul
+from lt_runtime.ops.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 
 _LOSSES: Final = (mse_loss, huber_loss, bce_with_logits, cross_entropy)
-_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, dropout, gated_fwd, gated_bwd)
+_NORMS: Final = (layer_norm_fwd, layer_norm_bwd, rms_norm_fwd, rms_norm_bwd)
+_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, dropout, gated_fwd, gated_bwd, *_NORMS)
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> Callable[[], None]:
@@ -36,7 +38,7 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
 
     Args:
         operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.dropout`, `lt.gated_fwd`,
-            `lt.gated_bwd`, or one of the losses.
+            `lt.gated_bwd`, one of the losses, or `lt.layer_norm_fwd`, `lt.rms_norm_fwd` and their backward.
         arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each bound call runs

@@ -23,6 +23,7 @@ from lt_runtime.kernels.gated import _BLOCKS
 from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
+from lt_runtime.kernels.norm import Norm, Width, norm_macros
 from lt_runtime.kernels.tile_matmul import tile_macros
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Order, packed
@@ -163,6 +164,16 @@ def _tile() -> list[Variant]:
     return [Variant("tile_matmul.cu", macros) for macros in taken]
 
 
+def _norm() -> list[Variant]:
+    """Variants of the norms; weights have the matrices' type, or are FP32."""
+    norms = [Norm(dtype, each, mean) for dtype in SCALAR for each in {dtype, DType.FLOAT32} for mean in (False, True)]
+    choices = itertools.product(norms, (True, False), Width)
+    return sorted(
+        (Variant("norm.cu", norm_macros(norm, aligned=aligned, width=width)) for norm, aligned, width in choices),
+        key=str,
+    )
+
+
 def _mlp() -> list[Variant]:
     return [
         *(
@@ -237,6 +248,7 @@ VARIANTS: Final = (
     *_matmul_epilogue(),
     *_narrow(),
     *_tile(),
+    *_norm(),
     *_mlp(),
 )
 """All kernel families, from the runtime's own tables: a new activation or type is included automatically."""

@@ -153,6 +153,27 @@ def loss(name: str, *names: str, labels: Any = np.float32, **more: tuple[int, ..
     return make
 
 
+def norm_forward(name: str) -> Callable[[World], Call]:
+    def make(world: World) -> Call:
+        shapes = ((M, N), (N,), (M, N), (M, N), (M, N), (M,))
+        given = operands(world, *shapes, names="x weight add out out_sum out_rstd")
+        more = {"bias": world.ones(N), "out_mean": world.ones(M)} if name == "layer_norm_fwd" else {}
+        return getattr(world.lt, name), given | more
+
+    return make
+
+
+def norm_backward(name: str) -> Callable[[World], Call]:
+    def make(world: World) -> Call:
+        bias = [world.ones(N)] if name == "layer_norm" else []
+        _, ctx = getattr(world.lt, f"{name}_fwd")(world.ones(M, N), world.ones(N), *bias)
+        given = operands(world, (M, N), (M, N), (M, N), (N,), names="dy add out_dx out_dweight")
+        more = {"out_dbias": world.ones(N)} if bias else {}
+        return getattr(world.lt, f"{name}_bwd"), given | more | {"ctx": ctx}
+
+    return make
+
+
 def raw(name: str, shapes: Mapping[str, tuple[int, ...]], **flags: bool) -> Callable[[World], Call]:
     def make(world: World) -> Call:
         addresses = {name: world.ones(*shape).data.ptr for name, shape in shapes.items()}
@@ -254,6 +275,10 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "huber_loss": loss("huber_loss", "prediction", "target"),
     "bce_with_logits": loss("bce_with_logits", "logits", "targets", pos_weight=(N,)),
     "cross_entropy": loss("cross_entropy", "logits", "labels", labels=np.int32),
+    "layer_norm_fwd": norm_forward("layer_norm_fwd"),
+    "rms_norm_fwd": norm_forward("rms_norm_fwd"),
+    "layer_norm_bwd": norm_backward("layer_norm"),
+    "rms_norm_bwd": norm_backward("rms_norm"),
     "dropout": lambda w: (w.lt.dropout, {"x": w.ones(M, N), "p": 0.5, "rng": w.lt.Philox(), "out": w.ones(M, N)}),
     "gated_fwd": lambda w: (
         w.lt.gated_fwd,
@@ -363,7 +388,7 @@ ELSEWHERE: Final = {
     "CaptureReport": "what check_capture returns",
     "check_capture": "tests/cpu/profiling/test_capture_check.py has what it refuses",
     "GradScaler.bind": "called by an optimizer alone",
-    **dict.fromkeys(("GatedContext", "LinearContext", "Loss", "Metrics"), "classes of results"),
+    **dict.fromkeys(("GatedContext", "LinearContext", "Loss", "Metrics", "NormContext"), "classes of results"),
     **dict.fromkeys(("Prefetcher", "Prefetcher.close"), "the class of what prefetch returns"),
     "profile": "tests/cpu/profiling/test_profile_on_host.py has what it refuses",
     "range": "tests/cpu/test_ranges.py has what it refuses",

@@ -31,6 +31,9 @@ _OTHERWISE: Final[Mapping[str, str]] = {
     "mlp_gradients": "layers",
     "narrow_k": "vector",
     "narrow_m": "vector",
+    "norm_bwd": "mean dx",
+    "norm_fwd": "total rstd",
+    "norm_sums": "partial dweight dbias",
     "scale": "target",
     "tally": "loss",
 }

@@ -1,0 +1,218 @@
+"""norm.cu: layer normalisation and root-mean-square normalisation of the rows of a matrix, and their gradients."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, NamedTuple
+
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import device_attributes
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
+from lt_runtime.kernels.tiling import (
+    OCTET,
+    THREADS,
+    VECTOR_BYTES,
+    WARP,
+    Tiling,
+    are_aligned,
+    next_power_of_two,
+    wave_of,
+)
+from lt_runtime.problem import DType, Spec
+
+NORM_FWD: Final = Entry("norm_fwd", "norm.cu")
+NORM_BWD: Final = Entry("norm_bwd", "norm.cu")
+NORM_SUMS: Final = Entry("norm_sums", "norm.cu")
+
+# Octets of a row that a thread holds, as in norm.cu. The second number is that of backward over long rows of aligned
+# 16-bit numbers.
+_OCTETS: Final = 2
+_LONG_OCTETS: Final = 4
+# Threads that a multiprocessor runs at a time, by the launch bounds of norm.cu: with 64 and with 128 registers each.
+_MANY_THREADS: Final = 1024
+_FEW_THREADS: Final = 512
+# Threads in x and y of a block that adds up partial sums: 32 columns, so that a warp reads whole lines of 128 bytes.
+_SUMS_BLOCK: Final = (4, 64)
+# Bytes of shared memory that norm_bwd uses besides the sums of long rows.
+_STATIC_SHARED: Final = 1 << 10
+
+
+class Width(enum.Enum):
+    """How many columns a row has: as many as a small block's registers hold, as a large block's, or more (LONG)."""
+
+    SHORT = 0
+    WIDE = 1
+    LONG = 2
+
+
+class Norm(NamedTuple):
+    """A normalisation and its types.
+
+    Attributes:
+        dtype: of all matrices. weight: of weight and bias, and of their gradients.
+        has_mean: whether it is LayerNorm, which subtracts a row's mean, and not RMSNorm.
+    """
+
+    dtype: DType
+    weight: DType
+    has_mean: bool
+
+    @property
+    def sums(self) -> int:
+        """Number of gradients that are sums over rows: those of weight and, in LayerNorm, bias."""
+        return 1 + self.has_mean
+
+
+def norm_macros(norm: Norm, *, aligned: bool, width: Width) -> Macros:
+    """The preprocessor definitions of norm.cu."""
+    is_short, is_long = width is Width.SHORT, width is Width.LONG
+    forward = THREADS if is_short else _forward_threads(aligned=aligned, is_long=is_long)
+    return define(
+        SCALAR=norm.dtype,
+        WEIGHT=norm.weight,
+        MEAN=norm.has_mean,
+        ALIGNED=aligned,
+        LONG=is_long,
+        FORWARD_THREADS=forward,
+        BACKWARD_THREADS=THREADS if is_short else _FEW_THREADS,
+    )
+
+
+def _forward_threads(*, aligned: bool, is_long: bool = False) -> int:
+    """Threads that a multiprocessor runs at a time in a forward pass, and most threads of its largest blocks."""
+    return _MANY_THREADS if aligned and not is_long else _FEW_THREADS
+
+
+class _Rows:
+    """How a pass divides the rows of a matrix among blocks and threads.
+
+    Args:
+        matrices: specs of all matrices of the pass; None for an absent one.
+        vectors: alignment of the addresses of weight and bias.
+        most: most threads of a block whose rows are not long.
+
+    Attributes:
+        pitch: number of columns, rounded up to a multiple of the columns that a block's threads hold at a time.
+    """
+
+    def __init__(
+        self, norm: Norm, matrices: tuple[Spec | None, ...], vectors: int, device: int, *, forward: bool
+    ) -> None:
+        layout = next(each.layout for each in matrices if each is not None)
+        aligned = are_aligned(norm.dtype, *matrices) and vectors % VECTOR_BYTES == 0
+        most, octets = _forward_threads(aligned=aligned) if forward else _FEW_THREADS, _OCTETS
+        widths = zip(Width, (THREADS, most), strict=False)
+        self.width = next((width for width, lanes in widths if layout.cols <= lanes * OCTET * octets), Width.LONG)
+        if self.width is Width.LONG:
+            most = _FEW_THREADS
+            octets = _LONG_OCTETS if aligned and norm.dtype.itemsize == 2 and not forward else _OCTETS
+        lanes = min(-(-layout.cols // (OCTET * octets)), most)
+        lanes = next_power_of_two(lanes) if lanes <= WARP else -(-lanes // WARP) * WARP
+        share = -(-layout.rows // wave_of(device, 1))
+        rows = max(1, WARP // lanes, min(next_power_of_two(THREADS // lanes + 1) // 2, next_power_of_two(share)))
+        wave = wave_of(device, most // (lanes * rows))
+        self.tiling = Tiling((min(wave, -(-layout.rows // rows)), 1), (lanes, rows))
+        self.macros = norm_macros(norm, aligned=aligned, width=self.width)
+        held = lanes * OCTET * octets
+        self.pitch = -(-layout.cols // held) * held
+
+
+class NormForwardPass:
+    """y, and the statistics of the rows of x.
+
+    Args:
+        x, out: specs of x and y. add: spec of what is added to x; None for nothing. total: spec of the sum.
+        vectors: alignment of the addresses of weight and bias.
+    """
+
+    scratch_bytes = 0
+
+    def __init__(
+        self,
+        norm: Norm,
+        x: Spec,
+        add: Spec | None,
+        out: Spec,
+        total: Spec | None,
+        vectors: int,
+        eps: float,
+        device: int,
+    ) -> None:
+        rows = _Rows(norm, (x, add, out, total), vectors, device, forward=True)
+        params = NORM_FWD.params(*map(Matrix.of, (x, add, total, out)))
+        params.rows, params.cols, params.eps = *x.layout.shape, eps
+        self._launches = Launches(NORM_FWD, rows.macros, device, rows.tiling, params)
+
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+
+        Args:
+            call: its addresses are those of x, weight, bias, add, y, the sum, means and reciprocal deviations.
+        """
+        params, launch = self._launches[memory.stream]
+        params.x.data, params.weight, params.bias, params.add.data, *results = call.addresses
+        params.out.data, params.total.data, params.mean, params.rstd = results
+        launch()
+
+
+class NormBackwardPass:
+    """dx, and the gradients of weight and bias.
+
+    Args:
+        dy, x: specs. add: spec of what is added to dx; None for nothing. dx: None if it is not wanted.
+        vectors: alignment of the weight's address.
+        sums: whether the gradient of weight or bias is wanted.
+        accumulate: whether the gradients of weight and bias are added to the present values of their buffers.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory for the partial sums of the blocks.
+    """
+
+    def __init__(
+        self,
+        norm: Norm,
+        dy: Spec,
+        x: Spec,
+        add: Spec | None,
+        dx: Spec | None,
+        vectors: int,
+        device: int,
+        *,
+        sums: bool,
+        accumulate: bool,
+    ) -> None:
+        layout, rows = x.layout, _Rows(norm, (dy, x, add, dx), vectors, device, forward=False)
+        (blocks, _), pitch = rows.tiling.grid, rows.pitch
+        own_bytes = 4 * norm.sums * pitch
+        self.scratch_bytes = own_bytes * blocks * sums
+        room = device_attributes(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")[0] - _STATIC_SHARED
+        holds = sums and rows.width is Width.LONG and own_bytes <= room
+        params = NORM_BWD.params(*map(Matrix.of, (dy, x, add, dx)), pitch=pitch, holds_sums=holds)
+        params.rows, params.cols = layout.shape
+        shared = own_bytes if holds else 0
+        # Without rows only the gradients of weight and bias have elements, and all are 0.
+        self._launches = Launches(NORM_BWD, rows.macros, device, rows.tiling, params, shared=shared) if blocks else None
+        adding = NORM_SUMS.params(parts=blocks, cols=layout.cols, pitch=pitch, accumulate=accumulate)
+        grid = -(-layout.cols // (OCTET * _SUMS_BLOCK[0])), norm.sums
+        self._sums = Launches(NORM_SUMS, rows.macros, device, Tiling(grid, _SUMS_BLOCK), adding) if sums else None
+
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+
+        Args:
+            call: its addresses are those of dy, x, weight, means, reciprocal deviations, add, dx, and the gradients of
+                weight and bias; 0 for a result that is not wanted.
+        """
+        *operands, dweight, dbias = call.addresses
+        partial = memory.scratch(self.scratch_bytes) if self.scratch_bytes else 0
+        if self._launches is not None:
+            params, launch = self._launches[memory.stream]
+            params.dy.data, params.x.data, params.weight, params.mean, params.rstd = operands[:5]
+            params.add.data, params.dx.data, params.partial = *operands[5:], partial
+            launch()
+        if self._sums is not None:
+            params, launch = self._sums[memory.stream]
+            params.partial, params.dweight, params.dbias = partial, dweight, dbias
+            launch()

@@ -1,0 +1,318 @@
+"""LayerNorm and RMSNorm with their gradients against float64, launched as the runtime launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lt_runtime.kernels import norm as family
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.norm import Norm, NormBackwardPass, NormForwardPass
+from lt_runtime.layout import Layout
+from lt_runtime.problem import DType
+from lt_runtime.reference.norm import layer_norm_fwd, norm_bwd, rms_norm_fwd
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
+from tests.host_kernels.cases import FEW, orders, seeds, suit_place, suit_shape
+from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels
+from tests.host_kernels.products import Memory, spec_of
+from tests.host_kernels.variants import BF16, F16, F32
+from tests.support.strategies import Placement, placements
+
+Array = NDArray[np.float64]
+LAYER, RMS = Norm(F32, F32, has_mean=True), Norm(F32, F32, has_mean=False)
+NORMS = (
+    *(LAYER, RMS, Norm(BF16, BF16, has_mean=True), Norm(BF16, BF16, has_mean=False)),
+    *(Norm(BF16, F32, has_mean=True), Norm(F16, F16, has_mean=False), Norm(F16, F32, has_mean=False)),
+)
+SUM_ERROR = 64 * EPS32  # of a sum over a row, relative to the sum of magnitudes: threads add up few numbers each
+
+
+def name_of(norm: Norm) -> str:
+    return f"{norm.dtype.value}-{norm.weight.value}-{'layer' if norm.has_mean else 'rms'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A forward and a backward pass over the same rows.
+
+    Attributes:
+        aligned: whether the kernels for aligned rows are used.
+        places: of x, the residual, y, the sum, dy, the gradient that is added to dx, and dx.
+        over: what y, the sum and dx are written over: nothing (0), or one of their operands (1 and 2).
+        offset: elements before weight, bias and their gradients, unless they are aligned.
+        accumulate: whether the gradients of weight and bias are added to their buffers.
+        wanted: whether the gradients of x, weight and bias are wanted.
+        shift: a number that is added to all elements of x.
+    """
+
+    shape: tuple[int, int]
+    aligned: bool = True
+    places: tuple[Placement, ...] = (FLAT,) * 7
+    over: int = 0
+    offset: int = 0
+    adds: bool = True
+    has_bias: bool = True
+    accumulate: bool = False
+    wanted: tuple[bool, bool, bool] = (True, True, True)
+    shift: float = 0.0
+    eps: float = 1e-5
+    order: int = FORWARD
+    seed: int = 0
+
+    def suited(self, dtype: DType) -> Case:
+        """Changes the case, as little as possible, so that the kernels for aligned rows, or the others, are used."""
+        shape = suit_shape(self.shape, aligned=self.aligned)
+        places = [suit_place(each, shape, dtype, aligned=self.aligned) for each in self.places]
+        if not self.aligned:
+            places[0], places[4] = (replace(each, offset=each.offset | 1) for each in (places[0], places[4]))
+        return replace(self, shape=shape, places=tuple(places), offset=0 if self.aligned else self.offset)
+
+
+cases = st.builds(
+    Case,
+    shape=st.tuples(st.integers(1, 40), st.one_of(st.integers(1, 300), st.sampled_from((64, 512, 1000, 2056)))),
+    aligned=st.booleans(),
+    places=st.tuples(*(placements for _ in range(7))),
+    over=st.integers(0, 2),
+    offset=st.integers(0, 3),
+    adds=st.booleans(),
+    has_bias=st.booleans(),
+    accumulate=st.booleans(),
+    wanted=st.sampled_from(((True, True, True), (True, True, False), (False, True, True), (True, False, False))),
+    shift=st.sampled_from((0.0, 0.0, 1000.0)),
+    eps=st.sampled_from((1e-5, 1e-2)),
+    order=orders,
+    seed=seeds,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_memory() -> Iterator[list[int]]:
+    """Bytes of shared memory that a block may have; tests may change the number."""
+    size = [227 << 10]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family, "device_attributes", lambda *_: tuple(size))
+        yield size
+
+
+class Rows:
+    """The operands of both passes in guarded memory."""
+
+    def __init__(self, norm: Norm, case: Case) -> None:
+        self.norm, self.case, generator = norm, case, np.random.default_rng(case.seed)
+        (_, cols), places = case.shape, iter(case.places)
+
+        def matrix(shift: float = 0.0) -> Guarded:
+            values = numbers(generator, case.shape, norm.dtype).astype(np.float32) + np.float32(shift)
+            return Guarded(values, next(places), norm.dtype)
+
+        self.x, self.add, self.y, self.total = matrix(case.shift), matrix(), matrix(), matrix()
+        self.dy, self.add_dx, self.dx = matrix(), matrix(), matrix()
+        if case.over:  # y over x or the residual, the sum over the other of the two, dx over dy or what is added to it
+            first = case.over == 1 or not case.adds
+            self.y, self.total = (self.x, self.add) if first else (self.add, self.x)
+            self.dx = self.dy if first else self.add_dx
+        self.weight, self.bias, self.dweight, self.dbias = (
+            vector(numbers(generator, (cols,), norm.weight), norm.weight, case.offset) for _ in range(4)
+        )
+
+    def spec(self, matrix: Guarded) -> Any:
+        return spec_of(matrix)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.norm.has_mean and self.case.has_bias
+
+    @property
+    def alignment(self) -> int:
+        return min(spec_of(each).alignment for each in (self.weight, self.bias))
+
+    def forward(self) -> tuple[Array, Array, Array, Array]:
+        """Runs the forward pass; returns y, the sum, the means and the reciprocal deviations."""
+        case, (rows, _) = self.case, self.case.shape
+        mean, rstd = (vector(np.full(rows, np.nan), F32) for _ in range(2))
+        added = [spec_of(each) if case.adds else None for each in (self.add, self.total)]
+        launched = NormForwardPass(
+            self.norm, spec_of(self.x), added[0], spec_of(self.y), added[1], self.alignment, case.eps, 0
+        )
+        bias, add = self.bias.address if self.has_bias else 0, self.add.address if case.adds else 0
+        results = self.y.address, self.total.address if case.adds else 0, mean.address, rstd.address
+        self._launch(launched, (self.x.address, self.weight.address, bias, add, *results))
+        return self.y.values(), self.total.values(), mean.values()[0], rstd.values()[0]
+
+    def backward(self, mean: NDArray[Any], rstd: NDArray[Any]) -> None:
+        """Runs the backward pass, with statistics that are given."""
+        case, (wants_dx, wants_dweight, wants_dbias) = self.case, self.wanted
+        adds, statistics = case.adds and wants_dx, [vector(each, F32) for each in (mean, rstd)]
+        launched = NormBackwardPass(
+            *(self.norm, spec_of(self.dy), spec_of(self.x), spec_of(self.add_dx) if adds else None),
+            *(spec_of(self.dx) if wants_dx else None, self.alignment, 0),
+            sums=wants_dweight or wants_dbias,
+            accumulate=case.accumulate,
+        )
+        operands = [self.dy, self.x, self.weight, *statistics]
+        results = ((self.add_dx, adds), (self.dx, wants_dx), (self.dweight, wants_dweight), (self.dbias, wants_dbias))
+        addresses = [each.address for each in operands] + [each.address if given else 0 for each, given in results]
+        self._launch(launched, tuple(addresses))
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        *others, dbias = self.case.wanted
+        return (*others, dbias and self.norm.has_mean)  # type: ignore[return-value]
+
+    def _launch(self, launched: Any, addresses: tuple[int, ...]) -> None:
+        memory: Any = Memory()
+        launched.launch(Call(addresses, 0), memory)
+        memory.check()
+
+
+def check_forward(rows: Rows) -> None:
+    norm, case = rows.norm, rows.case
+    x, add = (each.array.astype(np.float64) for each in (rows.x, rows.add))
+    total = (x + add).astype(np.float32).astype(norm.dtype.numpy).astype(np.float64) if case.adds else x
+    weight, bias = rows.weight.values()[0], rows.bias.values()[0] if rows.has_bias else None
+    if norm.has_mean:
+        exact = layer_norm_fwd(total, weight, bias, eps=case.eps)
+    else:
+        exact = rms_norm_fwd(total, weight, eps=case.eps)
+    y, written, mean, rstd = rows.forward()
+    if case.adds:
+        assert_close("sum", written, total, rounding(norm.dtype, total) / 64)
+    magnitude = np.abs(total).mean(axis=1)
+    assert_close("rstd", rstd, exact.rstd, SUM_ERROR * exact.rstd)
+    if norm.has_mean:
+        assert exact.mean is not None
+        assert_close("mean", mean, exact.mean, SUM_ERROR * magnitude)
+    error = SUM_ERROR * (magnitude[:, None] + np.abs(total)) * exact.rstd[:, None] * np.abs(weight)
+    assert_close(
+        "y", y, exact.y, rounding(norm.dtype, exact.y) + error + 4 * EPS32 * (0 if bias is None else abs(bias))
+    )
+    for each in (rows.weight, rows.bias, *(() if case.over else (rows.x, rows.add))):
+        each.assert_unchanged()
+
+
+def check_backward(rows: Rows) -> None:
+    norm, case = rows.norm, rows.case
+    dy, x, weight, add, dweight, dbias = (
+        each.array.astype(np.float64) for each in (rows.dy, rows.x, rows.weight, rows.add_dx, rows.dweight, rows.dbias)
+    )
+    weight, starts = weight[0], [each[0] if case.accumulate else 0.0 for each in (dweight, dbias)]
+    mean = x.mean(axis=1).astype(np.float32) if norm.has_mean else np.zeros(len(x), np.float32)
+    rstd = (1.0 / np.sqrt(((x - mean[:, None]) ** 2).mean(axis=1) + case.eps)).astype(np.float32)
+    exact = norm_bwd(dy, x, weight, mean if norm.has_mean else None, rstd)
+    rows.backward(mean, rstd)
+    g, of_row = np.abs(dy * weight), rstd.astype(np.float64)[:, None]
+    normalised = np.abs(x - mean[:, None]) * of_row
+    off = EPS32 * (2 * np.abs(x) * of_row + 4 * normalised)  # error of a normalised element
+    wants_dx, *wanted = rows.wanted
+    if wants_dx:
+        product, size = (g * normalised).mean(axis=1, keepdims=True), g.mean(axis=1, keepdims=True)
+        error = 8 * EPS32 * g + SUM_ERROR * (size + (1 + normalised) * product)
+        error += off * product + (1 + normalised) * (g * off).mean(axis=1, keepdims=True)
+        expected = exact.dx + (add if case.adds else 0.0)
+        limit = rounding(norm.dtype, expected) + error * of_row + 4 * EPS32 * (np.abs(add) + np.abs(expected))
+        assert_close("dx", rows.dx.values(), expected, limit)
+    terms = (np.abs(dy) * normalised, np.abs(dy) * off), (np.abs(dy), np.zeros_like(dy))
+    made = zip(wanted, (rows.dweight, rows.dbias), exact[1:], starts, terms, strict=True)
+    for is_wanted, result, gradient, start, (term, term_off) in made:
+        if is_wanted:
+            total = gradient + start
+            additions = (len(x) + 4) * EPS32 * (np.abs(start) + term.sum(axis=0)) + term_off.sum(axis=0)
+            assert_close("dweight or dbias", result.values()[0], total, rounding(norm.weight, total) + additions)
+        else:
+            result.assert_unchanged()
+    for each in (rows.weight, rows.x, *(() if case.over else (rows.dy, rows.add_dx))):
+        each.assert_unchanged()
+
+
+EXAMPLE = Case(shape=(40, 136))
+"""In this case a block goes from rows to rows, and its rows' sums are added up."""
+WARPS = Case(shape=(9, 1000), aligned=False, accumulate=True, shift=1000.0)
+"""In this case several warps share a row, and the last octet of a row is not whole."""
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=name_of)
+@FEW
+@example(drawn=EXAMPLE)
+@example(drawn=replace(EXAMPLE, aligned=False, shape=(40, 77)))
+@example(drawn=WARPS)
+@example(drawn=replace(WARPS, aligned=True, over=1))
+@given(drawn=cases)
+def test_norms(norm: Norm, drawn: Case) -> None:
+    case = drawn.suited(norm.dtype)
+    check_forward(Rows(norm, case))
+    check_backward(Rows(norm, case))
+
+
+WIDE = [(5, 4104), (4, 8000), (3, 16384), (3, 20000), (4, 33000)]
+"""Rows of a large block, and rows that registers do not hold."""
+
+
+@pytest.mark.parametrize("shape", WIDE)
+@pytest.mark.parametrize("norm", [LAYER, Norm(BF16, BF16, has_mean=True), Norm(BF16, F32, has_mean=False)], ids=name_of)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_wide_rows(norm: Norm, shape: tuple[int, int], aligned: bool) -> None:
+    for over in (0, 1):
+        case = Case(shape=shape, aligned=aligned, over=over, accumulate=over == 1, shift=100.0).suited(norm.dtype)
+        check_forward(Rows(norm, case))
+        check_backward(Rows(norm, case))
+
+
+def test_long_rows_without_shared_memory(shared_memory: list[int]) -> None:
+    """The sums of a block's rows then lie in global memory, and have the same bits."""
+    results = []
+    for size in (227 << 10, 1 << 10):
+        shared_memory[:] = [size]
+        rows = Rows(LAYER, Case(shape=(7, 20000)))
+        check_backward(rows)
+        results.append((rows.dweight.array.tobytes(), rows.dbias.array.tobytes()))
+    shared_memory[:] = [227 << 10]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("norm", [LAYER, RMS, Norm(BF16, BF16, has_mean=True)], ids=name_of)
+@pytest.mark.parametrize("shape", [(300, 24), (40, 136), (30, 1000), (7, 4104), (7, 20000)])
+def test_the_order_of_execution_does_not_reach_the_bits(host: HostKernels, norm: Norm, shape: tuple[int, int]) -> None:
+    def bits(order: int) -> bytes:
+        rows = Rows(norm, Case(shape=shape))
+        with host.in_order(order):
+            _, _, mean, rstd = rows.forward()
+            rows.backward(mean if norm.has_mean else np.zeros(len(rstd)), rstd)
+        return b"".join(each.array.tobytes() for each in (rows.y, rows.total, rows.dx, rows.dweight, rows.dbias))
+
+    assert bits(FORWARD) == bits(REVERSE) == bits(SHUFFLED)
+
+
+@pytest.mark.parametrize("norm", [LAYER, RMS], ids=name_of)
+def test_special_rows(norm: Norm) -> None:
+    """A row of equal numbers has variance 0; one NaN or infinity makes its row NaN, and no other row."""
+    case = Case(shape=(4, 72), adds=False, has_bias=False)
+    rows = Rows(norm, case)
+    rows.x.array[0], rows.x.array[1, 3], rows.x.array[2, 71] = 3.1, np.nan, np.inf
+    rows.x._before[...] = rows.x._bytes
+    y, _, _, rstd = rows.forward()
+    if norm.has_mean:
+        np.testing.assert_array_equal(y[0], 0.0)
+        assert rstd[0] == pytest.approx(case.eps**-0.5)
+        assert np.isnan(y[2]).all()
+    assert np.isnan(y[1]).all()
+    assert np.isfinite(y[3]).all()
+
+
+def test_no_rows_have_gradients_of_zero() -> None:
+    dweight, dbias = vector(np.full(24, 2.0), F32), vector(np.full(24, 3.0), F32)
+    empty = Layout(0, 24, spec_of(dweight).layout.order, 24)
+    spec: Any = replace(spec_of(dweight), layout=empty)
+    for accumulate in (True, False):
+        launched = NormBackwardPass(LAYER, spec, spec, None, spec, 16, 0, sums=True, accumulate=accumulate)
+        memory: Any = Memory()
+        launched.launch(Call((0, 0, dweight.address, 0, 0, 0, 0, dweight.address, dbias.address), 0), memory)
+        assert (dweight.values() == (2.0 if accumulate else 0.0)).all()
+        assert (dbias.values() == (3.0 if accumulate else 0.0)).all()
