@@ -14,7 +14,7 @@ from lt_runtime import reference
 from lt_runtime.arguments import flag, not_negative, shown
 from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
-from lt_runtime.errors import ArgumentError, DTypeError, KindError
+from lt_runtime.errors import ArgumentError, DTypeError, KindError, ShapeError
 from lt_runtime.kernels.norm import Norm, NormBackwardPass, NormForwardPass
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
 from lt_runtime.problem import DType
@@ -80,7 +80,9 @@ class NormForward(Operation):
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
         x, weight, bias, add, out, total, mean, rstd = operands
-        eps, dtype, spec = not_negative("eps", options), x.element_type(), x.rows_spec
+        if not x.shape:
+            raise ShapeError("x has shape (); accepted are (..., N), rows of N columns")
+        eps, dtype, spec = not_negative("eps", options), x.element_type(), x.spec
         rows, cols = spec.layout.shape
         vectors = [each for each in (weight, bias) if each is not None]
         norm = Norm(dtype, _check_vectors(x, cols, *vectors), self.has_mean)
@@ -90,13 +92,13 @@ class NormForward(Operation):
         elif total is not None:
             raise ArgumentError(f"out_sum has shape {total.shape}, but add is None; pass add=, or no out_sum")
         new: dict[int, New] = {}
-        y = result_spec(_Y, out, x.shape, x, new, by_rows=True)
-        of_sum = None if add is None else result_spec(_SUM, total, x.shape, x, new, by_rows=True)
+        y = result_spec(_Y, out, x.shape, x, new)
+        of_sum = None if add is None else result_spec(_SUM, total, x.shape, x, new)
         for place, each in ((_MEAN, mean), (_RSTD, rstd)):
             if place == _RSTD or self.has_mean:
                 result_spec(place, each, (rows,), x, new, DType.FLOAT32)
         alignment = min(each.alignment for each in vectors)
-        of_add = None if add is None else add.rows_spec
+        of_add = None if add is None else add.spec
         problem = (norm, spec, of_add, y, of_sum, alignment, eps) if spec.layout.size else None
         same = tuple((operand, result) for operand in (_X, _ADD) for result in (_Y, _SUM))
         return Request(problem, (_Y, _SUM, _MEAN, _RSTD), new, eps, same)
@@ -160,7 +162,7 @@ class NormBackward(Operation):
         """See `Operation`."""
         dy, x, weight, _, _, add, *outputs = operands
         options = BackwardOptions(*map(flag, BackwardOptions._fields, options))
-        spec, wanted = x.rows_spec, dict(zip(range(_DX, _DBIAS + 1), options[1:], strict=True))
+        spec, wanted = x.spec, dict(zip(range(_DX, _DBIAS + 1), options[1:], strict=True))
         for each in (dy, add):
             if each is not None:
                 check_shape(each.name, each.shape, x.shape, "x's shape")
@@ -172,13 +174,13 @@ class NormBackward(Operation):
         if options.accumulate and missing:
             raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
         new: dict[int, New] = {}
-        dx = result_spec(_DX, given[_DX], x.shape, x, new, by_rows=True) if wanted[_DX] else None
+        dx = result_spec(_DX, given[_DX], x.shape, x, new) if wanted[_DX] else None
         for place in (_DWEIGHT, _DBIAS):
             if wanted[place]:
                 result_spec(place, given[place], weight.shape, weight, new)
         norm, sums = Norm(x.element_type(), weight.element_type(), self.has_mean), any(options[2:])
-        of_add = None if add is None else add.rows_spec
-        problem = (norm, dy.rows_spec, spec, of_add, dx, weight.alignment, sums, options.accumulate)
+        of_add = None if add is None else add.spec
+        problem = (norm, dy.spec, spec, of_add, dx, weight.alignment, sums, options.accumulate)
         has_work = spec.layout.cols and (sums or (dx and spec.layout.rows))
         same = ((_DY, _DX), (_DX_ADD, _DX))
         return Request(problem if has_work else None, (_DX, _DWEIGHT, _DBIAS), new, options, same)
