@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, get_args
 
 import ml_dtypes
@@ -267,6 +268,10 @@ def keep_scale(threshold: int) -> float:
     return float(np.float32(65536 / threshold))
 
 
+LATER: Final = MappingProxyType({"is_later": True})
+"""Metadata of a field that was added to a problem later: keys leave it out while it has its default, so that a problem
+keeps the key that it had before."""
+
 ALIGNMENT: Final = 256
 """Bytes: allocations begin at multiples of this, and no plan depends on a better alignment."""
 
@@ -403,6 +408,7 @@ class BackwardProblem:
         accumulate: whether dw and bias gradients are added to what their buffers hold.
         input_derivative: of the layer below, whose output is x, if dx is to be the gradient before that layer's
             activation; None otherwise.
+        accumulate_dx: whether dx is added to what its buffer holds; False if there is an `input_derivative`.
     """
 
     dtype: DType
@@ -416,6 +422,7 @@ class BackwardProblem:
     dz: Spec | None = None
     accumulate: bool = False
     input_derivative: Derivative | None = None
+    accumulate_dx: bool = field(default=False, metadata=LATER)
 
     operands: ClassVar = ("dy", "x", "w", "saved", "saved_below", "dx", "dw", "db", "dz", "db_below")
     """Names of the addresses of a `Call`, in order; `saved_below` and `db_below` belong to the layer below."""

@@ -116,7 +116,7 @@ def backward_raw(
     outputs += [_optional("gC", gC, y), None]
     saved_as = Saved.PREACTIVATION if has_z else Saved.NOTHING
     layer = Layer((y.rows, y.cols, x.cols), saved_as, None, activation, 0.0, "float32", "float32", with_bias)
-    options = (layer, None, False, *wanted, False, False, True)
+    options = (layer, None, False, *wanted, False, False, True, False)
     _run(BACKWARD, [*operands, *outputs, _optional("C", C, y)], 5, options, stream)
 
 

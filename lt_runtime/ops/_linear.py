@@ -255,6 +255,7 @@ class BackwardOptions(NamedTuple):
     need_db_below: bool
     accumulate: bool
     require_same: bool
+    accumulate_dx: bool
 
     @classmethod
     def of(cls, options: Sequence[Any]) -> Self:
@@ -293,7 +294,8 @@ class LinearBackward(Operation):
         of_below = None if below is None else _derivative(below, saved_below, specs.get("db_below"))
         kinds, inputs = (dtype, Compute.parse(layer.compute, dtype)), (x.spec, w.spec, dy.spec)
         results = specs.get("dx"), specs.get("dw"), specs.get("dz")
-        problem = BackwardProblem(*kinds, *inputs, own, *results, options.accumulate, of_below)
+        adds_to_dx = options.accumulate_dx and options.need_dx
+        problem = BackwardProblem(*kinds, *inputs, own, *results, options.accumulate, of_below, adds_to_dx)
         dropouts = 0.0 if options.before_activation else layer.dropout, 0.0 if below is None else below.dropout
         written = range(_FIRST_OUTPUT, len(self.names))
         return Request(problem, tuple(written), new, options, dropouts=dropouts if any(dropouts) else None)
@@ -317,7 +319,8 @@ class LinearBackward(Operation):
             values["db_below"] = values["dx"].sum(axis=0)
         for name, out in zip(_OUTPUTS, outputs, strict=True):
             if out is not None:
-                kept = out.astype(np.float64) if options.accumulate and name in ("dw", "db", "db_below") else 0.0
+                adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"
+                kept = out.astype(np.float64) if adds else 0.0
                 out[...] = (values[name].reshape(out.shape) + kept).astype(out.dtype)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients | ChainedGradients:
@@ -338,15 +341,20 @@ def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> di
     if below is not None:
         if not options.need_dx:
             raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
+        if options.accumulate_dx:
+            raise ArgumentError(
+                "accumulate_dx is True and through is given: the activation's derivative would multiply the values in "
+                "out_dx as well; pass accumulate_dx=False, or no through"
+            )
         y, x = below.shape[:2], layer.shape[::2]
         if y != x:
             raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
     flags = options.need_dx, options.need_dw, options.need_db, given["dz"] is not None, options.need_db_below
     wanted = dict(zip(_OUTPUTS, flags, strict=True))
-    if options.accumulate:
-        missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and given[name] is None]
-        if missing:
-            raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
+    for option, names in (("accumulate", ("dw", "db", "db_below")), ("accumulate_dx", ("dx",))):
+        missing = [f"out_{name}" for name in names if wanted[name] and given[name] is None]
+        if missing and getattr(options, option):
+            raise ArgumentError(f"{option}=True needs {' and '.join(missing)}, to add to")
     return wanted
 
 

@@ -106,6 +106,7 @@ class _BackwardKeywords(TypedDict, total=False):
     need_dw: bool
     need_db: bool
     accumulate: bool
+    accumulate_dx: bool
     before_activation: bool
     require_same: bool
     need_db_below: bool
@@ -137,6 +138,7 @@ def linear_bwd(
     need_dw: bool = True,
     need_db: bool = True,
     accumulate: bool = False,
+    accumulate_dx: bool = False,
     before_activation: bool = False,
     through: LinearContext | None = None,
     require_same: bool = True,
@@ -159,13 +161,16 @@ def linear_bwd(
 
     All sums are FP32. With 16-bit types dz, the gradient with respect to the pre-activation, is rounded before dx and
     dw are computed from it; dw and db are rounded once, db with `accumulate` after the addition; dw is then rounded by
-    cuBLASLt before the addition as well. With `through`, dx may be rounded before it is taken through the layer below.
+    cuBLASLt before the addition as well, and so is dx with `accumulate_dx`. With `through`, dx may be rounded before it
+    is taken through the layer below.
 
     Args:
         dy: (..., N), of x's type as all gradients are: the gradient with respect to y; with `before_activation`, with
             respect to the pre-activation.
         need_dx, need_dw, need_db: which gradients to make. There is no db for a layer without bias.
-        accumulate: add dw, db and db_below to the values in their buffers; dx is always overwritten.
+        accumulate: add dw, db and db_below to the values in their buffers.
+        accumulate_dx: add dx to the values in `out_dx`, such as the gradient that a residual connection brings; not
+            with `through`.
         before_activation: dy is already the gradient before this layer's activation and dropout.
         through: the context of the layer below, whose y is this layer's x: the same memory, type, rows and strides.
             Both contexts keep that array alive.
@@ -183,8 +188,8 @@ def linear_bwd(
 
     Raises:
         KindError: `ctx` or `through` is no context.
-        ArgumentError: `accumulate` without the buffers to add to; `through` without dx; `through` is of a layer whose y
-            is not this layer's x.
+        ArgumentError: `accumulate` or `accumulate_dx` without the buffers to add to; `through` without dx, or with
+            `accumulate_dx`; `through` is of a layer whose y is not this layer's x.
         ShapeError: `through` is a layer whose y this one's x cannot be.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
@@ -200,7 +205,8 @@ def linear_bwd(
         below, saved_below, rng_below = through.layer, through.saved, through.rng
         below_has_bias = below.has_bias
     need_db, need_db_below = layer.has_bias and need_db, below_has_bias and need_db_below
-    options = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate, require_same)
+    needs = need_dx, need_dw, need_db, need_db_below
+    options = (layer, below, before_activation, *needs, accumulate, require_same, accumulate_dx)
     try:
         saved = None if before_activation else ctx.saved
         outputs = out_dx if need_dx else None, out_dw if need_dw else None, out_db if need_db else None

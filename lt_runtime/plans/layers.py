@@ -151,7 +151,8 @@ class BackwardPlan(Plan):
         problem, strategy, below = self.problem, self.strategy, self.problem.input_derivative
         kinds, found = (problem.dtype, problem.dtype, problem.compute), dict[str, MatmulProblem]()
         if problem.dx is not None:
-            found["dx"] = MatmulProblem(*kinds, dz, problem.w, problem.dx)
+            c = problem.dx if problem.accumulate_dx else None
+            found["dx"] = MatmulProblem(*kinds, dz, problem.w, problem.dx, c=c)
             if below is not None and strategy.derivative is MadeBy.EPILOGUE:
                 sums = strategy.db_below is MadeBy.EPILOGUE
                 epilogue = Epilogue(f"d{below.activation.name}{'_bgrad' if sums else ''}")
@@ -223,7 +224,8 @@ class BackwardPlan(Plan):
         _, _, w, _, saved, dx, *_, db = call.addresses
         vector = db if self.strategy.db_below is MadeBy.EPILOGUE else 0
         aux = saved if self.strategy.derivative is MadeBy.EPILOGUE else 0
-        self._dx.put(Call((dz, w, 0, vector, aux, dx), memory.stream), memory)
+        scalars = 1.0, 1.0 if self.problem.accumulate_dx else 0.0
+        self._dx.put(Call((dz, w, dx, vector, aux, dx), memory.stream, scalars), memory)
         if self._last is not None:
             self._last.launch(dx, saved, dx, db, partial, call.dropouts[1], memory)
         elif self.strategy.db_below is MadeBy.KERNEL:

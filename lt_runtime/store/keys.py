@@ -6,7 +6,8 @@ name in the order of their declaration::
     {"MatmulProblem": {"dtype": "bfloat16", ..., "a": {"layout": {"rows": 8192, "cols": 768, ...}, ...}, ...}}
 
 Equal problems have equal keys, different problems have different keys. Adding, removing, renaming or moving a field
-changes every key of the class. `SCHEMA` must be raised with each such change, which a test checks.
+changes every key of the class. `SCHEMA` must be raised with each such change, which a test checks. An exception is a
+field with the metadata `LATER`: while it has its default, it is in no key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from lt_runtime.files import parse_json
 from lt_runtime.layout import Layout, Order
-from lt_runtime.problem import ALIGNMENT, BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
+from lt_runtime.problem import ALIGNMENT, LATER, BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
 
 SCHEMA: Final = 6
 """Version of keys, entries and files. Files of another version are not read."""
@@ -80,14 +81,22 @@ def field_types(kind: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
+@functools.cache
+def _later_defaults(kind: Any) -> dict[str, Any]:
+    """Names and defaults of a dataclass's fields that were added later; see `LATER`."""
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.metadata == LATER}
+
+
 def to_json(record: Any) -> Json:
-    """The fields of a dataclass by name, as JSON values.
+    """The fields of a dataclass by name, as JSON values, without later fields that have their default; see `LATER`.
 
     Bytes become hexadecimal text, members of enumerations their values, tuples lists, inner dataclasses objects.
     Numbers are converted to their field's type, because 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     """
     kind = typing.cast(Any, type(record))
-    return {name: _plain(getattr(record, name), _without_none(hint)) for name, hint in field_types(kind).items()}
+    hints, absent = field_types(kind).items(), _later_defaults(kind).items()
+    values = [(name, getattr(record, name), hint) for name, hint in hints]
+    return {name: _plain(value, _without_none(hint)) for name, value, hint in values if (name, value) not in absent}
 
 
 def _plain(value: Any, hint: Any) -> Any:
@@ -121,10 +130,10 @@ def from_json(kind: type[_Record], value: object) -> _Record:
         ValueError: a field is missing or unknown, or has a value of another type or beyond `_LIMITS`, or is no
             alignment of an address.
     """
-    hints = field_types(typing.cast(Any, kind))
-    if not isinstance(value, dict) or value.keys() != hints.keys():
+    hints, later = field_types(typing.cast(Any, kind)), _later_defaults(typing.cast(Any, kind)).keys()
+    if not isinstance(value, dict) or value.keys() - later != hints.keys() - later:
         raise ValueError(f"{kind.__name__} has the fields {', '.join(hints)}")
-    made = kind(**{name: _value(name, hint, value[name]) for name, hint in hints.items()})
+    made = kind(**{name: _value(name, hint, value[name]) for name, hint in hints.items() if name in value})
     if isinstance(made, Layout):
         _require_small(made.extent)
         if made.leading_dimension < max(1, made.cols if made.order is Order.ROW else made.rows):

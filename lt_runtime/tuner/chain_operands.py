@@ -16,15 +16,13 @@ from lt_runtime.layout import packed
 from lt_runtime.plans.cache import LayerPlan, LayerProblem
 from lt_runtime.plans.mlp import MlpPlan
 from lt_runtime.plans.strategies import kept_spec
-from lt_runtime.problem import BackwardProblem, DType, ForwardProblem, MLPProblem, Philox, Saved, Spec
+from lt_runtime.problem import DType, ForwardProblem, MLPProblem, Philox, Saved, Spec
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
 from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Memory, Operands, operand_sets
 from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 
 _DROPOUT: Final = DropoutState.of(0.1, Philox(seed=1), device=0, stream=0)
 _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
-_ADDED_TO: Final = ("dw", "db", "db_below")
-"""Outputs of a backward problem to whose old values it adds, if it accumulates."""
 
 # Results of two strategies may differ, because they round at other points and because cuBLASLt approximates GELU. The
 # constants below bound the difference of a whole output, relative to its norm; a single element may differ `_PEAK`
@@ -97,6 +95,13 @@ def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Plac
     return role, layer, None if alignment is None else Spec(packed(1, matrix.layout.cols), alignment)
 
 
+def _added_to(problem: LayerProblem) -> tuple[str, ...]:
+    """The outputs of a problem to whose old values it adds."""
+    if isinstance(problem, ForwardProblem):
+        return ()
+    return (("dw", "db", "db_below") if problem.accumulate else ()) + (("dx",) if problem.accumulate_dx else ())
+
+
 class ChainOperands(Operands):
     """One set of all operands of a chain, with the saved tensors of all strategies.
 
@@ -108,7 +113,7 @@ class ChainOperands(Operands):
         super().__init__()
         self._results: dict[str, Tensor] = {}
         for layer, problem in chain.runs:
-            read = _ADDED_TO if isinstance(problem, BackwardProblem) and problem.accumulate else ()
+            read = _added_to(problem)
             tensors = (tensors_of(layer, problem, saved).items() for saved in saved_kinds(problem))
             for name, tensor in itertools.chain(*tensors):
                 if tensor not in self.buffers:

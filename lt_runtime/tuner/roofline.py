@@ -149,6 +149,7 @@ def _moved(problem: LayerProblem) -> dict[str, tuple[Spec, DType | None]]:
     if isinstance(problem, BackwardProblem):
         unread = {"x": problem.dw, "w": problem.dx}
         moved = {name: each for name, each in moved.items() if unread.get(name, each) is not None}
-        if problem.accumulate and "dw" in moved:
-            moved["dw before"] = moved["dw"]
+        for name, accumulates in (("dw", problem.accumulate), ("dx", problem.accumulate_dx)):
+            if accumulates and name in moved:
+                moved[f"{name} before"] = moved[name]
     return moved

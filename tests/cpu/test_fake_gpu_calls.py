@@ -28,6 +28,7 @@ _REPEATED = {
     "relu": layer_case(activation="relu"),
     "none": layer_case(activation="none"),
     "accumulate": layer_case(accumulate=True),
+    "accumulate dx": layer_case(accumulate_dx=True),
     "float16": layer_case(dtype=DType.FLOAT16),
     "dropout": layer_case(dropout=0.5),
     "no bias": layer_case(bias=False, activation="relu"),
@@ -177,6 +178,7 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
         {"dropout": 0.5},
         {"bias": False},
         {"accumulate": True},
+        {"accumulate_dx": True},
         {"need": (True, False, True)},
         {"need": (False, True, False)},
         {"need": (True, True, False)},
@@ -187,7 +189,7 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
             layer.bias = bias if layer.case.bias else None
             layer.refill(0)
             layer.check()
-            if not layer.case.accumulate:
+            if not (layer.case.accumulate or layer.case.accumulate_dx):
                 y, ctx = layer.forward(into_buffers=False)
                 layer.check_forward(y)
                 layer.check_backward(layer.backward(ctx, into_buffers=False))
@@ -256,7 +258,7 @@ def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
 
 @_repeated
 def test_new_arrays_for_results(gpu: FakeGpu, case: LinearCase) -> None:
-    case = dataclasses.replace(case, accumulate=False)
+    case = dataclasses.replace(case, accumulate=False, accumulate_dx=False)
     layer, kept = Layer(gpu, case, gpu.stream), []
     # The pool reuses addresses, as CuPy's own pool does.
     with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):
@@ -281,7 +283,7 @@ def test_other_alignments(gpu: FakeGpu, name: str, dtype: DType) -> None:
 
 
 def test_gradients_are_added_up(gpu: FakeGpu) -> None:
-    layer = Layer(gpu, layer_case(accumulate=True), gpu.stream)
+    layer = Layer(gpu, layer_case(accumulate=True, accumulate_dx=True), gpu.stream)
     _, ctx = layer.forward()
     for count in range(1, _CALLS):
         layer.check_backward(layer.backward(ctx), accumulations=count)

@@ -67,7 +67,9 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
     assert len(first) <= 2
 
 
-@pytest.mark.parametrize("case", [layer_case(m=20), layer_case(m=20, activation="relu", accumulate=True)])
+@pytest.mark.parametrize(
+    "case", [layer_case(m=20, accumulate_dx=True), layer_case(m=20, activation="relu", accumulate=True)]
+)
 def test_a_layer_that_is_met_is_tuned_although_it_ran_before(hurried: FakeGpu, case: LinearCase) -> None:
     layer = Layer(hurried, case, hurried.stream)
     for _ in range(4):  # the last call replays a graph

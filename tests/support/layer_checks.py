@@ -33,8 +33,8 @@ def layer_case(**changes: Any) -> LinearCase:
     standard: dict[str, Any] = {
         "m": 24, "n": 32, "k": 40, "dtype": DType.FLOAT32, "compute": "float32",
         "activation": Activation(activation, 0.25), "bias": True, "dropout": 0.0, "rng": Philox(7, 2, 5),
-        "accumulate": False, "need": (True, True, True), "keep_z": False, "x": FLAT, "w": FLAT, "y": FLAT, "dy": FLAT,
-        "dx": FLAT, "dw": FLAT, "data_seed": 1,
+        "accumulate": False, "accumulate_dx": False, "need": (True, True, True), "keep_z": False, "x": FLAT, "w": FLAT,
+        "y": FLAT, "dy": FLAT, "dx": FLAT, "dw": FLAT, "data_seed": 1,
     }  # fmt: skip
     return LinearCase(**{**standard, **changes})
 
@@ -49,6 +49,7 @@ class LayerData:
         self.bias = self.draw((n,), np.sqrt(k)) if case.bias else None
         self.dy = self.draw((m, n))
         self.dw, self.db = self.draw((n, k), np.sqrt(m)), self.draw((n,), np.sqrt(m))
+        self.dx = self.draw((m, k), np.sqrt(n))
         self.factors = reference.dropout_scale((m, n), case.dropout, case.rng) if case.dropout else np.ones((m, n))
         self.y, self.z = reference.linear_fwd(self.x, self.w, self.bias, case.activation, self.factors)
         self.gradients = reference.linear_bwd(self.dy, self.x, self.w, self.z, case.activation, self.factors)
@@ -109,17 +110,17 @@ class Layer:
         self.x, self.w = Placed(gpu, self.data.x, case.x), Placed(gpu, self.data.w, case.w)
         self.bias = None if self.data.bias is None else gpu.cp.asarray(self.data.bias)
         self.dy = Placed(gpu, self.data.dy, case.dy)
-        kind, m, n, k = case.dtype.numpy, case.m, case.n, case.k
+        kind, m, n = case.dtype.numpy, case.m, case.n
         self.y = Placed(gpu, np.zeros((m, n), kind), case.y)
         self.z = Placed(gpu, np.zeros((m, n), kind), case.dy) if case.keep_z else None
-        self.dx = Placed(gpu, np.zeros((m, k), kind), case.dx)
+        self.dx = Placed(gpu, self.data.dx, case.dx)
         self.dw, self.db = Placed(gpu, self.data.dw, case.dw), gpu.cp.asarray(self.data.db)
 
     def refill(self, seed: int) -> None:
-        """Overwrites all arrays in place with new values, and resets the buffers for dw and db."""
+        """Overwrites all arrays in place with new values, and resets the buffers for dx, dw and db."""
         self.data = LayerData(self.case, seed)
-        for placed, values in ((self.x, self.data.x), (self.w, self.data.w), (self.dy, self.data.dy)):
-            placed.fill(values)
+        for name in ("x", "w", "dy", "dx"):
+            getattr(self, name).fill(getattr(self.data, name))
         if self.bias is not None:
             host_of(self.gpu, self.bias)[...] = self.data.bias
         self.dw.fill(self.data.dw)
@@ -148,6 +149,7 @@ class Layer:
         need_dx, need_dw, need_db = case.need
         buffers = {"out_dx": self.dx.array, "out_dw": self.dw.array, "out_db": self.db} if into_buffers else {}
         asked = {"need_dx": need_dx, "need_dw": need_dw, "need_db": need_db, "accumulate": case.accumulate}
+        asked["accumulate_dx"] = case.accumulate_dx
         return self.gpu.lt.linear_bwd(self.dy.array, ctx, **(asked | buffers | more), stream=self.stream)
 
     def wait(self) -> None:
@@ -187,21 +189,23 @@ class Layer:
         assert (result.dx is None, result.dw is None) == (not need_dx, not need_dw)
         assert (result.db is None) == (not (need_db and case.bias))
         if need_dx:
-            tolerance = product_tolerance(case, exact.dz, limit, self.data.w, exact.dx)
-            assert_close("dx", self._made(result.dx, self.dx), exact.dx, tolerance)
+            expected = self._summed(exact.dx, self.data.dx, accumulations, case.accumulate_dx)
+            tolerance = accumulations * product_tolerance(case, exact.dz, limit, self.data.w, expected)
+            tolerance += 2 * EPSILON[case.dtype] * np.abs(exact.dx) * case.accumulate_dx
+            assert_close("dx", self._made(result.dx, self.dx), expected, tolerance)
         if need_dw:
-            expected = self._summed(exact.dw, self.data.dw, accumulations)
+            expected = self._summed(exact.dw, self.data.dw, accumulations, case.accumulate)
             tolerance = accumulations * product_tolerance(case, exact.dz.T, limit.T, self.data.x, expected)
             assert_close("dw", self._made(result.dw, self.dw), expected, tolerance)
         if result.db is not None:
-            expected = self._summed(exact.db, self.data.db, accumulations)
+            expected = self._summed(exact.db, self.data.db, accumulations, case.accumulate)
             tolerance = limit.sum(axis=0) + 2 * EPSILON[case.dtype] * np.abs(expected) + TINY
             tolerance = accumulations * (tolerance + 2.0**-20 * np.abs(exact.dz).sum(axis=0))
             assert_close("db", host_of(self.gpu, result.db).astype(np.float64), expected, tolerance)
 
-    def _summed(self, gradient: Array, before: Array, times: int) -> Array:
+    def _summed(self, gradient: Array, before: Array, times: int, accumulates: bool) -> Array:
         """Computes the expected contents of an accumulating buffer after `passes` backward passes."""
-        return before.astype(np.float64) + times * gradient if self.case.accumulate else gradient
+        return before.astype(np.float64) + times * gradient if accumulates else gradient
 
     def _made(self, array: Any, buffer: Placed) -> Array:
         """Returns a result's values, from the case's buffer if the call wrote there."""

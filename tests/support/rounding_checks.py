@@ -152,8 +152,11 @@ class RoundedLayer(Layer):
         rounded = self._checked_dz(dz) if dz else _wide(data.dy)
         x, w = _wide(data.x), _wide(data.w)
         if need_dx:
-            error = summing_error(case.n, np.abs(rounded) @ np.abs(w))
-            check_rounded_once("dx", self.dx.values(), rounded @ w, error, case.dtype)
+            before_dx = _wide(data.dx) * case.accumulate_dx
+            error = summing_error(case.n, np.abs(rounded) @ np.abs(w) + np.abs(before_dx))
+            if case.accumulate_dx:  # cuBLASLt rounds the product before it adds the values in the buffer
+                error = error + unit(rounded @ w, case.dtype) / 2
+            check_rounded_once("dx", self.dx.values(), rounded @ w + before_dx, error, case.dtype)
         before_dw, before_db = (_wide(each) * case.accumulate for each in (data.dw, data.db))
         if need_dw:
             error = summing_error(case.m, np.abs(rounded).T @ np.abs(x) + np.abs(before_dw))

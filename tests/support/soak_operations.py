@@ -45,6 +45,7 @@ def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
     drawn |= {"dropout": _pick(generator, (0.0, 0.0, 0.1, 0.5)), "rng": Philox(int(generator.integers(1 << 40)), 2, 5)}
     drawn |= {"need": tuple(_chance(generator, 0.8) for _ in range(3)), "data_seed": int(generator.integers(1 << 30))}
     drawn |= fixed
+    drawn.setdefault("accumulate_dx", drawn["accumulate"] and _chance(generator))
     if drawn["compute"] == "tf32" and drawn["activation"] == "gelu":
         drawn["activation"] = "gelu_erf"  # the error of cuBLASLt's GELU of TF32 operands has no simple bound
     return layer_case(**drawn)

@@ -87,6 +87,7 @@ class LinearCase:
     dropout: float
     rng: Philox
     accumulate: bool
+    accumulate_dx: bool
     need: tuple[bool, bool, bool]
     keep_z: bool
     x: Placement
@@ -104,7 +105,7 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
     return LinearCase(
         **{name: draw(sizes) for name in "mnk"},
         **{name: draw(placements) for name in ("x", "w", "y", "dy", "dx", "dw")},
-        **{name: draw(st.booleans()) for name in ("bias", "accumulate", "keep_z")},
+        **{name: draw(st.booleans()) for name in ("bias", "accumulate", "accumulate_dx", "keep_z")},
         dtype=dtype,
         compute=compute,
         activation=draw(activations),

@@ -97,9 +97,14 @@ def test_refused_before_anything_is_written() -> None:
         lt.linear_bwd(dy, above, through=below, need_dx=False)
     with pytest.raises(ShapeError, match=r"through is a layer with y of shape \(6, 4\); it must be \(6, 7\)"):
         lt.linear_bwd(dy, above, through=above)
-    dw, db = np.zeros((OUT, N), np.float32), np.zeros(OUT, np.float32)
+    dw, db, dx = np.zeros((OUT, N), np.float32), np.zeros(OUT, np.float32), np.zeros((M, N), np.float32)
+    with pytest.raises(ArgumentError, match=r"accumulate_dx is True and through is given: .*or no through"):
+        lt.linear_bwd(dy, above, through=below, accumulate_dx=True, out_dx=dx)
+    with pytest.raises(ArgumentError, match="accumulate_dx=True needs out_dx, to add to"):
+        lt.linear_bwd(dy, above, accumulate_dx=True)
     with pytest.raises(ArgumentError, match="accumulate=True needs out_db_below, to add to"):
         lt.linear_bwd(dy, above, through=below, accumulate=True, out_dw=dw, out_db=db)
     with pytest.raises(ShapeError, match="out_db_below has shape"):
         lt.linear_bwd(dy, above, through=below, out_db_below=np.zeros(OUT, np.float32))
     assert not dw.any()
+    assert not dx.any()

@@ -250,12 +250,18 @@ def test_gradients_that_accumulate(dtype: str, place: str) -> None:
     _, ctx = lt.linear_fwd(x, w, bias, activation="silu")
     start_dw, start_db = numbers(20, (N, K), dtype), numbers(21, (N,), dtype)
     dw, db = Guarded(start_dw, PLACES[place]), start_db.copy()
-    dx = np.full((M, K), np.nan, DTYPES[dtype])
+    dx, start_dx = np.full((M, K), np.nan, DTYPES[dtype]), numbers(22, (M, K), dtype)
     lt.linear_bwd(dy, ctx, accumulate=True, out_dx=dx, out_dw=dw.array, out_db=db)
+    added = Guarded(start_dx, PLACES[place])
+    gradients = lt.linear_bwd(dy, ctx, accumulate_dx=True, out_dx=added.array)
+    assert gradients.dx is added.array
+    assert_near(gradients.dw, einsum_gradients(dy, x, w, ctx.preactivation, "silu", None)["dw"], dtype)
     exact = einsum_gradients(dy, x, w, ctx.preactivation, "silu", None)
     assert_near(dw.array, exact["dw"] + start_dw.astype(np.float64), dtype)
     assert_near(db, exact["db"] + start_db.astype(np.float64), dtype)
     assert_near(dx, exact["dx"], dtype)
+    assert_near(added.array, exact["dx"] + start_dx.astype(np.float64), dtype)
+    added.values()
     dw.values()
 
 

@@ -138,6 +138,9 @@ def test_what_is_not_written_shows() -> None:
     operands.prepare()
     found = operands.results()
     assert np.isnan(values(found["dx"])).all()
+    added = filled(LayerChain((Layer(None, replace(backward_of(PAIR, 1), accumulate_dx=True)),)))
+    added.prepare()
+    assert {name for name, each in added.results().items() if not np.isnan(values(each)).any()} == {"dx"}
     assert not any(np.isnan(values(found[name])).any() for name in ("dw", "db", "db_below"))
 
 

@@ -81,6 +81,8 @@ def test_work_of_layers() -> None:
     assert work_of(backward_of(chain, 1)) == Work(2 * 2 * 6 * 4 * 5, 2 * (read + written))
     accumulated = replace(backward_of(chain, 1), accumulate=True)
     assert work_of(accumulated).bytes == 2 * (read + written + w)
+    added = replace(backward_of(chain, 1), accumulate_dx=True)
+    assert work_of(added).bytes == 2 * (read + written + x)
     assert work_of(backward_of(relu, 1, Saved.MASK)).bytes == 2 * (read + written - x) + x // 8
 
 
