@@ -135,6 +135,53 @@ def _dropout(dtype: str, shape: tuple[int, int], p: float, sets: int) -> Builder
     return {"lt": ours, "torch": peer("torch_kernels", "dropout", made, p)}
 
 
+# Case: SwiGLU in BF16. Forward moves six bytes an element of y, and backward ten.
+
+
+def gated(rows: int, cols: int, dropout: float = 0.0, *, backward: bool = False) -> Case:
+    """Contenders for y = dropout(SiLU(gate) · value), or for the gradients of gate and value."""
+    direction, also = "bwd" if backward else "fwd", f" + dropout {dropout}" if dropout else ""
+    builders = partial(_gated_backward if backward else _gated_forward, (rows, cols), dropout)
+    return Case(f"gated_{direction} SiLU{also} BF16 {rows}×{cols}", (10 if backward else 6) * rows * cols, builders)
+
+
+def _gated_forward(shape: tuple[int, int], dropout: float, sets: int) -> Builders:
+    wide, narrow = (shape[0], 2 * shape[1]), shape
+    made = [(normal(wide, "bfloat16"), normal(narrow, "bfloat16")) for _ in range(sets)]
+
+    def ours() -> Contender:
+        import lt_runtime as lt
+
+        rng = lt.Philox(**_RNG)
+
+        def run(i: int, stream: int) -> None:
+            h, y = made[i]
+            lt.gated_fwd(h, dropout=dropout, rng=rng, out=y, stream=stream)
+
+        return Contender(run)
+
+    return {"lt": ours, **_torch("gated_forward", made, dropout)}
+
+
+def _gated_backward(shape: tuple[int, int], dropout: float, sets: int) -> Builders:
+    wide, narrow = (shape[0], 2 * shape[1]), shape
+    made = [tuple(normal(each, "bfloat16") for each in (wide, narrow, wide)) for _ in range(sets)]
+
+    def ours() -> Contender:
+        import lt_runtime as lt
+
+        rng = lt.Philox(**_RNG)
+        contexts = [lt.gated_fwd(h, dropout=dropout, rng=rng)[1] for h, _, _ in made]
+
+        def run(i: int, stream: int) -> None:
+            _, dy, dh = made[i]
+            lt.gated_bwd(dy, contexts[i], out=dh, stream=stream)
+
+        return Contender(run)
+
+    return {"lt": ours, **_torch("gated_backward", made, dropout)}
+
+
 # Case: AdamW, which reads the gradient; reads and writes both moments and the FP32 parameter; and writes the BF16
 # parameter, if any.
 
@@ -283,6 +330,7 @@ CASES: Final[Sequence[Case]] = (
     epilogue_backward(8192, 12288, 0.1),
     epilogue_backward(256, 512, rotated=False),
     epilogue_forward(8192, 3072, 0.1),
+    *(gated(8192, 4096, p, backward=backward) for backward in (False, True) for p in (0.0, 0.1)),
     dropout("bfloat16", 8192, 8192),
     dropout("float32", 8192, 8192),
     adamw_step(GPT2_NAME, GPT2, "float32"),

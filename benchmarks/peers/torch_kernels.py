@@ -94,6 +94,34 @@ def epilogue_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -
     return _over(_inputs(buffers, 1), _compiled(task, wanted=compiled))
 
 
+def gated_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -> Contender:
+    """SwiGLU, and PyTorch's dropout, which stores its mask."""
+
+    def task(h: torch.Tensor) -> object:
+        gate, value = h.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * value
+        return torch.native_dropout(y, dropout, True) if dropout else y
+
+    return _over(_inputs(buffers, 1), _compiled(task, wanted=compiled))
+
+
+def gated_backward(buffers: Sets, dropout: float, *, compiled: bool = False) -> Contender:
+    """The gradient of SwiGLU and dropout, in one array."""
+
+    def task(h: torch.Tensor, dy: torch.Tensor) -> object:
+        gate, value = h.chunk(2, -1)
+        return torch.cat([_aten.silu_backward(dy * value, gate), dy * torch.nn.functional.silu(gate)], -1)
+
+    def task_with_dropout(h: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> object:
+        return task(h, _aten.native_dropout_backward(dy, mask, 1 / (1 - dropout)))
+
+    inputs = _inputs(buffers, 2)
+    if not dropout:
+        return _over(inputs, _compiled(task, wanted=compiled))
+    masked = [(h, dy, torch.rand_like(dy) >= dropout) for h, dy in inputs]
+    return _over(masked, _compiled(task_with_dropout, wanted=compiled))
+
+
 def dropout(buffers: Sets, p: float) -> Contender:
     """The operations behind F.dropout and its derivative, which store the mask as one byte an element."""
 

@@ -43,13 +43,12 @@ class GatedPass:
 
     def __init__(self, problem: GatedProblem, device: int) -> None:
         dtype, layout, activation = problem.dtype, problem.y.layout, problem.activation
-        gate, value, self._to_value = _halves(problem.h, dtype)
+        h, self._to_value = _half(problem.h, dtype)
         if problem.dh is None:
-            entry, matrices = GATED_FWD, {"gate": gate, "value": value, "out": problem.y}
+            entry, matrices = GATED_FWD, {"gate": h, "value": h, "out": problem.y}
         else:
-            dgate, dvalue, self._to_dvalue = _halves(problem.dh, dtype)
-            entry = GATED_BWD
-            matrices = {"dy": problem.y, "gate": gate, "value": value, "dgate": dgate, "dvalue": dvalue}
+            dh, self._to_dvalue = _half(problem.dh, dtype)
+            entry, matrices = GATED_BWD, {"dy": problem.y, "gate": h, "value": h, "dgate": dh, "dvalue": dh}
         access = Access.ALIGNED if are_aligned(dtype, *matrices.values()) else Access.ANY
         macros = define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation.name], DROPOUT=problem.dropout)
         macros += access.macros(_BLOCKS[dtype])
@@ -76,9 +75,11 @@ class GatedPass:
         launch()
 
 
-def _halves(spec: Spec, dtype: DType) -> tuple[Spec, Spec, int]:
-    """The left and the right half of a matrix, and the bytes from the one's first element to the other's."""
-    rows, cols = spec.layout.shape
-    half = Layout(rows, cols // 2, spec.layout.order, spec.layout.leading_dimension)
-    distance = half.cols * half.strides[1] * dtype.itemsize
-    return Spec(half, spec.alignment), Spec(half, min(spec.alignment, distance & -distance)), distance
+def _half(spec: Spec, dtype: DType) -> tuple[Spec, int]:
+    """The left half of a matrix, and the bytes from its first element to that of the right half.
+
+    Where the left half is whole octets, the right half is aligned to 16 bytes as the left half is.
+    """
+    layout = spec.layout
+    half = Layout(layout.rows, layout.cols // 2, layout.order, layout.leading_dimension)
+    return Spec(half, spec.alignment), half.cols * half.strides[1] * dtype.itemsize

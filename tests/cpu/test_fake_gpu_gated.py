@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,26 @@ class GatedCall:
     """A forward and a backward call, with a buffer for every result.
 
     Args:
-        place: of every matrix.
+        place: of every matrix that is not in `places`.
+        places: of single matrices, by name.
         in_place: whether the gradient of h is written over h.
     """
 
-    def __init__(self, gpu: FakeGpu, place: Placement = FLAT, *, in_place: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        place: Placement = FLAT,
+        *,
+        places: Mapping[str, Placement] = MappingProxyType({}),
+        in_place: bool = False,
+        **options: Any,
+    ) -> None:
         self.gpu, self.options = gpu, options
-        narrow, wide = (np.zeros((_ROWS, cols), np.float32) for cols in (_COLS, 2 * _COLS))
-        self.h, self.y, self.dy = Placed(gpu, wide, place), Placed(gpu, narrow, place), Placed(gpu, narrow, place)
-        self.dh = self.h if in_place else Placed(gpu, wide, place)
+        shapes = {"h": (_ROWS, 2 * _COLS), "y": (_ROWS, _COLS), "dy": (_ROWS, _COLS), "dh": (_ROWS, 2 * _COLS)}
+        self.h, self.y, self.dy, apart = (
+            Placed(gpu, np.zeros(shape, np.float32), places.get(name, place)) for name, shape in shapes.items()
+        )
+        self.dh = self.h if in_place else apart
         self.step = gpu.cp.asarray(np.zeros(1, np.uint32))
 
     def refill(self, seed: int) -> None:
@@ -67,6 +80,14 @@ def test_same_buffers_with_other_contents(gpu: FakeGpu, place: Placement, in_pla
         call.refill(seed)
         call.backward(call.forward())
         call.check()
+
+
+@pytest.mark.parametrize("odd", ["h", "y", "dy", "dh"])
+def test_one_matrix_is_not_aligned(gpu: FakeGpu, odd: str) -> None:
+    call = GatedCall(gpu, places={odd: ODD})
+    call.refill(0)
+    call.backward(call.forward())
+    call.check()
 
 
 def test_activations_are_told_apart(gpu: FakeGpu) -> None:
@@ -140,4 +161,5 @@ def test_nothing_is_launched_for_no_elements(gpu: FakeGpu) -> None:
         y, ctx = gpu.lt.gated_fwd(gpu.cp.asarray(np.zeros(shape, np.float32)), stream=gpu.stream)
         assert y.shape == (*shape[:-1], shape[-1] // 2)
         assert gpu.lt.gated_bwd(y, ctx, stream=gpu.stream).shape == shape
+    gpu.synchronize(gpu.stream.ptr)
     assert len(gpu.kernels.launched) == before

@@ -68,6 +68,8 @@ OTHERS: dict[str, Iterable[object]] = {
         "bfloat16-gelu-whole-flat-kept-once",
     ),
     "test_dropout.py::test_masks_are_the_reference_s": ("float32-scattered", "float16-aligned"),
+    "test_gated.py::test_forward": ("float32-relu-whole-aligned", "bfloat16-silu-dropout-scattered"),
+    "test_gated.py::test_backward": ("float16-relu-dropout-aligned", "bfloat16-silu-dropout-scattered"),
     "test_matmul_epilogue.py::test_epilogues": ("float32-float32-relu",),
     "test_own_products.py::test_narrow": [each for each in NARROW_PRODUCTS if not each.shares],
     "test_dropout.py::test_factors_from_any_index_on": ("dropout_probe-1", "whole_dropout_probe-8"),

@@ -8,6 +8,7 @@ from tests.mutants.fault import Table
 
 _FORWARD: Final = "tests/host_kernels/test_epilogue_fwd.py::test_forward"
 _BACKWARD: Final = "tests/host_kernels/test_epilogue_bwd.py::test_backward"
+_GATED: Final = "tests/host_kernels/test_gated.py"
 _DROPOUT: Final = "tests/host_kernels/test_dropout.py"
 _MATMUL: Final = "tests/host_kernels/test_matmul_epilogue.py::test_epilogues"
 
@@ -61,6 +62,52 @@ FAULTS: Final[Table] = {
             "step(s.step * m.row_stride) {}",
             "step(m.row_stride) {}",
             f"{_BACKWARD}[float32-relu-whole-scattered-mask-dz]",
+        ),
+    },
+    "cuda_src/gated.cu": {
+        "the gradient of the gate lacks the value's sign": (
+            "dgate.v[i] *= value.v[i] * ACTIVATION::derivative(",
+            "dgate.v[i] *= fabsf(value.v[i]) * ACTIVATION::derivative(",
+            f"{_GATED}::test_backward[float32-silu-dropout-aligned]",
+        ),
+        "the mask of a gated activation lags behind": (
+            "    index += index_step;\n    out.store(y, ",
+            "    index += index_step / 2;\n    out.store(y, ",
+            f"{_GATED}::test_forward[float32-leaky_relu-dropout-scattered]",
+        ),
+        "the last row of dy is not read": (
+            "  dy_at.start(sweep, p.rows);",
+            "  dy_at.start(sweep, p.rows - 1);",
+            f"{_GATED}::test_backward[float32-relu-whole-aligned]",
+        ),
+    },
+    "lt_runtime/kernels/gated.py": {
+        "the value of a column-major matrix begins in the gate": (
+            "half.cols * half.strides[1] * dtype.itemsize",
+            "half.cols * dtype.itemsize",
+            f"{_GATED}::test_forward[float32-none-whole-scattered]",
+        ),
+        "a pass moves vectors of rows that are not aligned": (
+            "Access.ALIGNED if are_aligned(dtype, *matrices.values()) else",
+            "Access.ALIGNED if are_aligned(dtype, h) else",
+            "tests/cpu/test_fake_gpu_gated.py::test_one_matrix_is_not_aligned[dy]",
+        ),
+    },
+    "lt_runtime/ops/gated.py": {
+        "backward draws another mask": (
+            "(ctx.activation, ctx.dropout), (ctx.rng, None)",
+            "(ctx.activation, ctx.dropout), (Philox(ctx.rng.seed + 1) if ctx.rng else None, None)",
+            "tests/cpu/ops/test_gated.py::test_the_step_may_advance_in_place",
+        ),
+        "a call without elements is launched": (
+            "Request(None if is_empty else problem, (2,)",
+            "Request(problem, (2,)",
+            "tests/cpu/test_fake_gpu_gated.py::test_nothing_is_launched_for_no_elements",
+        ),
+        "a gradient over h is refused": (
+            ", same=((1, 2),)",
+            "",
+            "tests/cpu/test_fake_gpu_gated.py::test_same_buffers_with_other_contents[flat-in place]",
         ),
     },
     "cuda_src/transpose.cuh": {
