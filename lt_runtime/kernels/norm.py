@@ -107,7 +107,7 @@ class _Rows:
         self.width = next((width for width, lanes in widths if layout.cols <= lanes * OCTET * octets), Width.LONG)
         if self.width is Width.LONG:
             most = _FEW_THREADS
-            octets = _LONG_OCTETS if aligned and norm.dtype.itemsize == 2 and not forward else _OCTETS
+            octets = _LONG_OCTETS if aligned and norm.dtype.itemsize == 2 else _OCTETS
         lanes = min(-(-layout.cols // (OCTET * octets)), most)
         lanes = next_power_of_two(lanes) if lanes <= WARP else -(-lanes // WARP) * WARP
         share = -(-layout.rows // wave_of(device, 1))
