@@ -178,10 +178,9 @@ class NormBackwardPass:
         add: Spec | None,
         dx: Spec | None,
         vectors: int,
-        device: int,
-        *,
         sums: bool,
         accumulate: bool,
+        device: int,
     ) -> None:
         layout, rows = x.layout, _Rows(norm, (dy, x, add, dx), vectors, device, forward=False)
         (blocks, _), pitch = rows.tiling.grid, rows.pitch

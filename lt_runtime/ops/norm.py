@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -67,25 +67,24 @@ class RMSNormGradients(NamedTuple):
 
 
 class NormForward(Operation):
-    """y = normalised rows · weight + bias, and a context for backward; a call's option is eps.
+    """y = normalised rows · weight + bias, and a context for backward.
 
-    Attributes:
-        has_mean: whether the mean of a row is subtracted.
+    A call's options are a pair: whether the mean of a row is subtracted, as in LayerNorm, and eps.
     """
 
     names = ("x", "weight", "bias", "add", "out", "out_sum", "out_mean", "out_rstd")
     required = 2
-    has_mean: ClassVar[bool]
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
         x, weight, bias, add, out, total, mean, rstd = operands
         if not x.shape:
             raise ShapeError("x has shape (); accepted are (..., N), rows of N columns")
-        eps, dtype, spec = not_negative("eps", options), x.element_type(), x.spec
+        (has_mean, eps), dtype, spec = options, x.element_type(), x.spec
+        eps = not_negative("eps", eps)
         rows, cols = spec.layout.shape
         vectors = [each for each in (weight, bias) if each is not None]
-        norm = Norm(dtype, _check_vectors(x, cols, *vectors), self.has_mean)
+        norm = Norm(dtype, _check_vectors(x, cols, *vectors), has_mean)
         if add is not None:
             check_shape(add.name, add.shape, x.shape, "x's shape")
             check_same(x, add)
@@ -95,7 +94,7 @@ class NormForward(Operation):
         y = result_spec(_Y, out, x.shape, x, new)
         of_sum = None if add is None else result_spec(_SUM, total, x.shape, x, new)
         for place, each in ((_MEAN, mean), (_RSTD, rstd)):
-            if place == _RSTD or self.has_mean:
+            if place == _RSTD or has_mean:
                 result_spec(place, each, (rows,), x, new, DType.FLOAT32)
         alignment = min(each.alignment for each in vectors)
         of_add = None if add is None else add.spec
@@ -110,10 +109,12 @@ class NormForward(Operation):
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
         x, weight, bias, add, y, total, mean, rstd = arrays
+        if request.problem is None:
+            return
         if add is not None:
             total[...] = (x.astype(np.float64) + add.astype(np.float64)).astype(total.dtype)
             x = total
-        if self.has_mean:
+        if mean is not None:
             exact = reference.layer_norm_fwd(_matrix(x), weight, bias, eps=request.detail)
             mean[...] = exact.mean
         else:
@@ -126,21 +127,10 @@ class NormForward(Operation):
         return y, NormContext(x if add is None else total, weight, mean, rstd, bias is not None)
 
 
-class LayerNormForward(NormForward):
-    """See `layer_norm_fwd`."""
-
-    has_mean = True
-
-
-class RmsNormForward(NormForward):
-    """See `rms_norm_fwd`."""
-
-    has_mean = False
-
-
 class BackwardOptions(NamedTuple):
-    """The options of `layer_norm_bwd` and `rms_norm_bwd` that a plan depends on."""
+    """The options of a backward call; `has_mean` tells LayerNorm from RMSNorm."""
 
+    has_mean: bool
     accumulate: bool
     need_dx: bool
     need_dweight: bool
@@ -148,21 +138,16 @@ class BackwardOptions(NamedTuple):
 
 
 class NormBackward(Operation):
-    """The gradients of a normalisation; a call's options are those of `BackwardOptions`.
-
-    Attributes:
-        has_mean: whether the mean of a row was subtracted.
-    """
+    """The gradients of a normalisation; a call's options are those of `BackwardOptions`."""
 
     names = ("dy", "x", "weight", "mean", "rstd", "add", "out_dx", "out_dweight", "out_dbias")
     required = 3
-    has_mean: ClassVar[bool]
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
         dy, x, weight, _, _, add, *outputs = operands
         options = BackwardOptions(*map(flag, BackwardOptions._fields, options))
-        spec, wanted = x.spec, dict(zip(range(_DX, _DBIAS + 1), options[1:], strict=True))
+        spec, wanted = x.spec, dict(zip(range(_DX, _DBIAS + 1), options[2:], strict=True))
         for each in (dy, add):
             if each is not None:
                 check_shape(each.name, each.shape, x.shape, "x's shape")
@@ -178,8 +163,8 @@ class NormBackward(Operation):
         for place in (_DWEIGHT, _DBIAS):
             if wanted[place]:
                 result_spec(place, given[place], weight.shape, weight, new)
-        norm, sums = Norm(x.element_type(), weight.element_type(), self.has_mean), any(options[2:])
-        of_add = None if add is None else add.spec
+        norm = Norm(x.element_type(), weight.element_type(), options.has_mean)
+        sums, of_add = wanted[_DWEIGHT] or wanted[_DBIAS], None if add is None else add.spec
         problem = (norm, dy.spec, spec, of_add, dx, weight.alignment, sums, options.accumulate)
         has_work = spec.layout.cols and (sums or (dx and spec.layout.rows))
         same = ((_DY, _DX), (_DX_ADD, _DX))
@@ -187,14 +172,13 @@ class NormBackward(Operation):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        if request.problem is None:
-            return PassPlan(None, device)
-        *matrices, sums, accumulate = request.problem
-        return PassPlan(_backward_pass(*matrices, device, sums=sums, accumulate=accumulate), device)
+        return PassPlan(None if request.problem is None else _backward_pass(*request.problem, device), device)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
         dy, x, weight, mean, rstd, add, dx, *of_vectors = arrays
+        if request.problem is None:
+            return
         exact = reference.norm_bwd(_matrix(dy), _matrix(x), weight, mean, rstd)
         if dx is not None:
             gradient = exact.dx.reshape(dx.shape) + (0.0 if add is None else add.astype(np.float64))
@@ -208,20 +192,8 @@ class NormBackward(Operation):
         self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None
     ) -> LayerNormGradients | RMSNormGradients:
         """See `Operation`."""
-        dx, dweight, dbias = arrays[_DX:]
-        return LayerNormGradients(dx, dweight, dbias) if self.has_mean else RMSNormGradients(dx, dweight)
-
-
-class LayerNormBackward(NormBackward):
-    """See `layer_norm_bwd`."""
-
-    has_mean = True
-
-
-class RmsNormBackward(NormBackward):
-    """See `rms_norm_bwd`."""
-
-    has_mean = False
+        gradients = LayerNormGradients(*arrays[_DX:])
+        return gradients if prepared.request.detail.has_mean else RMSNormGradients(*gradients[:2])
 
 
 def _check_vectors(x: Operand, cols: int, weight: Operand, *bias: Operand) -> DType:
@@ -245,10 +217,8 @@ def _matrix(array: Any) -> Any:
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
-_LAYER_FORWARD: Final = LayerNormForward()
-_LAYER_BACKWARD: Final = LayerNormBackward()
-_RMS_FORWARD: Final = RmsNormForward()
-_RMS_BACKWARD: Final = RmsNormBackward()
+_FORWARD: Final = NormForward()
+_BACKWARD: Final = NormBackward()
 
 
 def layer_norm_fwd(
@@ -290,7 +260,7 @@ def layer_norm_fwd(
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     arrays = x, weight, bias, add, out, out_sum, out_mean, out_rstd
-    made: tuple[Any, NormContext] = perform(_LAYER_FORWARD, arrays, eps, None, stream)
+    made: tuple[Any, NormContext] = perform(_FORWARD, arrays, (True, eps), None, stream)
     return made
 
 
@@ -314,7 +284,7 @@ def rms_norm_fwd(
         y (..., N), of the kind that x is, and the context, whose `x` is what was normalised: with `add`, the sum.
     """
     arrays = x, weight, None, add, out, out_sum, None, out_rstd
-    made: tuple[Any, NormContext] = perform(_RMS_FORWARD, arrays, eps, None, stream)
+    made: tuple[Any, NormContext] = perform(_FORWARD, arrays, (False, eps), None, stream)
     return made
 
 
@@ -356,8 +326,8 @@ def layer_norm_bwd(
         ArgumentError: `accumulate` without the buffers to add to; `add` without dx.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    outputs, needs = (out_dx, out_dweight, out_dbias), (need_dx, need_dweight, need_dbias)
-    made: LayerNormGradients = _backward(_LAYER_BACKWARD, dy, ctx, add, accumulate, outputs, needs, stream)
+    outputs, options = (out_dx, out_dweight, out_dbias), (True, accumulate, need_dx, need_dweight, need_dbias)
+    made: LayerNormGradients = _backward(dy, ctx, add, outputs, options, stream)
     return made
 
 
@@ -382,29 +352,27 @@ def rms_norm_bwd(
     Returns:
         A named tuple (dx, dweight); None for gradients that were not asked for.
     """
-    outputs, needs = (out_dx, out_dweight, None), (need_dx, need_dweight, False)
-    made: RMSNormGradients = _backward(_RMS_BACKWARD, dy, ctx, add, accumulate, outputs, needs, stream)
+    outputs, options = (out_dx, out_dweight, None), (False, accumulate, need_dx, need_dweight, False)
+    made: RMSNormGradients = _backward(dy, ctx, add, outputs, options, stream)
     return made
 
 
 def _backward(
-    operation: NormBackward,
-    dy: Any,
-    ctx: NormContext,
-    add: Any,
-    accumulate: bool,
-    outputs: tuple[Any, Any, Any],
-    needs: tuple[bool, bool, bool],
-    stream: Any,
+    dy: Any, ctx: NormContext, add: Any, outputs: tuple[Any, ...], options: tuple[Any, ...], stream: Any
 ) -> Any:
-    """Runs a backward call; `outputs` and `needs` are in the order of dx, dweight and dbias."""
-    if not isinstance(ctx, NormContext) or (ctx.mean is not None) != operation.has_mean:
-        maker = "layer_norm_fwd" if operation.has_mean else "rms_norm_fwd"
+    """Runs a backward call.
+
+    Args:
+        outputs: buffers for dx, dweight and dbias. options: in the order of `BackwardOptions`.
+    """
+    if not isinstance(ctx, NormContext) or (ctx.mean is not None) != options[0]:
+        maker = "layer_norm_fwd" if options[0] else "rms_norm_fwd"
         raise KindError(f"ctx is {shown(ctx)}; it must be the context that {maker} returned")
-    needs = needs if ctx.has_bias else (*needs[:2], False)
-    options = (accumulate, *needs)
+    if not ctx.has_bias:
+        options = (*options[:-1], False)
     try:
-        wanted = [out if need else None for out, need in zip(outputs, needs, strict=True)]
+        outputs = tuple([out if need else None for out, need in zip(outputs, options[2:], strict=True)])
     except Exception:  # a flag could be an array, which has no truth value
-        wanted = [*outputs]
-    return perform(operation, (dy, ctx.x, ctx.weight, ctx.mean, ctx.rstd, add, *wanted), options, None, stream)
+        BackwardOptions(*map(flag, BackwardOptions._fields, options))
+        raise
+    return perform(_BACKWARD, (dy, ctx.x, ctx.weight, ctx.mean, ctx.rstd, add, *outputs), options, None, stream)

@@ -123,9 +123,6 @@ class Rows:
             vector(numbers(generator, (cols,), norm.weight), norm.weight, case.offset) for _ in range(4)
         )
 
-    def spec(self, matrix: Guarded) -> Any:
-        return spec_of(matrix)
-
     @property
     def has_bias(self) -> bool:
         return self.norm.has_mean and self.case.has_bias
@@ -153,9 +150,7 @@ class Rows:
         adds, statistics = case.adds and wants_dx, [vector(each, F32) for each in (mean, rstd)]
         launched = NormBackwardPass(
             *(self.norm, spec_of(self.dy), spec_of(self.x), spec_of(self.add_dx) if adds else None),
-            *(spec_of(self.dx) if wants_dx else None, self.alignment, 0),
-            sums=wants_dweight or wants_dbias,
-            accumulate=case.accumulate,
+            *(spec_of(self.dx) if wants_dx else None, self.alignment, wants_dweight or wants_dbias, case.accumulate, 0),
         )
         operands = [self.dy, self.x, self.weight, *statistics]
         results = ((self.add_dx, adds), (self.dx, wants_dx), (self.dweight, wants_dweight), (self.dbias, wants_dbias))
@@ -311,7 +306,7 @@ def test_no_rows_have_gradients_of_zero() -> None:
     empty = Layout(0, 24, spec_of(dweight).layout.order, 24)
     spec: Any = replace(spec_of(dweight), layout=empty)
     for accumulate in (True, False):
-        launched = NormBackwardPass(LAYER, spec, spec, None, spec, 16, 0, sums=True, accumulate=accumulate)
+        launched = NormBackwardPass(LAYER, spec, spec, None, spec, 16, True, accumulate, 0)
         memory: Any = Memory()
         launched.launch(Call((0, 0, dweight.address, 0, 0, 0, 0, dweight.address, dbias.address), 0), memory)
         assert (dweight.values() == (2.0 if accumulate else 0.0)).all()
