@@ -182,6 +182,64 @@ def _gated_backward(shape: tuple[int, int], dropout: float, sets: int) -> Builde
     return {"lt": ours, **_torch("gated_backward", made, dropout)}
 
 
+# Case: LayerNorm or RMSNorm in BF16. An element takes four bytes forward and six backward, with a residual eight.
+
+
+def norm(kind: str, rows: int, cols: int, *, backward: bool = False, adds: bool = False) -> Case:
+    """Contenders for a norm with weight and, in LayerNorm, bias; backward makes all gradients.
+
+    Args:
+        kind: "layer_norm" or "rms_norm".
+        adds: whether a residual is added first, and the sum written; backward, whether a gradient is added to dx.
+    """
+    also, width = " + residual" if adds else "", 8 if adds else 6 if backward else 4
+    builders = partial(_norm_backward if backward else _norm_forward, kind, (rows, cols), adds)
+    return Case(f"{kind}_{'bwd' if backward else 'fwd'}{also} BF16 {rows}×{cols}", width * rows * cols, builders)
+
+
+def _norm_vectors(kind: str, cols: int) -> tuple[Any, ...]:
+    return tuple(normal((cols,), "bfloat16") for _ in range(2 if kind == "layer_norm" else 1))
+
+
+def _norm_forward(kind: str, shape: tuple[int, int], adds: bool, sets: int) -> Builders:
+    made, vectors = buffers.matrices(shape, "bfloat16", sets, 4 if adds else 2), _norm_vectors(kind, shape[1])
+
+    def ours() -> Contender:
+        import lt_runtime as lt
+
+        statistics = {name: normal(shape[:1], "float32") for name in ("out_mean", "out_rstd")[-len(vectors) :]}
+
+        def run(i: int, stream: int) -> None:
+            x, y, *residual = made[i]
+            more = dict(zip(("add", "out_sum"), residual, strict=False))
+            getattr(lt, f"{kind}_fwd")(x, *vectors, out=y, **more, **statistics, stream=stream)
+
+        return Contender(run)
+
+    inputs = [(x, *residual[:1]) for x, _, *residual in made]
+    return {"lt": ours, **_torch("norm_forward", inputs, vectors)}
+
+
+def _norm_backward(kind: str, shape: tuple[int, int], adds: bool, sets: int) -> Builders:
+    made, vectors = buffers.matrices(shape, "bfloat16", sets, 4 if adds else 3), _norm_vectors(kind, shape[1])
+
+    def ours() -> Contender:
+        import lt_runtime as lt
+
+        contexts = [getattr(lt, f"{kind}_fwd")(x, *vectors)[1] for x, *_ in made]
+        names, results = ("out_dweight", "out_dbias"), [normal(shape[1:], "bfloat16") for _ in vectors]
+
+        def run(i: int, stream: int) -> None:
+            _, dy, dx, *add = made[i]
+            more = dict(zip((*names[: len(results)], "add"), (*results, *add), strict=False))
+            getattr(lt, f"{kind}_bwd")(dy, contexts[i], out_dx=dx, **more, stream=stream)
+
+        return Contender(run)
+
+    inputs = [(x, dy, *add) for x, dy, _, *add in made]
+    return {"lt": ours, **_torch("norm_backward", inputs, vectors)}
+
+
 # Case: AdamW, which reads the gradient; reads and writes both moments and the FP32 parameter; and writes the BF16
 # parameter, if any.
 
@@ -331,6 +389,9 @@ CASES: Final[Sequence[Case]] = (
     epilogue_backward(256, 512, rotated=False),
     epilogue_forward(8192, 3072, 0.1),
     *(gated(8192, 4096, p, backward=backward) for backward in (False, True) for p in (0.0, 0.1)),
+    *(norm(kind, 8192, 4096, backward=backward) for backward in (False, True) for kind in ("layer_norm", "rms_norm")),
+    *(norm("rms_norm", 8192, 4096, backward=backward, adds=True) for backward in (False, True)),
+    *(norm("rms_norm", 8192, 1024, backward=backward) for backward in (False, True)),
     dropout("bfloat16", 8192, 8192),
     dropout("float32", 8192, 8192),
     adamw_step(GPT2_NAME, GPT2, "float32"),

@@ -122,6 +122,48 @@ def gated_backward(buffers: Sets, dropout: float, *, compiled: bool = False) -> 
     return _over(masked, _compiled(task_with_dropout, wanted=compiled))
 
 
+def norm_forward(buffers: Sets, vectors: tuple[Any, ...], *, compiled: bool = False) -> Contender:
+    """LayerNorm (weight and bias) or RMSNorm (weight) of the first arrays, or of their sums with the second arrays."""
+    weights = [tensor(each) for each in vectors]
+    shape = tuple(weights[0].shape)
+
+    def task(x: torch.Tensor, *residual: torch.Tensor) -> object:
+        total = x + residual[0] if residual else x
+        if len(weights) == 2:
+            return total, torch.native_layer_norm(total, shape, *weights, 1e-5)
+        return total, torch.nn.functional.rms_norm(total, shape, weights[0], 1e-6)
+
+    return _over(_inputs(buffers, 2), _compiled(task, wanted=compiled))
+
+
+def norm_backward(buffers: Sets, vectors: tuple[Any, ...], *, compiled: bool = False) -> Contender:
+    """The gradients of x, weight and bias from x and dy; the third arrays, if any, are added to dx."""
+    weights = [tensor(each) for each in vectors]
+    shape, inputs = tuple(weights[0].shape), _inputs(buffers, 3)
+    if len(weights) == 2:
+        statistics = [torch.native_layer_norm(x, shape, *weights, 1e-5)[1:] for x, *_ in inputs]
+    else:
+        statistics = [(torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6),) for x, *_ in inputs]
+
+    def layer(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Any:
+        return _aten.native_layer_norm_backward(dy, x, shape, mean, rstd, *weights, [True] * 3)
+
+    def rms(x: torch.Tensor, dy: torch.Tensor, rstd: torch.Tensor) -> Any:
+        if not compiled:
+            return _aten._fused_rms_norm_backward(dy, x, shape, rstd, weights[0], [True] * 2)
+        normalised, g = x.float() * rstd, dy.float() * weights[0].float()
+        dx = (g - normalised * (g * normalised).mean(-1, keepdim=True)) * rstd
+        return dx.to(x.dtype), (dy.float() * normalised).sum(0).to(x.dtype)
+
+    def task(operands: tuple[torch.Tensor, ...], of_rows: tuple[torch.Tensor, ...]) -> object:
+        x, dy, *add = operands
+        dx, *others = (layer if len(weights) == 2 else rms)(x, dy, *of_rows)
+        return (dx + add[0] if add else dx), *others
+
+    made = _compiled(task, wanted=compiled)
+    return Contender(lambda i, _: made(inputs[i], statistics[i]), capture)
+
+
 def dropout(buffers: Sets, p: float) -> Contender:
     """The operations behind F.dropout and its derivative, which store the mask as one byte an element."""
 
