@@ -17,12 +17,12 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.norm import Norm, NormBackwardPass, NormForwardPass
 from lt_runtime.layout import Layout
 from lt_runtime.problem import DType
-from lt_runtime.reference.norm import layer_norm_fwd, norm_bwd, rms_norm_fwd
-from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
+from tests.host_kernels.arrays import FLAT, Guarded, numbers, vector
 from tests.host_kernels.cases import FEW, orders, seeds, suit_place, suit_shape
 from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels
 from tests.host_kernels.products import Memory, spec_of
 from tests.host_kernels.variants import BF16, F16, F32
+from tests.support.norm_checks import check_backward, check_forward
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
@@ -31,7 +31,6 @@ NORMS = (
     *(LAYER, RMS, Norm(BF16, BF16, has_mean=True), Norm(BF16, BF16, has_mean=False)),
     *(Norm(BF16, F32, has_mean=True), Norm(F16, F16, has_mean=False), Norm(F16, F32, has_mean=False)),
 )
-SUM_ERROR = 64 * EPS32  # of a sum over a row, relative to the sum of magnitudes: threads add up few numbers each
 
 
 def name_of(norm: Norm) -> str:
@@ -168,62 +167,31 @@ class Rows:
         memory.check()
 
 
-def check_forward(rows: Rows) -> None:
-    norm, case = rows.norm, rows.case
+def check(rows: Rows) -> None:
+    """Runs both passes, each from the operands that are there then, and compares all results with the reference."""
+    norm, case, weight = rows.norm, rows.case, rows.weight.array[0]
     x, add = (each.array.astype(np.float64) for each in (rows.x, rows.add))
-    total = (x + add).astype(np.float32).astype(norm.dtype.numpy).astype(np.float64) if case.adds else x
-    weight, bias = rows.weight.values()[0], rows.bias.values()[0] if rows.has_bias else None
-    if norm.has_mean:
-        exact = layer_norm_fwd(total, weight, bias, eps=case.eps)
-    else:
-        exact = rms_norm_fwd(total, weight, eps=case.eps)
+    total = (x + add).astype(np.float32).astype(norm.dtype.numpy) if case.adds else rows.x.array.copy()
     y, written, mean, rstd = rows.forward()
     if case.adds:
-        assert_close("sum", written, total, rounding(norm.dtype, total) / 64)
-    magnitude = np.abs(total).mean(axis=1)
-    assert_close("rstd", rstd, exact.rstd, SUM_ERROR * exact.rstd)
-    if norm.has_mean:
-        assert exact.mean is not None
-        assert_close("mean", mean, exact.mean, SUM_ERROR * magnitude)
-    error = SUM_ERROR * (magnitude[:, None] + np.abs(total)) * exact.rstd[:, None] * np.abs(weight)
-    assert_close(
-        "y", y, exact.y, rounding(norm.dtype, exact.y) + error + 4 * EPS32 * (0 if bias is None else abs(bias))
-    )
-    for each in (rows.weight, rows.bias, *(() if case.over else (rows.x, rows.add))):
-        each.assert_unchanged()
-
-
-def check_backward(rows: Rows) -> None:
-    norm, case = rows.norm, rows.case
-    dy, x, weight, add, dweight, dbias = (
-        each.array.astype(np.float64) for each in (rows.dy, rows.x, rows.weight, rows.add_dx, rows.dweight, rows.dbias)
-    )
-    weight, starts = weight[0], [each[0] if case.accumulate else 0.0 for each in (dweight, dbias)]
-    mean = x.mean(axis=1).astype(np.float32) if norm.has_mean else np.zeros(len(x), np.float32)
-    rstd = (1.0 / np.sqrt(((x - mean[:, None]) ** 2).mean(axis=1) + case.eps)).astype(np.float32)
-    exact = norm_bwd(dy, x, weight, mean if norm.has_mean else None, rstd)
+        np.testing.assert_array_equal(written, total.astype(np.float64))
+    statistics = mean if norm.has_mean else None, rstd
+    check_forward(total, weight, rows.bias.array[0] if rows.has_bias else None, case.eps, (y, *statistics))
+    # Backward has operands of its own, because y may lie over x.
+    rows = Rows(norm, case)
+    dy, x, add, *starts = (each.array.copy() for each in (rows.dy, rows.x, rows.add_dx, rows.dweight, rows.dbias))
+    exact_mean = x.astype(np.float64).mean(axis=1)
+    variances = ((x - exact_mean[:, None] if norm.has_mean else x.astype(np.float64)) ** 2).mean(axis=1)
+    mean, rstd = exact_mean.astype(np.float32), (1.0 / np.sqrt(variances + case.eps)).astype(np.float32)
     rows.backward(mean, rstd)
-    g, of_row = np.abs(dy * weight), rstd.astype(np.float64)[:, None]
-    normalised = np.abs(x - mean[:, None]) * of_row
-    off = EPS32 * (2 * np.abs(x) * of_row + 4 * normalised)  # error of a normalised element
-    wants_dx, *wanted = rows.wanted
-    if wants_dx:
-        product, size = (g * normalised).mean(axis=1, keepdims=True), g.mean(axis=1, keepdims=True)
-        error = 8 * EPS32 * g + SUM_ERROR * (size + (1 + normalised) * product)
-        error += off * product + (1 + normalised) * (g * off).mean(axis=1, keepdims=True)
-        expected = exact.dx + (add if case.adds else 0.0)
-        limit = rounding(norm.dtype, expected) + error * of_row + 4 * EPS32 * (np.abs(add) + np.abs(expected))
-        assert_close("dx", rows.dx.values(), expected, limit)
-    terms = (np.abs(dy) * normalised, np.abs(dy) * off), (np.abs(dy), np.zeros_like(dy))
-    made = zip(wanted, (rows.dweight, rows.dbias), exact[1:], starts, terms, strict=True)
-    for is_wanted, result, gradient, start, (term, term_off) in made:
-        if is_wanted:
-            total = gradient + start
-            additions = (len(x) + 4) * EPS32 * (np.abs(start) + term.sum(axis=0)) + term_off.sum(axis=0)
-            assert_close("dweight or dbias", result.values()[0], total, rounding(norm.weight, total) + additions)
-        else:
-            result.assert_unchanged()
-    for each in (rows.weight, rows.x, *(() if case.over else (rows.dy, rows.add_dx))):
+    made = [rows.dx.values(), *(each.values()[0] for each in (rows.dweight, rows.dbias))]
+    begun = [each[0].astype(np.float64) if case.accumulate else 0.0 for each in starts]
+    results = [each if wanted else None for each, wanted in zip(made, rows.wanted, strict=True)]
+    statistics = mean if norm.has_mean else None, rstd
+    check_backward((dy, x, weight), statistics, add if case.adds else None, begun, results)
+    unwritten = [rows.weight, rows.bias, rows.x, *(() if case.over else (rows.dy, rows.add_dx))]
+    unwritten += [each for each, wanted in zip((rows.dweight, rows.dbias), rows.wanted[1:], strict=True) if not wanted]
+    for each in unwritten:
         each.assert_unchanged()
 
 
@@ -242,8 +210,7 @@ WARPS = Case(shape=(9, 1000), aligned=False, accumulate=True, shift=1000.0)
 @given(drawn=cases)
 def test_norms(norm: Norm, drawn: Case) -> None:
     case = drawn.suited(norm.dtype)
-    check_forward(Rows(norm, case))
-    check_backward(Rows(norm, case))
+    check(Rows(norm, case))
 
 
 WIDE = [(5, 4104), (4, 8000), (3, 16384), (3, 20000), (4, 33000)]
@@ -256,8 +223,7 @@ WIDE = [(5, 4104), (4, 8000), (3, 16384), (3, 20000), (4, 33000)]
 def test_wide_rows(norm: Norm, shape: tuple[int, int], aligned: bool) -> None:
     for over in (0, 1):
         case = Case(shape=shape, aligned=aligned, over=over, accumulate=over == 1, shift=100.0).suited(norm.dtype)
-        check_forward(Rows(norm, case))
-        check_backward(Rows(norm, case))
+        check(Rows(norm, case))
 
 
 def test_long_rows_without_shared_memory(shared_memory: list[int]) -> None:
@@ -266,7 +232,8 @@ def test_long_rows_without_shared_memory(shared_memory: list[int]) -> None:
     for size in (227 << 10, 1 << 10):
         shared_memory[:] = [size]
         rows = Rows(LAYER, Case(shape=(7, 20000)))
-        check_backward(rows)
+        check(rows)
+        rows.backward(np.zeros(7), np.ones(7))
         results.append((rows.dweight.array.tobytes(), rows.dbias.array.tobytes()))
     shared_memory[:] = [227 << 10]
     assert results[0] == results[1]

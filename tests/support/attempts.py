@@ -17,6 +17,7 @@ from lt_runtime.problem import DType, Philox
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
+from tests.support.norm_checks import NormCall
 from tests.support.placed import COLUMNS, ODD, host_of
 from tests.support.strategies import LinearCase, MatmulCase
 
@@ -198,6 +199,16 @@ def gated(activation: str, rows: int = ROWS, cols: int = 3, p: float = 0.5, seed
                 np.testing.assert_allclose(host_of(gpu, made), right, atol=1e-5)
 
         return Attempt(call, check)
+
+    return prepare
+
+
+def norm(kind: str) -> Prepare:
+    """Prepares the forward and the backward pass of LayerNorm or RMSNorm into buffers."""
+
+    def prepare(gpu: FakeGpu) -> Attempt:
+        made = NormCall(gpu, kind, (ROWS, 24))
+        return Attempt(lambda: made.backward(made.forward()), made.check)
 
     return prepare
 
@@ -524,6 +535,8 @@ OPERATIONS: Final[dict[str, Prepare]] = {
     "bce_with_logits": against_host("bce_with_logits", (numbers(3), np.abs(numbers(4)))),
     "dropout": against_host("dropout", (numbers(3),), p=0.5, rng=Philox(4)),
     "gated_fwd and gated_bwd": gated("silu"),
+    "layer_norm": norm("layer_norm"),
+    "rms_norm": norm("rms_norm"),
     "AdamW": _made_optimizer(max_norm=1.0, scaled=True),
     "AdamW.step": adamw(max_norm=0.5, weight_decay=0.1),
     "AdamW.step with infinite gradients": _after(1, adamw(0.5, np.inf, scaled=True)),
