@@ -85,14 +85,15 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) gated_bwd(const lt::Ga
   gate_at.start(sweep, p.rows);
   value_at.start(sweep, p.rows);
   for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
-    Octet dgate = unpack(dy_at.take(row, p.rows)), dvalue;
+    Octet dy = unpack(dy_at.take(row, p.rows));
     const Octet gate = unpack(gate_at.take(row, p.rows)), value = unpack(value_at.take(row, p.rows));
-    if (DROPOUT) apply_dropout<ALIGNED != 0>(dgate, p.dropout, step, index);
+    if (DROPOUT) apply_dropout<ALIGNED != 0>(dy, p.dropout, step, index);
     index += index_step;
+    Octet dgate, dvalue;
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      dvalue.v[i] = dgate.v[i] * ACTIVATION::forward(gate.v[i], p.slope);
-      dgate.v[i] *= value.v[i] * ACTIVATION::derivative(gate.v[i], p.slope);
+      dgate.v[i] = dy.v[i] * value.v[i] * ACTIVATION::derivative(gate.v[i], p.slope);
+      dvalue.v[i] = dy.v[i] * ACTIVATION::forward(gate.v[i], p.slope);
     }
     dgate_at.store(dgate, row == p.rows - 1);
     dvalue_at.store(dvalue, row == p.rows - 1);

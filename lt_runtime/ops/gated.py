@@ -164,7 +164,7 @@ def gated_bwd(dy: Any, ctx: GatedContext, *, out: Any = None, stream: Any = None
             ordered before it.
 
     Returns:
-        dh (..., 2F), of the kind that dy is.
+        dh (..., 2F), of the kind that h is.
 
     Raises:
         KindError: `ctx` is no context of `gated_fwd`.

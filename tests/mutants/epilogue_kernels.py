@@ -66,8 +66,8 @@ FAULTS: Final[Table] = {
     },
     "cuda_src/gated.cu": {
         "the gradient of the gate lacks the value's sign": (
-            "dgate.v[i] *= value.v[i] * ACTIVATION::derivative(",
-            "dgate.v[i] *= fabsf(value.v[i]) * ACTIVATION::derivative(",
+            "dy.v[i] * value.v[i] * ACTIVATION::derivative(",
+            "dy.v[i] * fabsf(value.v[i]) * ACTIVATION::derivative(",
             f"{_GATED}::test_backward[float32-silu-dropout-aligned]",
         ),
         "the mask of a gated activation lags behind": (

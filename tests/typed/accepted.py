@@ -48,4 +48,7 @@ def layer(x: Any, w: Any, dy: Any) -> tuple[Any, ...]:
     y, ctx = lt.linear_fwd(x, w, activation="gelu_erf", compute="tf32")
     dx, dw, db = lt.linear_bwd(dy, ctx, accumulate=True, out_dw=w)
     dz, dw, db, db_below = lt.linear_bwd(dy, ctx, through=ctx, need_db=False)
+    gated: lt.GatedContext
+    out, gated = lt.gated_fwd(y, activation="silu", dropout=0.5, rng=lt.Philox(1))
+    dy = lt.gated_bwd(out, gated, out=y)
     return y, dx, dw, db, dz, db_below, lt.linear_bwd(dy, ctx).dw, lt.linear_bwd(dy, ctx, through=ctx).dz_below
