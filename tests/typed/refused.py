@@ -12,6 +12,7 @@ def names(model: lt.MLP, x: Any, w: Any) -> None:
     lt.no_such_thing()  # refused
     lt.schedules.warmup_cosin(1, 2)  # refused
     lt.linear_fwd(x, w, activation="gelu_tanh")  # refused
+    lt.gated_fwd(x, activation="swiglu")  # refused
     lt.linear(x, w, compute="fp32")  # refused
     lt.matmul(x, w, compute="fp32")  # refused
     lt.Activation("rellu")  # refused

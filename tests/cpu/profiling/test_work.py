@@ -118,6 +118,13 @@ def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
     assert work.bytes == product + 2 * (m * k + m * whole) + 2 * (k * n + whole * n)
 
 
+def test_gated_activations_move_their_arrays(gpu: FakeGpu, told: list[Any]) -> None:
+    h, dy = arrays(gpu, (M, 2 * N), (M, N))
+    _, ctx = gpu.lt.gated_fwd(h, out=arrays(gpu, (M, N))[0])
+    gpu.lt.gated_bwd(dy, ctx, out=h)
+    assert [work_of(each).bytes for each in told] == [4 * 3 * M * N, 4 * 5 * M * N]
+
+
 def test_losses_and_dropout_move_their_arrays(gpu: FakeGpu, told: list[Any]) -> None:
     prediction, target = arrays(gpu, (M, N), (M, N))
     gpu.lt.mse_loss(prediction, target, out_gradient=arrays(gpu, (M, N))[0], out_loss=arrays(gpu, ())[0])
