@@ -21,15 +21,11 @@ from tests.host_kernels.build import Variant
 from tests.host_kernels.cases import EXAMPLES_ALONE, FEW, LAUNCH, Drops, Launch, Shape, suit_place, suit_shape
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import Memory, launching, spec_of
+from tests.host_kernels.test_epilogue_bwd import SPECIAL
 from tests.host_kernels.variants import GATED, Gated
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-SPECIAL = np.array(
-    [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 16.0, -16.0, 1e15, 1e30, -1e30, 3e38, -3e38]],
-    np.float32,
-)
-"""Sixteen columns, which the aligned and the scattered loads support."""
 
 
 @dataclass(frozen=True, kw_only=True)
