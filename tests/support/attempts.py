@@ -196,7 +196,7 @@ def gated(activation: str, rows: int = ROWS, cols: int = 3, p: float = 0.5, seed
         def check() -> None:
             gpu.synchronize(gpu.stream.ptr)
             for made, right in zip(results, expected, strict=True):
-                np.testing.assert_allclose(host_of(gpu, made), right, atol=1e-5)
+                np.testing.assert_allclose(host_of(gpu, made), right, rtol=1e-5, atol=1e-5)
 
         return Attempt(call, check)
 
