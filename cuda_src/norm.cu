@@ -24,9 +24,9 @@ namespace lt {
 constexpr bool kShort = ALIGNED && sizeof(SCALAR) == 2, kAhead = kShort && !LONG;
 constexpr int kOctets = kShort && LONG ? 4 : 2;  // octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same
 constexpr int kSums = 1 + MEAN;  // numbers that are summed up for each row; gradients that are summed up for each column
-// Launch bounds: blocks that a multiprocessor shall hold. A thread has 128 registers, and 64 in a forward pass over aligned rows
-// that are not long.
-constexpr int kForwardBlocks = (ALIGNED && !LONG ? 1024 : 512) / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
+// Launch bounds: blocks that a multiprocessor shall hold. A thread has 128 registers. In a forward pass it has 64 if rows are
+// aligned and not long, and all that it needs if they are neither.
+constexpr int kForwardBlocks = LONG ? 1 : (ALIGNED ? 1024 : 512) / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
 
 struct NormFwdParams {
   Matrix x;

@@ -82,7 +82,7 @@ def norm_macros(norm: Norm, *, aligned: bool, width: Width) -> Macros:
 
 def _forward_threads(*, aligned: bool, is_long: bool = False) -> int:
     """Threads that a multiprocessor runs at a time in a forward pass, and most threads of its largest blocks."""
-    return _MANY_THREADS if aligned and not is_long else _FEW_THREADS
+    return {(True, False): _MANY_THREADS, (False, True): THREADS}.get((aligned, is_long), _FEW_THREADS)
 
 
 class _Rows:
@@ -106,7 +106,7 @@ class _Rows:
         widths = zip(Width, (THREADS, most), strict=False)
         self.width = next((width for width, lanes in widths if layout.cols <= lanes * OCTET * octets), Width.LONG)
         if self.width is Width.LONG:
-            most = _FEW_THREADS
+            most = _forward_threads(aligned=aligned, is_long=True) if forward else _FEW_THREADS
             octets = _LONG_OCTETS if aligned and norm.dtype.itemsize == 2 else _OCTETS
         lanes = min(-(-layout.cols // (OCTET * octets)), most)
         lanes = next_power_of_two(lanes) if lanes <= WARP else -(-lanes // WARP) * WARP

@@ -41,6 +41,11 @@ def test_one_matrix_is_not_aligned(gpu: FakeGpu, kind: str, odd: str) -> None:
 
 
 @_kinds
+def test_sums_of_many_blocks(gpu: FakeGpu, kind: str) -> None:
+    run(NormCall(gpu, kind, (3000, 40), accumulate=True))
+
+
+@_kinds
 def test_an_unaligned_weight(gpu: FakeGpu, kind: str) -> None:
     call = NormCall(gpu, kind, _SHAPE)
     longer = gpu.cp.asarray(np.concatenate([[np.float32(7)], host_of(gpu, call.vectors["weight"])]))

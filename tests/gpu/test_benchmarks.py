@@ -38,6 +38,8 @@ KERNELS: list[Case] = [
     kernels.gated(64, 48, 0.1),
     kernels.gated(64, 48, backward=True),
     kernels.gated(64, 48, 0.1, backward=True),
+    *(kernels.norm("layer_norm", 64, 48, backward=backward) for backward in (False, True)),
+    *(kernels.norm("rms_norm", 64, 48, backward=backward, adds=True) for backward in (False, True)),
     kernels.dropout("float32", 64, 48),
     kernels.dropout("bfloat16", 64, 48),
     kernels.adamw_step("small", SHAPES, "float32"),

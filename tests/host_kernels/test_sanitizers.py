@@ -45,6 +45,8 @@ WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {
     "test_adamw.py::test_scaling_clipping_and_skipping": (),
     "test_gradient_norm.py::test_norms": (),
     "test_tally.py::test_rows_are_counted": (BF16,),
+    "test_norm.py::test_norms": ("float32-float32-layer", "bfloat16-float32-layer", "float16-float16-rms"),
+    "test_norm.py::test_wide_rows": ("True-bfloat16-bfloat16-layer-shape2", "False-float32-float32-layer-shape3"),
     "test_verify.py::test_expected_results": ("shape1",),
     "test_verify.py::test_comparisons_count_and_find_bad_elements": (),
     "test_own_products.py::test_narrow": [each for each in NARROW_PRODUCTS if each.shares],

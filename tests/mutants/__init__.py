@@ -9,6 +9,7 @@ from tests.mutants import (
     host_code,
     loss_kernels,
     narrow_mlps,
+    norms,
     optimizer_kernels,
     product_kernels,
     streams,
@@ -17,7 +18,7 @@ from tests.mutants import (
 from tests.mutants.fault import Fault, faults_of
 
 _MODULES: Final = (
-    *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps),
+    *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps, norms),
     *(trusted, host_code, streams),
 )
 FAULTS: Final[tuple[Fault, ...]] = tuple(each for module in _MODULES for each in faults_of(module.FAULTS))
