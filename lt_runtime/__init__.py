@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.ops._linear import LinearContext
+    from lt_runtime.ops.add import add
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
     from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
@@ -43,6 +44,7 @@ _EXPORTS = {
     "epilogue": "Epilogue",
     "grad_scaler": "GradScaler",
     "ops._linear": "LinearContext",
+    "ops.add": "add",
     "ops.optimizer": "AdamW Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
@@ -69,7 +71,7 @@ _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
 # `__all__` is written out by topic with `+=`, because type checkers ignore a computed `__all__`.
 __all__ = ["LinearContext", "Philox", "contiguous", "dropout", "linear", "linear_bwd", "linear_fwd", "matmul"]
-__all__ += ["GatedContext", "gated_bwd", "gated_fwd"]
+__all__ += ["GatedContext", "add", "gated_bwd", "gated_fwd"]
 __all__ += ["NormContext", "layer_norm_bwd", "layer_norm_fwd", "rms_norm_bwd", "rms_norm_fwd"]
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
 __all__ += ["EMA", "MLP", "AdamW", "GradScaler", "Parameter", "Schedule"]

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import KindError
+from lt_runtime.ops.add import add
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.gated import gated_bwd, gated_fwd
@@ -17,7 +18,7 @@ from lt_runtime.ops.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rm
 
 _LOSSES: Final = (mse_loss, huber_loss, bce_with_logits, cross_entropy)
 _NORMS: Final = (layer_norm_fwd, layer_norm_bwd, rms_norm_fwd, rms_norm_bwd)
-_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, dropout, gated_fwd, gated_bwd, *_NORMS)
+_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, add, dropout, gated_fwd, gated_bwd, *_NORMS)
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> Callable[[], None]:
@@ -37,7 +38,7 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     call unless the step of `rng` is an array on the operands' device.
 
     Args:
-        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.dropout`, `lt.gated_fwd`,
+        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.add`, `lt.dropout`, `lt.gated_fwd`,
             `lt.gated_bwd`, one of the losses, or `lt.layer_norm_fwd`, `lt.rms_norm_fwd` and their backward.
         arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library

@@ -17,6 +17,7 @@ from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import mlp, tile_matmul
+from lt_runtime.kernels.add import _ADD_BLOCKS
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
 from lt_runtime.kernels.gated import _BLOCKS
@@ -223,8 +224,9 @@ VARIANTS: Final = (
     *over("ema.cu"),
     *(
         variant
-        for bare in over("dropout.cu", SCALAR=SCALAR.values())
-        for variant in _swept(bare, lambda *_: _DROPOUT_BLOCKS)
+        for source, blocks in (("add.cu", _ADD_BLOCKS), ("dropout.cu", _DROPOUT_BLOCKS))
+        for bare in over(source, SCALAR=SCALAR.values())
+        for variant in _swept(bare, lambda *_, blocks=blocks: blocks)
     ),
     *_epilogue_bwd(),
     *_epilogue_fwd(),

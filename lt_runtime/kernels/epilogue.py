@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Final
 
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
-from lt_runtime.kernels.tiling import OCTET, Access, are_aligned, moves_vectors, reduction, sweep, wave_of
-from lt_runtime.layout import Order, packed
+from lt_runtime.kernels.tiling import OCTET, Access, are_aligned, folded, moves_vectors, reduction, sweep, wave_of
+from lt_runtime.layout import Order
 from lt_runtime.problem import ACTIVATIONS, Derivative, DType, ForwardProblem, MatmulProblem, Philox, Saved, Spec
 
 ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
@@ -21,8 +20,6 @@ _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Save
 # early.
 _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
-# Elements of the rows into which the kernel of dropout divides an array without gaps.
-_DROPOUT_ROW: Final = 2048
 # Launch bound: blocks of the kernel of dropout that a multiprocessor must be able to hold.
 _DROPOUT_BLOCKS: Final = 6
 _DROPOUT_WAVES: Final = 4
@@ -184,9 +181,7 @@ class DropoutPass:
     scratch_bytes = 0
 
     def __init__(self, dtype: DType, source: Spec, target: Spec, device: int) -> None:
-        specs = [source, target]
-        if all(spec.layout.order is Order.ROW and spec.layout.extent == spec.layout.size for spec in specs):
-            specs = [_folded(spec) for spec in specs]
+        specs = folded(source, target)
         layout = specs[0].layout
         access = Access.ALIGNED if are_aligned(dtype, *specs) else Access.ANY
         macros = *define(SCALAR=dtype), *access.macros(_DROPOUT_BLOCKS)
@@ -204,13 +199,3 @@ class DropoutPass:
         params.in_.data, params.out.data = call.addresses
         params.dropout = (call.dropouts[0] or _KEEPS_ALL).block()
         launch()
-
-
-def _folded(spec: Spec) -> Spec:
-    """The matrix as which the kernel reads packed elements: rows of a length that suits the kernel, or one row.
-
-    Each element keeps its row-major index, which decides its random number.
-    """
-    size = spec.layout.size
-    cols = math.gcd(size, _DROPOUT_ROW)
-    return Spec(packed(size // cols, cols) if cols >= OCTET else packed(1, size), spec.alignment)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, Spec
 
 THREADS: Final = 256
@@ -27,6 +28,7 @@ _FEWEST_FLAT: Final = (OCTET, 2 * OCTET + 1)
 _MOST_FLAT: Final = 1 << 18
 _MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and loads four steps ahead
 _OCTETS_A_THREAD: Final = 2
+_FOLDED_ROW: Final = 2048  # most elements of the rows into which an elementwise pass divides arrays without gaps
 # A block that sees every row of a narrow strip of columns sums the strip up alone, without waiting for other blocks.
 _STRIP_OCTETS: Final = 2
 _STRIP_THREADS: Final = 128
@@ -113,6 +115,19 @@ def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
     """
     present = [spec for spec in specs if spec is not None]
     return all(spec.layout.order is Order.ROW for spec in present) and are_whole(dtype, *present)
+
+
+def folded(*specs: Spec) -> list[Spec]:
+    """The matrices of one shape as which an elementwise pass reads its operands: the operands, or longer or fewer rows.
+
+    Where all operands are row-major without gaps, their rows get a length that suits the kernels, or become one row.
+    Each element keeps its row-major index, which decides its random number.
+    """
+    if any(spec.layout.order is not Order.ROW or spec.layout.extent != spec.layout.size for spec in specs):
+        return list(specs)
+    size = specs[0].layout.size
+    cols = math.gcd(size, _FOLDED_ROW)
+    return [Spec(packed(size // cols, cols) if cols >= OCTET else packed(1, size), spec.alignment) for spec in specs]
 
 
 def tile(rows: int, cols: int) -> Pair:

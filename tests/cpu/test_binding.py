@@ -46,7 +46,11 @@ def of_dropout() -> tuple[Callable[..., Any], list[Array], dict[str, Any], dict[
     return lt.dropout, [numbers(0, (M, N), "float32")], options, {"out": zeros(M, N)}
 
 
-@pytest.mark.parametrize("make", [of_forward, of_inference, of_product, of_mse, of_dropout])
+def of_sum() -> tuple[Callable[..., Any], list[Array], dict[str, Any], dict[str, Array]]:
+    return lt.add, [numbers(i, (M, N), "float32") for i in range(2)], {}, {"out": zeros(M, N)}
+
+
+@pytest.mark.parametrize("make", [of_forward, of_inference, of_product, of_mse, of_dropout, of_sum])
 def test_a_bound_call(make: Callable[[], Any]) -> None:
     operation, operands, options, buffers = make()
     bound = lt.bind(operation, *operands, **options, **buffers)

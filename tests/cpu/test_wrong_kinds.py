@@ -279,6 +279,7 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "rms_norm_fwd": norm_forward("rms_norm_fwd"),
     "layer_norm_bwd": norm_backward("layer_norm"),
     "rms_norm_bwd": norm_backward("rms_norm"),
+    "add": lambda w: (w.lt.add, operands(w, (M, N), (M, N), (M, N), names="a b out")),
     "dropout": lambda w: (w.lt.dropout, {"x": w.ones(M, N), "p": 0.5, "rng": w.lt.Philox(), "out": w.ones(M, N)}),
     "gated_fwd": lambda w: (
         w.lt.gated_fwd,

@@ -90,7 +90,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Dropping:
-    """A variant of dropout.cu."""
+    """A variant of dropout.cu or add.cu."""
 
     dtype: DType
     aligned: bool

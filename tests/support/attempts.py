@@ -533,6 +533,7 @@ OPERATIONS: Final[dict[str, Prepare]] = {
     "raw backward": _raw(backward=True),
     "cross_entropy": against_host("cross_entropy", (numbers(3), labels(3))),
     "bce_with_logits": against_host("bce_with_logits", (numbers(3), np.abs(numbers(4)))),
+    "add": against_host("add", (numbers(3), numbers(4))),
     "dropout": against_host("dropout", (numbers(3),), p=0.5, rng=Philox(4)),
     "gated_fwd and gated_bwd": gated("silu"),
     "layer_norm": norm("layer_norm"),

@@ -100,6 +100,11 @@ def _loss(generator: Generator) -> Prepare:
     return attempts.against_host("cross_entropy", (scores, attempts.labels(seed, rows, classes)))
 
 
+def _add(generator: Generator) -> Prepare:
+    seed, shape = int(generator.integers(1 << 30)), [_pick(generator, _AXES) for _ in range(2)]
+    return attempts.against_host("add", (attempts.numbers(seed, *shape), attempts.numbers(seed + 1, *shape)))
+
+
 def _dropout(generator: Generator) -> Prepare:
     seed = int(generator.integers(1 << 30))
     x = attempts.numbers(seed, _pick(generator, _AXES), _pick(generator, _AXES))
@@ -155,6 +160,7 @@ OPERATIONS: Final[dict[str, Callable[[Generator], Prepare]]] = {
     "bound": lambda generator: attempts.bind(random_layer(generator, keep_z=True, dropout=0.0)),
     "captured": _captured,
     "loss": _loss,
+    "add": _add,
     "dropout": _dropout,
     "gated": _gated,
     "training": _training,
