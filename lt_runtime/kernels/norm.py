@@ -10,36 +10,27 @@ from lt_runtime.gpu.devices import device_attributes
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define
-from lt_runtime.kernels.tiling import (
-    OCTET,
-    THREADS,
-    VECTOR_BYTES,
-    WARP,
-    Tiling,
-    are_aligned,
-    next_power_of_two,
-    wave_of,
-)
+from lt_runtime.kernels.tiling import OCTET, VECTOR_BYTES, WARP, Tiling, are_aligned, next_power_of_two, wave_of
 from lt_runtime.problem import DType, Spec
 
 NORM_FWD: Final = Entry("norm_fwd", "norm.cu")
 NORM_BWD: Final = Entry("norm_bwd", "norm.cu")
 NORM_SUMS: Final = Entry("norm_sums", "norm.cu")
 
-# Octets of a row that a thread holds, as in norm.cu. The second number is that of backward over long rows of aligned
-# 16-bit numbers.
+# Octets of a row that a thread holds, as in norm.cu. The second number is that of long rows of aligned 16-bit numbers.
 _OCTETS: Final = 2
 _LONG_OCTETS: Final = 4
-# Threads that a multiprocessor runs at a time, by the launch bounds of norm.cu: with 64 and with 128 registers each.
-_MANY_THREADS: Final = 1024
-_FEW_THREADS: Final = 512
+# Most threads of a block, by `Width`: of norm_fwd, for aligned rows and for others, and of norm_bwd. The launch bounds
+# of norm.cu let a multiprocessor run as many at a time as a wide row's block may have, or a long row's.
+_FORWARD_THREADS: Final = {True: (256, 1024, 512), False: (256, 512, 256)}
+_BACKWARD_THREADS: Final = (256, 512, 512)
 # Threads in x and y of a block that adds up partial sums: 32 columns, so that a warp reads whole lines of 128 bytes.
 _SUMS_BLOCK: Final = (4, 64)
 # Bytes of shared memory that norm_bwd uses besides the sums of long rows.
 _STATIC_SHARED: Final = 1 << 10
 
 
-class Width(enum.Enum):
+class Width(enum.IntEnum):
     """How many columns a row has: as many as a small block's registers hold, as a large block's, or more (LONG)."""
 
     SHORT = 0
@@ -67,22 +58,9 @@ class Norm(NamedTuple):
 
 def norm_macros(norm: Norm, *, aligned: bool, width: Width) -> Macros:
     """The preprocessor definitions of norm.cu."""
-    is_short, is_long = width is Width.SHORT, width is Width.LONG
-    forward = THREADS if is_short else _forward_threads(aligned=aligned, is_long=is_long)
-    return define(
-        SCALAR=norm.dtype,
-        WEIGHT=norm.weight,
-        MEAN=norm.has_mean,
-        ALIGNED=aligned,
-        LONG=is_long,
-        FORWARD_THREADS=forward,
-        BACKWARD_THREADS=THREADS if is_short else _FEW_THREADS,
-    )
-
-
-def _forward_threads(*, aligned: bool, is_long: bool = False) -> int:
-    """Threads that a multiprocessor runs at a time in a forward pass, and most threads of its largest blocks."""
-    return {(True, False): _MANY_THREADS, (False, True): THREADS}.get((aligned, is_long), _FEW_THREADS)
+    types = define(SCALAR=norm.dtype, WEIGHT=norm.weight, MEAN=norm.has_mean)
+    threads = define(FORWARD_THREADS=_FORWARD_THREADS[aligned][width], BACKWARD_THREADS=_BACKWARD_THREADS[width])
+    return types + define(ALIGNED=aligned, LONG=width is Width.LONG) + threads
 
 
 class _Rows:
@@ -91,7 +69,7 @@ class _Rows:
     Args:
         matrices: specs of all matrices of the pass; None for an absent one.
         vectors: alignment of the addresses of weight and bias.
-        most: most threads of a block whose rows are not long.
+        forward: whether it is the forward pass.
 
     Attributes:
         pitch: number of columns, rounded up to a multiple of the columns that a block's threads hold at a time.
@@ -102,19 +80,19 @@ class _Rows:
     ) -> None:
         layout = next(each.layout for each in matrices if each is not None)
         aligned = are_aligned(norm.dtype, *matrices) and vectors % VECTOR_BYTES == 0
-        most, octets = _forward_threads(aligned=aligned) if forward else _FEW_THREADS, _OCTETS
-        widths = zip(Width, (THREADS, most), strict=False)
-        self.width = next((width for width, lanes in widths if layout.cols <= lanes * OCTET * octets), Width.LONG)
-        if self.width is Width.LONG:
-            most = _forward_threads(aligned=aligned, is_long=True) if forward else _FEW_THREADS
-            octets = _LONG_OCTETS if aligned and norm.dtype.itemsize == 2 else _OCTETS
-        lanes = min(-(-layout.cols // (OCTET * octets)), most)
+        threads = _FORWARD_THREADS[aligned] if forward else _BACKWARD_THREADS
+        octets_of_row = -(-layout.cols // OCTET)
+        fitting = [each for each in Width if octets_of_row <= _OCTETS * threads[each] or each is Width.LONG]
+        self.width = width = fitting[0]
+        most = threads[max(width, Width.WIDE)]
+        octets = _LONG_OCTETS if width is Width.LONG and aligned and norm.dtype.itemsize == 2 else _OCTETS
+        lanes = min(-(-octets_of_row // octets), most)
         lanes = next_power_of_two(lanes) if lanes <= WARP else -(-lanes // WARP) * WARP
         share = -(-layout.rows // wave_of(device, 1))
-        rows = max(1, WARP // lanes, min(next_power_of_two(THREADS // lanes + 1) // 2, next_power_of_two(share)))
+        rows = max(1, WARP // lanes, min(next_power_of_two(threads[0] // lanes + 1) // 2, next_power_of_two(share)))
         wave = wave_of(device, most // (lanes * rows))
         self.tiling = Tiling((min(wave, -(-layout.rows // rows)), 1), (lanes, rows))
-        self.macros = norm_macros(norm, aligned=aligned, width=self.width)
+        self.macros = norm_macros(norm, aligned=aligned, width=width)
         held = lanes * OCTET * octets
         self.pitch = -(-layout.cols // held) * held
 

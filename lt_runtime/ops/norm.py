@@ -85,17 +85,14 @@ class NormForward(Operation):
         rows, cols = spec.layout.shape
         vectors = [each for each in (weight, bias) if each is not None]
         norm = Norm(dtype, _check_vectors(x, cols, *vectors), has_mean)
-        if add is not None:
-            check_shape(add.name, add.shape, x.shape, "x's shape")
-            check_same(x, add)
-        elif total is not None:
+        _check_alike(x, add)
+        if add is None and total is not None:
             raise ArgumentError(f"out_sum has shape {total.shape}, but add is None; pass add=, or no out_sum")
         new: dict[int, New] = {}
         y = result_spec(_Y, out, x.shape, x, new)
         of_sum = None if add is None else result_spec(_SUM, total, x.shape, x, new)
-        for place, each in ((_MEAN, mean), (_RSTD, rstd)):
-            if place == _RSTD or has_mean:
-                result_spec(place, each, (rows,), x, new, DType.FLOAT32)
+        for place, each in ((_MEAN, mean), (_RSTD, rstd))[not has_mean :]:
+            result_spec(place, each, (rows,), x, new, DType.FLOAT32)
         alignment = min(each.alignment for each in vectors)
         of_add = None if add is None else add.spec
         problem = (norm, spec, of_add, y, of_sum, alignment, eps) if spec.layout.size else None
@@ -148,10 +145,7 @@ class NormBackward(Operation):
         dy, x, weight, _, _, add, *outputs = operands
         options = BackwardOptions(*map(flag, BackwardOptions._fields, options))
         spec, wanted = x.spec, dict(zip(range(_DX, _DBIAS + 1), options[2:], strict=True))
-        for each in (dy, add):
-            if each is not None:
-                check_shape(each.name, each.shape, x.shape, "x's shape")
-                check_same(x, each)
+        _check_alike(x, dy, add)
         if add is not None and not options.need_dx:
             raise ArgumentError(f"add has shape {add.shape}, but need_dx is False; pass need_dx=True, or no add")
         given = dict(zip(wanted, outputs, strict=True))
@@ -194,6 +188,14 @@ class NormBackward(Operation):
         """See `Operation`."""
         gradients = LayerNormGradients(*arrays[_DX:])
         return gradients if prepared.request.detail.has_mean else RMSNormGradients(*gradients[:2])
+
+
+def _check_alike(x: Operand, *others: Operand | None) -> None:
+    """Raises `ShapeError` or `DTypeError` unless all other arrays have the shape and type of x."""
+    for each in others:
+        if each is not None:
+            check_shape(each.name, each.shape, x.shape, "x's shape")
+            check_same(x, each)
 
 
 def _check_vectors(x: Operand, cols: int, weight: Operand, *bias: Operand) -> DType:
