@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lt_runtime.saving.checkpoints import load_checkpoint, load_model, save_checkpoint, save_model
     from lt_runtime.schedules import Schedule
     from lt_runtime.training.averages import EMA
-    from lt_runtime.training.mlp import MLP
+    from lt_runtime.nn.mlp import MLP
     from lt_runtime.training.prefetch import Prefetcher, prefetch
     from lt_runtime.training.step import Metrics, TrainStep, evaluate
 
@@ -60,7 +60,7 @@ _EXPORTS = {
     "profiling.capture.check": "CaptureReport check_capture",
     "schedules": "Schedule",
     "training.averages": "EMA",
-    "training.mlp": "MLP",
+    "nn.mlp": "MLP",
     "saving.checkpoints": "load_checkpoint load_model save_checkpoint save_model",
     "training.prefetch": "Prefetcher prefetch",
     "training.step": "Metrics TrainStep evaluate",

@@ -51,6 +51,7 @@ class Parameter:
         name: for errors and reports.
         lr_scale: factor of the learning rate for this parameter, and so of its weight decay, which is lr·λ.
         weight_decay: λ for this parameter; None for the optimizer's λ.
+        transposed: the parameter that this one is the transposed view of; None for a parameter of its own.
 
     Raises:
         ArgumentError: `name` is no string, or `lr_scale` or `weight_decay` is no finite number or negative.
@@ -62,6 +63,17 @@ class Parameter:
     name: str = "parameter"
     lr_scale: float = 1.0
     weight_decay: float | None = None
+    transposed: Parameter | None = None
+
+    @property
+    def T(self) -> Parameter:  # noqa: N802 - as in NumPy
+        """A view for a layer that shares this weight transposed; optimizers and files hold this parameter alone."""
+        return self.transposed or Parameter(self.data.T, self.grad.T, name=f"{self.name}.T", transposed=self)
+
+    @property
+    def owner(self) -> Parameter:
+        """The parameter whose arrays these are: this one, unless it is a transposed view."""
+        return self.transposed or self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "name":

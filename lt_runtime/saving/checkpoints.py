@@ -26,7 +26,7 @@ from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.plan_choices import choices_of, take_choices
-from lt_runtime.training.mlp import MLP, shapes_of
+from lt_runtime.nn.mlp import MLP, shapes_of
 
 _FORMAT: Final = 1
 _MASTER: Final = ".master"

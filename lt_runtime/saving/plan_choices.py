@@ -19,7 +19,7 @@ from lt_runtime.store.entries import Entry, LayerEntry
 from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import PlanStore, plan_store
 from lt_runtime.training.body import chains_of
-from lt_runtime.training.mlp import MLP
+from lt_runtime.nn.mlp import MLP
 from lt_runtime.tuner.chain import as_decided
 
 _LARGEST: Final = 1 << 20

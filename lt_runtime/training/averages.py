@@ -20,7 +20,7 @@ from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.ops._parameters import HeldArrays, write_values
 from lt_runtime.problem import DType
-from lt_runtime.training.mlp import MLP, brief
+from lt_runtime.nn.mlp import MLP, brief
 
 _STATE: Final = np.dtype(TallyState)
 _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)

@@ -26,8 +26,8 @@ from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.problem import Compute
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Scores, Tally
-from lt_runtime.training.mlp import MLP, check_model_type
-from lt_runtime.training.parts import backward_layer
+from lt_runtime.nn.mlp import MLP, check_model_type
+from lt_runtime.nn.run import Pass
 
 if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain

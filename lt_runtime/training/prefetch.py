@@ -24,7 +24,7 @@ from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import aligned
 from lt_runtime.gpu.streams import order_after, private_stream, stream_handle
-from lt_runtime.training.parts import ComputeDevice
+from lt_runtime.nn.device import ComputeDevice
 
 Batch: TypeAlias = Any
 """A NumPy array, or a tuple, list or dict of batches."""

@@ -17,7 +17,7 @@ from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Scores, Tally, Totals
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, step_loss
-from lt_runtime.training.mlp import MLP, brief
+from lt_runtime.nn.mlp import MLP, brief
 
 
 class Metrics(NamedTuple):

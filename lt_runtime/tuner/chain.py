@@ -186,6 +186,11 @@ class LayerChain:
         return LayerChain(tuple(layers))
 
     @property
+    def plain(self) -> LayerChain:
+        """The chain with the tensors that the plainest strategies save, whatever the present plans save."""
+        return self.keeping({index: _plainest(each) for index, each in self.forwards.items()})
+
+    @property
     def parts(self) -> list[Part]:
         """All parts of the chain, in the order in which they are decided.
 
@@ -234,9 +239,14 @@ def derivative_of(problem: ForwardProblem) -> Derivative:
 
     The derivative reads the tensor that the plainest strategy saves: a product without epilogue, then our kernel.
     """
-    *_, plainest = forward_strategies(problem)
-    db, spec = None if problem.bias is None else ALIGNMENT, _saved_spec(problem, plainest.saved)
-    return Derivative(problem.activation, plainest.saved, spec, db, problem.dropout)
+    db, saved = None if problem.bias is None else ALIGNMENT, _plainest(problem)
+    return Derivative(problem.activation, saved, _saved_spec(problem, saved), db, problem.dropout)
+
+
+def _plainest(problem: ForwardProblem) -> Saved:
+    """Kind of the tensor that the last of a problem's strategies saves, a product without epilogue and then our pass."""
+    *_, last = forward_strategies(problem)
+    return last.saved
 
 
 def plain_backward(problem: ForwardProblem) -> BackwardProblem:

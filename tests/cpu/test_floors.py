@@ -27,6 +27,7 @@ FLOORS = (
     {"plans"},
     {"tuner"},
     {"ops"},
+    {"nn"},
     {"binding", "profiling", "training"},
     {"saving"},
     {"cli"},

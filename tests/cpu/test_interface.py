@@ -14,7 +14,7 @@ from lt_runtime.errors import ArgumentError, DTypeError
 from lt_runtime.gpu import devices
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.problem import DType
-from lt_runtime.training.parts import ComputeDevice
+from lt_runtime.nn.device import ComputeDevice
 from tests.support.numpy_cases import DTYPES
 
 

@@ -21,7 +21,7 @@ FAULTS: Final[Table] = {
             "tests/cpu/test_fake_gpu_batches.py::test_buffers_are_freed_with_their_graph",
         ),
     },
-    "lt_runtime/training/parts.py": {
+    "lt_runtime/nn/narrow.py": {
         "tuning() measures no rows that have run before": (
             "if key not in self._chosen or asked_for.get():",
             "if key not in self._chosen:",

@@ -100,7 +100,7 @@ FAULTS: Final[Table] = {
             _CHANGE,
         ),
     },
-    "lt_runtime/training/parts.py": {
+    "lt_runtime/nn/device.py": {
         "a model may be used before its parameters are there": (
             'call("cuStreamSynchronize", stream_handle(None, self.ordinal))',
             "pass",

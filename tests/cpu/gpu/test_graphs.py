@@ -91,7 +91,7 @@ def test_a_call_that_is_forbidden_to_the_capturing_thread_is_not_tried_again(gpu
 
 
 def test_a_synchronisation_of_the_device_waits_for_captures(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, errors = own("training.parts"), own("errors")
+    device, errors = own("nn.device"), own("errors")
     model = gpu.lt.MLP([8, 4], device="cuda")
     gpu.synchronize_all()
     call("cuStreamBeginCapture", gpu.stream.ptr, 1)

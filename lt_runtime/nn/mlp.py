@@ -5,24 +5,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 
-from lt_runtime.arguments import by_layer, flag, integer, integers, shown
+from lt_runtime.arguments import by_layer, flag, integers, shown
 from lt_runtime.arrays.operand import CUPY, Operand, library_of, read_step
-from lt_runtime.arrays.transfer import arena_size, arena_views, copied, host_zeros
+from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
-from lt_runtime.ops.linear import linear, linear_fwd
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.device import ComputeDevice
+from lt_runtime.nn.linear import Linear, activations_by_layer, backward_layers, forward_layers
+from lt_runtime.nn.narrow import NarrowPasses
+from lt_runtime.nn.run import Pass
+from lt_runtime.ops._parameters import Parameter
 from lt_runtime.problem import Activation, Chosen, Compute, ComputeName, DType, DTypeLike, Philox, probability
-from lt_runtime.ranges import range_of
-from lt_runtime.training.parts import ComputeDevice, Linear, NarrowPasses, activations_by_layer, backward_layer
 
 _Value = TypeVar("_Value")
 _DRAWN: Final = 1 << 20  # number of initial values that are drawn at once
@@ -30,7 +32,7 @@ _OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "
 """The arguments of `MLP` except the device, in the order in which saved files list them."""
 
 
-class MLP:
+class MLP(Block, surrounded=False):
     """Linear layers in a row, each followed by its activation and its dropout.
 
     A single `activation` or `dropout` is for the hidden layers, which are all layers but the last. A list or tuple has
@@ -71,6 +73,8 @@ class MLP:
         MissingLibraryError: the device is a GPU, and a library that it needs is not installed.
     """
 
+    has_range: ClassVar[bool] = False
+
     def __init__(
         self,
         dims: Sequence[int],
@@ -88,6 +92,7 @@ class MLP:
         self.dims = integers("dims", dims)
         if len(self.dims) < 2 or min(self.dims) < 1:
             raise ArgumentError(f"dims is {list(self.dims)}; accepted are at least two positive sizes")
+        self.inputs, self.outputs = self.dims[0], self.dims[-1]
         self.seed = Philox(seed).seed  # `Philox` refuses anything but a 64-bit seed
         self.dtype = DType.parse("the model", dtype)
         self.master_weights = flag("master_weights", master_weights)
@@ -102,14 +107,14 @@ class MLP:
         self.device = ComputeDevice(parse_device(device))
         made = self._parameters(biases, has_masters=self.master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
-            Linear(f"layer{i}", made[f"layer{i}.weight"], made.get(f"layer{i}.bias"), activations[i], dropouts[i])
-            for i in range(count)
+            Linear.of(name, made[f"{name}.weight"], made.get(f"{name}.bias"), *options, self.seed, compute)
+            for name, *options in zip((f"layer{i}" for i in range(count)), activations, dropouts, strict=True)
         ]
         self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, self.device.ordinal)
 
-    def parameters(self) -> list[Parameter]:
-        """Weights and biases, layer by layer; a layer without a bias has its weight alone."""
-        return [parameter for layer in self.layers for parameter in layer.parameters()]
+    def parts(self) -> Iterable[tuple[str, Any]]:
+        """See `Block`."""
+        return [(f"layer{i}", layer) for i, layer in enumerate(self.layers)]
 
     @property
     def activation(self) -> Activation | tuple[Activation, ...]:
@@ -147,44 +152,6 @@ class MLP:
         lines = ["  ".join(map(str.ljust, row[:-1], widths)) + "  " + row[-1].rjust(widths[-1]) for row in rows]
         return "\n".join([f"MLP on {self.device.description}, {self.dtype.value}{masters}", *lines])
 
-    def state_dict(self, *, names: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Copies of all parameters' values, in the model's type: NumPy arrays, on a GPU CuPy arrays. Waits for the GPU.
-
-        Args:
-            names: other names for parameters, by their own names ("layer0.weight", "layer0.bias" and so on), for
-                example {"layer0.weight": "0.weight"} for PyTorch's `nn.Sequential`. `load_state_dict` takes the same.
-
-        Raises:
-            ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
-        """
-        self.device.synchronize()
-        with self.device.current():
-            state = {name: copied(each.data) for name, each in by_name(self.parameters(), names).items()}
-        self.device.synchronize()
-        return state
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, strict: bool = True, names: Mapping[str, str] | None = None
-    ) -> LeftOut:
-        """Assigns values to the parameters, as `Parameter.assign`; optimizers and graphs use the new values.
-
-        Args:
-            state: arrays by name, each as `Parameter.assign` takes it: `state_dict()` of this class, or PyTorch's.
-            strict: refuse a state that lacks a parameter or has an entry of no parameter. If False, all entries that
-                belong to a parameter are loaded; there must be at least one.
-            names: the state's name for each parameter whose name differs in the state, as for `state_dict`.
-
-        Returns:
-            `missing` and `unexpected`: lists of the names that were left out; both are empty if `strict`.
-
-        Raises:
-            OperandError: the state does not fit. The message lists every entry that is missing, unexpected or of
-                another shape or kind. Nothing has been written.
-            ArgumentError: `names` is wrong, as in `state_dict`.
-            CaptureError: the current stream is being captured.
-        """
-        return load_values(by_name(self.parameters(), names), state, strict=flag("strict", strict))
-
     def __call__(self, x: Any, *, stream: Any = None) -> Any:
         """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout or tensors for backward; see `lt.linear`.
 
@@ -196,19 +163,17 @@ class MLP:
         try:
             if self.narrow.take(x, backward=False):
                 return self.narrow.outputs(x, stream)
-            y = x
-            for each in self.layers:
-                options: dict[str, Any] = {"activation": each.activation, "compute": self.compute, "stream": stream}
-                y = linear(y, each.weight.data, each.bias and each.bias.data, **options)
+            return forward_layers(self.layers, x, Pass(trains=False, stream=stream))
         except OperandError:
             self._refuse_inputs(x, stream)
             raise
-        return y
 
     def forward(
         self, x: Any, step: Any = None, *, micro_batch: int = 0, copy_step: bool = True, stream: Any = None
-    ) -> tuple[Any, list[Any]]:
+    ) -> Any:
         """Outputs and the layers' contexts, for training: with dropout.
+
+        Within another block, the second argument is a `Pass`, and the outputs alone are returned, as by any block.
 
         Args:
             x: (M, dims[0]), of the model's type, on its device.
@@ -225,8 +190,9 @@ class MLP:
             ArgumentError: there is dropout, and no step.
             LtError: as `lt.linear_fwd` does.
         """
-        if type(micro_batch) is not int:
-            micro_batch = integer("micro_batch", micro_batch)
+        if isinstance(step, Pass):
+            with step.forward_of(self):
+                return self._run_layers(x, step)
         copies = flag("copy_step", copy_step)
         if not any(each.dropout for each in self.layers):
             step = 0 if step is None else step
@@ -237,23 +203,25 @@ class MLP:
             )
         elif copies:
             step = self._copied_step(step, x, stream)
-        contexts, y = [], x
-        try:
-            for i, each in enumerate(self.layers, micro_batch * len(self.layers)):
-                options: dict[str, Any] = {"activation": each.activation, "dropout": each.dropout}
-                options |= {"rng": Philox(self.seed, i, step), "compute": self.compute, "stream": stream}
-                with range_of(f"forward/{each.name}"):
-                    y, ctx = linear_fwd(y, each.weight.data, each.bias and each.bias.data, **options)
-                contexts.append(ctx)
-        except OperandError:
-            self._refuse_inputs(x, stream)
-            raise
+        run = Pass(step, micro_batch=micro_batch, stream=stream)
+        run.places = len(self.layers)
+        y = self._run_layers(x, run)
+        contexts, *_ = run.take()
         return y, contexts
 
+    def _run_layers(self, x: Any, run: Pass) -> Any:
+        try:
+            return forward_layers(self.layers, x, run)
+        except OperandError:
+            self._refuse_inputs(x, run.stream)
+            raise
+
     def backward(
-        self, dy: Any, contexts: Sequence[Any], *, accumulate: bool = False, need_dx: bool = False, stream: Any = None
+        self, dy: Any, contexts: Any, *, accumulate: bool = False, need_dx: bool = False, stream: Any = None
     ) -> Any:
         """Writes every parameter's gradient into `Parameter.grad`.
+
+        Within another block, the second argument is the `Pass` of forward.
 
         Args:
             dy: (M, dims[-1]), the gradient with respect to the outputs.
@@ -269,15 +237,19 @@ class MLP:
         Raises:
             LtError: as `lt.linear_bwd` does.
         """
+        held = [dy]
+        del dy  # `held` has the only reference, so that the array is freed after its last reader
+        if isinstance(contexts, Pass):
+            with contexts.backward_of(self):
+                return backward_layers(self.layers, held, contexts)
         layers, needs_input = len(self.layers), flag("need_dx", need_dx)
         if not isinstance(contexts, Sequence) or len(contexts) != layers:
             raise KindError(
                 f"contexts is {shown(contexts)}; it must be the contexts of the {layers} layers, from forward"
             )
-        left = [*contexts]
-        while left:
-            dy = backward_layer(self.layers, dy, left, accumulate=accumulate, need_dx=needs_input, stream=stream)
-        return dy
+        run = Pass(accumulate=accumulate, stream=stream)
+        run.keep([*contexts], needs_input, [])
+        return backward_layers(self.layers, held, run)
 
     def _refuse_inputs(self, x: Any, stream: Any) -> None:
         """Raises an error that names x if x does not fit the model; a layer's error would name the layer's weight."""
@@ -285,8 +257,8 @@ class MLP:
         with contextlib.nullcontext() if device is None else activated(device):
             handle = 0 if device is None else stream_handle(stream, device, library_of(x).current_stream)
             operand = self.device.read("x", x, handle)
-        if len(operand.shape) != 2 or operand.shape[1] != self.dims[0]:
-            raise ShapeError(f"x has shape {operand.shape}; the model takes (M, {self.dims[0]})")
+        if len(operand.shape) < 2 or operand.shape[-1] != self.dims[0]:
+            raise ShapeError(f"x has shape {operand.shape}; the model takes (..., {self.dims[0]})")
         check_model_type(self, operand)
 
     def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
@@ -337,12 +309,13 @@ def shapes_of(dims: Sequence[int], biases: Sequence[bool]) -> dict[str, tuple[in
     return shapes
 
 
-def brief(model: MLP) -> str:
+def brief(model: Block) -> str:
     """A model in a few words, such as "MLP 784-64-10 on cuda:0"."""
-    return f"MLP {'-'.join(map(str, model.dims))} on {model.device.name}"
+    sizes = f" {'-'.join(map(str, model.dims))}" if isinstance(model, MLP) else ""
+    return f"{type(model).__name__}{sizes} on {model.device.name}"
 
 
-def check_model_type(model: MLP, operand: Operand) -> None:
+def check_model_type(model: Block, operand: Operand) -> None:
     """Raises `DTypeError` unless an operand has the model's type."""
     if operand.dtype != model.dtype.value:
         found = f"{operand.name} is {operand.dtype}; the model takes {model.dtype.value}"

@@ -1,0 +1,1 @@
+"""Models: blocks over the operations, and `MLP`."""

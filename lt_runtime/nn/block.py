@@ -1,0 +1,212 @@
+"""`Block`: the protocol of models and of their parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from lt_runtime.arguments import flag, shown
+from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.arrays.transfer import copied
+from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.nn.device import ComputeDevice
+from lt_runtime.nn.run import Pass
+from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
+from lt_runtime.problem import DType
+
+
+class Block:
+    """A model or a part of one: parameters, a forward and a backward. Derive from it to write a block of your own::
+
+        class TiedAutoencoder(lt.Block):
+            def __init__(self):
+                self.enc = lt.Linear(784, 64, activation="gelu")
+                self.dec = lt.Linear(64, 784, weight=self.enc.weight.T)
+
+            def forward(self, x, run):
+                return self.dec.forward(self.enc.forward(x, run), run)
+
+            def backward(self, dy, run):
+                return self.enc.backward(self.dec.backward(dy, run), run)
+
+    The parts of a block are the blocks and parameters among its attributes, also in lists, tuples and dicts, in the
+    order in which they were assigned. A part's name is its attribute's, after the name of the block around it:
+    "enc.weight". A parameter that is found twice keeps its first name.
+
+    Attributes:
+        name: the name within the model, for parameters, ranges and errors; "" for the model itself.
+        inputs, outputs: numbers of columns that the block takes and gives; None if it does not say.
+    """
+
+    name: str = ""
+    inputs: int | None = None
+    outputs: int | None = None
+    has_range: ClassVar[bool] = True
+    """Whether forward and backward have ranges of their own in profiles; False for blocks that only call others."""
+
+    def __init_subclass__(cls, *, surrounded: bool = True) -> None:
+        """Surrounds forward and backward by the checks of `Pass`; a class that does so itself passes False."""
+        if not surrounded:
+            return
+        for name, wrap in (("forward", _forward), ("backward", _backward)):
+            if name in vars(cls):
+                setattr(cls, name, wrap(vars(cls)[name]))
+
+    def forward(self, x: Any, run: Pass) -> Any:
+        """Computes the outputs, and keeps in `run` what `backward` needs.
+
+        Args:
+            x: the inputs; a tuple of arrays for a model with several.
+        """
+        raise NotImplementedError
+
+    def backward(self, dy: Any, run: Pass) -> Any:
+        """Takes what `forward` kept, and writes the parameters' gradients into the buffers that `run.grad` gives.
+
+        Args:
+            dy: the gradient with respect to the outputs.
+
+        Returns:
+            The gradient with respect to x; None if nothing reads it, see `Pass.needs_gradient`.
+        """
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """The name with the class, for errors, such as "2.inner (Residual)"."""
+        return f"{self.name} ({type(self).__name__})" if self.name else type(self).__name__
+
+    def parts(self) -> Iterable[tuple[str, Any]]:
+        """The attributes that may hold parts, with their names; containers override it."""
+        return vars(self).items()
+
+    def blocks(self) -> Iterator[Block]:
+        """This block and all blocks inside it, outermost first; gives them their names."""
+        yield self
+        for name, part in _flat(self.parts()):
+            if isinstance(part, Block):
+                part.name = f"{self.name}.{name}" if self.name else name
+                yield from part.blocks()
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters, each once, in the order of the parts; gives them their names."""
+        found: dict[int, Parameter] = {}
+        for block in self.blocks():
+            for name, part in _flat(block.parts()):
+                if isinstance(part, Parameter) and id(part.owner) not in found:
+                    owner, path = part.owner, f"{block.name}.{name}" if block.name else name
+                    if owner.name != path:
+                        owner.name = path
+                    found[id(owner)] = owner
+        return [*found.values()]
+
+    @functools.cached_property
+    def device(self) -> ComputeDevice:
+        """The device of the parameters.
+
+        Raises:
+            ArgumentError: the block has no parameters.
+        """
+        parameters = self.parameters()
+        if not parameters:
+            raise ArgumentError(f"{self.title} has no parameters: assign lt.Parameter or blocks to its attributes")
+        device = device_of(parameters[0].name, parameters[0].data)
+        return ComputeDevice(None if device == HOST else device)
+
+    @functools.cached_property
+    def dtype(self) -> DType:
+        """The type of the first parameter, which inputs and targets have too; `ArgumentError` as `device`."""
+        _ = self.device
+        return DType.parse("the model", self.parameters()[0].data.dtype)
+
+    def __call__(self, x: Any, *, stream: Any = None) -> Any:
+        """Outputs for inputs x, without dropout, and without keeping anything for backward.
+
+        Args:
+            x: as `forward` takes it.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
+        """
+        return self.forward(x, Pass(trains=False, stream=stream))
+
+    def state_dict(self, *, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Copies of all parameters' values, in the model's type: NumPy arrays, on a GPU CuPy arrays. Waits for the GPU.
+
+        Args:
+            names: other names for parameters, by their own names ("layer0.weight", "layer0.bias" and so on), for
+                example {"layer0.weight": "0.weight"} for PyTorch's `nn.Sequential`. `load_state_dict` takes the same.
+
+        Raises:
+            ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
+        """
+        device = self.device
+        device.synchronize()
+        with device.current():
+            state = {name: copied(each.data) for name, each in by_name(self.parameters(), names).items()}
+        device.synchronize()
+        return state
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, strict: bool = True, names: Mapping[str, str] | None = None
+    ) -> LeftOut:
+        """Assigns values to the parameters, as `Parameter.assign`; optimizers and graphs use the new values.
+
+        Args:
+            state: arrays by name, each as `Parameter.assign` takes it: `state_dict()` of this class, or PyTorch's.
+            strict: refuse a state that lacks a parameter or has an entry of no parameter. If False, all entries that
+                belong to a parameter are loaded; there must be at least one.
+            names: the state's name for each parameter whose name differs in the state, as for `state_dict`.
+
+        Returns:
+            `missing` and `unexpected`: lists of the names that were left out; both are empty if `strict`.
+
+        Raises:
+            OperandError: the state does not fit. The message lists every entry that is missing, unexpected or of
+                another shape or kind. Nothing has been written.
+            ArgumentError: `names` is wrong, as in `state_dict`.
+            CaptureError: the current stream is being captured.
+        """
+        return load_values(by_name(self.parameters(), names), state, strict=flag("strict", strict))
+
+
+def _flat(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The parts with those in lists, tuples and dicts, whose names have the index or key appended."""
+    for name, part in parts:
+        if isinstance(part, (list, tuple)):
+            yield from _flat((f"{name}.{i}", each) for i, each in enumerate(part))
+        elif isinstance(part, dict):
+            yield from _flat((f"{name}.{key}", each) for key, each in part.items())
+        else:
+            yield name, part
+
+
+def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward, surrounded by `Pass.forward_of`."""
+
+    @functools.wraps(own)
+    def forward(self: Block, x: Any, run: Pass) -> Any:
+        _check_run(self, run)
+        with run.forward_of(self):
+            return own(self, x, run)
+
+    return forward
+
+
+def _backward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's backward, surrounded by `Pass.backward_of`."""
+
+    @functools.wraps(own)
+    def backward(self: Block, dy: Any, run: Pass) -> Any:
+        _check_run(self, run)
+        held = [dy]
+        del dy  # the block's own frame holds the only reference, so that the array is freed after its last reader
+        with run.backward_of(self):
+            return own(self, held.pop(), run)
+
+    return backward
+
+
+def _check_run(block: Block, run: object) -> None:
+    if not isinstance(run, Pass):
+        raise KindError(f"{block.title} was called with run {shown(run)}; it must be the lt.Pass of its model")

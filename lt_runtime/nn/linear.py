@@ -1,0 +1,241 @@
+"""Linear layers: a block, and the passes of several that follow each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.arguments import by_layer, check_instance, flag, integer, shown
+from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.gpu.devices import parse_device
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.device import ComputeDevice
+from lt_runtime.nn.run import Pass
+from lt_runtime.ops._parameters import Parameter
+from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
+from lt_runtime.problem import (
+    Activation,
+    BackwardProblem,
+    Chosen,
+    Compute,
+    ComputeName,
+    DType,
+    DTypeLike,
+    ForwardProblem,
+    Philox,
+    activation_of,
+    probability,
+)
+from lt_runtime.ranges import range_of
+
+if TYPE_CHECKING:
+    from lt_runtime.tuner.chain import LayerChain
+
+_seeds: Final = itertools.count()
+"""Seeds of blocks that are made without one, in the order in which a process makes them."""
+
+
+def seed_of(seed: int | None) -> int:
+    """A block's seed as it was given; if None, the next of the process's sequence. Refuses all but 64-bit seeds."""
+    return next(_seeds) if seed is None else Philox(seed).seed
+
+
+class Linear(Block):
+    """y = dropout(act(x · weightᵀ + bias)), for x (..., inputs).
+
+    The weight and the bias are drawn from U(-1/√inputs, 1/√inputs), as in PyTorch's `nn.Linear`.
+
+    Args:
+        inputs, outputs: numbers of columns.
+        activation: a name of `lt.ACTIVATIONS`, or an `Activation`, or its fields in a dict.
+        dropout: probability of dropout, which is applied after the activation.
+        bias: whether there is a bias.
+        weight: the weight of another layer to share, (outputs, inputs): `other.weight`, or `other.weight.T`.
+        seed: of the initial values and of dropout; if None, the next of a sequence that begins at 0 in each process.
+        dtype, compute, master_weights, device: as for `lt.MLP`.
+
+    Attributes:
+        weight: (outputs, inputs).
+        bias: (outputs,); None for a layer without a bias.
+        activation, dropout, compute, seed: as given.
+
+    Raises:
+        ArgumentError: an option that is not accepted.
+        ShapeError: a shared weight has another shape.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        activation: Chosen = "none",
+        dropout: float = 0.0,
+        bias: bool = True,
+        weight: Parameter | None = None,
+        seed: int | None = None,
+        dtype: DTypeLike = "float32",
+        compute: ComputeName = "float32",
+        master_weights: bool = True,
+        device: object = "auto",
+    ) -> None:
+        self.inputs, self.outputs = size_of("inputs", inputs), size_of("outputs", outputs)
+        self.activation, self.dropout = activation_of("activation", activation), probability("dropout", dropout)
+        self.seed, self.compute = seed_of(seed), compute
+        kind, place = DType.parse("the layer", dtype), parse_device(device)
+        shape = self.outputs, self.inputs
+        if weight is not None:
+            check_instance("weight", weight, Parameter, "None or a layer's weight")
+            if tuple(weight.data.shape) != shape:
+                raise ShapeError(f"weight is {weight!r}; a layer from {inputs} to {outputs} columns takes {shape}")
+            kind, place = DType.parse("weight", weight.data.dtype), ordinal_of(weight)
+        Compute.parse(compute, kind)
+        generator, bound = np.random.default_rng(self.seed), 1.0 / math.sqrt(self.inputs)
+        make = Maker(kind, place, has_master=flag("master_weights", master_weights))
+        self.weight = weight or make(generator.uniform(-bound, bound, shape))
+        self.bias = make(generator.uniform(-bound, bound, outputs)) if flag("bias", bias) else None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        weight: Parameter,
+        bias: Parameter | None,
+        activation: Activation,
+        dropout: float,
+        seed: int,
+        compute: ComputeName,
+    ) -> Self:
+        """A layer over parameters that exist; arguments are attributes."""
+        layer = cls.__new__(cls)
+        layer.outputs, layer.inputs = weight.data.shape
+        layer.name, layer.weight, layer.bias = name, weight, bias
+        layer.activation, layer.dropout, layer.seed, layer.compute = activation, dropout, seed, compute
+        return layer
+
+    def forward(self, x: Any, run: Pass) -> Any:
+        """See `Block`."""
+        return forward_layers([self], x, run)
+
+    def backward(self, dy: Any, run: Pass) -> Any:
+        """See `Block`."""
+        return backward_layers([self], [dy], run)
+
+    def __repr__(self) -> str:
+        bias, what = self.bias is not None, f"{self.inputs} to {self.outputs}, {self.activation.name}"
+        return f"Linear({self.name}, {what}, {bias=}, dropout={self.dropout})"
+
+
+def forward_layers(layers: Sequence[Linear], x: Any, run: Pass) -> Any:
+    """Runs layers one after the other; in training, `run` keeps the list of their contexts for `backward_layers`."""
+    needs_dx, contexts, start = run.needs_gradient(x), [], len(run.problems or ())
+    for layer in layers:
+        bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
+        options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
+        with range_of(f"forward/{layer.name}"):
+            if rng is None:
+                x = linear(x, layer.weight.data, bias, **options)
+            else:
+                x, context = linear_fwd(x, layer.weight.data, bias, dropout=layer.dropout, rng=rng, **options)
+                contexts.append(context)
+    run.keep(contexts, needs_dx, (run.problems or [])[start:])
+    return x
+
+
+def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass) -> Any:
+    """Propagates the gradient back through layers that `forward_layers` ran.
+
+    It stops at the lowest layer with a parameter that is trained if the gradient of the inputs is not read.
+
+    Args:
+        dy: a list of one array, which is removed from it, so that it is freed after its last reader.
+
+    Returns:
+        The gradient with respect to the inputs; None if nothing reads it.
+    """
+    contexts, needs_dx, forwards = run.take()
+    lowest = 0
+    if not needs_dx:
+        trained = [any(map(run.trains_parameter, (layer.weight, layer.bias))) for layer in layers]
+        lowest = trained.index(True) if True in trained else len(layers)
+    start, last = len(run.problems or ()), len(layers) - 1
+    for i in range(last, -1, -1):
+        context = contexts.pop()
+        if i < lowest:
+            dy.clear()
+            continue
+        # Each call also computes the bias gradient of the layer below. Only the last layer, which has no layer above it,
+        # computes its own bias gradient.
+        goes_on = i > lowest
+        below = layers[i - 1].bias if goes_on else None
+        own = layers[i].bias if i == last else None
+        (dw, db, db_below), adds = run.grads(layers[i].weight, own, below)
+        options: dict[str, Any] = {"need_dw": dw is not None, "need_db": db is not None, "need_dx": goes_on or needs_dx}
+        options |= {"through": contexts[-1], "need_db_below": db_below is not None} if goes_on else {}
+        options |= {"out_dw": dw, "out_db": db, "before_activation": i < last, "accumulate": adds}
+        with range_of(f"backward/{layers[i].name}"):
+            dx, *_ = linear_bwd(dy.pop(), context, out_db_below=db_below, stream=run.stream, **options)
+        dy.append(dx)
+        del dx, context
+        if goes_on:
+            contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
+    if run.problems is not None:
+        run.chains.append(_chain(forwards, run.problems[start:]))
+    return dy.pop() if dy else None
+
+
+def _chain(forwards: Sequence[Any], backwards: Sequence[Any]) -> LayerChain:
+    """The layers of a run as a chain for the tuner; backward problems are given from the last layer down."""
+    from lt_runtime.tuner.chain import Layer, LayerChain  # imported late, because only tuning needs the tuner
+
+    backs = [each for each in backwards if isinstance(each, BackwardProblem)]
+    fronts = [each for each in forwards if isinstance(each, ForwardProblem)]
+    layers = map(Layer, fronts, [None] * (len(fronts) - len(backs)) + backs[::-1])
+    return LayerChain((*layers,)).plain
+
+
+class Maker:
+    """Makes parameters of one type on one device."""
+
+    def __init__(self, dtype: DType, ordinal: int | None, *, has_master: bool = True) -> None:
+        self.dtype, self.device = dtype, ComputeDevice(ordinal)
+        self.has_master = has_master and dtype is not DType.FLOAT32
+
+    def __call__(self, values: NDArray[Any]) -> Parameter:
+        """A parameter with initial values, a gradient of zeros, and below FP32 a master copy."""
+        exact = values.astype(np.float32)
+        data, grad = exact.astype(self.dtype.numpy), np.zeros(values.shape, self.dtype.numpy)
+        master = self.device.asarray(exact) if self.has_master else None
+        return Parameter(self.device.asarray(data), self.device.asarray(grad), master)
+
+
+def ordinal_of(parameter: Parameter) -> int | None:
+    """The ordinal of a parameter's GPU; None for the host."""
+    device = device_of(parameter.name, parameter.data)
+    return None if device == HOST else device
+
+
+def size_of(name: str, value: object) -> int:
+    """A number of columns; raises `ArgumentError` unless it is positive."""
+    size = integer(name, value)
+    if size < 1:
+        raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
+    return size
+
+
+def activations_by_layer(
+    activation: Chosen | Sequence[Chosen], output_activation: Chosen | None, layers: int
+) -> tuple[Activation | None, list[Activation]]:
+    """The hidden layers' single activation, or None if a sequence was given; and the activation of each layer."""
+    output = activation_of("output_activation", "none" if output_activation is None else output_activation)
+    hidden, each = by_layer("activation", activation, layers, activation_of, output)
+    if hidden is None and output_activation is not None:
+        both = f"output_activation is {shown(output_activation)} and activation is {shown(activation)}"
+        raise ArgumentError(f"{both}; a sequence has the last layer's activation itself, so pass one of them")
+    return hidden, each

@@ -1,0 +1,88 @@
+"""Passes over all layers of a narrow MLP in one kernel each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lt_runtime.kernels.losses import ElementwiseLoss
+from lt_runtime.kernels.mlp import supports
+from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
+from lt_runtime.ops.call import perform
+from lt_runtime.ops.first_use import asked_for, before_first_use
+from lt_runtime.plans import cache
+from lt_runtime.plans.mlp import is_fused
+from lt_runtime.problem import Activation, DType, MLPProblem
+
+if TYPE_CHECKING:
+    from lt_runtime.nn.linear import Linear
+
+
+class NarrowPasses:
+    """The passes of a narrow model on a GPU as one kernel each, where that is faster than layer by layer.
+
+    Args:
+        device: the GPU's ordinal; None for the host, which runs every model layer by layer.
+    """
+
+    def __init__(self, layers: Sequence[Linear], dims: tuple[int, ...], dtype: DType, device: int | None) -> None:
+        biases, hidden = tuple(each.bias is not None for each in layers), {each.activation for each in layers[:-1]}
+        self._layers, self._problem = layers, MLPProblem(dtype, 1, dims, biases, layers[0].activation)
+        is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
+        # None if the one-kernel passes do not support the model, whatever the number of rows.
+        self._device = device if is_plain and device is not None and supports(self._problem, device) else None
+        self._chosen: dict[tuple[int, bool], bool] = {}
+        self._generation: object = None
+
+    def take(self, x: Any, *, backward: bool) -> bool:
+        """Whether to use the one-kernel passes for inputs x.
+
+        False for a model that the kernels do not support with any number of rows, and for inputs that do not fit the
+        model: the layers then raise the error.
+
+        Args:
+            backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.
+        """
+        if self._device is None or (backward and any(each.dropout for each in self._layers)):
+            return False
+        shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
+        if shape[1:] != self._problem.dims[:1]:
+            return False
+        if self._generation is not cache.generation:
+            self._chosen, self._generation = {}, cache.generation
+        key = int(shape[0]), backward
+        if key not in self._chosen or asked_for.get():
+            problem = replace(self._problem, rows=key[0], backward=backward)
+            if supports(problem, self._device):
+                before_first_use(problem, self._device)
+            self._chosen[key] = is_fused(problem, self._device)
+        return self._chosen[key]
+
+    def outputs(self, x: Any, stream: Any) -> Any:
+        """The outputs for inputs x, without dropout."""
+        return perform(MLP_OUTPUTS, (x, None, *self._arrays("data")), self._problem.activation, None, stream)
+
+    def backward(
+        self, x: Any, y: Any, *, loss: ElementwiseLoss | None, scale: Any, share: float, accumulate: bool, stream: Any
+    ) -> Any:
+        """Writes every parameter's gradient into its buffer, or adds it to the buffer's values.
+
+        With a loss, forward, loss and backward run in one pass, without writing the outputs.
+
+        Args:
+            y: the gradient with respect to the outputs or, with a loss, the targets.
+            loss: computes the gradient with respect to the outputs from the targets; None if y is this gradient.
+            scale, share: factors of the loss's gradient, as in `StepLoss.compute`; not used without a loss.
+
+        Returns:
+            With a loss, its value: one FP32 number on the device.
+        """
+        arrays = x, y, *self._arrays("data"), *self._arrays("grad"), scale, None
+        return perform(MLP_GRADIENTS, arrays, (self._problem.activation, accumulate, loss), share, stream)
+
+    def _arrays(self, kind: str) -> tuple[Any, ...]:
+        """Each layer's weight and bias: their values ("data") or their gradients ("grad")."""
+        parameters = itertools.chain.from_iterable((each.weight, each.bias) for each in self._layers)
+        return filled([None if each is None else getattr(each, kind) for each in parameters])

@@ -1,0 +1,201 @@
+"""`Pass`: one run of a model, forward and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from lt_runtime.arguments import flag, integer, shown
+from lt_runtime.arrays.operand import HOST, device_of, library_of
+from lt_runtime.errors import ArgumentError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.ops._parameters import Parameter
+from lt_runtime.problem import Philox
+from lt_runtime.ranges import range_of
+
+if TYPE_CHECKING:
+    from lt_runtime.nn.block import Block
+    from lt_runtime.tuner.chain import LayerChain
+
+_PLACES: Final = 1 << 16
+"""Numbers of dropout masks that each micro-batch has: the n-th mask of micro-batch b has the number b · 65536 + n."""
+
+
+class Pass:
+    """One run of a model, forward and, in training, back: what the blocks keep meanwhile, and where gradients go.
+
+    Blocks keep arrays on one stack. A block's backward takes what its forward kept, so backward runs in the reverse
+    order of forward, and an array is freed as soon as its last reader has run. In your own loop::
+
+        run = lt.Pass(optimizer.steps)
+        y = model.forward(x, run)
+        dy = lt.mse_loss(y, target).gradient
+        model.backward(dy, run)
+        run.finish()
+        optimizer.step()
+
+    Args:
+        step: the number of the step, from which dropout's masks are drawn: an int, or an array of one uint32 on the
+            model's device, such as an optimizer's `steps`. The array must not change before backward.
+        micro_batch: the index of the input among the step's micro-batches. Each micro-batch has masks of its own.
+        accumulate: add to the gradients instead of replacing them.
+        trains: False for inference, which keeps nothing and has no dropout.
+        frozen: parameters whose gradients are not computed.
+        inputs: arrays whose gradients are not computed, such as the model's inputs. Blocks compare them by identity.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that each operation's first operand comes from.
+
+    Attributes:
+        step, micro_batch, trains, stream: as given.
+        places: the number of dropout masks that each micro-batch may draw.
+        problems: the problems of the operations that have run, in their order; None if nobody collects them.
+        chains: the linear layers that have run back, if `problems` are collected.
+    """
+
+    def __init__(
+        self,
+        step: Any = 0,
+        *,
+        micro_batch: int = 0,
+        accumulate: bool = False,
+        trains: bool = True,
+        frozen: Collection[Parameter] = (),
+        inputs: Sequence[Any] = (),
+        stream: Any = None,
+    ) -> None:
+        self.step, self.micro_batch, self.stream = step, integer("micro_batch", micro_batch), stream
+        self.trains = flag("trains", trains)
+        self.places = _PLACES
+        self.chains: list[LayerChain] = []
+        self.problems: list[Any] | None = None
+        self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
+        self._frozen, self._written = {id(each) for each in frozen}, set[int]()
+        self._kept: list[tuple[Any, ...]] = []
+        self._ran: list[tuple[Block, int, int]] = []
+        self._start = self._masks = 0
+
+    @property
+    def inference(self) -> Pass:
+        """A pass on the same stream that keeps nothing, for a part of a model that shall not be trained."""
+        return Pass(self.step, micro_batch=self.micro_batch, trains=False, stream=self.stream)
+
+    def keep(self, *values: Any) -> None:
+        """Keeps arrays or contexts for this block's backward; does nothing in inference."""
+        if self.trains:
+            self._kept.append(values)
+
+    def take(self) -> Any:
+        """Takes back what the last `keep` without a `take` was given: a single value as it is, several as a tuple.
+
+        Raises:
+            ArgumentError: the running block's backward has taken all that its forward kept.
+        """
+        if len(self._kept) <= self._start:
+            raise ArgumentError("a backward takes more than its forward kept: call run.take() once for each run.keep()")
+        values = self._kept.pop()
+        return values[0] if len(values) == 1 else values
+
+    def rng(self, seed: int) -> Philox | None:
+        """The source of the next dropout mask; None in inference. Every call of a pass has a mask of its own."""
+        if not self.trains:
+            return None
+        self._masks += 1
+        return Philox(seed, self.micro_batch * self.places + self._masks - 1, self.step)
+
+    def needs_gradient(self, x: Any) -> bool:
+        """Whether the gradient with respect to x is read: not if x is one of the model's inputs."""
+        return all(x is not each for each in self._inputs)
+
+    def trains_parameter(self, parameter: Parameter | None) -> bool:
+        """Whether there is such a parameter, and its gradient is to be computed."""
+        return parameter is not None and id(parameter.owner) not in self._frozen
+
+    def grad(self, parameter: Parameter) -> tuple[Any, bool]:
+        """The buffer for a parameter's gradient, None if it is frozen; and whether to add to the buffer's values.
+
+        The first gradient of a pass replaces the values unless the pass accumulates; later ones, of tied weights, add.
+        """
+        if not self.trains_parameter(parameter):
+            return None, False
+        owner = id(parameter.owner)
+        adds = self._accumulate or owner in self._written
+        self._written.add(owner)
+        return parameter.grad, adds
+
+    def grads(self, *parameters: Parameter | None) -> tuple[list[Any], bool]:
+        """The buffers of several gradients that one call writes, None for absent ones; and whether the call adds.
+
+        If some gradients add and others replace, the others' buffers become zero, and the call adds to all.
+        """
+        found = [(None, False) if each is None else self.grad(each) for each in parameters]
+        adds = any(each for _, each in found)
+        for buffer, is_added in found:
+            if adds and not is_added and buffer is not None:
+                _clear(buffer, self.stream)
+        return [buffer for buffer, _ in found], adds
+
+    def is_only_kept(self, y: Any) -> bool:
+        """Whether y may be overwritten: the last layer made it, and its backward does not read its values."""
+        if not self._kept or not isinstance(self._kept[-1][0], list):
+            return False
+        context = self._kept[-1][0][-1]
+        return context.y is y and context.saved is not y
+
+    @contextlib.contextmanager
+    def forward_of(self, block: Block) -> Iterator[None]:
+        """Surrounds a block's forward."""
+        starts = len(self._kept), len(self._ran)
+        with _range("forward", block):
+            yield
+        if self.trains:
+            self._ran.append((block, *starts))
+
+    @contextlib.contextmanager
+    def backward_of(self, block: Block) -> Iterator[None]:
+        """Surrounds a block's backward, and checks that it takes what the block's forward kept.
+
+        Raises:
+            ArgumentError: another block's backward is due; or this block has left kept arrays, or a part's backward.
+        """
+        if not self.trains:
+            raise ArgumentError(f"{block.title}.backward was called in a pass for inference; make it with trains=True")
+        if not self._ran or self._ran[-1][0] is not block:
+            due = f"{self._ran[-1][0].title}.backward is due" if self._ran else "no forward is left"
+            why = "backwards run in the reverse order of forwards, once each"
+            raise ArgumentError(f"{block.title}.backward was called, but {due}: {why}")
+        outer, (_, self._start, ran) = self._start, self._ran.pop()
+        with _range("backward", block):
+            yield
+        if len(self._ran) > ran:
+            raise ArgumentError(f"{block.title}.backward has not called {self._ran[-1][0].title}.backward")
+        if left := len(self._kept) - self._start:
+            raise ArgumentError(f"{block.title}.backward has left {left} of what its forward kept: call run.take()")
+        self._start = outer
+
+    def finish(self) -> None:
+        """Raises `ArgumentError` if a block's backward has not run."""
+        if self._ran:
+            raise ArgumentError(
+                f"the forward of {self._ran[-1][0].title} has had no backward; for a part that shall not be trained, "
+                "call its forward with run.inference"
+            )
+
+
+def _range(phase: str, block: Block) -> contextlib.AbstractContextManager[Any]:
+    return range_of(f"{phase}/{block.name}") if block.has_range and block.name else contextlib.nullcontext()
+
+
+def _clear(buffer: Any, stream: Any) -> None:
+    """Sets all bytes of a gradient to zero, in the order of the stream."""
+    device = device_of("gradient", buffer)
+    if device == HOST:
+        buffer[...] = 0
+        return
+    with activated(device):
+        library = library_of(buffer)
+        handle = stream_handle(stream, device, library.current_stream)
+        size = buffer.size * buffer.dtype.itemsize
+        call("cuMemsetD8Async", library.address(buffer), 0, size, handle)
