@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lt_runtime.nn.block import Block
     from lt_runtime.tuner.chain import LayerChain
 
-_PLACES: Final = 1 << 16
+PLACES: Final = 1 << 16
 """Numbers of dropout masks that each micro-batch has: the n-th mask of micro-batch b has the number b · 65536 + n."""
 
 
@@ -68,7 +68,7 @@ class Pass:
     ) -> None:
         self.step, self.micro_batch, self.stream = step, integer("micro_batch", micro_batch), stream
         self.trains = flag("trains", trains)
-        self.places = _PLACES
+        self.places = PLACES
         self.chains: list[LayerChain] = []
         self.problems: list[Any] | None = None
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
@@ -137,12 +137,15 @@ class Pass:
                 _clear(buffer, self.stream)
         return [buffer for buffer, _ in found], adds
 
-    def is_only_kept(self, y: Any) -> bool:
-        """Whether y may be overwritten: the last layer made it, and its backward does not read its values."""
-        if not self._kept or not isinstance(self._kept[-1][0], list):
-            return False
-        context = self._kept[-1][0][-1]
-        return context.y is y and context.saved is not y
+    def may_overwrite(self, y: Any) -> bool:
+        """Whether outputs y that were just computed may be overwritten, because no backward reads their values."""
+        if not self.trains:
+            return True
+        last = self._kept[-1][0] if self._kept else None
+        if isinstance(last, list):  # the contexts of linear layers, which refer to y, but may not read its values
+            last = last[-1]
+            return last.y is y and last.saved is not y
+        return False
 
     @contextlib.contextmanager
     def forward_of(self, block: Block) -> Iterator[None]:

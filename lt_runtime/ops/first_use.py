@@ -96,15 +96,18 @@ def before_first_use(problem: Remembered, device: int) -> None:
         _seen.add((problem, device))
 
 
-def before_first_step(chains: Sequence[LayerChain], device: int, stream: int) -> None:
+def before_first_step(chains: Sequence[LayerChain], device: int, stream: int) -> bool:
     """Measures the problems of a training step that are not in the plan cache.
 
     A terminal shows a progress bar; without one, a line is logged. The stream is waited for, so that none of the
     caller's work runs during a measurement. A failure costs a warning, and the step runs untuned.
 
     Args:
-        chains: the layers of the step, more than once if it runs them in several ways.
+        chains: the groups of layers that the step has run.
         stream: of the step, which is not being captured.
+
+    Returns:
+        Whether there was a problem to measure.
     """
     with _one_at_a_time:
         new = [each for each in chains if (each, device) not in _seen]
@@ -114,6 +117,7 @@ def before_first_step(chains: Sequence[LayerChain], device: int, stream: int) ->
                 call("cuStreamSynchronize", stream)
             _tune_step(unknown, device)
         _seen.update((each, device) for each in new)
+        return bool(unknown)
 
 
 def is_step_tuned(tune: bool | None) -> bool:

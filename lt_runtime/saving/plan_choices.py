@@ -13,14 +13,13 @@ from typing import Any, Final
 from lt_runtime.errors import LtError, printable
 from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.cache import make_plan
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.problem import Compute, MatmulProblem
 from lt_runtime.store.document import Document, UnusableError
 from lt_runtime.store.entries import Entry, LayerEntry
 from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import PlanStore, plan_store
-from lt_runtime.training.body import chains_of
 from lt_runtime.nn.mlp import MLP
-from lt_runtime.tuner.chain import as_decided
+from lt_runtime.tuner.chain import LayerChain, as_decided
 
 _LARGEST: Final = 1 << 20
 """Limit of the characters of plan choices; a layer takes some thousands for each batch size."""
@@ -86,7 +85,7 @@ def take_choices(path: object, text: object, model: MLP) -> None:
 
 def _known_rows(model: MLP, keys: Iterable[str], choice: Callable[[str], Entry | None]) -> list[int]:
     """The micro-batch sizes for which the model's first layer is among some entries, given by their keys."""
-    (chain,) = chains_of(model, _ANY_ROWS, accumulates=False)
+    chain = _chain(model, _ANY_ROWS)
     pattern = re.escape(problem_key(chain.forwards[0]))
     pattern = pattern.replace(str(_ANY_ROWS), _NUMBER, 1).replace(str(_ANY_ROWS), r"\1")
     found = [match for key in keys if (match := re.fullmatch(pattern, key))]
@@ -100,12 +99,20 @@ def _keys(model: MLP, sizes: Iterable[int], device: int, store: PlanStore) -> se
 
 def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[Remembered]:
     """The problems of a model's training steps: the narrow MLP, if it is one, its layers, and the layers' products."""
-    for chain in chains_of(model, rows, accumulates=True):
+    for chain in (_chain(model, rows), _chain(model, rows).accumulating):
         yield from chain.narrow(device)
         for problem in as_decided(chain, store).problems:
             yield problem
             if store.choice(problem_key(problem)) is not None:
                 yield from _products(problem, device)
+
+
+def _chain(model: MLP, rows: int) -> LayerChain:
+    """The layers of a training step on micro-batches of `rows` rows."""
+    layers, types = model.layers, (model.dtype, Compute(model.compute))
+    dropout, bias = [each.dropout > 0 for each in layers], [each.bias is not None for each in layers]
+    activations = [each.activation for each in layers]
+    return LayerChain.of_mlp(rows, model.dims, activations, *types, dropout=dropout, bias=bias)
 
 
 def _products(problem: Problem, device: int) -> list[MatmulProblem]:

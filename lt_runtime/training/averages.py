@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lt_runtime.arguments import Fixed, check_instance, number
+from lt_runtime.arguments import Fixed, check_instance, number, shown
 from lt_runtime.arrays.operand import CUPY, HOST, read
 from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError, ShapeError
@@ -20,7 +20,8 @@ from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.ops._parameters import HeldArrays, write_values
 from lt_runtime.problem import DType
-from lt_runtime.nn.mlp import MLP, brief
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.mlp import brief
 
 _STATE: Final = np.dtype(TallyState)
 _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
@@ -142,7 +143,7 @@ class EMA(Fixed):
     To save the averages, save the arrays of `averages`; to load them, write into these arrays: `average[...] = saved`.
 
     Args:
-        model: an `MLP`. If the optimizer makes the master copies, make the optimizer first.
+        model: an `MLP` or another `Block`. If the optimizer makes the master copies, make the optimizer first.
         decay: in [0, 1); the averages are over about the last 1 / (1 - decay) updates.
 
     Attributes:
@@ -153,8 +154,8 @@ class EMA(Fixed):
         ArgumentError: `decay` is out of its range.
     """
 
-    def __init__(self, model: MLP, decay: float = 0.999) -> None:
-        check_instance("model", model, MLP, "an lt.MLP")
+    def __init__(self, model: Block, decay: float = 0.999) -> None:
+        check_instance("model", model, Block, "an lt.MLP or another lt.Block")
         self.model: Final = model
         self.decay: Final = number("decay", decay)
         if not 0.0 <= self.decay < 1.0:
@@ -187,7 +188,7 @@ class EMA(Fixed):
         self.check_arrays()
         self._average(1.0 - self.decay, stream)
 
-    def copy_to(self, model: MLP) -> None:
+    def copy_to(self, model: Block) -> None:
         """Writes the averages into a model's parameters, rounded to its type, and into their master copies.
 
         Waits for the GPU.
@@ -198,9 +199,10 @@ class EMA(Fixed):
         Raises:
             ShapeError: the model has other layers.
         """
-        check_instance("model", model, MLP, "an lt.MLP")
-        if model.dims != self.model.dims:
-            raise ShapeError(f"model has dims {list(model.dims)}; the averages are of {list(self.model.dims)}")
+        check_instance("model", model, Block, "an lt.MLP or another lt.Block")
+        shapes = [{each.name: tuple(each.data.shape) for each in of.parameters()} for of in (model, self.model)]
+        if shapes[0] != shapes[1]:
+            raise ShapeError(f"model has the parameters {shown(shapes[0])}; the averages are of {shown(shapes[1])}")
         self.model.device.synchronize()
         averages = map(self.model.device.to_host, self.averages.values())
         write_values([*zip(model.parameters(), averages, strict=True)])

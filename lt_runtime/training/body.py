@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from lt_runtime import ranges
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.checks import check_one_float32, check_shape, check_weights
 from lt_runtime.arrays.libraries import cupy_stream
@@ -22,12 +25,13 @@ from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.ops import losses
+from lt_runtime.ops.call import PreparedCall
 from lt_runtime.ops.optimizer import AdamW
-from lt_runtime.problem import Compute
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Scores, Tally
+from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import MLP, check_model_type
-from lt_runtime.nn.run import Pass
+from lt_runtime.nn.run import PLACES, Pass
 
 if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
@@ -63,7 +67,7 @@ class StepLoss(NamedTuple):
     elementwise: ElementwiseLoss | None = None
 
 
-def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
+def step_loss(loss: object, options: Any, model: Block) -> StepLoss:
     """Makes the loss of a training step.
 
     Args:
@@ -87,7 +91,7 @@ def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
         if option not in known:
             raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {', '.join(known) or 'none'}")
     numbers = {option: value for option, value in given.items() if option not in _ARRAYS}
-    row, classifies = np.zeros((1, model.dims[-1]), np.float32), name == "cross_entropy"
+    row, classifies = np.zeros((1, model.outputs or 1), np.float32), name == "cross_entropy"
     # Computes the loss of a row of zeros, so that wrong options are refused now.
     function(row, np.zeros(1, np.int32) if classifies else row, **numbers)
     arrays = {option: _on_device(option, given[option], model) for option in given if option in _ARRAYS}
@@ -98,7 +102,7 @@ def step_loss(loss: object, options: Any, model: MLP) -> StepLoss:
 
 def _own_loss(
     function: OwnFunction,
-    model: MLP,
+    model: Block,
     outputs: Any,
     target: Any,
     *,
@@ -130,7 +134,7 @@ def _own_loss(
         return losses.Loss(loss, rounded)
 
 
-def _read_loss(loss: Any, model: MLP, stream: int | None) -> Any:
+def _read_loss(loss: Any, model: Block, stream: int | None) -> Any:
     """Checks that the caller's function has returned one FP32 number on the model's device, and returns the number."""
     if isinstance(loss, np.generic):
         loss = np.asarray(loss)
@@ -139,7 +143,7 @@ def _read_loss(loss: Any, model: MLP, stream: int | None) -> Any:
     return loss.reshape(()) if operand.device == HOST else loss
 
 
-def _on_device(name: str, array: Any, model: MLP) -> Any:
+def _on_device(name: str, array: Any, model: Block) -> Any:
     """Checks an array of weights of the model's outputs, or None; copies a NumPy array to the model's device."""
     if array is None:
         return None
@@ -154,7 +158,7 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
 
 
 Batch: TypeAlias = tuple[Operand, ...]
-"""The arrays of a batch: inputs, targets and, if given, row weights."""
+"""The arrays of a batch: inputs, target and, if given, row weights."""
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
@@ -166,55 +170,109 @@ class StepBody:
         rows: the number of rows of every batch; None for any multiple of `parts`.
         parts: the number of micro-batches. All have the same size; the gradients are those of the mean of their losses.
         ema: the averages to update after the optimizer; None if there are no averages.
+
+    Attributes:
+        arity: the number of the model's inputs; None before the first batch.
     """
 
     def __init__(
-        self, model: MLP, optimizer: AdamW, loss: StepLoss, *, rows: int | None, parts: int, ema: EMA | None = None
+        self, model: Block, optimizer: AdamW, loss: StepLoss, *, rows: int | None, parts: int, ema: EMA | None
     ) -> None:
         self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
         self.rows, self.parts = rows, parts
+        self.arity: int | None = None
+        self._places = len(model.layers) if isinstance(model, MLP) else PLACES
+        trained = {id(each) for each in optimizer.parameters}
+        self._frozen = [each for each in model.parameters() if id(each) not in trained]
+
+    def set_arity(self, count: int) -> None:
+        """Fixes the number of the model's inputs at the first batch; refuses another number later."""
+        if self.arity is not None:
+            raise ShapeError(f"x has {count} arrays; the batches before had {self.arity}")
+        self.arity = count
 
     def read(self, batch: Sequence[Any], stream: int) -> Batch:
         """Reads and checks the arrays of a batch.
 
         Args:
-            batch: x (M, inputs); the target; and (M,) FP32 row weights, if given. The target is labels (M,) for a loss
-                that classifies, (M, outputs) for any other named loss, and any array of M rows for the caller's own
-                loss.
+            batch: the inputs, (M, ..., K) each; the target; and FP32 row weights, if given. The target is labels for a
+                loss that classifies, an array of the outputs' shape for any other named loss, and any array of M rows
+                for the caller's own loss.
 
         Raises:
             ShapeError: x is not a batch of the expected shape.
             ArgumentError: row weights for the caller's own loss.
             DeviceError, DTypeError, LayoutError: an array cannot be copied into a step's buffers.
         """
-        (x, target, *row_weights), model, loss, rows = batch, self.model, self.loss, self.rows
-        name, inputs = "labels" if loss.classifies else "target", model.dims[0]
-        read = model.device.read("x", x, stream)
-        if rows is not None and read.shape != (rows, inputs):
-            takes_any = "; lt.TrainStep(..., batch_size=None) takes batches of any size"
-            other = takes_any if read.shape[1:] == (inputs,) else ""
-            raise ShapeError(f"x has shape {read.shape}; this step was made for {(rows, inputs)}{other}")
-        if len(read.shape) != 2 or read.shape[1] != inputs or not read.shape[0] or read.shape[0] % self.parts:
-            multiple = f"a multiple of {self.parts}" if self.parts > 1 else "at least one"
-            raise ShapeError(f"x has shape {read.shape}; accepted are (M, {inputs}), M {multiple}")
+        count, model, loss = self.arity or 1, self.model, self.loss
+        given, target, row_weights = batch[:count], batch[count], batch[count + 1 :]
+        names = ["x"] if count == 1 else [f"x[{i}]" for i in range(count)]
+        read = [model.device.read(name, each, stream) for name, each in zip(names, given, strict=True)]
+        for each in read:
+            self._check_input(each, read[0])
         if row_weights and loss.is_own:
             instead = "the target of a loss of your own may hold them"
             raise ArgumentError(f"row_weights are for losses with a name; {instead}")
-        check_model_type(model, read)
-        _check_rows(read)
-        wanted, outputs = model.device.read(name, target, stream), (read.shape[0], model.dims[-1])
-        if loss.is_own:
-            _check_any(wanted, outputs[0])
-        elif loss.classifies:
-            losses.check_labels(wanted, outputs)
-        else:
-            check_shape(name, wanted.shape, outputs, "the outputs' shape")
-            check_model_type(model, wanted)
-            _check_rows(wanted)
+        wanted = model.device.read("labels" if loss.classifies else "target", target, stream)
+        axes = read[0].shape[:-1] if model.inputs and count == 1 else None
+        self._check_target(wanted, read[0].shape[0], axes)
         weights = [model.device.read("row_weights", each, stream) for each in row_weights]
         for each in weights:
-            check_weights(each, outputs[:1], "one a row of x")
-        return read, wanted, *weights
+            check_weights(each, math.prod(axes or wanted.shape[:1]), "one a row of x")
+        return *read, wanted, *weights
+
+    def _check_input(self, x: Operand, first: Operand) -> None:
+        """Refuses an input that has another number of rows than the step, the first input, or the model take."""
+        rows, inputs, parts = self.rows, self.model.inputs, self.parts
+        fits = inputs is None or (len(x.shape) > 1 and x.shape[-1] == inputs)
+        if rows is not None and (not fits or x.shape[:1] != (rows,)):
+            takes_any = "; lt.TrainStep(..., batch_size=None) takes batches of any size"
+            made = (rows, inputs) if inputs and len(x.shape) <= 2 else f"batches of {rows} rows"
+            raise ShapeError(f"{x.name} has shape {x.shape}; this step was made for {made}{takes_any if fits else ''}")
+        if not fits or not x.shape or not x.shape[0] or x.shape[0] % parts:
+            multiple = f"a multiple of {parts}" if parts > 1 else "at least one"
+            accepted = f"(M, {inputs})" if inputs else "(M, ...)"
+            raise ShapeError(f"{x.name} has shape {x.shape}; accepted are {accepted}, M {multiple}")
+        if x.shape[0] != first.shape[0]:
+            raise ShapeError(f"{x.name} has {x.shape[0]} rows, {first.name} has {first.shape[0]}")
+        if inputs is not None:
+            check_model_type(self.model, x)
+        _check_rows(x)
+
+    def _check_target(self, target: Operand, rows: int, axes: tuple[int, ...] | None) -> None:
+        """Refuses a target that cannot fit the outputs.
+
+        Args:
+            axes: the outputs' shape without the last axis; None if it is not known before the model has run.
+        """
+        loss, outputs = self.loss, self.model.outputs
+        if loss.is_own or axes is None or outputs is None:
+            _check_any(target, rows)
+        elif loss.classifies:
+            losses.check_labels(target, (*axes, outputs))
+        else:
+            check_shape(target.name, target.shape, (*axes, outputs), "the outputs' shape")
+            check_model_type(self.model, target)
+            _check_rows(target)
+
+    def rehearse(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any) -> list[LayerChain]:
+        """Runs a step without the update; returns the groups of linear layers that it has run, for the tuner.
+
+        A narrow MLP runs layer by layer.
+        """
+        problems: list[Any] = []
+        thread = threading.get_ident()
+
+        def collect(work: Any) -> None:
+            if threading.get_ident() == thread and isinstance(work, PreparedCall):
+                problems.append(work.request.problem)
+
+        ranges.watchers.append(collect)
+        try:
+            runs = [self._run_part(part, i, tally, stream, problems) for i, part in enumerate(parts)]
+        finally:
+            ranges.watchers.remove(collect)
+        return list(dict.fromkeys(chain for run in runs for chain in run.chains))
 
     def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
         """Runs a step.
@@ -234,34 +292,37 @@ class StepBody:
                 with range_of("ema"):
                     self.ema.update(stream=stream)
 
-    def _run_part(self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any) -> None:
-        (x, target, *weights), model, loss, scaler = part, self.model, self.loss, self.optimizer.scaler
-        narrow = model.narrow if model.narrow.take(x, backward=True) else None
+    def _run_part(
+        self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, problems: list[Any] | None = None
+    ) -> Pass:
+        count, model, loss, scaler = self.arity or 1, self.model, self.loss, self.optimizer.scaler
+        xs, (target, *weights) = part[:count], part[count:]
+        x = xs[0] if count == 1 else xs
+        is_narrow = isinstance(model, MLP) and problems is None and model.narrow.take(x, backward=True)
+        narrow = model.narrow if isinstance(model, MLP) and is_narrow else None
         scale, share, first = None if scaler is None else scaler.scale, 1.0 / self.parts, index == 0
         options: dict[str, Any] = {"accumulate": not first, "stream": stream}
+        run = Pass(self.optimizer.steps, micro_batch=index, frozen=self._frozen, inputs=(x, *xs), **options)
+        run.places, run.problems = self._places, problems
         if narrow is not None and not weights and loss.elementwise is not None:
             with range_of("backward"):
                 number = narrow.backward(x, target, loss=loss.elementwise, scale=scale, share=share, **options)
             with range_of("loss"):
                 tally.add(number, None, share, first=first, stream=stream)
-            return
-        contexts: list[Any] = []
+            return run
         with range_of("forward"):
-            if narrow is not None:
-                outputs = narrow.outputs(x, stream)
-            else:
-                step = self.optimizer.steps
-                outputs, contexts = model.forward(x, step, micro_batch=index, copy_step=False, stream=stream)
+            outputs = model.forward(x, run) if narrow is None else narrow.outputs(x, stream)
         with range_of("loss"):
             # The gradient is written over the outputs if neither a tally of classes nor the last layer's derivative
             # reads them later.
-            is_read_later = loss.classifies or (contexts and contexts[-1].saved is outputs)
+            is_read_later = loss.classifies or not (narrow or run.may_overwrite(outputs))
             scaling = {"row_weights": weights[0] if weights else None, "grad_scale": scale, "share": share}
             out = None if is_read_later else outputs
             value, gradient = loss.compute(outputs, target, **scaling, out_gradient=out, stream=stream)
         scores = Scores(outputs, target) if loss.classifies else None
         del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
-        device = model.device.ordinal
+        device, held = model.device.ordinal, [gradient]
+        del gradient
         # No other operation of the step reads the tally of losses: a GPU updates it on a branch of the graph,
         # concurrently.
         concurrent = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
@@ -270,11 +331,11 @@ class StepBody:
                 tally.add(value, scores, share, first=first, stream=memory and memory.stream)
             with range_of("backward"):
                 if narrow is not None:
-                    narrow.backward(x, gradient, loss=None, scale=None, share=1.0, **options)
-                while contexts:
-                    gradient = backward_layer(model.layers, gradient, contexts, need_dx=False, **options)
-                    if contexts:
-                        contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
+                    narrow.backward(x, held.pop(), loss=None, scale=None, share=1.0, **options)
+                else:
+                    model.backward(held.pop(), run)
+                    run.finish()
+        return run
 
 
 def _check_any(target: Operand, rows: int) -> None:
@@ -290,22 +351,9 @@ def _check_any(target: Operand, rows: int) -> None:
 
 
 def _check_rows(operand: Operand) -> None:
+    if len(operand.shape) != 2:
+        operand.check_packed()
+        return
     rows, cols = operand.layout.shape
     if rows > 1 and cols > 1 and operand.strides[1] != 1:
         raise LayoutError(f"{operand.name} has strides {operand.strides}; its rows must be contiguous: lt.contiguous")
-
-
-def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
-    """The problems of a model's layers in a training step, for the tuner.
-
-    Args:
-        rows: number of rows of a micro-batch.
-        accumulates: whether a step has several micro-batches: all but the first add to the gradients.
-    """
-    from lt_runtime.tuner.chain import LayerChain  # imported late, because only tuning needs the tuner
-
-    layers, types = model.layers, (model.dtype, Compute(model.compute))
-    dropout, bias = [each.dropout > 0 for each in layers], [each.bias is not None for each in layers]
-    activations = [each.activation for each in layers]
-    chain = LayerChain.of_mlp(rows, model.dims, activations, *types, dropout=dropout, bias=bias)
-    return [chain, chain.accumulating] if accumulates else [chain]

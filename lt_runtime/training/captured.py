@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
@@ -29,14 +29,16 @@ from lt_runtime.ops._parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import GpuTally, Totals
-from lt_runtime.training.body import Batch, StepBody, chains_of
+from lt_runtime.training.body import Batch, StepBody
+
+if TYPE_CHECKING:
+    from lt_runtime.tuner.chain import LayerChain
 
 MAX_GRAPHS: Final = 8
-"""The number of graphs that a training step keeps: one for each batch size and type of targets, with and without row
-weights. The least recently used graph is dropped first."""
+"""The number of graphs that a training step keeps: one for each set of shapes and types of a batch's arrays. The least recently used graph is dropped first."""
 
 _Key: TypeAlias = tuple[Hashable, ...]
-"""Key of a graph: the shape and type of the batch's targets, and the number of its arrays of row weights, 0 or 1."""
+"""Key of a graph: the shapes and types of the batch's arrays."""
 
 
 class GraphOrder:
@@ -258,12 +260,8 @@ class GpuStep:
 
     def _prepared(self, batch: Batch, stream: int) -> Replay:
         """Returns the buffers for a batch. The first batch with a key allocates them and captures their graph."""
-        _, target, *weights = batch
-        key = (*target.shape, target.dtype, len(weights))
+        key = tuple((each.shape, each.dtype) for each in batch)
         if key not in self._buffers:
-            if is_step_tuned(self._tune) and not is_captured(stream):
-                rows, accumulates = batch[0].shape[0] // self._body.parts, self._body.parts > 1
-                before_first_step(chains_of(self._body.model, rows, accumulates=accumulates), self._device, stream)
             while len(self._buffers) >= MAX_GRAPHS:
                 self._replays.clear()  # some replays may refer to the graph that is dropped: all replays are forgotten
                 _close(self._device, self._buffers, 1)
@@ -276,6 +274,7 @@ class GpuStep:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
             buffers = StepBuffers(batch, self._body.parts, stream)
+            self._rehearse_first(buffers, stream)
             if self._captures:
                 buffers.graph = self._capture(buffers, stream)
         except BaseException as error:
@@ -286,27 +285,42 @@ class GpuStep:
             raise
         return buffers
 
-    def _capture(self, buffers: StepBuffers, stream: int) -> Graph:
-        """Captures a step, after two rehearsals without the update.
+    def _rehearse_first(self, buffers: StepBuffers, stream: int) -> None:
+        """Rehearses a step without the update, which makes the plans, and frees the memory of the rehearsal.
 
-        The first rehearsal makes the plans, and its memory is freed. The second rehearsal allocates the memory that the
-        graph keeps. Before the first graph, master copies are checked.
+        If the step is tuned, the linear layers that the rehearsal has run are then measured where the plan cache does
+        not know them. A step that is neither captured nor tuned needs no rehearsal.
         """
-        if not self._buffers:
+        tunes = is_step_tuned(self._tune) and not is_captured(stream)
+        if not (tunes or self._captures):
+            return
+        if self._captures and not self._buffers:  # before the first graph, master copies are checked
             check_masters(self._body.optimizer.parameters, stream)
-        captured = private_stream(self._device, "training")
-        order_after(captured, stream)
-        try:
-            # the memory of the first rehearsal is freed when this pool is dropped, before the second
-            self._rehearse(buffers, cupy().cuda.MemoryPool(), captured)
-            self._rehearse(buffers, self._pool, captured)
-        finally:
-            order_after(stream, captured)
+        chains = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, reports=tunes)
+        if tunes and before_first_step(chains, self._device, stream) and self._captures:
+            self._rehearse(buffers, cupy().cuda.MemoryPool(), stream)
+
+    def _capture(self, buffers: StepBuffers, stream: int) -> Graph:
+        """Captures a step, after a rehearsal that allocates the memory which the graph keeps."""
+        self._rehearse(buffers, self._pool, stream)
         return self._record(buffers)
 
-    def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int) -> None:
-        with self._tuning_off(), _memory_from(pool):
-            self._body.run(buffers.parts, self._rehearsed_tally, stream, updates=False)
+    def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int, *, reports: bool = False) -> list[LayerChain]:
+        """Runs a step without the update on the stream of captures.
+
+        Args:
+            reports: whether to return the linear layers that have run, see `StepBody.rehearse`.
+        """
+        body, tally, captured = self._body, self._rehearsed_tally, private_stream(self._device, "training")
+        order_after(captured, stream)
+        try:
+            with not_tuning(), _memory_from(pool):
+                if reports:
+                    return body.rehearse(buffers.parts, tally, captured)
+                body.run(buffers.parts, tally, captured, updates=False)
+                return []
+        finally:
+            order_after(stream, captured)
 
     def _record(self, buffers: StepBuffers) -> Graph:
         captured = private_stream(self._device, "training")

@@ -17,7 +17,8 @@ from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Scores, Tally, Totals
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, step_loss
-from lt_runtime.nn.mlp import MLP, brief
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.mlp import brief
 
 
 class Metrics(NamedTuple):
@@ -48,7 +49,7 @@ class TrainStep(Fixed):
     results bit by bit. Models on the host always run this way.
 
     Args:
-        model: an `MLP`.
+        model: an `MLP` or another `Block`.
         optimizer: over the model's parameters, or over some of them, which freezes the others. Its settings may change
             between steps, see `lt.AdamW`. The optimizer's step number decides dropout's masks, so that each step has
             different masks. If the optimizer has a scaler, its scale multiplies the loss's gradient.
@@ -113,7 +114,7 @@ class TrainStep(Fixed):
 
     def __init__(
         self,
-        model: MLP,
+        model: Block,
         optimizer: AdamW,
         *,
         loss: LossName | OwnFunction = "cross_entropy",
@@ -124,7 +125,7 @@ class TrainStep(Fixed):
         ema: EMA | None = None,
         tune: bool | None = None,
     ) -> None:
-        check_instance("model", model, MLP, "an lt.MLP")
+        check_instance("model", model, Block, "an lt.MLP or another lt.Block")
         check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
         graph, accumulate = flag("graph", graph), integer("accumulate", accumulate)
         tune = None if tune is None else flag("tune", tune)
@@ -157,7 +158,9 @@ class TrainStep(Fixed):
         """Updates the model from one batch.
 
         Args:
-            x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
+            x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows. There may be
+                axes between the two, whose elements are rows of every layer: (batch_size, tokens, inputs). A tuple of
+                arrays for a model with several inputs.
             target: labels or targets, depending on the loss; on a GPU with contiguous rows.
             row_weights: (batch_size,) FP32, factors of the rows' losses, not negative; the mean divides by the same
                 number as without them, see `lt.mse_loss`. Your own loss takes none: its target may hold them.
@@ -178,7 +181,10 @@ class TrainStep(Fixed):
         """
         if changes.latest is not self._held.seen:
             self._held.check()
-        batch = (x, target) if row_weights is None else (x, target, row_weights)
+        xs = x if x.__class__ is tuple else (x,)
+        batch = (*xs, target) if row_weights is None else (*xs, target, row_weights)
+        if self._body.arity != len(xs):
+            self._body.set_arity(len(xs))
         if self._gpu is None:
             self._body.read(batch, 0)
             stream_handle(stream, HOST)  # refuses a `stream` that is no stream
@@ -216,7 +222,7 @@ class TrainStep(Fixed):
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
 
 
-def _check_optimizer(optimizer: AdamW, model: MLP) -> None:
+def _check_optimizer(optimizer: AdamW, model: Block) -> None:
     """Refuses an optimizer with a parameter of another model: its updates would not train this model."""
     known = {(id(each.data), id(each.grad)) for each in model.parameters()}
     for parameter in optimizer.parameters:
@@ -228,7 +234,7 @@ def _check_optimizer(optimizer: AdamW, model: MLP) -> None:
     optimizer.check_arrays()
 
 
-def _check_ema(ema: EMA | None, model: MLP) -> None:
+def _check_ema(ema: EMA | None, model: Block) -> None:
     if ema is None:
         return
     check_instance("ema", ema, EMA, "None or an lt.EMA")
@@ -238,7 +244,7 @@ def _check_ema(ema: EMA | None, model: MLP) -> None:
 
 
 def evaluate(
-    model: MLP,
+    model: Block,
     batches: Iterable[tuple[Any, Any]],
     *,
     loss: LossName | OwnFunction = "cross_entropy",
@@ -250,7 +256,7 @@ def evaluate(
     Batches may have any sizes: nothing is captured for them. The host waits for a GPU only at the end.
 
     Args:
-        model: an `MLP`.
+        model: an `MLP` or another `Block`.
         batches: pairs of inputs (M, dims[0]), of the model's type and on its device, and targets, as for `TrainStep`.
         loss, loss_options: as for `TrainStep`; a function of your own writes its gradient here too.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
@@ -266,7 +272,7 @@ def evaluate(
         LtError: as `lt.linear` and the loss do.
         Whatever `batches` raises.
     """
-    check_instance("model", model, MLP, "an lt.MLP")
+    check_instance("model", model, Block, "an lt.MLP or another lt.Block")
     measured = step_loss(loss, loss_options, model)
     device = model.device.ordinal
     if stream is not None:

@@ -1,0 +1,197 @@
+"""Blocks of one operation, or of a few: norms, gated layers, dropout."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from lt_runtime.gpu.devices import parse_device
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.linear import Linear, Maker, seed_of, size_of
+from lt_runtime.nn.run import Pass
+from lt_runtime.ops import norm
+from lt_runtime.ops.dropout import dropout
+from lt_runtime.ops.gated import gated_bwd, gated_fwd
+from lt_runtime.problem import ActivationName, ComputeName, DType, DTypeLike, probability
+
+
+class LayerNorm(Block):
+    """y = (x - mean) / √(variance + eps) · weight + bias over the columns of each row (Ba, Kiros, Hinton, 2016).
+
+    Args:
+        width: number of columns.
+        eps: is added to the variance.
+        bias: whether there is a bias.
+        dtype, master_weights, device: as for `lt.MLP`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        dtype: DTypeLike = "float32",
+        master_weights: bool = True,
+        device: object = "auto",
+    ) -> None:
+        self.inputs = self.outputs = size_of("width", width)
+        self.eps: Final = eps
+        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=master_weights)
+        self.weight = make(np.ones(width))
+        self.bias = make(np.zeros(width)) if bias else None
+
+    def forward(self, x: Any, run: Pass) -> Any:
+        """See `Block`."""
+        options: dict[str, Any] = {"eps": self.eps, "stream": run.stream}
+        y, context = norm.layer_norm_fwd(x, self.weight.data, self.bias and self.bias.data, **options)
+        run.keep(context, run.needs_gradient(x))
+        return y
+
+    def backward(self, dy: Any, run: Pass) -> Any:
+        """See `Block`."""
+        context, needs_dx = run.take()
+        (dweight, dbias), adds = run.grads(self.weight, self.bias)
+        options: dict[str, Any] = {"need_dx": needs_dx, "accumulate": adds, "out_dweight": dweight, "out_dbias": dbias}
+        wanted = {"need_dweight": dweight is not None, "need_dbias": dbias is not None}
+        if not (needs_dx or any(wanted.values())):
+            return None
+        return norm.layer_norm_bwd(dy, context, **options, **wanted, stream=run.stream).dx
+
+
+class RMSNorm(Block):
+    """y = x / √(mean(x²) + eps) · weight over the columns of each row (Zhang and Sennrich, 2019).
+
+    Args:
+        width: number of columns.
+        eps: is added to the mean of the squares.
+        dtype, master_weights, device: as for `lt.MLP`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float = 1e-6,
+        dtype: DTypeLike = "float32",
+        master_weights: bool = True,
+        device: object = "auto",
+    ) -> None:
+        self.inputs = self.outputs = size_of("width", width)
+        self.eps: Final = eps
+        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=master_weights)
+        self.weight = make(np.ones(width))
+
+    def forward(self, x: Any, run: Pass) -> Any:
+        """See `Block`."""
+        y, context = norm.rms_norm_fwd(x, self.weight.data, eps=self.eps, stream=run.stream)
+        run.keep(context, run.needs_gradient(x))
+        return y
+
+    def backward(self, dy: Any, run: Pass) -> Any:
+        """See `Block`."""
+        context, needs_dx = run.take()
+        dweight, adds = run.grad(self.weight)
+        if dweight is None and not needs_dx:
+            return None
+        options: dict[str, Any] = {"need_dx": needs_dx, "need_dweight": dweight is not None, "accumulate": adds}
+        return norm.rms_norm_bwd(dy, context, **options, out_dweight=dweight, stream=run.stream).dx
+
+
+class Gated(Block):
+    """y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ, a gated feed-forward block (Shazeer, 2020).
+
+    The gate's and the up projection's weights are the two halves of `up.weight`, for one product; the derived classes
+    name the usual activations.
+
+    Args:
+        width: number of columns of x and y.
+        hidden: number of columns between.
+        activation: of the gate, a name of `lt.ACTIVATIONS`.
+        dropout: probability of dropout of the gated values.
+        bias: whether the products have biases.
+        seed: of the initial values and of dropout; if None, the next of a sequence that begins at 0 in each process.
+        dtype, compute, master_weights, device: as for `lt.MLP`.
+
+    Attributes:
+        up: the layer (2·hidden, width). down: the layer (width, hidden).
+    """
+
+    activation: ActivationName = "silu"
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: ActivationName | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        seed: int | None = None,
+        dtype: DTypeLike = "float32",
+        compute: ComputeName = "float32",
+        master_weights: bool = True,
+        device: object = "auto",
+    ) -> None:
+        self.inputs = self.outputs = size_of("width", width)
+        self.activation = activation or type(self).activation
+        self.dropout, self.seed = probability("dropout", dropout), seed_of(seed)
+        of_types: dict[str, Any] = {"dtype": dtype, "compute": compute, "master_weights": master_weights}
+        options = of_types | {"bias": bias, "device": device}
+        self.up = Linear(width, 2 * size_of("hidden", hidden), seed=self.seed, **options)
+        self.down = Linear(hidden, width, seed=(self.seed + 1) % 2**64, **options)
+
+    def forward(self, x: Any, run: Pass) -> Any:
+        """See `Block`."""
+        h, rng = self.up.forward(x, run), run.rng(self.seed)
+        options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if rng else 0.0, "rng": rng}
+        y, context = gated_fwd(h, **options, stream=run.stream)
+        run.keep(context)
+        return self.down.forward(y, run)
+
+    def backward(self, dy: Any, run: Pass) -> Any:
+        """See `Block`."""
+        dh = self.down.backward(dy, run)
+        context = run.take()
+        return self.up.backward(gated_bwd(dh, context, out=context.h, stream=run.stream), run)
+
+
+class SwiGLU(Gated):
+    """A gated block with SiLU."""
+
+
+class GEGLU(Gated):
+    """A gated block with GELU, in the tanh form."""
+
+    activation = "gelu"
+
+
+class ReGLU(Gated):
+    """A gated block with ReLU."""
+
+    activation = "relu"
+
+
+class Dropout(Block):
+    """y = mask · x / (1 - p) in training, y = x in inference.
+
+    Args:
+        p: probability in [0, 1), rounded to a multiple of 2^-16.
+        seed: of the masks; if None, the next of a sequence that begins at 0 in each process.
+    """
+
+    def __init__(self, p: float, *, seed: int | None = None) -> None:
+        self.p: Final = probability("p", p)
+        self.seed: Final = seed_of(seed)
+
+    def forward(self, x: Any, run: Pass) -> Any:
+        """See `Block`."""
+        rng = run.rng(self.seed)
+        run.keep(rng)
+        return dropout(x, self.p, rng, stream=run.stream) if rng and self.p else x
+
+    def backward(self, dy: Any, run: Pass) -> Any:
+        """See `Block`."""
+        rng = run.take()
+        return dropout(dy, self.p, rng, stream=run.stream) if self.p else dy
