@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from lt_runtime.binding import bind
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
+    from lt_runtime.nn.block import Block
+    from lt_runtime.nn.containers import Chain, Parallel, Residual
+    from lt_runtime.nn.layers import GEGLU, Dropout, Gated, LayerNorm, ReGLU, RMSNorm, SwiGLU
+    from lt_runtime.nn.linear import Linear
+    from lt_runtime.nn.mlp import MLP
+    from lt_runtime.nn.run import Pass
     from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops.add import add
     from lt_runtime.ops.dropout import dropout
@@ -32,7 +38,6 @@ if TYPE_CHECKING:
     from lt_runtime.saving.checkpoints import load_checkpoint, load_model, save_checkpoint, save_model
     from lt_runtime.schedules import Schedule
     from lt_runtime.training.averages import EMA
-    from lt_runtime.nn.mlp import MLP
     from lt_runtime.training.prefetch import Prefetcher, prefetch
     from lt_runtime.training.step import Metrics, TrainStep, evaluate
 
@@ -60,7 +65,12 @@ _EXPORTS = {
     "profiling.capture.check": "CaptureReport check_capture",
     "schedules": "Schedule",
     "training.averages": "EMA",
+    "nn.block": "Block",
+    "nn.containers": "Chain Parallel Residual",
+    "nn.layers": "GEGLU Dropout Gated LayerNorm RMSNorm ReGLU SwiGLU",
+    "nn.linear": "Linear",
     "nn.mlp": "MLP",
+    "nn.run": "Pass",
     "saving.checkpoints": "load_checkpoint load_model save_checkpoint save_model",
     "training.prefetch": "Prefetcher prefetch",
     "training.step": "Metrics TrainStep evaluate",
@@ -74,7 +84,9 @@ __all__ = ["LinearContext", "Philox", "contiguous", "dropout", "linear", "linear
 __all__ += ["GatedContext", "add", "gated_bwd", "gated_fwd"]
 __all__ += ["NormContext", "layer_norm_bwd", "layer_norm_fwd", "rms_norm_bwd", "rms_norm_fwd"]
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
-__all__ += ["EMA", "MLP", "AdamW", "GradScaler", "Parameter", "Schedule"]
+__all__ += ["GEGLU", "MLP", "Block", "Chain", "Dropout", "Gated", "LayerNorm", "Linear", "Parallel", "Pass"]
+__all__ += ["RMSNorm", "ReGLU", "Residual", "SwiGLU"]
+__all__ += ["EMA", "AdamW", "GradScaler", "Parameter", "Schedule"]
 __all__ += ["Metrics", "Prefetcher", "TrainStep", "evaluate", "prefetch"]
 __all__ += ["load_checkpoint", "load_model", "save_checkpoint", "save_model"]
 __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tune", "tuning"]

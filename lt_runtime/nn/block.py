@@ -17,7 +17,9 @@ from lt_runtime.problem import DType
 
 
 class Block:
-    """A model or a part of one: parameters, a forward and a backward. Derive from it to write a block of your own::
+    """A model or a part of one: parameters, a forward and a backward.
+
+    Derive from it to write a block of your own::
 
         class TiedAutoencoder(lt.Block):
             def __init__(self):
@@ -187,6 +189,8 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(self: Block, x: Any, run: Pass) -> Any:
         _check_run(self, run)
+        if run.running is self:  # a derived class has called the method that it overrides
+            return own(self, x, run)
         with run.forward_of(self):
             return own(self, x, run)
 
@@ -201,6 +205,8 @@ def _backward(own: Callable[..., Any]) -> Callable[..., Any]:
         _check_run(self, run)
         held = [dy]
         del dy  # the block's own frame holds the only reference, so that the array is freed after its last reader
+        if run.running is self:
+            return own(self, held.pop(), run)
         with run.backward_of(self):
             return own(self, held.pop(), run)
 

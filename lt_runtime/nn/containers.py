@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
-from lt_runtime.arguments import check_instance, one_of, shown
+import numpy as np
+
+from lt_runtime.arguments import check_instance, flag, one_of, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.streams import stream_handle
@@ -130,7 +132,7 @@ class Parallel(Block):
             raise ArgumentError(f"Parallel has {len(towers)} towers; it needs two or more")
         for i, tower in enumerate(towers):
             check_instance(f"number {i} of the towers", tower, Block, "an lt.Block")
-        self.towers: Final, self.split: Final = towers, split
+        self.towers, self.split = towers, flag("split", split)
         self.join: Final = one_of("join", join, ("concatenate", "sum"))
         widths, inputs = [each.outputs for each in towers], [each.inputs for each in towers]
         for name, sizes, applies in (("give", widths, join == "sum"), ("take", inputs, not split)):
@@ -183,10 +185,12 @@ class Parallel(Block):
 def _concatenated(parts: Sequence[Any], stream: Any) -> Any:
     """The columns of arrays, side by side in one new array."""
     first, library = parts[0], library_of(parts[0])
-    device = device_of("y", first)
-    handle = 0 if device == HOST else stream_handle(stream, device, library.current_stream)
-    ends = [*itertools.accumulate(each.shape[-1] for each in parts)]
-    whole = library.empty((*first.shape[:-1], ends[-1]), first.dtype, device, handle)
+    device, ends = device_of("y", first), [*itertools.accumulate(each.shape[-1] for each in parts)]
+    shape = *first.shape[:-1], ends[-1]
+    if device == HOST:
+        whole: Any = np.empty(shape, first.dtype)
+    else:
+        whole = library.empty(shape, first.dtype, device, stream_handle(stream, device, library.current_stream))
     for part, end in zip(parts, ends, strict=True):
         dropout(part, 0.0, out=whole[..., end - part.shape[-1] : end], stream=stream)  # a copy
     return whole

@@ -104,18 +104,16 @@ class Linear(Block):
     @classmethod
     def of(
         cls,
-        name: str,
-        weight: Parameter,
-        bias: Parameter | None,
+        made: tuple[str, Parameter, Parameter | None],
         activation: Activation,
         dropout: float,
         seed: int,
         compute: ComputeName,
     ) -> Self:
-        """A layer over parameters that exist; arguments are attributes."""
+        """A layer over parameters that exist, given as its name, its weight and its bias."""
         layer = cls.__new__(cls)
-        layer.outputs, layer.inputs = weight.data.shape
-        layer.name, layer.weight, layer.bias = name, weight, bias
+        layer.name, layer.weight, layer.bias = made
+        layer.outputs, layer.inputs = layer.weight.data.shape
         layer.activation, layer.dropout, layer.seed, layer.compute = activation, dropout, seed, compute
         return layer
 
@@ -170,7 +168,7 @@ def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass) -> Any:
         if i < lowest:
             dy.clear()
             continue
-        # Each call also computes the bias gradient of the layer below. Only the last layer, which has no layer above it,
+        # Each call also computes the bias gradient of the layer below. Only the last layer, with no layer above it,
         # computes its own bias gradient.
         goes_on = i > lowest
         below = layers[i - 1].bias if goes_on else None
@@ -194,10 +192,10 @@ def _chain(forwards: Sequence[Any], backwards: Sequence[Any]) -> LayerChain:
     """The layers of a run as a chain for the tuner; backward problems are given from the last layer down."""
     from lt_runtime.tuner.chain import Layer, LayerChain  # imported late, because only tuning needs the tuner
 
-    backs = [each for each in backwards if isinstance(each, BackwardProblem)]
     fronts = [each for each in forwards if isinstance(each, ForwardProblem)]
-    layers = map(Layer, fronts, [None] * (len(fronts) - len(backs)) + backs[::-1])
-    return LayerChain((*layers,)).plain
+    backs: list[BackwardProblem | None] = [each for each in backwards if isinstance(each, BackwardProblem)]
+    backs += [None] * (len(fronts) - len(backs))  # layers below the lowest that is trained
+    return LayerChain((*map(Layer, fronts, reversed(backs)),)).plain
 
 
 class Maker:

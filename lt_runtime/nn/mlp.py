@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
@@ -107,8 +107,14 @@ class MLP(Block, surrounded=False):
         self.device = ComputeDevice(parse_device(device))
         made = self._parameters(biases, has_masters=self.master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
-            Linear.of(name, made[f"{name}.weight"], made.get(f"{name}.bias"), *options, self.seed, compute)
-            for name, *options in zip((f"layer{i}" for i in range(count)), activations, dropouts, strict=True)
+            Linear.of(
+                (f"layer{i}", made[f"layer{i}.weight"], made.get(f"layer{i}.bias")),
+                activations[i],
+                dropouts[i],
+                self.seed,
+                compute,
+            )
+            for i in range(count)
         ]
         self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, self.device.ordinal)
 
@@ -248,7 +254,7 @@ class MLP(Block, surrounded=False):
                 f"contexts is {shown(contexts)}; it must be the contexts of the {layers} layers, from forward"
             )
         run = Pass(accumulate=accumulate, stream=stream)
-        run.keep([*contexts], needs_input, [])
+        run.keep([*map(replace, contexts)], needs_input, [])  # copies, because backward takes them apart
         return backward_layers(self.layers, held, run)
 
     def _refuse_inputs(self, x: Any, stream: Any) -> None:

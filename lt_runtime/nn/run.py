@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.arguments import flag, integer, shown
+from lt_runtime.arguments import flag, integer
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.problem import Philox
 from lt_runtime.ranges import range_of
@@ -50,6 +51,7 @@ class Pass:
 
     Attributes:
         step, micro_batch, trains, stream: as given.
+        running: the innermost block whose forward or backward is running.
         places: the number of dropout masks that each micro-batch may draw.
         problems: the problems of the operations that have run, in their order; None if nobody collects them.
         chains: the linear layers that have run back, if `problems` are collected.
@@ -76,6 +78,7 @@ class Pass:
         self._kept: list[tuple[Any, ...]] = []
         self._ran: list[tuple[Block, int, int]] = []
         self._start = self._masks = 0
+        self.running: Block | None = None
 
     @property
     def inference(self) -> Pass:
@@ -141,17 +144,16 @@ class Pass:
         """Whether outputs y that were just computed may be overwritten, because no backward reads their values."""
         if not self.trains:
             return True
-        last = self._kept[-1][0] if self._kept else None
-        if isinstance(last, list):  # the contexts of linear layers, which refer to y, but may not read its values
-            last = last[-1]
-            return last.y is y and last.saved is not y
-        return False
+        contexts = self._kept[-1][0] if self._kept else None
+        last = contexts[-1] if isinstance(contexts, list) and contexts else None
+        # the context of a linear layer refers to y, but its backward need not read the values
+        return isinstance(last, LinearContext) and last.y is y and last.saved is not y
 
     @contextlib.contextmanager
     def forward_of(self, block: Block) -> Iterator[None]:
         """Surrounds a block's forward."""
         starts = len(self._kept), len(self._ran)
-        with _range("forward", block):
+        with self._inside(block), _range("forward", block):
             yield
         if self.trains:
             self._ran.append((block, *starts))
@@ -170,13 +172,21 @@ class Pass:
             why = "backwards run in the reverse order of forwards, once each"
             raise ArgumentError(f"{block.title}.backward was called, but {due}: {why}")
         outer, (_, self._start, ran) = self._start, self._ran.pop()
-        with _range("backward", block):
+        with self._inside(block), _range("backward", block):
             yield
         if len(self._ran) > ran:
             raise ArgumentError(f"{block.title}.backward has not called {self._ran[-1][0].title}.backward")
         if left := len(self._kept) - self._start:
             raise ArgumentError(f"{block.title}.backward has left {left} of what its forward kept: call run.take()")
         self._start = outer
+
+    @contextlib.contextmanager
+    def _inside(self, block: Block) -> Iterator[None]:
+        outer, self.running = self.running, block
+        try:
+            yield
+        finally:
+            self.running = outer
 
     def finish(self) -> None:
         """Raises `ArgumentError` if a block's backward has not run."""

@@ -20,13 +20,13 @@ from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.files import parse_json
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
+from lt_runtime.nn.mlp import MLP, shapes_of
 from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
 from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.plan_choices import choices_of, take_choices
-from lt_runtime.nn.mlp import MLP, shapes_of
 
 _FORMAT: Final = 1
 _MASTER: Final = ".master"

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from lt_runtime.errors import LtError, printable
 from lt_runtime.gpu.devices import activated
+from lt_runtime.nn.mlp import MLP
 from lt_runtime.plans.cache import make_plan
 from lt_runtime.problem import Compute, MatmulProblem
 from lt_runtime.store.document import Document, UnusableError
 from lt_runtime.store.entries import Entry, LayerEntry
 from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import PlanStore, plan_store
-from lt_runtime.nn.mlp import MLP
 from lt_runtime.tuner.chain import LayerChain, as_decided
 
 _LARGEST: Final = 1 << 20
@@ -85,7 +85,7 @@ def take_choices(path: object, text: object, model: MLP) -> None:
 
 def _known_rows(model: MLP, keys: Iterable[str], choice: Callable[[str], Entry | None]) -> list[int]:
     """The micro-batch sizes for which the model's first layer is among some entries, given by their keys."""
-    chain = _chain(model, _ANY_ROWS)
+    chain = chain_of(model, _ANY_ROWS)
     pattern = re.escape(problem_key(chain.forwards[0]))
     pattern = pattern.replace(str(_ANY_ROWS), _NUMBER, 1).replace(str(_ANY_ROWS), r"\1")
     found = [match for key in keys if (match := re.fullmatch(pattern, key))]
@@ -99,7 +99,7 @@ def _keys(model: MLP, sizes: Iterable[int], device: int, store: PlanStore) -> se
 
 def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[Remembered]:
     """The problems of a model's training steps: the narrow MLP, if it is one, its layers, and the layers' products."""
-    for chain in (_chain(model, rows), _chain(model, rows).accumulating):
+    for chain in (chain_of(model, rows), chain_of(model, rows).accumulating):
         yield from chain.narrow(device)
         for problem in as_decided(chain, store).problems:
             yield problem
@@ -107,7 +107,7 @@ def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[
                 yield from _products(problem, device)
 
 
-def _chain(model: MLP, rows: int) -> LayerChain:
+def chain_of(model: MLP, rows: int) -> LayerChain:
     """The layers of a training step on micro-batches of `rows` rows."""
     layers, types = model.layers, (model.dtype, Compute(model.compute))
     dropout, bias = [each.dropout > 0 for each in layers], [each.bias is not None for each in layers]

@@ -18,10 +18,10 @@ from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.losses import TallyPass, TallyState
-from lt_runtime.ops._parameters import HeldArrays, write_values
-from lt_runtime.problem import DType
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import brief
+from lt_runtime.ops._parameters import HeldArrays, write_values
+from lt_runtime.problem import DType
 
 _STATE: Final = np.dtype(TallyState)
 _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
@@ -50,6 +50,13 @@ class Scores(NamedTuple):
     logits: Any
     labels: Any
     ignore_index: int | None = -100
+
+
+def scores_of(logits: Any, labels: Any) -> Scores:
+    """The scores of logits (..., C) and labels (...,)."""
+    if len(logits.shape) == 2:
+        return Scores(logits, labels)
+    return Scores(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 class HostTally:

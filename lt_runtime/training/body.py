@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -24,14 +23,14 @@ from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.mlp import MLP, check_model_type
+from lt_runtime.nn.run import PLACES, Pass
 from lt_runtime.ops import losses
 from lt_runtime.ops.call import PreparedCall
 from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.ranges import range_of
-from lt_runtime.training.averages import EMA, Scores, Tally
-from lt_runtime.nn.block import Block
-from lt_runtime.nn.mlp import MLP, check_model_type
-from lt_runtime.nn.run import PLACES, Pass
+from lt_runtime.training.averages import EMA, Tally, scores_of
 
 if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
@@ -151,7 +150,7 @@ def _on_device(name: str, array: Any, model: Block) -> Any:
     if isinstance(array, np.ndarray):
         placed = model.device.asarray(array.copy())
     operand = model.device.read(name, placed, 0)
-    check_weights(operand, (model.dims[-1],), "one an output")
+    check_weights(operand, (model.outputs,) if model.outputs else operand.shape, "one an output")
     if isinstance(array, np.ndarray):
         losses.check_not_negative(name, array)
     return placed
@@ -218,7 +217,7 @@ class StepBody:
         self._check_target(wanted, read[0].shape[0], axes)
         weights = [model.device.read("row_weights", each, stream) for each in row_weights]
         for each in weights:
-            check_weights(each, math.prod(axes or wanted.shape[:1]), "one a row of x")
+            check_weights(each, axes or wanted.shape[:1], "one a row of x")
         return *read, wanted, *weights
 
     def _check_input(self, x: Operand, first: Operand) -> None:
@@ -319,7 +318,7 @@ class StepBody:
             scaling = {"row_weights": weights[0] if weights else None, "grad_scale": scale, "share": share}
             out = None if is_read_later else outputs
             value, gradient = loss.compute(outputs, target, **scaling, out_gradient=out, stream=stream)
-        scores = Scores(outputs, target) if loss.classifies else None
+        scores = scores_of(outputs, target) if loss.classifies else None
         del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
         device, held = model.device.ordinal, [gradient]
         del gradient

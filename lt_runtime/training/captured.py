@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
 
 MAX_GRAPHS: Final = 8
-"""The number of graphs that a training step keeps: one for each set of shapes and types of a batch's arrays. The least recently used graph is dropped first."""
+"""The number of graphs that a training step keeps: one for each set of shapes and types of a batch's arrays. The least
+recently used graph is dropped first."""
 
 _Key: TypeAlias = tuple[Hashable, ...]
 """Key of a graph: the shapes and types of the batch's arrays."""
@@ -306,12 +307,13 @@ class GpuStep:
         return self._record(buffers)
 
     def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int, *, reports: bool = False) -> list[LayerChain]:
-        """Runs a step without the update on the stream of captures.
+        """Runs a step without the update, on the stream of captures if the step is to be captured.
 
         Args:
             reports: whether to return the linear layers that have run, see `StepBody.rehearse`.
         """
-        body, tally, captured = self._body, self._rehearsed_tally, private_stream(self._device, "training")
+        body, tally = self._body, self._rehearsed_tally
+        captured = private_stream(self._device, "training") if self._captures else stream
         order_after(captured, stream)
         try:
             with not_tuning(), _memory_from(pool):

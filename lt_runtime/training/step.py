@@ -12,13 +12,13 @@ from lt_runtime.arguments import Fixed, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError, DriverError, KindError
 from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.mlp import brief
 from lt_runtime.ops._parameters import HeldArrays, changes
 from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.ranges import STEP, range_of
-from lt_runtime.training.averages import EMA, GpuTally, HostTally, Scores, Tally, Totals
+from lt_runtime.training.averages import EMA, GpuTally, HostTally, Tally, Totals, scores_of
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, step_loss
-from lt_runtime.nn.block import Block
-from lt_runtime.nn.mlp import brief
 
 
 class Metrics(NamedTuple):
@@ -285,7 +285,7 @@ def evaluate(
         outputs = model(x, stream=stream)
         out = None if measured.classifies else outputs
         value = measured.compute(outputs, target, out_gradient=out, stream=stream).loss
-        scores = Scores(outputs, target) if measured.classifies else None
+        scores = scores_of(outputs, target) if measured.classifies else None
         tallies.append(HostTally() if device is None else GpuTally(device, stream))
         tallies[-1].add(value, scores, 1.0, first=True, stream=stream)
         sizes.append(int(outputs.shape[0]))

@@ -244,7 +244,7 @@ def derivative_of(problem: ForwardProblem) -> Derivative:
 
 
 def _plainest(problem: ForwardProblem) -> Saved:
-    """Kind of the tensor that the last of a problem's strategies saves, a product without epilogue and then our pass."""
+    """Kind of the tensor that the last strategy of a problem saves: a product without epilogue, then our pass."""
     *_, last = forward_strategies(problem)
     return last.saved
 

@@ -127,7 +127,7 @@ def test_inputs_of_a_model_that_do_not_fit(gpu: FakeGpu, width: int, call: str) 
         (x, errors.DeviceError, r"^x is a NumPy array, the model is on cuda:0 .*; cupy.asarray\(x\) copies it there"),
         (gpu.cp.asarray(x), errors.DTypeError, r"^x is float32; the model takes bfloat16: x.astype\('bfloat16'\)$"),
         (gpu.torch.Tensor(gpu.cp.asarray(x)), errors.DTypeError, r"takes bfloat16: x.to\(torch.bfloat16\)$"),
-        (gpu.cp.asarray(x[:, 1:]), errors.ShapeError, rf"^x has shape \(4, {width - 1}\); .* \(M, {width}\)$"),
+        (gpu.cp.asarray(x[:, 1:]), errors.ShapeError, rf"^x has shape \(4, {width - 1}\); .* \((\.\.\.|M), {width}\)$"),
     ):
         with pytest.raises(error, match=message):
             getattr(model, call)(given, stream=gpu.stream)

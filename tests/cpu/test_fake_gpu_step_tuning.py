@@ -179,7 +179,7 @@ def test_a_narrow_mlp_is_measured_as_a_whole_once_its_layers_are_known(process: 
     dims = (16, 16, 16)
     with process() as gpu:
         model = gpu.lt.MLP(dims, "gelu", dtype="bfloat16", device="cuda")
-        (chain,) = own("training.body").chains_of(model, ROWS, accumulates=False)
+        chain = own("saving.plan_choices").chain_of(model, ROWS)
         is_measured = own("ops.first_use").is_measured
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(own("tuner.chain"), "supports", lambda *_: False)

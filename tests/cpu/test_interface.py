@@ -13,8 +13,8 @@ import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, DTypeError
 from lt_runtime.gpu import devices
 from lt_runtime.gpu.devices import parse_device
-from lt_runtime.problem import DType
 from lt_runtime.nn.device import ComputeDevice
+from lt_runtime.problem import DType
 from tests.support.numpy_cases import DTYPES
 
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 import lt_runtime as lt
 from lt_runtime import reference
+from lt_runtime.nn.narrow import NarrowPasses
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import ACTIVATIONS, Activation, DType
-from lt_runtime.nn.narrow import NarrowPasses
 from tests.host_kernels.arrays import EPSILON
 
 Array = NDArray[Any]

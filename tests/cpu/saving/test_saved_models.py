@@ -16,8 +16,8 @@ import safetensors.numpy
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, CheckpointError, FileError, KindError, MissingFileError, OperandError
+from lt_runtime.nn import mlp
 from lt_runtime.saving import checkpoint_file
-from lt_runtime.training import mlp
 from tests.support.numpy_cases import DTYPES, Array
 from tests.support.training_runs import assert_same, content_of, rewrite, run_of, train
 

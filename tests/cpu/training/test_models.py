@@ -122,8 +122,8 @@ def test_the_rules(options: dict[str, Any], activations: list[str], dropouts: li
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        (np.ones((2, 5), np.float32), ShapeError, r"^x has shape \(2, 5\); the model takes \(M, 4\)$"),
-        (np.ones(4, np.float32), ShapeError, r"^x has shape \(4,\); the model takes \(M, 4\)$"),
+        (np.ones((2, 5), np.float32), ShapeError, r"^x has shape \(2, 5\); the model takes \(\.\.\., 4\)$"),
+        (np.ones(4, np.float32), ShapeError, r"^x has shape \(4,\); the model takes \(\.\.\., 4\)$"),
         (np.ones((2, 4)), DTypeError, r"^x is float64; the model takes float32: x.astype\('float32'\)$"),
         ([[1.0] * 4], OperandError, r"^x is a list .*; numpy.asarray\(x\) makes one$"),
         (DeviceArray((2, 4)), DeviceError, "the model in host memory .* but x not; .*cupy.asnumpy to the host"),

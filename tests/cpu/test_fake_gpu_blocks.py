@@ -1,0 +1,90 @@
+"""Models made of blocks, trained on the pretended GPU: as one graph, operation by operation, and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import host_of
+
+ROWS, WIDTH = 8, 16
+
+
+def _stack(lt: Any, **options: Any) -> Any:
+    def layer(i: int) -> Any:
+        gated = lt.SwiGLU(WIDTH, 24, dropout=0.25, seed=i, **options)
+        return lt.Residual(lt.Chain(lt.RMSNorm(WIDTH, **options), gated))
+
+    return lt.Chain(layer(1), layer(2), lt.LayerNorm(WIDTH, **options), lt.Linear(WIDTH, 5, seed=3, **options))
+
+
+def _layers(lt: Any, **options: Any) -> Any:
+    first, second = (lt.Linear(WIDTH, WIDTH, activation="gelu", seed=i, **options) for i in (1, 2))
+    return lt.Chain(first, lt.Residual(second), lt.MLP([WIDTH, 24, 5], dropout=0.25, **options))
+
+
+def _towers(lt: Any, **options: Any) -> Any:
+    first, second = (lt.Linear(WIDTH, 8, activation="tanh", seed=i, **options) for i in (1, 2))
+    return lt.Chain(lt.Parallel(first, second, split=False), lt.Linear(16, 5, weight=None, seed=3, **options))
+
+
+def _tied(lt: Any, **options: Any) -> Any:
+    class Tied(lt.Block):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.enc = lt.Linear(WIDTH, 8, activation="gelu", seed=1, **options)
+            self.dec = lt.Linear(8, WIDTH, weight=self.enc.weight.T, seed=2, activation="sigmoid")
+            self.out = lt.Linear(WIDTH, 5, seed=3, **options)
+
+        def forward(self, x: Any, run: Any) -> Any:
+            return self.out.forward(self.dec.forward(self.enc.forward(x, run), run), run)
+
+        def backward(self, dy: Any, run: Any) -> Any:
+            return self.enc.backward(self.dec.backward(self.out.backward(dy, run), run), run)
+
+    return Tied()
+
+
+MODELS: dict[str, Callable[..., Any]] = {"stack": _stack, "layers": _layers, "towers": _towers, "tied": _tied}
+
+
+def _trained(lt: Any, model: Any, cp: Any, *, axes: tuple[int, ...] = (ROWS,), **options: Any) -> list[Any]:
+    """The losses of some steps, then all parameters."""
+    generator = np.random.default_rng(5)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="mse", **options)
+    found = []
+    for _ in range(3):
+        x = generator.standard_normal((*axes, WIDTH)).astype(np.float32)
+        target = generator.standard_normal((*axes, 5)).astype(np.float32)
+        batch = (x, target) if cp is None else (cp.asarray(x), cp.asarray(target))
+        found.append(np.array(host_of(step(*batch))))
+    return [*found, *(np.array(host_of(each.data)) for each in model.parameters())]
+
+
+@pytest.mark.parametrize("axes", [(ROWS,), (4, 2)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_gives_the_bits_of_single_launches_and_the_host_s_values(
+    gpu: FakeGpu, name: str, axes: tuple[int, ...]
+) -> None:
+    make, lt = MODELS[name], gpu.lt
+    graph = _trained(lt, make(lt, device="cuda"), gpu.cp, axes=axes)
+    gpu.synchronize_all()
+    eager = _trained(lt, make(lt, device="cuda"), gpu.cp, axes=axes, graph=False)
+    gpu.synchronize_all()
+    assert all(map(np.array_equal, graph, eager))
+    for found, expected in zip(graph, _trained(lt, make(lt, device="cpu"), None, axes=axes), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_micro_batches_and_labels(gpu: FakeGpu) -> None:
+    lt, model = gpu.lt, _stack(gpu.lt, device="cuda")
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), accumulate=2, ema=lt.EMA(model))
+    x = gpu.cp.asarray(np.random.default_rng(1).standard_normal((4, 3, WIDTH)).astype(np.float32))
+    labels = gpu.cp.asarray(np.arange(12, dtype=np.int32).reshape(4, 3) % 5)
+    losses = [float(host_of(step(x, labels))) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert step.metrics().steps == 8
+    gpu.synchronize_all()
