@@ -51,17 +51,22 @@ def _tied(lt: Any, **options: Any) -> Any:
 MODELS: dict[str, Callable[..., Any]] = {"stack": _stack, "layers": _layers, "towers": _towers, "tied": _tied}
 
 
-def _trained(lt: Any, model: Any, cp: Any, *, axes: tuple[int, ...] = (ROWS,), **options: Any) -> list[Any]:
+def _trained(gpu: FakeGpu, model: Any, *, on_gpu: bool = True, axes: tuple[int, ...] = (ROWS,), **options: Any) -> list[Any]:
     """The losses of some steps, then all parameters."""
-    generator = np.random.default_rng(5)
+    lt, generator = gpu.lt, np.random.default_rng(5)
     step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="mse", **options)
     found = []
     for _ in range(3):
         x = generator.standard_normal((*axes, WIDTH)).astype(np.float32)
         target = generator.standard_normal((*axes, 5)).astype(np.float32)
-        batch = (x, target) if cp is None else (cp.asarray(x), cp.asarray(target))
-        found.append(np.array(host_of(step(*batch))))
-    return [*found, *(np.array(host_of(each.data)) for each in model.parameters())]
+        batch = (gpu.cp.asarray(x), gpu.cp.asarray(target)) if on_gpu else (x, target)
+        found.append(_host(gpu, step(*batch)))
+    return [*found, *(_host(gpu, each.data) for each in model.parameters())]
+
+
+def _host(gpu: FakeGpu, array: Any) -> Any:
+    gpu.synchronize_all()
+    return np.array(array if isinstance(array, np.ndarray) else host_of(gpu, array))
 
 
 @pytest.mark.parametrize("axes", [(ROWS,), (4, 2)], ids=str)
@@ -70,12 +75,10 @@ def test_a_graph_gives_the_bits_of_single_launches_and_the_host_s_values(
     gpu: FakeGpu, name: str, axes: tuple[int, ...]
 ) -> None:
     make, lt = MODELS[name], gpu.lt
-    graph = _trained(lt, make(lt, device="cuda"), gpu.cp, axes=axes)
-    gpu.synchronize_all()
-    eager = _trained(lt, make(lt, device="cuda"), gpu.cp, axes=axes, graph=False)
-    gpu.synchronize_all()
+    graph = _trained(gpu, make(lt, device="cuda"), axes=axes)
+    eager = _trained(gpu, make(lt, device="cuda"), axes=axes, graph=False)
     assert all(map(np.array_equal, graph, eager))
-    for found, expected in zip(graph, _trained(lt, make(lt, device="cpu"), None, axes=axes), strict=True):
+    for found, expected in zip(graph, _trained(gpu, make(lt, device="cpu"), axes=axes, on_gpu=False), strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
 
 
@@ -84,7 +87,7 @@ def test_micro_batches_and_labels(gpu: FakeGpu) -> None:
     step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), accumulate=2, ema=lt.EMA(model))
     x = gpu.cp.asarray(np.random.default_rng(1).standard_normal((4, 3, WIDTH)).astype(np.float32))
     labels = gpu.cp.asarray(np.arange(12, dtype=np.int32).reshape(4, 3) % 5)
-    losses = [float(host_of(step(x, labels))) for _ in range(8)]
+    losses = [float(_host(gpu, step(x, labels))) for _ in range(8)]
     assert losses[-1] < losses[0]
     assert step.metrics().steps == 8
     gpu.synchronize_all()
