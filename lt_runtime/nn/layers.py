@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from lt_runtime.arguments import flag, not_negative
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import Linear, Maker, seed_of, size_of
@@ -13,7 +14,7 @@ from lt_runtime.nn.run import Pass
 from lt_runtime.ops import norm
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.gated import gated_bwd, gated_fwd
-from lt_runtime.problem import ActivationName, ComputeName, DType, DTypeLike, probability
+from lt_runtime.problem import ActivationName, Chosen, ComputeName, DType, DTypeLike, activation_of, probability
 
 
 class LayerNorm(Block):
@@ -37,10 +38,10 @@ class LayerNorm(Block):
         device: object = "auto",
     ) -> None:
         self.inputs = self.outputs = size_of("width", width)
-        self.eps: Final = eps
-        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=master_weights)
+        self.eps: Final = not_negative("eps", eps)
+        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights))
         self.weight = make(np.ones(width))
-        self.bias = make(np.zeros(width)) if bias else None
+        self.bias = make(np.zeros(width)) if flag("bias", bias) else None
 
     def forward(self, x: Any, run: Pass) -> Any:
         """See `Block`."""
@@ -79,8 +80,8 @@ class RMSNorm(Block):
         device: object = "auto",
     ) -> None:
         self.inputs = self.outputs = size_of("width", width)
-        self.eps: Final = eps
-        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=master_weights)
+        self.eps: Final = not_negative("eps", eps)
+        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights))
         self.weight = make(np.ones(width))
 
     def forward(self, x: Any, run: Pass) -> Any:
@@ -118,14 +119,15 @@ class Gated(Block):
         up: the layer (2·hidden, width). down: the layer (width, hidden).
     """
 
-    activation: ActivationName = "silu"
+    usual: ClassVar[ActivationName] = "silu"
+    """The activation of the class, if the caller gives none."""
 
     def __init__(
         self,
         width: int,
         hidden: int,
         *,
-        activation: ActivationName | None = None,
+        activation: Chosen | None = None,
         dropout: float = 0.0,
         bias: bool = False,
         seed: int | None = None,
@@ -135,7 +137,7 @@ class Gated(Block):
         device: object = "auto",
     ) -> None:
         self.inputs = self.outputs = size_of("width", width)
-        self.activation = activation or type(self).activation
+        self.activation = activation_of("activation", type(self).usual if activation is None else activation)
         self.dropout, self.seed = probability("dropout", dropout), seed_of(seed)
         of_types: dict[str, Any] = {"dtype": dtype, "compute": compute, "master_weights": master_weights}
         options = of_types | {"bias": bias, "device": device}
@@ -164,13 +166,13 @@ class SwiGLU(Gated):
 class GEGLU(Gated):
     """A gated block with GELU, in the tanh form."""
 
-    activation = "gelu"
+    usual = "gelu"
 
 
 class ReGLU(Gated):
     """A gated block with ReLU."""
 
-    activation = "relu"
+    usual = "relu"
 
 
 class Dropout(Block):

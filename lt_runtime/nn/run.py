@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.arguments import flag, integer
+from lt_runtime.arguments import check_instance, flag, integer
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError
 from lt_runtime.gpu.devices import activated
@@ -68,7 +68,12 @@ class Pass:
         inputs: Sequence[Any] = (),
         stream: Any = None,
     ) -> None:
-        self.step, self.micro_batch, self.stream = step, integer("micro_batch", micro_batch), stream
+        self.step, self.micro_batch, self.stream = Philox(step=step).step, integer("micro_batch", micro_batch), stream
+        stream_handle(stream, HOST)  # refuses a `stream` that is no stream
+        for name, given, kind in (("frozen", frozen, Collection), ("inputs", inputs, Sequence)):
+            check_instance(name, given, kind, "a list or a tuple")
+        for each in frozen:
+            check_instance("a member of frozen", each, Parameter, "an lt.Parameter")
         self.trains = flag("trains", trains)
         self.places = PLACES
         self.chains: list[LayerChain] = []

@@ -39,8 +39,8 @@ class Metrics(NamedTuple):
 class TrainStep(Fixed):
     """Trains a model by one batch a call.
 
-    On a GPU the whole step is one CUDA graph. At the first batch of each size, layers that the plan cache does not know
-    are measured, see `tune`. Then the step is rehearsed without the update, which makes the plans. Then it is captured;
+    On a GPU the whole step is one CUDA graph. The first batch of each size is rehearsed without the update, which makes
+    the plans; linear layers that the plan cache does not know are then measured, see `tune`. Then the step is captured;
     the graph is launched for this batch and for every later one. Batches are copied into fixed buffers. The step's
     number, the learning rate, the loss scale and dropout's masks advance on the device. Only the first call of a batch
     size waits for the GPU and allocates memory.
@@ -100,9 +100,9 @@ class TrainStep(Fixed):
 
     On a GPU, `stream` is the handle of the step's stream, which is CuPy's current stream during the call; on the host
     it is None. The function must put all its work on this stream, wait for nothing, and write only into `gradient` and
-    its own arrays. At the first batch of a size it runs three times: twice on zeros and once in the capture. Later
-    steps do not call it: the graph repeats the work that it put on the stream. A function that computes with PyTorch
-    needs `graph=False`, since PyTorch's memory is not the graph's, and
+    its own arrays. At the first batch of a size it runs three times, or four if layers are measured: on zeros, and last
+    in the capture. Later steps do not call it: the graph repeats the work that it put on the stream. A function that
+    computes with PyTorch needs `graph=False`, since PyTorch's memory is not the graph's, and
     `torch.cuda.stream(torch.cuda.ExternalStream(stream))`.
 
     Raises:

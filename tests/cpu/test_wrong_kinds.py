@@ -298,9 +298,16 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "AdamW.check_arrays": lambda w: (w.trained()[1].check_arrays, {}),
     "AdamW.step": lambda w: (w.trained()[1].step, {}),
     "MLP": lambda w: (w.lt.MLP, {"dims": [K, N, N], "device": w.device, "dtype": "bfloat16"}),
-    "MLP.parameters": lambda w: (w.model().parameters, {}),
-    "MLP.state_dict": lambda w: (w.model().state_dict, {}),
-    "MLP.load_state_dict": lambda w: ((model := w.model()).load_state_dict, {"state": model.state_dict()}),
+    "Block.parameters": lambda w: (w.model().parameters, {}),
+    "Block.state_dict": lambda w: (w.model().state_dict, {}),
+    "Block.load_state_dict": lambda w: ((model := w.model()).load_state_dict, {"state": model.state_dict()}),
+    "Linear": lambda w: (w.lt.Linear, {"inputs": K, "outputs": N, "device": w.device}),
+    "LayerNorm": lambda w: (w.lt.LayerNorm, {"width": N, "device": w.device, "dtype": "bfloat16"}),
+    "RMSNorm": lambda w: (w.lt.RMSNorm, {"width": N, "device": w.device, "dtype": "bfloat16"}),
+    "Gated": lambda w: (w.lt.Gated, {"width": N, "hidden": K, "device": w.device}),
+    "Dropout": plain("Dropout", p=0.5),
+    "Residual": lambda w: (w.lt.Residual, {"block": w.lt.LayerNorm(N, device=w.device)}),
+    "Pass": plain("Pass"),
     "MLP.__call__": lambda w: (w.model(), {"x": w.ones(M, K)}),
     "MLP.forward": model_forward,
     "MLP.backward": model_backward,
@@ -357,6 +364,8 @@ ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "Parameter set": {"name": "text", "lr_scale": "float", "weight_decay": "none float"},
     "AdamW set": {"lr": "float", "weight_decay": "float", "schedule": "none"},
     "MLP.forward": {"step": ""},
+    **dict.fromkeys(("Linear", "Gated", "Dropout"), {"seed": "none"}),
+    "Pass": {"step": "array tensor", "frozen": "list dict", "inputs": "text list"},
     "TrainStep": {"batch_size": "none huge", "accumulate": "huge"},
     "TrainStep.__call__ in parts": {"x": "", "target": ""},
     "EMA": {"decay": ""},
@@ -369,6 +378,10 @@ ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
 SHOWN_AS: Final[Mapping[str, Mapping[str, str]]] = {
     "dropout": {"p": "dropout probability"},
     "MLP": {"dtype": "the model"},
+    "Linear": {"dtype": "the layer"},
+    "Gated": {"dtype": "the layer"},
+    "LayerNorm": {"dtype": "the norm"},
+    "RMSNorm": {"dtype": "the norm"},
     "MLP.forward": {"micro_batch": "micro_batch|layer"},
     "MLP.backward": {"contexts": "contexts|ctx"},
     "TrainStep.__call__": {"target": "target|labels"},
@@ -382,6 +395,8 @@ SHOWN_AS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """Names that errors use for a parameter, where they differ from its own."""
 
+OF_BLOCKS: Final = ("parameters", "state_dict", "load_state_dict")
+"""The methods of blocks that users call."""
 ELSEWHERE: Final = {
     "cublaslt": "bindings, which have checks and tests of their own",
     "errors": "exceptions",
@@ -391,6 +406,8 @@ ELSEWHERE: Final = {
     "GradScaler.bind": "called by an optimizer alone",
     **dict.fromkeys(("GatedContext", "LinearContext", "Loss", "Metrics", "NormContext"), "classes of results"),
     **dict.fromkeys(("Prefetcher", "Prefetcher.close"), "the class of what prefetch returns"),
+    **dict.fromkeys(("Block", "Chain", "Parallel"), "tests/cpu/nn/test_blocks.py has what they refuse"),
+    **dict.fromkeys(("SwiGLU", "GEGLU", "ReGLU"), "Gated with another default"),
     "profile": "tests/cpu/profiling/test_profile_on_host.py has what it refuses",
     "range": "tests/cpu/test_ranges.py has what it refuses",
 }
@@ -411,6 +428,8 @@ def public(lt: ModuleType) -> Iterator[tuple[str, Any]]:
         if inspect.isclass(value) and not issubclass(value, lt.Epilogue):
             for method, function in vars(value).items():
                 is_public = not method.startswith("_") or method == "__call__"
+                if issubclass(value, lt.Block | lt.Pass) and method not in OF_BLOCKS and value is not lt.MLP:
+                    continue  # the protocol of blocks, which tests/cpu/nn/test_blocks.py tests
                 if is_public and (inspect.isfunction(function) or isinstance(function, classmethod)):
                     yield f"{name}.{method}", getattr(value, method)
 
