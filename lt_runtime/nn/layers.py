@@ -39,7 +39,9 @@ class LayerNorm(Block):
     ) -> None:
         self.inputs = self.outputs = size_of("width", width)
         self.eps: Final = not_negative("eps", eps)
-        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights))
+        make = Maker(
+            DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights)
+        )
         self.weight = make(np.ones(width))
         self.bias = make(np.zeros(width)) if flag("bias", bias) else None
 
@@ -81,7 +83,9 @@ class RMSNorm(Block):
     ) -> None:
         self.inputs = self.outputs = size_of("width", width)
         self.eps: Final = not_negative("eps", eps)
-        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights))
+        make = Maker(
+            DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights)
+        )
         self.weight = make(np.ones(width))
 
     def forward(self, x: Any, run: Pass) -> Any:

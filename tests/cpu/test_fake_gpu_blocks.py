@@ -51,7 +51,9 @@ def _tied(lt: Any, **options: Any) -> Any:
 MODELS: dict[str, Callable[..., Any]] = {"stack": _stack, "layers": _layers, "towers": _towers, "tied": _tied}
 
 
-def _trained(gpu: FakeGpu, model: Any, *, on_gpu: bool = True, axes: tuple[int, ...] = (ROWS,), **options: Any) -> list[Any]:
+def _trained(
+    gpu: FakeGpu, model: Any, *, on_gpu: bool = True, axes: tuple[int, ...] = (ROWS,), **options: Any
+) -> list[Any]:
     """The losses of some steps, then all parameters."""
     lt, generator = gpu.lt, np.random.default_rng(5)
     step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="mse", **options)
