@@ -222,8 +222,8 @@ def ordinal_of(parameter: Parameter) -> int | None:
 def size_of(name: str, value: object) -> int:
     """A number of columns; raises `ArgumentError` unless it is positive."""
     size = integer(name, value)
-    if size < 1:
-        raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
+    if not 1 <= size < 1 << 48:
+        raise ArgumentError(f"{name} is {shown(value)}; accepted are integers of at least 1, below 2**48")
     return size
 
 

@@ -23,6 +23,7 @@ from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.linear import Linear, activations_by_layer, backward_layers, forward_layers
 from lt_runtime.nn.narrow import NarrowPasses
 from lt_runtime.nn.run import Pass
+from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.problem import Activation, Chosen, Compute, ComputeName, DType, DTypeLike, Philox, probability
 
@@ -249,7 +250,8 @@ class MLP(Block, surrounded=False):
             with contexts.backward_of(self):
                 return backward_layers(self.layers, held, contexts)
         layers, needs_input = len(self.layers), flag("need_dx", need_dx)
-        if not isinstance(contexts, Sequence) or len(contexts) != layers:
+        fits = isinstance(contexts, Sequence) and all(isinstance(each, LinearContext) for each in contexts)
+        if not fits or len(contexts) != layers:
             raise KindError(
                 f"contexts is {shown(contexts)}; it must be the contexts of the {layers} layers, from forward"
             )

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.arguments import check_instance, flag, integer
+from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError
 from lt_runtime.gpu.devices import activated
@@ -69,6 +69,8 @@ class Pass:
         stream: Any = None,
     ) -> None:
         self.step, self.micro_batch, self.stream = Philox(step=step).step, integer("micro_batch", micro_batch), stream
+        if not 0 <= self.micro_batch < 1 << 32:
+            raise ArgumentError(f"micro_batch is {shown(micro_batch)}; it must be in [0, 2**32)")
         stream_handle(stream, HOST)  # refuses a `stream` that is no stream
         for name, given, kind in (("frozen", frozen, Collection), ("inputs", inputs, Sequence)):
             check_instance(name, given, kind, "a list or a tuple")

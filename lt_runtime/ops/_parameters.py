@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -63,12 +63,16 @@ class Parameter:
     name: str = "parameter"
     lr_scale: float = 1.0
     weight_decay: float | None = None
-    transposed: Parameter | None = None
+    transposed: Parameter | None = field(default=None, init=False, repr=False)
 
     @property
     def T(self) -> Parameter:  # noqa: N802 - as in NumPy
         """A view for a layer that shares this weight transposed; optimizers and files hold this parameter alone."""
-        return self.transposed or Parameter(self.data.T, self.grad.T, name=f"{self.name}.T", transposed=self)
+        if self.transposed is not None:
+            return self.transposed
+        view = Parameter(self.data.T, self.grad.T, name=f"{self.name}.T")
+        view.transposed = self
+        return view
 
     @property
     def owner(self) -> Parameter:

@@ -364,7 +364,7 @@ ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "Parameter set": {"name": "text", "lr_scale": "float", "weight_decay": "none float"},
     "AdamW set": {"lr": "float", "weight_decay": "float", "schedule": "none"},
     "MLP.forward": {"step": ""},
-    **dict.fromkeys(("Linear", "Gated", "Dropout"), {"seed": "none"}),
+    **{name: {"seed": "none"} for name in ("Linear", "Gated", "Dropout")},
     "Pass": {"step": "array tensor", "frozen": "list dict", "inputs": "text list"},
     "TrainStep": {"batch_size": "none huge", "accumulate": "huge"},
     "TrainStep.__call__ in parts": {"x": "", "target": ""},
@@ -428,7 +428,8 @@ def public(lt: ModuleType) -> Iterator[tuple[str, Any]]:
         if inspect.isclass(value) and not issubclass(value, lt.Epilogue):
             for method, function in vars(value).items():
                 is_public = not method.startswith("_") or method == "__call__"
-                if issubclass(value, lt.Block | lt.Pass) and method not in OF_BLOCKS and value is not lt.MLP:
+                is_known = method in OF_BLOCKS or (value is lt.MLP and method != "parts")
+                if issubclass(value, lt.Block | lt.Pass) and not is_known:
                     continue  # the protocol of blocks, which tests/cpu/nn/test_blocks.py tests
                 if is_public and (inspect.isfunction(function) or isinstance(function, classmethod)):
                     yield f"{name}.{method}", getattr(value, method)
