@@ -91,7 +91,8 @@ class NormForward(Operation):
         new: dict[int, New] = {}
         y = result_spec(_Y, out, x.shape, x, new)
         of_sum = None if add is None else result_spec(_SUM, total, x.shape, x, new)
-        for place, each in ((_MEAN, mean), (_RSTD, rstd))[not has_mean :]:
+        statistics = ((_MEAN, mean), (_RSTD, rstd)) if has_mean else ((_RSTD, rstd),)
+        for place, each in statistics:
             result_spec(place, each, (rows,), x, new, DType.FLOAT32)
         alignment = min(each.alignment for each in vectors)
         of_add = None if add is None else add.spec
