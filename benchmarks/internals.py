@@ -86,7 +86,7 @@ def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int])
     product = MatmulProblem(problem.dtype, problem.dtype, problem.compute, spec, spec, spec)
     forward = ForwardPass(problem, product, None, 0)
     state = _state(dropout, rng)
-    return lambda z, y, stream: forward.launch(z, 0, y, 0, state, stream)
+    return lambda z, y, stream: forward.launch(z, 0, y, 0, 0, state, stream)
 
 
 def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:

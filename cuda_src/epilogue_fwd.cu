@@ -1,11 +1,12 @@
-// y = dropout(act(z + bias)) in one pass over a matrix, in place or not.
+// y = dropout(act(z + bias)) + addend in one pass over a matrix, in place or not.
 //
 // Compiled for:
-//   SCALAR      the type of y, of the bias and of the kept pre-activation
+//   SCALAR      the type of y, of the bias, of the kept pre-activation and of the addend
 //   PRODUCT     the type of the product: SCALAR, or float where a 16-bit result shall be rounded only once
 //   ACTIVATION  a struct of activations.cuh
 //   DROPOUT     0 or 1
 //   KEEP        1 where the pre-activation z + bias is written as well
+//   ADD         1 where there is an addend; y may be the same memory, because one thread reads an octet and then writes it
 //   ALIGNED     see sweep.cuh
 //   BLOCKS      how many blocks a multiprocessor shall hold, which bounds a thread's registers
 
@@ -18,7 +19,8 @@ namespace lt {
 struct EpilogueFwdParams {
   Matrix in;             // the matrix product, of type PRODUCT
   Matrix preactivation;  // the stored pre-activation z + bias, only with KEEP; may be `in` if the types agree
-  Matrix out;            // the output y; may be `in` if the types agree
+  Matrix out;            // the output y; may be `in` if the types agree, and may be `addend`
+  Matrix addend;         // only with ADD
   const SCALAR* bias;    // the bias, one element for each column; may be null
   uint32 rows;
   int64 cols;
@@ -42,6 +44,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt:
   const Sweep sweep(p.cols);
   Reader<PRODUCT> in(p.in, sweep);
   Cursor<SCALAR> out(p.out, sweep);
+#if ADD
+  Reader<SCALAR> addend(p.addend, sweep);
+#endif
 #if KEEP
   Cursor<SCALAR> kept(p.preactivation, sweep);
 #endif
@@ -53,6 +58,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt:
   Octet bias{};
   if (p.bias) bias = load_bias(p, sweep);
   in.start(sweep, p.rows);
+#if ADD
+  addend.start(sweep, p.rows);
+#endif
   for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
     Octet z = unpack(in.take(row, p.rows));
     z += bias;
@@ -63,6 +71,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt:
     for (int i = 0; i < kOctet; ++i) z.v[i] = ACTIVATION::forward(z.v[i], p.slope);
     if (DROPOUT) apply_dropout<ALIGNED != 0>(z, p.dropout, step, index);
     index += index_step;
+#if ADD
+    z += unpack(addend.take(row, p.rows));
+#endif
     out.store(z, row == p.rows - 1);
   }
 }

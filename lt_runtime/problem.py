@@ -350,12 +350,13 @@ class MatmulProblem:
 
 @dataclass(frozen=True, slots=True)
 class ForwardProblem:
-    """y[M,N] = dropout(act(x[M,K] · w[N,K]ᵀ + bias[N])).
+    """y[M,N] = dropout(act(x[M,K] · w[N,K]ᵀ + bias[N])) + addend[M,N].
 
     Attributes:
         preactivation: spec of the caller's buffer for the pre-activation; None without one.
         bias: alignment of the bias vector's address; None without a bias.
         backward: whether a tensor is kept for backward.
+        addend: spec of the matrix that is added last, which may be the memory of y; None without one.
     """
 
     dtype: DType
@@ -369,8 +370,9 @@ class ForwardProblem:
     dropout: bool = False
     propagate_nan: bool = False
     backward: bool = False
+    addend: Spec | None = field(default=None, metadata=LATER)
 
-    operands: ClassVar = ("x", "w", "bias", "y", "kept")
+    operands: ClassVar = ("x", "w", "bias", "y", "kept", "addend")
     """Names of the addresses of a `Call`, in their order; `kept` is the tensor that is written besides y."""
 
 

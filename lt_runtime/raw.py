@@ -68,7 +68,7 @@ def forward_raw(
     activation, has_bias, has_z = _activation(act, leaky_slope), flag("with_bias", with_bias), flag("save_z", save_z)
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
     operands = [_operand("A", A, x), _operand("B", B, w), _operand("bias", bias, y.cols) if has_bias else None]
-    operands += [_operand("Y", Y, y), _operand("Z", Z, y) if has_z else None]
+    operands += [_operand("Y", Y, y), _operand("Z", Z, y) if has_z else None, None]
     options = (activation, activation.negative_slope, 0.0, "float32", False, False)
     _run(FORWARD, operands, 3, options, stream)
 

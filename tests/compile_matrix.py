@@ -19,7 +19,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.add import _ADD_BLOCKS
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
-from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
+from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks, _forward_blocks
 from lt_runtime.kernels.gated import _BLOCKS
 from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
@@ -62,13 +62,13 @@ def _swept(bare: Variant, blocks: Callable[[DType, Access], int]) -> list[Varian
 
 
 def _epilogue_fwd() -> list[Variant]:
-    """Variants of the forward epilogue.
+    """Variants of the forward epilogue, with and without an addend.
 
     The product has y's type, or is FP32, so that product plus bias is rounded only once.
     """
     return [
         variant
-        for keep, scalar in itertools.product((0, 1), SCALAR.values())
+        for keep, add, scalar in itertools.product((0, 1), (0, 1), SCALAR.values())
         for bare in over(
             "epilogue_fwd.cu",
             SCALAR=[scalar],
@@ -77,8 +77,11 @@ def _epilogue_fwd() -> list[Variant]:
             # A pass that keeps the pre-activation adds the bias itself, so that it reads an FP32 product.
             PRODUCT=[SCALAR[DType.FLOAT32]] if keep else sorted({scalar, SCALAR[DType.FLOAT32]}),
             KEEP=[str(keep)],
+            ADD=[str(add)],
         )
-        for variant in _swept(bare, lambda *_, keep=keep: _FORWARD_BLOCKS - keep)
+        for variant in _swept(
+            bare, lambda _, access, keep=keep, add=add: _forward_blocks(access, keeps=keep == 1, adds=add == 1)
+        )
     ]
 
 
@@ -86,14 +89,14 @@ def saved_modes(activation: str, dropout: bool) -> set[Saved]:
     """Kinds of saved tensor from which an activation's derivative may be computed: all that some forward strategy
     keeps.
 
-    Callers that pass raw pointers, without dropout, keep the pre-activation of any activation.
+    With an addend, and for callers that pass raw pointers, the pre-activation of any activation is kept.
     """
     spec = Spec(packed(8, 8))
     problem = ForwardProblem(
         DType.FLOAT32, Compute.FLOAT32, Activation(activation), spec, spec, spec, dropout=dropout, backward=True
     )
     kept = {strategy.saved for strategy in forward_strategies(problem)}
-    return kept | ({Saved.PREACTIVATION} if activation != "none" and not dropout else set())
+    return kept | ({Saved.PREACTIVATION} if activation != "none" else set())
 
 
 def _epilogue_bwd() -> list[Variant]:

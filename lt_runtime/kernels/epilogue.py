@@ -31,12 +31,12 @@ EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu")
 
 
 class ForwardPass:
-    """y = dropout(act(product + bias)) over one matrix.
+    """y = dropout(act(product + bias)) + addend over one matrix.
 
     Args:
         product: the product that the pass reads. It may lie where y or the kept pre-activation is. It is of the
             problem's type, or of FP32 if its sum with the bias is to be rounded only once. The pass adds the problem's
-            bias unless the product's epilogue does.
+            bias unless the product's epilogue does, and the problem's addend unless the product has it as its C.
         kept: spec of the pre-activation that the pass writes besides y; None if it writes y alone.
 
     Attributes:
@@ -45,32 +45,36 @@ class ForwardPass:
 
     def __init__(self, problem: ForwardProblem, product: MatmulProblem, kept: Spec | None, device: int) -> None:
         self._keeps, self._adds_bias = kept is not None, problem.bias is not None and not product.epilogue.has_bias
-        dtype, layout = problem.dtype, problem.y.layout
-        self.moved = layout.size * (product.d_dtype.itemsize + dtype.itemsize * (1 + self._keeps))
+        dtype, layout, addend = problem.dtype, problem.y.layout, problem.addend if product.c is None else None
+        self._adds = adds = addend is not None
+        self.moved = layout.size * (product.d_dtype.itemsize + dtype.itemsize * (1 + self._keeps + adds))
         self.moved += self._adds_bias * layout.cols * dtype.itemsize
-        access = Access.of((product.d_dtype, product.d), (dtype, problem.y), (dtype, kept))
+        access = Access.of((product.d_dtype, product.d), (dtype, problem.y), (dtype, kept), (dtype, addend))
         function, keeps, drops = ACTIVATION_NAMES[problem.activation.name], self._keeps, problem.dropout
-        macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product.d_dtype, KEEP=keeps)
-        macros += access.macros(_FORWARD_BLOCKS - keeps)
+        macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product.d_dtype, KEEP=keeps, ADD=adds)
+        blocks = _forward_blocks(access, keeps=keeps, adds=adds)
+        macros += access.macros(blocks)
         # Random numbers make a 16-bit pass compute-bound, so that one wave of persistent blocks is faster than many
         # blocks.
         busy = drops and dtype is not DType.FLOAT32
-        params = EPILOGUE_FWD.params(*map(Matrix.of, (product.d, kept, layout)), 0, *layout.shape)
+        params = EPILOGUE_FWD.params(*map(Matrix.of, (product.d, kept, layout, addend)), 0, *layout.shape)
         params.slope = problem.activation.negative_slope
-        tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
+        tiling = sweep(layout, wave_of(device, blocks if adds else _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
         # by stream, the addresses that its argument block holds now: equal ones are not written again
         self._written: dict[int, tuple[int, ...]] = {}
 
-    def launch(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
+    def launch(
+        self, product: int, bias: int, y: int, kept: int, addend: int, dropout: DropoutState | None, stream: int
+    ) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            product, bias, y, kept: addresses. Only a pass that adds the bias reads it, and only a pass that was made
-                with a layout for `kept` writes there.
+            product, bias, y, kept, addend: addresses. Only a pass that adds the bias or the addend reads it, and only a
+                pass that was made with a layout for `kept` writes there. `addend` may be y if their layouts are equal.
         """
         params, launch = self._launches[stream]
-        addresses = product, bias, y, kept
+        addresses = product, bias, y, kept, addend
         if self._written.get(stream) != addresses:
             self._written[stream] = addresses
             params.in_.data, params.out.data = product, y
@@ -78,9 +82,16 @@ class ForwardPass:
                 params.preactivation.data = kept
             if self._adds_bias:
                 params.bias = bias
+            if self._adds:
+                params.addend.data = addend
         if dropout is not None:
             params.dropout = dropout.block()
         launch()
+
+
+def _forward_blocks(access: Access, *, keeps: bool, adds: bool) -> int:
+    """Launch bound of a forward pass, in blocks of a multiprocessor: each further matrix takes registers."""
+    return _FORWARD_BLOCKS - keeps - adds - (adds and access is Access.FLAT)
 
 
 class BackwardPass:

@@ -21,8 +21,8 @@ from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative,
 
 # Bits of a byte; a mask's layout counts bits.
 _BITS: Final = 8
-# Indices, among the arrays of a forward call, of y and of the tensor that is saved for backward besides y.
-_Y, _KEPT = 3, 4
+# Indices, among the arrays of a forward call, of y, of the tensor that is saved for backward besides y, and of `add`.
+_Y, _KEPT, _ADDEND = 3, 4, 5
 # Index of the first output among the arrays of a backward call, after dy, x, w and two saved tensors.
 _FIRST_OUTPUT: Final = 5
 _OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
@@ -97,38 +97,41 @@ class LinearContext:
 
 
 class LinearForward(Operation):
-    """y = dropout(act(x · wᵀ + bias)) and, for training, a context for backward.
+    """y = dropout(act(x · wᵀ + bias)) + add and, for training, a context for backward.
 
     The options of a call are the options of `linear_fwd`, then a flag: whether tensors are saved for backward. Its
     scalars are `Sources`. A request's detail is the `Layer`.
     """
 
-    names = ("x", "w", "bias", "out", "out_z")
+    names = ("x", "w", "bias", "out", "out_z", "add")
     required = 2
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:
         """See `Operation`."""
         activation, negative_slope, dropout, compute, propagate_nan, backward = options
-        x, w, bias, out, out_z = operands
+        x, w, bias, out, out_z, add = operands
         activation = Activation.of(activation, negative_slope)
         dropouts = dropouts_of(dropout, scalars[0])
         has_dropout, propagate_nan = dropouts is not None, flag("propagate_nan", propagate_nan)
         dtype = x.element_type()
-        check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
+        check_same(x, w, *(each for each in (bias, out, out_z, add) if each is not None))
         m, n, k = _shape(x, w, bias)
         new: dict[int, New] = {}
         shape = (*x.shape[:-1], n)
         y = result_spec(_Y, out, shape, x, new)
         z = None if out_z is None else result_spec(_KEPT, out_z, shape, x, new)
+        if add is not None:
+            check_shape(add.name, add.shape, shape, "y's shape")
         kinds = dtype, Compute.parse(compute, dtype), activation
-        bias_alignment = bias.alignment if bias else None
-        problem = ForwardProblem(*kinds, x.spec, w.spec, y, bias_alignment, z, has_dropout, propagate_nan, backward)
+        bias_alignment, addend = bias.alignment if bias else None, add.spec if add else None
+        options = bias_alignment, z, has_dropout, propagate_nan, backward, addend
+        problem = ForwardProblem(*kinds, x.spec, w.spec, y, *options)
         layer = Layer((m, n, k), Saved.NOTHING, None, activation, float(dropout), compute, x.dtype, bias is not None)
-        return Request(problem, (_Y, _KEPT), new, layer, dropouts=dropouts)
+        return Request(problem, (_Y, _KEPT), new, layer, same=((_ADDEND, _Y),), dropouts=dropouts)
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
         """See `Operation`: the plan's strategy decides the kind and layout of the tensor that is saved."""
-        x, *_, out_z = operands
+        x, _, _, _, out_z, _ = operands
         problem, layer = request.problem, request.detail
         if plan is not None:
             saved, kept = plan.strategy.saved, plan.kept_spec
@@ -145,17 +148,17 @@ class LinearForward(Operation):
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
         """See `Operation`."""
-        x, w, bias, y, z = arrays
+        x, w, bias, y, z, add = arrays
         layer, dtype = request.detail, request.problem.dtype.numpy
         factors = reference.dropout_factors(layer.shape[:2], layer.dropout, scalars[0])
-        exact_y, exact_z = reference.linear_fwd(_matrix(x), w, bias, layer.activation, factors)
+        exact_y, exact_z = reference.linear_fwd(_matrix(x), w, bias, layer.activation, factors, _matrix(add))
         y[...] = exact_y.astype(dtype).reshape(y.shape)
         if z is not None:
             z[...] = exact_z.astype(dtype).reshape(z.shape)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Sources) -> Any:
         """See `Operation`: y and the `LinearContext`; y alone for inference, for which no tensor is saved."""
-        x, w, _, y, kept = arrays
+        x, w, _, y, kept, _ = arrays
         request = prepared.request
         if not request.problem.backward:
             return y

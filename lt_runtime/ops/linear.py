@@ -1,4 +1,4 @@
-"""A linear layer: y = dropout(act(x · wᵀ + bias)), and its gradients."""
+"""A linear layer: y = dropout(act(x · wᵀ + bias)) + add, and its gradients."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def linear_fwd(
     rng: Philox | None = None,
     compute: ComputeName = "float32",
     propagate_nan: bool = False,
+    add: Any = None,
     out: Any = None,
     out_z: Any = None,
     stream: Any = None,
 ) -> tuple[Any, LinearContext]:
-    """y = dropout(act(x · wᵀ + bias)), and a context for `linear_bwd`.
+    """y = dropout(act(x · wᵀ + bias)) + add, and a context for `linear_bwd`.
 
     NumPy arrays run the reference in float64; arrays on a GPU run there, on one stream, without synchronising.
     Any operand, outputs included, may be row- or column-major with any leading dimension: `w.T` serves weights
@@ -51,7 +52,9 @@ def linear_fwd(
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores.
         propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0 and takes 1 for the derivative at exactly 0. If
             False, the derivative at exactly 0 is 0 or 1, depending on the plan.
-        out: (..., N) buffer for y.
+        add: (..., N), such as the input of a residual block; its gradient is dy. Without activation and dropout the
+            product may add it: a 16-bit product is then rounded before the addition.
+        out: (..., N) buffer for y; may be `add` itself, which y then overwrites.
         out_z: (..., N) buffer for the pre-activation x · wᵀ + bias; with both buffers nothing is allocated.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
@@ -68,7 +71,7 @@ def linear_fwd(
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     options = (activation, negative_slope, dropout, compute, propagate_nan, True)
-    made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z), options, (rng, None), stream)
+    made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z, add), options, (rng, None), stream)
     return made
 
 
@@ -81,14 +84,18 @@ def linear(
     negative_slope: float = 0.01,
     compute: ComputeName = "float32",
     propagate_nan: bool = False,
+    add: Any = None,
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """y = act(x · wᵀ + bias), for inference: without a context. Rounding, arguments and errors as in `linear_fwd`.
+    """y = act(x · wᵀ + bias) + add, for inference: without a context.
+
+    Rounding, arguments and errors are those of `linear_fwd`.
 
     Args:
         x: (..., K). w: (N, K). bias: (N,), or None.
-        out: (..., N) buffer for y.
+        add: (..., N), or None.
+        out: (..., N) buffer for y; may be `add` itself.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
@@ -96,7 +103,7 @@ def linear(
         y (..., N), of the kind and type that x is.
     """
     options = (activation, negative_slope, 0.0, compute, propagate_nan, False)
-    return perform(FORWARD, (x, w, bias, out, None), options, (None, None), stream)
+    return perform(FORWARD, (x, w, bias, out, None, add), options, (None, None), stream)
 
 
 class _BackwardKeywords(TypedDict, total=False):
@@ -173,7 +180,8 @@ def linear_bwd(
             with `through`.
         before_activation: dy is already the gradient before this layer's activation and dropout.
         through: the context of the layer below, whose y is this layer's x: the same memory, type, rows and strides.
-            Both contexts keep that array alive.
+            Both contexts keep that array alive. If that layer has an `add`, the gradient of `add` is dx before the
+            activation, which is not returned.
         require_same: whether `through` is checked to be that layer's context. Pass False only if x is a copy of its y.
         need_db_below: with `through`, whether to make that layer's bias gradient.
         out_dx: (..., K) buffer, for dz_below with `through`. out_dw: (N, K). out_db: (N,). out_db_below: (K,).

@@ -41,9 +41,13 @@ class ForwardPlan(Plan):
         self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
         has_pass, pass_adds = leaves_a_pass(problem, strategy), problem.bias is not None and not self._adds_bias
         # The product is stored in FP32: otherwise our kernel would add the bias to a product rounded to 16 bits.
-        self._scratch_bytes = 4 * problem.y.layout.size if pass_adds and problem.dtype is not DType.FLOAT32 else 0
+        self._product_dtype = DType.FLOAT32 if pass_adds else problem.dtype
+        is_exact = self._product_dtype is not problem.dtype
         # A product of the problem's type is written into the buffer of the pre-activation, which saves a copy.
-        self._product_is_kept = has_pass and self.kept_spec is not None and not self._scratch_bytes
+        self._product_is_kept = has_pass and self.kept_spec is not None and not is_exact
+        # The product may not lie in y before our kernel has read an addend, because y may be the addend's memory.
+        is_apart = problem.addend is not None and has_pass and not self._product_is_kept
+        self._scratch_bytes = self._product_dtype.itemsize * problem.y.layout.size if is_exact or is_apart else 0
         product = self._matmul_problem()
         self._product = choose(product, device)
         self.products = {"y": self._product}
@@ -52,12 +56,13 @@ class ForwardPlan(Plan):
             self._pass = ForwardPass(problem, product, self.kept_spec if pass_adds else None, device)
 
     def _matmul_problem(self) -> MatmulProblem:
-        problem, is_exact = self.problem, self._scratch_bytes > 0
-        d = self.kept_spec if self._product_is_kept else None
-        if is_exact:  # the product is stored in scratch memory in y's order, because our kernel reads it to write y
+        problem, d = self.problem, self.kept_spec if self._product_is_kept else None
+        if self._scratch_bytes:  # the product is stored in y's order, because our kernel reads it to write y
             d = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
-        kinds = problem.dtype, DType.FLOAT32 if is_exact else problem.dtype, problem.compute
-        plain = MatmulProblem(*kinds, problem.x, problem.w.transposed, d or problem.y, self.strategy.epilogue)
+        kinds, c = (problem.dtype, self._product_dtype, problem.compute), None
+        if self.strategy.product_adds:
+            c = problem.addend
+        plain = MatmulProblem(*kinds, problem.x, problem.w.transposed, d or problem.y, self.strategy.epilogue, c)
         alignment = problem.bias if problem.bias is not None and self._adds_bias else plain.bias_alignment
         return replace(plain, bias_alignment=alignment, aux=self.kept_spec if self._writes_aux else None)
 
@@ -69,13 +74,14 @@ class ForwardPlan(Plan):
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         if call.computed[1] is not memory:  # a call of a layer is run by one plan only
-            x, w, bias, y, kept = call.addresses
+            x, w, bias, y, kept, addend = call.addresses
             product = kept if self._product_is_kept else y
             if self._scratch_bytes:
                 product = memory.scratch(self._scratch_bytes)
             vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
-            inner = Call((x, w, 0, vector, aux, product), memory.stream)
-            call.computed = self, memory, inner, (product, bias, y, kept, call.dropouts[0], memory.stream)
+            scalars = 1.0, 1.0 if self.strategy.product_adds else 0.0
+            inner = Call((x, w, addend, vector, aux, product), memory.stream, scalars)
+            call.computed = self, memory, inner, (product, bias, y, kept, addend, call.dropouts[0], memory.stream)
         _, _, inner, of_pass = call.computed
         self._product.put(inner, memory)
         if self._pass is not None:
@@ -83,12 +89,13 @@ class ForwardPlan(Plan):
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:
-    """Whether the epilogue leaves bias, activation, dropout or a copy of the pre-activation to our kernel."""
+    """Whether the product leaves bias, activation, dropout, addend or a copy of the pre-activation to our kernel."""
     epilogue = strategy.epilogue
     adds_bias = problem.bias is not None and not epilogue.has_bias
     activates = problem.activation != Activation() and epilogue.activation == "none"
     copies = problem.preactivation is not None and not epilogue.has_aux_output
-    return adds_bias or activates or problem.dropout or copies
+    adds = problem.addend is not None and not strategy.product_adds
+    return adds_bias or activates or problem.dropout or copies or adds
 
 
 class BackwardPlan(Plan):

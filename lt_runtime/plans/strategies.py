@@ -8,13 +8,13 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.problem import LATER, Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
 # cuBLASLt requires that the leading dimension of ReLU's mask is a multiple of this many bits.
 _MASK_BITS: Final = 128
@@ -35,15 +35,19 @@ class MadeBy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ForwardStrategy:
-    """How a forward pass is split. Our kernel applies bias, activation and dropout as far as the epilogue does not.
+    """How a forward pass is split.
+
+    Our kernel applies bias, activation, dropout and addend as far as the product does not.
 
     Attributes:
         epilogue: the epilogue that cuBLASLt applies to the product.
         saved: kind of the tensor that is saved for backward.
+        product_adds: whether the product adds the problem's addend, as its β·C.
     """
 
     epilogue: Epilogue
     saved: Saved
+    product_adds: bool = field(default=False, metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +77,45 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
     to get wrong is refused later, by the plan of the product.
     """
     name, saved = problem.activation.name, _saved_by_kernel(problem)
+    adds_last = problem.addend is not None  # cuBLASLt adds C before the activation
     suffix = "_bias" if problem.bias is not None else ""
     # cuBLASLt's bias and mask run along rows: its outputs must be row-major. With K = 0 there is no product that could
     # have an epilogue.
     is_row_major = all(spec.layout.order is Order.ROW for spec in (problem.y, problem.preactivation or problem.y))
     if is_row_major and problem.x.layout.cols:
         is_fused = name == "gelu" or (name == "relu" and not problem.propagate_nan)
-        if is_fused and not problem.dropout:
+        if is_fused and not problem.dropout and not adds_last:
             if saved is not Saved.PREACTIVATION and problem.preactivation is None:
                 yield ForwardStrategy(Epilogue(f"{name}{suffix}"), saved)
             if aux := _saved_by_library(problem):
                 yield ForwardStrategy(Epilogue(f"{name}_aux{suffix}"), aux)
         if suffix:
+            if _product_may_add(problem):
+                yield ForwardStrategy(Epilogue.BIAS, saved, product_adds=True)
             yield ForwardStrategy(Epilogue.BIAS, saved)
+    if not suffix and problem.x.layout.cols and _product_may_add(problem):
+        yield ForwardStrategy(Epilogue.NONE, saved, product_adds=True)
     yield ForwardStrategy(Epilogue.NONE, saved)
+
+
+def _product_may_add(problem: ForwardProblem) -> bool:
+    """Whether the product may add the addend: it is all that follows, nothing is kept, and the orders are equal."""
+    addend, is_linear = problem.addend, problem.activation.name == "none" and not problem.dropout
+    is_alike = addend is not None and addend.layout.order is problem.y.layout.order
+    return is_alike and is_linear and problem.preactivation is None
 
 
 def _saved_by_kernel(problem: ForwardProblem) -> Saved:
     """Kind of the tensor that our kernel saves: the output if it determines the derivative, else the pre-activation.
 
     ReLU's derivative can be computed from the output even under dropout: a dropped element's gradient is zero in any
-    case, and the scale of a kept element does not change its sign.
+    case, and the scale of a kept element does not change its sign. With an addend y is not the activation's output.
     """
     name = problem.activation.name
     if name == "none" or not problem.backward:
         return Saved.NOTHING
+    if problem.addend is not None:
+        return Saved.PREACTIVATION
     if name == "relu" or (name in ("sigmoid", "tanh") and not problem.dropout):
         return Saved.OUTPUT
     return Saved.PREACTIVATION

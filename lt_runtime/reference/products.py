@@ -27,13 +27,19 @@ class LinearGradients(NamedTuple):
 
 
 def linear_fwd(
-    x: Values, w: Values, bias: Values | None = None, activation: Activation = _LINEAR, dropout: Array | None = None
+    x: Values,
+    w: Values,
+    bias: Values | None = None,
+    activation: Activation = _LINEAR,
+    dropout: Array | None = None,
+    addend: Values | None = None,
 ) -> tuple[Array, Array]:
-    """y = dropout(act(z)), z = x · wᵀ + bias.
+    """y = dropout(act(z)) + addend, z = x · wᵀ + bias.
 
     Args:
         x: (M, K). w: (N, K). bias: (N,).
         dropout: (M, N) factors, as from `dropout_scale`.
+        addend: (M, N).
 
     Returns:
         y and z, both (M, N).
@@ -42,7 +48,8 @@ def linear_fwd(
     if bias is not None:
         z = z + bias.astype(np.float64)
     y = activate(z, activation)
-    return (y if dropout is None else y * dropout), z
+    y = y if dropout is None else y * dropout
+    return (y if addend is None else y + addend.astype(np.float64)), z
 
 
 def through_activation(dy: Values, z: Values, activation: Activation, dropout: Array | None = None) -> Array:

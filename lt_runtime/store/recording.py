@@ -31,7 +31,7 @@ _ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
 _START, _END = '{"problem": "', '}"}'
 
-_OF_D: Final = "d", "c", "aux", "y", "preactivation", "dy", "dz", "output_derivative"
+_OF_D: Final = "d", "c", "aux", "y", "preactivation", "addend", "dy", "dz", "output_derivative"
 _OF_A: Final = "a", "x", "dx", "input_derivative"
 _AXES: Final = dict.fromkeys(_OF_D, "MN") | dict.fromkeys(_OF_A, "MK") | {"b": "KN", "w": "NK", "dw": "NK"}
 """The axes of each matrix, by the name of the problem's field. A derivative's matrix is its saved tensor."""

@@ -67,7 +67,7 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
     """
     found: dict[str, _Place] = {"x": ("output", layer - 1, problem.x), "w": ("weight", layer, problem.w)}
     if isinstance(problem, ForwardProblem):
-        found["bias"] = _vector("bias", layer, problem.y, problem.bias)
+        found |= {"bias": _vector("bias", layer, problem.y, problem.bias), "addend": ("addend", layer, problem.addend)}
         found |= {"y": ("output", layer, problem.y), "kept": (f"kept {saved.value}", layer, kept_spec(problem, saved))}
     else:
         found |= {"dy": ("gradient", layer, problem.dy), "dx": ("gradient", layer - 1, problem.dx)}

@@ -54,7 +54,8 @@ def describe(problem: Remembered) -> str:
         kind = "training" if problem.backward else "inference"
         return f"{kind} {problem.rows}x{'-'.join(map(str, problem.dims))} {dtype} {problem.activation.name}"
     if isinstance(problem, ForwardProblem):
-        kind, out, words = "forward", problem.y, str(problem.activation.name)
+        added = "" if problem.addend is None else " and an addend"
+        kind, out, words = "forward", problem.y, f"{problem.activation.name}{added}"
     else:
         below = "" if problem.input_derivative is None else f" through {problem.input_derivative.activation.name}"
         kind, out, words = "backward", problem.dy, f"{problem.output_derivative.activation.name}{below}"
@@ -66,9 +67,9 @@ def strategy_in_words(strategy: Mapping[str, object]) -> str:
     """The text of a strategy that is stored in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
     if strategy.keys() == {FUSED_MLP}:
         return "one kernel a pass" if strategy[FUSED_MLP] else "layer by layer"
-    if strategy.keys() == {"epilogue", "saved"}:
+    if strategy.keys() >= {"epilogue", "saved"}:
         keeps = "" if strategy["saved"] == Saved.NOTHING.value else f", keeps {strategy['saved']}"
-        return f"{strategy['epilogue']}{keeps}"
+        return f"{strategy['epilogue']}{keeps}{', adds C' if 'product_adds' in strategy else ''}"
     makers = {name.replace("_", " "): maker for name, maker in strategy.items() if isinstance(maker, str)}
     parts = [f"{name} by {maker}" for name, maker in makers.items() if maker != MadeBy.NOBODY.value]
     beside = ", dw beside dx" if strategy.get("dw_concurrent") else ""

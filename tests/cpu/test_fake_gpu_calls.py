@@ -29,6 +29,8 @@ _REPEATED = {
     "none": layer_case(activation="none"),
     "accumulate": layer_case(accumulate=True),
     "accumulate dx": layer_case(accumulate_dx=True),
+    "add": layer_case(add=FLAT, activation="none"),
+    "add after gelu": layer_case(add=FLAT),
     "float16": layer_case(dtype=DType.FLOAT16),
     "dropout": layer_case(dropout=0.5),
     "no bias": layer_case(bias=False, activation="relu"),
@@ -169,7 +171,7 @@ def test_remembered_calls_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPa
 def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
     """Calls with the same arrays that differ in one option alternate, several times."""
     layer = Layer(gpu, layer_case(), gpu.stream)
-    bias = layer.bias
+    bias, added = layer.bias, Placed(gpu, layer.data.y.astype(np.float32))
     options: list[dict[str, Any]] = [
         {},
         {"activation": "relu"},
@@ -179,6 +181,7 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
         {"bias": False},
         {"accumulate": True},
         {"accumulate_dx": True},
+        {"activation": "none", "add": FLAT},
         {"need": (True, False, True)},
         {"need": (False, True, False)},
         {"need": (True, True, False)},
@@ -186,7 +189,7 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
     for _ in range(_CALLS):
         for changes in options:
             layer.case = layer_case(**changes)
-            layer.bias = bias if layer.case.bias else None
+            layer.bias, layer.add = bias if layer.case.bias else None, added if layer.case.add else None
             layer.refill(0)
             layer.check()
             if not (layer.case.accumulate or layer.case.accumulate_dx):

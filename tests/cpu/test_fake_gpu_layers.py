@@ -7,7 +7,7 @@ import pytest
 from lt_runtime.problem import ACTIVATIONS, DType
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
-from tests.support.placed import COLUMNS, ODD
+from tests.support.placed import COLUMNS, FLAT, ODD
 from tests.support.strategies import LinearCase
 
 # Rows are aligned for every second activation: tests/host_kernels builds the same kernels.
@@ -22,6 +22,18 @@ _CASES = {
     "keep z of relu": layer_case(keep_z=True, activation="relu"),
     "keep z with dropout": layer_case(keep_z=True, dropout=0.5),
     "accumulate": layer_case(accumulate=True),
+    "added": layer_case(add=FLAT, activation="none"),
+    "added in place": layer_case(add=FLAT, add_over_out=True, activation="none", bias=False, dtype=DType.BFLOAT16),
+    "added in place after relu": layer_case(add=FLAT, add_over_out=True, activation="relu", n=33),
+    "added in place after dropout": layer_case(add=FLAT, add_over_out=True, dropout=0.5, activation="none", y=ODD),
+    "added to a kept z": layer_case(add=ODD, activation="none", keep_z=True, dtype=DType.FLOAT16),
+    "added in place to a kept z": layer_case(add=FLAT, add_over_out=True, activation="none", keep_z=True),
+    "added across": layer_case(add=COLUMNS, activation="none", bias=False),
+    "added to columns": layer_case(add=COLUMNS, y=COLUMNS, activation="none"),
+    "added after sigmoid": layer_case(add=FLAT, activation="sigmoid", dtype=DType.BFLOAT16),
+    "added to ragged rows": layer_case(add=FLAT, activation="none", n=33, dtype=DType.BFLOAT16),
+    "added without inputs": layer_case(add=FLAT, activation="none", bias=False, k=0),
+    "added without rows": layer_case(add=FLAT, m=0),
     "added dx": layer_case(accumulate_dx=True, dx=ODD, keep_z=True, dropout=0.5),
     "added dx of columns": layer_case(accumulate_dx=True, accumulate=True, dx=COLUMNS),
     "added dx alone": layer_case(accumulate_dx=True, need=(True, False, False), activation="none"),

@@ -21,7 +21,7 @@ from tests.support.chains import LayerChain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
-from tests.support.placed import COLUMNS, host_of
+from tests.support.placed import COLUMNS, FLAT, host_of
 from tests.support.strategies import LinearCase, MatmulCase
 
 _TICK_S = 0.01
@@ -68,7 +68,13 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "case", [layer_case(m=20, accumulate_dx=True), layer_case(m=20, activation="relu", accumulate=True)]
+    "case",
+    [
+        layer_case(m=20, accumulate_dx=True),
+        layer_case(m=20, activation="relu", accumulate=True),
+        layer_case(m=20, activation="none", add=FLAT, add_over_out=True),
+        layer_case(m=20, activation="relu", add=FLAT),
+    ],
 )
 def test_a_layer_that_is_met_is_tuned_although_it_ran_before(hurried: FakeGpu, case: LinearCase) -> None:
     layer = Layer(hurried, case, hurried.stream)

@@ -1,4 +1,4 @@
-"""y = dropout(act(z + bias)) against float64."""
+"""y = dropout(act(z + bias)) + addend against float64."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class ForwardCase(Launch):
     product: Placement
     preactivation: Placement
     y: Placement
+    addend: Placement
+    over_addend: bool  # y overwrites the addend
 
     def suited(self, variant: Forward) -> ForwardCase:
         """Changes the case, as little as possible, so that the variant supports it."""
@@ -50,16 +52,22 @@ class ForwardCase(Launch):
         # a matrix of another type cannot share the product's memory
         kept_in_place, in_place = (each and not variant.once for each in (self.kept_in_place, self.in_place))
         apart = [0, *([1] if variant.keeps and not kept_in_place else []), *([] if in_place else [2])]
-        product, preactivation, y = suit_places(
+        product, preactivation, y, addend = suit_places(
             variant.access,
             shape,
             (self.product, variant.product),
             (self.preactivation, variant.dtype),
             (self.y, variant.dtype),
+            (self.addend, variant.dtype),
             odd=apart[self.seed // 2 % len(apart)],
             others_aligned=self.seed % 2 == 1,
         )
-        places = {"product": product, "preactivation": preactivation, "y": y}
+        places = {
+            "product": product,
+            "preactivation": preactivation,
+            "y": y,
+            "addend": y if self.over_addend else addend,
+        }
         blocks = self.blocks if self.blocks and self.blocks.suit(variant.access) else None
         return replace(self, shape=shape, kept_in_place=kept_in_place, in_place=in_place, blocks=blocks, **places)
 
@@ -72,6 +80,8 @@ cases = st.builds(
     product=placements,
     preactivation=placements,
     y=placements,
+    addend=placements,
+    over_addend=st.booleans(),
     **LAUNCH,
 )
 
@@ -82,6 +92,8 @@ class Operands:
     bias: Guarded
     preactivation: Guarded | None
     y: Guarded
+    addend: Guarded | None
+    added: NDArray[Any]  # the addend's values before the launch, or zeros
 
     @classmethod
     def of(cls, case: ForwardCase, variant: Forward) -> Operands:
@@ -93,7 +105,10 @@ class Operands:
             kept = product if case.kept_in_place else Guarded(empty, case.preactivation, dtype)
         over_product = case.in_place and kept is not product
         bias = vector(numbers(generator, case.shape[1:], dtype), dtype, case.bias_offset)
-        return cls(product, bias, kept, product if over_product else Guarded(empty, case.y, dtype))
+        added = numbers(generator, case.shape, dtype) if variant.adds else empty
+        addend = Guarded(added, case.addend, dtype) if variant.adds else None
+        y = product if over_product else addend if addend and case.over_addend else Guarded(empty, case.y, dtype)
+        return cls(product, bias, kept, y, addend, added.astype(dtype.numpy).astype(np.float64))
 
 
 def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Operands, order: int) -> None:
@@ -108,6 +123,7 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
         y=spec_of(operands.y),
         bias=16 if case.bias else None,
         dropout=variant.dropout,
+        addend=spec_of(operands.addend) if operands.addend else None,
     )
     with launching(host, {Variant(EPILOGUE_FWD.source, variant.macros)}, order) as patch:
         if case.blocks:
@@ -115,8 +131,9 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
         kinds = variant.dtype, variant.product, Compute.FLOAT32
         product = MatmulProblem(*kinds, a=UNUSED, b=UNUSED, d=spec_of(operands.product))
         forward = ForwardPass(problem, product, spec_of(kept) if kept else None, 0)
-    addresses = operands.product.address, operands.bias.address, operands.y.address, kept.address if kept else 0
-    forward.launch(*addresses, state if variant.dropout else None, 0)
+    addresses = [each.address if each else 0 for each in (operands.product, operands.bias, operands.y, kept)]
+    addend = operands.addend.address if operands.addend else 0
+    forward.launch(*addresses, addend, state if variant.dropout else None, 0)
     assert step[0] == case.drops.philox.step
 
 
@@ -136,6 +153,8 @@ def test_forward(host: HostKernels, variant: Forward, drawn: ForwardCase) -> Non
     scale = keep_scale(keep_threshold(case.drops.p)) if variant.dropout else 1.0
     if variant.dropout:
         expected = expected * case.drops.factors(case.shape)
+    expected = expected + operands.added
+    size += np.abs(operands.added)
     tolerance = rounding(dtype, expected) + 8 * EPS32 * scale * max(1.0, abs(case.slope)) * size
     assert_close("y", operands.y.values(), expected, tolerance)
     if operands.preactivation is not None:
@@ -143,17 +162,22 @@ def test_forward(host: HostKernels, variant: Forward, drawn: ForwardCase) -> Non
     if variant.once:  # an FP32 product and its bias are added in FP32, and rounded once
         sums = (product.astype(np.float32) + bias.astype(np.float32)).astype(dtype.numpy).astype(np.float64)
         assert operands.preactivation is None or np.array_equal(operands.preactivation.values(), sums)
-        assert variant.activation != "none" or variant.dropout or np.array_equal(operands.y.values(), sums)
+        is_sum = variant.activation == "none" and not variant.dropout and not variant.adds
+        assert not is_sum or np.array_equal(operands.y.values(), sums)
     operands.bias.assert_unchanged()
+    if operands.addend not in (None, operands.y):
+        operands.addend.assert_unchanged()
     if operands.product not in (operands.y, operands.preactivation):
         operands.product.assert_unchanged()
 
 
-@pytest.mark.parametrize("variant", [v for v in FORWARD_EPILOGUES if v.dtype is F32 and not v.dropout], ids=str)
+@pytest.mark.parametrize(
+    "variant", [v for v in FORWARD_EPILOGUES if v.dtype is F32 and not v.dropout and not v.adds], ids=str
+)
 def test_special_values(host: HostKernels, variant: Forward) -> None:
     x, y = Guarded(SPECIAL), Guarded(np.zeros_like(SPECIAL))
     cols = SPECIAL.shape[1]
-    params = EPILOGUE_FWD.params(x.matrix, Matrix(), y.matrix, 0, 1, cols, NO_DROPOUT, 0.25)
+    params = EPILOGUE_FWD.params(x.matrix, Matrix(), y.matrix, Matrix(), 0, 1, cols, NO_DROPOUT, 0.25)
     host.get(EPILOGUE_FWD, variant.macros).launch((1, 1), (2, 1), params)
     with np.errstate(over="ignore"):
         expected = activate(SPECIAL, Activation(variant.activation, 0.25))

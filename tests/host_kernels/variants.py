@@ -34,6 +34,7 @@ class Forward:
         access: how octets are moved.
         keeps: whether the pre-activation is written.
         once: whether the product is FP32, so that a 16-bit result is rounded only once.
+        adds: whether there is an addend.
     """
 
     dtype: DType
@@ -42,6 +43,7 @@ class Forward:
     access: Access
     keeps: bool = False
     once: bool = False
+    adds: bool = False
 
     @property
     def product(self) -> DType:
@@ -51,11 +53,15 @@ class Forward:
     @property
     def macros(self) -> Macros:
         """The macros in the order in which the runtime passes them."""
-        read_and_kept = (("PRODUCT", SCALAR[self.product]), ("KEEP", str(int(self.keeps))))
+        read_and_kept = (
+            ("PRODUCT", SCALAR[self.product]),
+            ("KEEP", str(int(self.keeps))),
+            ("ADD", str(int(self.adds))),
+        )
         return (*_epilogue_macros(self), *read_and_kept, *self.access.macros(1))
 
     def __str__(self) -> str:
-        options = (("kept", self.keeps), ("once", self.once))
+        options = (("kept", self.keeps), ("once", self.once), ("added", self.adds))
         return "-".join([*_epilogue_names(self), *(name for name, given in options if given)])
 
 
@@ -165,6 +171,9 @@ FORWARD_EPILOGUES: Final = (
     Forward(BF16, "silu", dropout=False, access=ALIGNED, keeps=True, once=True),
     Forward(BF16, "gelu", dropout=False, access=FLAT, keeps=True, once=True),
     Forward(F16, "relu", dropout=True, access=FLAT),
+    *(Forward(F32, "gelu", dropout=True, access=access, keeps=access is not FLAT, adds=True) for access in Access),
+    Forward(F16, "none", dropout=False, access=ALIGNED, adds=True),
+    Forward(BF16, "silu", dropout=True, access=ANY, once=True, adds=True),
 )
 
 _SAVING: Final = [(name, saved) for name in ACTIVATIONS for saved in _saved_modes(name)]

@@ -42,13 +42,18 @@ FAULTS: Final[Table] = {
             f"{_FORWARD}[float32-gelu-dropout-aligned-kept]",
         ),
         "the forward pass lags behind in its dropout": (
-            "    index += index_step;\n    out.store(z, ",
-            "    index += index_step / 2;\n    out.store(z, ",
+            "    index += index_step;\n#if ADD",
+            "    index += index_step / 2;\n#if ADD",
             f"{_FORWARD}[float32-relu-dropout-aligned]",
         ),
+        "the addend lacks its last row": (
+            "addend.start(sweep, p.rows);",
+            "addend.start(sweep, p.rows - 1);",
+            f"{_FORWARD}[float32-gelu-dropout-aligned-kept-added]",
+        ),
         "the forward pass loses the last row": (
-            "in.start(sweep, p.rows);",
-            "in.start(sweep, p.rows - 1);",
+            "  in.start(sweep, p.rows);",
+            "  in.start(sweep, p.rows - 1);",
             f"{_FORWARD}[float32-none-whole-aligned]",
         ),
     },

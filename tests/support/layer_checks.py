@@ -34,7 +34,8 @@ def layer_case(**changes: Any) -> LinearCase:
         "m": 24, "n": 32, "k": 40, "dtype": DType.FLOAT32, "compute": "float32",
         "activation": Activation(activation, 0.25), "bias": True, "dropout": 0.0, "rng": Philox(7, 2, 5),
         "accumulate": False, "accumulate_dx": False, "need": (True, True, True), "keep_z": False, "x": FLAT, "w": FLAT,
-        "y": FLAT, "dy": FLAT, "dx": FLAT, "dw": FLAT, "data_seed": 1,
+        "y": FLAT, "dy": FLAT, "dx": FLAT, "dw": FLAT, "add": None,
+        "add_over_out": False, "data_seed": 1,
     }  # fmt: skip
     return LinearCase(**{**standard, **changes})
 
@@ -51,7 +52,8 @@ class LayerData:
         self.dw, self.db = self.draw((n, k), np.sqrt(m)), self.draw((n,), np.sqrt(m))
         self.dx = self.draw((m, k), np.sqrt(n))
         self.factors = reference.dropout_scale((m, n), case.dropout, case.rng) if case.dropout else np.ones((m, n))
-        self.y, self.z = reference.linear_fwd(self.x, self.w, self.bias, case.activation, self.factors)
+        self.add = self.draw((m, n)) if case.add else None
+        self.y, self.z = reference.linear_fwd(self.x, self.w, self.bias, case.activation, self.factors, self.add)
         self.gradients = reference.linear_bwd(self.dy, self.x, self.w, self.z, case.activation, self.factors)
         self.readings = readings(self.z, case.activation)
 
@@ -111,7 +113,11 @@ class Layer:
         self.bias = None if self.data.bias is None else gpu.cp.asarray(self.data.bias)
         self.dy = Placed(gpu, self.data.dy, case.dy)
         kind, m, n = case.dtype.numpy, case.m, case.n
-        self.y = Placed(gpu, np.zeros((m, n), kind), case.y)
+        over_out = case.add_over_out and self.data.add is not None
+        self.y = Placed(gpu, self.data.add if over_out else np.zeros((m, n), kind), case.y)
+        self.add = self.y if over_out else None
+        if self.data.add is not None and not over_out:
+            self.add = Placed(gpu, self.data.add, case.add)
         self.z = Placed(gpu, np.zeros((m, n), kind), case.dy) if case.keep_z else None
         self.dx = Placed(gpu, self.data.dx, case.dx)
         self.dw, self.db = Placed(gpu, self.data.dw, case.dw), gpu.cp.asarray(self.data.db)
@@ -121,6 +127,8 @@ class Layer:
         self.data = LayerData(self.case, seed)
         for name in ("x", "w", "dy", "dx"):
             getattr(self, name).fill(getattr(self.data, name))
+        if self.add:
+            self.add.fill(self.data.add)
         if self.bias is not None:
             host_of(self.gpu, self.bias)[...] = self.data.bias
         self.dw.fill(self.data.dw)
@@ -135,6 +143,7 @@ class Layer:
             "dropout": case.dropout,
             "rng": self.gpu.lt.Philox(rng.seed, rng.layer, rng.step) if case.dropout else None,
             "compute": case.compute,
+            "add": self.add.array if self.add else None,
         }
 
     def forward(self, *, into_buffers: bool = True) -> tuple[Any, Any]:

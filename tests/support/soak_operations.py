@@ -41,6 +41,7 @@ def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
     drawn: dict[str, Any] = {name: _pick(generator, _AXES) for name in "mnk"}
     drawn |= {name: _placement(generator) for name in ("x", "w", "y", "dy", "dx", "dw")}
     drawn |= {name: _chance(generator) for name in ("bias", "accumulate", "keep_z")}
+    drawn |= {"add": _placement(generator) if _chance(generator, 0.3) else None}
     drawn |= {"dtype": dtype, "compute": compute, "activation": _pick(generator, ACTIVATIONS)}
     drawn |= {"dropout": _pick(generator, (0.0, 0.0, 0.1, 0.5)), "rng": Philox(int(generator.integers(1 << 40)), 2, 5)}
     drawn |= {"need": tuple(_chance(generator, 0.8) for _ in range(3)), "data_seed": int(generator.integers(1 << 30))}

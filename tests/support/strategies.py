@@ -75,7 +75,12 @@ generators = st.builds(
 
 @dataclass(frozen=True)
 class LinearCase:
-    """Arguments of one linear layer's forward and backward pass."""
+    """Arguments of one linear layer's forward and backward pass.
+
+    Attributes:
+        add: place of an addend; None without one.
+        add_over_out: whether the addend is the buffer for y.
+    """
 
     m: int
     n: int
@@ -96,6 +101,8 @@ class LinearCase:
     dy: Placement
     dx: Placement
     dw: Placement
+    add: Placement | None
+    add_over_out: bool
     data_seed: int
 
 
@@ -105,7 +112,8 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
     return LinearCase(
         **{name: draw(sizes) for name in "mnk"},
         **{name: draw(placements) for name in ("x", "w", "y", "dy", "dx", "dw")},
-        **{name: draw(st.booleans()) for name in ("bias", "accumulate", "accumulate_dx", "keep_z")},
+        **{name: draw(st.booleans()) for name in ("bias", "accumulate", "accumulate_dx", "keep_z", "add_over_out")},
+        add=draw(st.none() | placements),
         dtype=dtype,
         compute=compute,
         activation=draw(activations),

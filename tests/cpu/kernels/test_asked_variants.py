@@ -49,8 +49,8 @@ def _no_product(problem: MatmulProblem, device: int) -> MatmulPlan:
 
 
 def _forward_problems() -> Iterator[ForwardProblem]:
-    for dtype, name, y, bias, keeps, dropout, backward in itertools.product(
-        SCALAR, ACTIVATIONS, (WHOLE, ODD, FLAT), (None, 256), (False, True), (False, True), (False, True)
+    for dtype, name, y, bias, keeps, dropout, backward, adds in itertools.product(
+        SCALAR, ACTIVATIONS, (WHOLE, ODD, FLAT), (None, 256), *[(False, True)] * 4
     ):
         w = Spec(packed(y.layout.cols, 8))
         yield ForwardProblem(
@@ -64,6 +64,7 @@ def _forward_problems() -> Iterator[ForwardProblem]:
             preactivation=y if keeps else None,
             dropout=dropout,
             backward=backward,
+            addend=y if adds else None,
         )
 
 

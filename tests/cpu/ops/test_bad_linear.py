@@ -49,6 +49,9 @@ FORWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"w": ones(K)}, ShapeError, r"w has shape \(4,\); accepted are matrices"),
     ({"bias": ones(N + 1)}, ShapeError, r"bias has shape \(6,\); it must be \(5,\), as w of shape \(5, 4\)"),
     ({"bias": ones(1, N)}, ShapeError, r"bias has shape \(1, 5\)"),
+    ({"add": ones(N)}, ShapeError, r"add has shape \(5,\); it must be \(6, 5\), y's shape"),
+    ({"add": ones(M, N, dtype=np.float16)}, DTypeError, "add is float16 but x is float32; types must be equal"),
+    ({"add": ones(M, 2 * N)[:, ::2]}, LayoutError, r"add of shape .*: neither axis is .*lt.contiguous\(add\)"),
     ({"out": ones(N, M)}, ShapeError, r"out has shape \(5, 6\); it must be \(6, 5\)"),
     ({"out_z": ones(M, N + 1)}, ShapeError, r"out_z has shape \(6, 6\); it must be \(6, 5\)"),
     ({"x": ones(M, K, dtype=np.float64)}, DTypeError, f"x has type float64; {ACCEPTED_TYPES}"),
@@ -112,6 +115,16 @@ def test_out_over_an_input(name: str) -> None:
     lt.linear_fwd(**operands, out=buffer[:, M : 2 * M], out_z=buffer[:, 2 * M :])
     assert (buffer[:, :M] == 1).all()
     assert (buffer[:, M:] == M + 1).all()
+
+
+def test_out_over_an_addend_in_part() -> None:
+    buffer = ones(M + 1, M)
+    for out, add in ((buffer[1:], buffer[:-1]), (buffer[:M].T, buffer[:M])):
+        with pytest.raises(OverlapError, match="out shares memory with add; it must not"):
+            lt.linear(ones(M, K), ones(M, K), add=add, out=out)
+    with pytest.raises(OverlapError, match="out_z shares memory with add"):
+        lt.linear_fwd(ones(M, K), ones(M, K), add=buffer[1:], out_z=buffer[1:])
+    assert (buffer == 1).all()
 
 
 def test_outputs_over_each_other() -> None:

@@ -90,6 +90,37 @@ def test_no_inputs_leave_the_activation_of_the_bias(activation: str, with_bias: 
     assert (ctx.preactivation == (0 if bias is None else bias)).all()
 
 
+@pytest.mark.parametrize("activation", ["none", "relu", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_addend_comes_last_and_changes_no_gradient(activation: str, dtype: str, place: str) -> None:
+    x, w, bias, dy = operands(dtype)
+    added, rng = Guarded(numbers(9, (M, N), dtype), PLACES[place]), lt.Philox(5)
+    options: dict[str, Any] = {"activation": activation, "dropout": 0.4, "rng": rng}
+    exact_y, exact_z = scalar_linear(x, w, bias, activation, factors=reference.dropout_scale((M, N), 0.4, rng))
+    exact = exact_y + added.array.astype(np.float64)
+    y, ctx = lt.linear_fwd(x, w, bias, **options, add=added.array)
+    assert_rounded(y, exact, dtype)
+    assert_rounded(ctx.preactivation, exact_z, dtype)
+    plain, without = lt.linear_fwd(x, w, bias, **options), lt.linear(x, w, bias, activation=activation)
+    for one, other in zip(lt.linear_bwd(dy, ctx), lt.linear_bwd(dy, plain[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    inferred = lt.linear(x, w, bias, activation=activation, add=added.array)
+    assert_near(inferred, scalar_linear(x, w, bias, activation)[0] + added.array.astype(np.float64), dtype)
+    assert (inferred != without).any()
+    added.assert_unchanged()
+    found, _ = lt.linear_fwd(x, w, bias, **options, add=added.array, out=added.array)  # y overwrites the addend
+    assert found is added.array
+    assert_rounded(added.array, exact, dtype)
+    added.values()
+
+
+def test_a_residual_connection_with_leading_axes() -> None:
+    x, w = numbers(1, (2, 3, N), "float32"), numbers(2, (N, N), "float32")
+    y = lt.linear(x, w, add=x)
+    np.testing.assert_allclose(y, x + x @ w.T, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("m", "n"), [(0, N), (M, 0), (0, 0)])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_no_rows_or_no_outputs(m: int, n: int, p: float) -> None:

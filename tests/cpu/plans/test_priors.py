@@ -65,6 +65,13 @@ def test_without_a_table_our_kernels_do_what_is_kept_and_derived(table: dict[str
     assert first_backward(GELU) == BackwardStrategy(KERNEL, KERNEL, KERNEL)
 
 
+def test_the_product_adds_an_addend_whatever_the_table_says(table: dict[str, Any]) -> None:
+    changes = {"activation": Activation(), "addend": forward_of(GELU).y}
+    table["forward"]["bf16 none"] = {"epilogue": "bias", "saved": "nothing"}
+    assert first_forward(GELU, **changes) == ForwardStrategy(Epilogue.BIAS, Saved.NOTHING, product_adds=True)
+    assert first_forward(GELU, **changes, dropout=True) == ForwardStrategy(Epilogue.BIAS, Saved.NOTHING)
+
+
 def test_the_table_comes_first_where_its_strategy_is_allowed(table: dict[str, Any]) -> None:
     table["forward"]["bf16 gelu"] = AUX
     assert first_forward(GELU).epilogue is Epilogue.GELU_AUX_BIAS

@@ -170,6 +170,27 @@ def test_what_is_left_to_our_kernel() -> None:
     assert leaves_a_pass(replace(linear, dropout=True), ForwardStrategy(NONE, Saved.NOTHING))
 
 
+def test_an_addend_is_the_products_or_our_kernels() -> None:
+    def added(activation: str = "none", **changes: object) -> list[tuple[Epilogue, Saved, bool]]:
+        strategies = forward_strategies(a_forward(activation, **{"addend": Y, **changes}))
+        return [(each.epilogue, each.saved, each.product_adds) for each in strategies]
+
+    nothing, kept = Saved.NOTHING, Saved.PREACTIVATION
+    by_kernel = [(BIAS, nothing, False), (NONE, nothing, False)]
+    assert added() == [(BIAS, nothing, True), *by_kernel]
+    assert added(bias=None) == [(NONE, nothing, True), (NONE, nothing, False)]
+    assert added(y=COLUMNS) == by_kernel[1:], "cuBLASLt's bias runs along rows"
+    assert added(y=COLUMNS, addend=COLUMNS, bias=None) == [(NONE, nothing, True), (NONE, nothing, False)]
+    for changes in ({"addend": COLUMNS}, {"dropout": True}, {"preactivation": Y}):
+        assert added(**changes) == by_kernel
+    for activation in ("relu", "sigmoid", "gelu"):  # cuBLASLt adds C before an activation; y is not its output any more
+        assert added(activation) == [(BIAS, kept, False), (NONE, kept, False)]
+    plain, fused = ForwardStrategy(BIAS, nothing), ForwardStrategy(BIAS, nothing, product_adds=True)
+    assert to_json(plain) == {"epilogue": "bias", "saved": "nothing"}, "as plan files have it"
+    assert [from_json(ForwardStrategy, to_json(each)) for each in (plain, fused)] == [plain, fused]
+    assert [leaves_a_pass(a_forward("none", addend=Y), each) for each in (plain, fused)] == [True, False]
+
+
 def makers(problem: BackwardProblem) -> list[tuple[MadeBy, MadeBy, MadeBy]]:
     return [
         (each.db, each.derivative, each.db_below) for each in backward_strategies(problem) if not each.dw_concurrent

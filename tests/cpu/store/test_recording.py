@@ -16,11 +16,15 @@ import pytest
 
 from lt_runtime.environment import RECORD_VARIABLE
 from lt_runtime.errors import ArgumentError
+from lt_runtime.layout import packed
+from lt_runtime.problem import Spec
 from lt_runtime.store import recording
-from lt_runtime.store.keys import parse_key, problem_key
+from lt_runtime.store.keys import parse_key, problem_key, to_json
 from lt_runtime.store.recording import read_recorded, record
 from tests.support.plan_entries import layer_key, product_key
 
+_ADDEND = json.dumps(to_json(Spec(packed(63, 3072))))
+WRONG_ADDEND = json.dumps({"problem": f'{layer_key(64)[:-2]}, "addend": {_ADDEND}}}}}'})
 WRONG_SHAPE = json.dumps({"problem": layer_key(64).replace('"rows": 64', '"rows": 63', 1)})
 WRONG_ALIGNMENT = json.dumps({"problem": layer_key(64).replace('"alignment": 256', '"alignment": 3', 1)})
 PROBLEMS = [parse_key(key) for key in (layer_key(64), product_key(64), layer_key(128))]
@@ -90,6 +94,7 @@ def test_processes_append_to_one_file(tmp_path: Path) -> None:
         (json.dumps({"problem": layer_key(2**62)}), f"line 3 is .*rows is {2**62}"),
         (json.dumps({"problem": layer_key(2**40)}), "line 3 is .*more than any memory holds"),
         (WRONG_SHAPE, "line 3 is .*x has 63 elements along M, and other matrices 64"),
+        (WRONG_ADDEND, "line 3 is .*addend has 63 elements along M, and other matrices 64"),
         (WRONG_ALIGNMENT, "line 3 is .*alignment is 3; accepted are the powers of two up to 256"),
     ],
 )

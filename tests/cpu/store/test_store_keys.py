@@ -84,6 +84,10 @@ def test_a_later_field_is_in_a_key_only_if_it_is_used() -> None:
     assert old.endswith('"dz": null, "accumulate": false, "input_derivative": null}}')
     new = problem_key(dataclasses.replace(before, accumulate_dx=True))
     assert new == f'{old[:-2]}, "accumulate_dx": true}}}}'
+    forward = ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation(), SPEC, SPEC, SPEC)
+    assert problem_key(forward).endswith('"propagate_nan": false, "backward": false}}')
+    added = dataclasses.replace(forward, addend=SPEC)
+    assert parse_key(problem_key(added)) == added
     assert (parse_key(old).accumulate_dx, parse_key(new).accumulate_dx) == (False, True)  # type: ignore[union-attr]
     for text in (new.replace("true}}", "false}}"), new.replace("true}}", "1}}"), new.replace('"dz": null, ', "")):
         with pytest.raises(ValueError, match="is not the key of a problem"):

@@ -16,7 +16,7 @@ from lt_runtime.problem import Activation, Compute, DType, Saved
 from lt_runtime.store.keys import parse_key, to_json
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.report import algorithm_in_words, describe, progress_bar, strategy_in_words
-from tests.support.chain_problems import backward_of, by_themselves
+from tests.support.chain_problems import backward_of, by_themselves, forward_of
 from tests.support.plan_entries import layer_key, product_key
 
 CHAIN = LayerChain.of_mlp(8, (3, 5, 7), Activation("relu"), DType.FLOAT32, Compute.TF32)
@@ -27,6 +27,8 @@ def test_problems() -> None:
     assert describe(product) == "matmul 8192x3072x768 bfloat16 none"
     assert describe(replace(product, batch=12)) == "matmul 8192x3072x768 batch 12 bfloat16 none"  # type: ignore[call-arg]
     assert describe(parse_key(layer_key(8192))) == "forward 8192x3072x768 bfloat16 gelu"
+    added = replace(forward_of(CHAIN), addend=forward_of(CHAIN).y)
+    assert describe(added) == "forward 8x5x3 tf32 relu and an addend"
     assert describe(backward_of(CHAIN, 1)) == "backward 8x7x5 tf32 none through relu"
     assert describe(backward_of(by_themselves(CHAIN), 0)) == "backward 8x5x3 tf32 relu"
 
@@ -36,6 +38,7 @@ def test_problems() -> None:
     [
         (to_json(ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)), "gelu_aux_bias, keeps preactivation"),
         (to_json(ForwardStrategy(Epilogue.NONE, Saved.NOTHING)), "none"),
+        (to_json(ForwardStrategy(Epilogue.BIAS, Saved.NOTHING, product_adds=True)), "bias, adds C"),
         (to_json(BackwardStrategy()), "products alone"),
         (
             to_json(BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)),

@@ -73,6 +73,7 @@ def test_work_of_layers() -> None:
     )
     x, w, y = 6 * 3, 5 * 3, 6 * 5
     assert work_of(forward_of(chain)) == Work(2 * 6 * 5 * 3, 2 * (x + w + y + 5))
+    assert work_of(replace(forward_of(chain), addend=forward_of(chain).y)).bytes == 2 * (x + w + 2 * y + 5)
     # This problem computes only dw, from dz.
     assert work_of(backward_of(chain, 0)) == Work(2 * 6 * 5 * 3, 2 * (y + x + w))
     dy, w, x = 6 * 4, 4 * 5, 6 * 5
