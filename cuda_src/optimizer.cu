@@ -1,9 +1,9 @@
-// AdamW over every parameter of a model in one launch. Eight blocks update one chunk of one tensor, a thread eight elements.
-// lt_runtime/reference/optimizer.py holds the same update.
+// An optimizer's update of every parameter that shares a rule, in one launch. Eight blocks update one chunk of one tensor, a
+// thread eight elements. lt_runtime/reference/optimizer.py holds the same update.
 //
 // Compiled for:
-//   MOMENT      the type of the moments: float or __nv_bfloat16
-//   AMSGRAD     0 or 1
+//   RULE        lt::Sgd, lt::Momentum, lt::Lion, lt::AdamW or lt::AmsGrad
+//   MOMENT      the type of the moments: float or __nv_bfloat16; float for lt::Sgd, which has none
 //   STOCHASTIC  1 where there are BF16 parameters without a master copy, 0 otherwise
 
 #include "instructions.cuh"
@@ -18,9 +18,9 @@ struct alignas(16) OptimizerChunk {
   void* value;  // read and written: FP32, or BF16 where there is no master copy
   void* copy;   // written only: the parameter in lower precision; null if not wanted
   const void* gradient;
-  void* m;
+  void* m;      // this and the next two: null where the rule has no such moment
   void* v;
-  void* v_max;  // AMSGRAD only
+  void* v_max;  // the largest v so far
   uint64 octet;  // number of the tensor's elements before the chunk, divided by eight
   uint32 tensor;
   uint32 count;
@@ -36,15 +36,18 @@ struct alignas(16) OptimizerSettings {
   float lr;
   int decay;  // 0 constant, 1 linear, 2 cosine
   uint32 warmup_steps;
-  uint32 total_steps;
+  uint32 total_steps;  // of a table: its length
   float final_factor;
-  uint32 reserved[3];
+  uint32 reserved;
+  const float* table;  // the factor of each update, in place of a decay; null without a table
 };
 
 struct OptimizerParams {
   const OptimizerChunk* chunks;
   OptimizerState* state;
-  uint32* tickets;  // kCounters counters of finished blocks, zero between launches
+  // kCounters counters of finished blocks, zero between launches. Null if another rule's launch of the same update
+  // follows: the last launch alone advances the state, which all launches read.
+  uint32* tickets;
   const OptimizerSettings* settings;
   const float* lr_scales;  // factor of the learning rate for each tensor
   const float* weight_decays;
@@ -53,7 +56,7 @@ struct OptimizerParams {
   uint64 seed;
   float log_beta1;  // log β rather than β, so that 1 - βᵗ keeps its precision in FP32
   float log_beta2;
-  float beta1;
+  float beta1;  // the momentum of lt::Momentum
   float beta2;
   float one_minus_beta1;
   float one_minus_beta2;
@@ -63,6 +66,7 @@ struct OptimizerParams {
   float growth_factor;
   float backoff_factor;
   int growth_interval;
+  int nesterov;  // lt::Momentum only
 };
 
 // The values that one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's settings.
@@ -82,7 +86,7 @@ struct UpdateStep {
   uint32 number;  // number of this update, counted from 1
   bool skipped;
   float kept;             // 1 - lr·λ, the factor of weight decay
-  float rate;             // lr / (1 - β₁ᵗ)
+  float rate;             // lr; with AdamW and AMSGrad lr / (1 - β₁ᵗ)
   float correction2;      // 1 / √(1 - β₂ᵗ)
   float gradient_factor;  // clipping factor divided by the loss scale
 };
@@ -96,6 +100,7 @@ __device__ inline float quarter_sine(float x) {
 }
 
 __device__ inline float schedule_factor(const OptimizerSettings& s, uint32 t) {
+  if (s.table) return s.table[(t < s.total_steps ? t : s.total_steps) - 1];
   if (t <= s.warmup_steps) return __fdividef(static_cast<float>(t), static_cast<float>(s.warmup_steps));
   if (s.decay == 0) return 1.0f;
   const float span = static_cast<float>(s.total_steps - s.warmup_steps);
@@ -118,15 +123,78 @@ __device__ inline Progress read_progress(const OptimizerParams& p, uint32 tensor
                   *p.settings, p.lr_scales[tensor], p.weight_decays[tensor]};
 }
 
+// √x by the special function unit, which only has an instruction for 1/√x. It is right for 0 and infinity too.
+__device__ inline float fast_sqrt(float x) { return __fdividef(1.0f, rsqrtf(x)); }
+
+// An element of a parameter, with as many moments as its rule has.
+struct Element {
+  float value, m, v, v_max;
+};
+
+// The rules. Each has its number of moments, and the update of an element by its gradient g, which is already unscaled and
+// clipped. All decay weights as AdamW does: the value is multiplied by 1 - lr·λ, and λ is no part of the gradient.
+struct Sgd {
+  static constexpr int kMoments = 0;
+  __device__ static void update(const OptimizerParams&, const UpdateStep& s, float g, Element& x) {
+    x.value = x.value * s.kept - s.rate * g;
+  }
+};
+
+struct Momentum {
+  static constexpr int kMoments = 1;
+  __device__ static void update(const OptimizerParams& p, const UpdateStep& s, float g, Element& x) {
+    x.m = p.beta1 * x.m + g;
+    x.value = x.value * s.kept - s.rate * (p.nesterov ? p.beta1 * x.m + g : x.m);
+  }
+};
+
+struct Lion {
+  static constexpr int kMoments = 1;
+  __device__ static void update(const OptimizerParams& p, const UpdateStep& s, float g, Element& x) {
+    const float mixed = p.beta1 * x.m + p.one_minus_beta1 * g;
+    const float sign = mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : mixed;  // 0 and NaN stay as they are
+    x.value = x.value * s.kept - s.rate * sign;
+    x.m = p.beta2 * x.m + p.one_minus_beta2 * g;
+  }
+};
+
+struct AdamW {
+  static constexpr int kMoments = 2;
+  __device__ static void update(const OptimizerParams& p, const UpdateStep& s, float g, Element& x) {
+    average(p, g, x);
+    move(p, s, x.v, x);
+  }
+  __device__ static void average(const OptimizerParams& p, float g, Element& x) {
+    x.m = p.beta1 * x.m + p.one_minus_beta1 * g;
+    x.v = p.beta2 * x.v + p.one_minus_beta2 * g * g;
+  }
+  __device__ static void move(const OptimizerParams& p, const UpdateStep& s, float second, Element& x) {
+    const float denominator = fast_sqrt(second) * s.correction2 + p.eps;
+    x.value = x.value * s.kept - __fdividef(s.rate * x.m, denominator);
+  }
+};
+
+struct AmsGrad {
+  static constexpr int kMoments = 3;
+  __device__ static void update(const OptimizerParams& p, const UpdateStep& s, float g, Element& x) {
+    AdamW::average(p, g, x);
+    if (!(x.v_max > x.v)) x.v_max = x.v;  // a comparison keeps NaN, which fmaxf would drop
+    AdamW::move(p, s, x.v_max, x);
+  }
+};
+
+constexpr int kMoments = RULE::kMoments;
+
 __device__ inline UpdateStep make_step(const OptimizerParams& p, const Progress& now) {
   const uint32 t = now.steps + 1;
   const float time = static_cast<float>(t);
   const float lr = now.settings.lr * schedule_factor(now.settings, t) * now.lr_scale;
+  const bool corrects = kMoments >= 2;  // AdamW and AMSGrad divide averages that began at 0 by their weights' sum
   return UpdateStep{t,
                    p.skip_nonfinite && now.nonfinite != 0,
                    1.0f - lr * now.weight_decay,
-                   lr * __fdividef(1.0f, -expm1f(time * p.log_beta1)),
-                   rsqrtf(-expm1f(time * p.log_beta2)),
+                   corrects ? lr * __fdividef(1.0f, -expm1f(time * p.log_beta1)) : lr,
+                   corrects ? rsqrtf(-expm1f(time * p.log_beta2)) : 1.0f,
                    clip_factor(p, now.norm) / now.scale};
 }
 
@@ -181,7 +249,7 @@ __device__ inline void advance(const OptimizerParams& p, const Progress& now, bo
 constexpr int kMoment = kTypeOf<MOMENT>;
 // Blocks that a multiprocessor shall hold. A variant that moves fewer bytes an element needs more blocks to hide the
 // latency of memory; with two blocks more than these, registers spill.
-constexpr int kBlocks = kMoment == kBfloat16 && !AMSGRAD ? 10 : 8;
+constexpr int kBlocks = kMoments * sizeof(MOMENT) <= 4 ? 10 : 8;
 
 struct Tensors {
   Bits value, m, v, v_max, gradient;
@@ -193,36 +261,31 @@ __device__ inline int value_type(const OptimizerChunk& chunk) { return STOCHASTI
 __device__ inline Tensors load_tensors(const OptimizerChunk& chunk, const Quads& at) {
   Tensors out;
   out.value = load_bits(chunk.value, value_type(chunk), at);
-  out.m = load_bits(chunk.m, kMoment, at);
-  out.v = load_bits(chunk.v, kMoment, at);
-  if (AMSGRAD) out.v_max = load_bits(chunk.v_max, kMoment, at);
+  if (kMoments > 0) out.m = load_bits(chunk.m, kMoment, at);
+  if (kMoments > 1) out.v = load_bits(chunk.v, kMoment, at);
+  if (kMoments > 2) out.v_max = load_bits(chunk.v_max, kMoment, at);
   out.gradient = load_bits(chunk.gradient, chunk.gradient_type, at);
   return out;
 }
-
-// √x by the special function unit, which only has an instruction for 1/√x. It is right for 0 and infinity too.
-__device__ inline float fast_sqrt(float x) { return __fdividef(1.0f, rsqrtf(x)); }
 
 struct Octets {
   Octet value, m, v, v_max;
 };
 
 __device__ inline Octets update(const OptimizerParams& p, const OptimizerChunk& chunk, const UpdateStep& s, const Tensors& old) {
-  Octets out{unpack(old.value, value_type(chunk)), unpack(old.m, kMoment), unpack(old.v, kMoment), {}};
-  if (AMSGRAD) out.v_max = unpack(old.v_max, kMoment);
+  Octets out{unpack(old.value, value_type(chunk)), {}, {}, {}};
+  if (kMoments > 0) out.m = unpack(old.m, kMoment);
+  if (kMoments > 1) out.v = unpack(old.v, kMoment);
+  if (kMoments > 2) out.v_max = unpack(old.v_max, kMoment);
   const Octet gradient = unpack(old.gradient, chunk.gradient_type);
 #pragma unroll
   for (int k = 0; k < kOctet; ++k) {
-    const float g = gradient.v[k] * s.gradient_factor;
-    const float m = p.beta1 * out.m.v[k] + p.one_minus_beta1 * g;
-    const float v = p.beta2 * out.v.v[k] + p.one_minus_beta2 * g * g;
-    // a comparison keeps NaN, which fmaxf would drop
-    const float largest = AMSGRAD && out.v_max.v[k] > v ? out.v_max.v[k] : v;
-    const float denominator = fast_sqrt(largest) * s.correction2 + p.eps;
-    out.value.v[k] = out.value.v[k] * s.kept - __fdividef(s.rate * m, denominator);
-    out.m.v[k] = m;
-    out.v.v[k] = v;
-    out.v_max.v[k] = largest;
+    Element element{out.value.v[k], out.m.v[k], out.v.v[k], out.v_max.v[k]};
+    RULE::update(p, s, gradient.v[k] * s.gradient_factor, element);
+    out.value.v[k] = element.value;
+    out.m.v[k] = element.m;
+    out.v.v[k] = element.v;
+    out.v_max.v[k] = element.v_max;
   }
   return out;
 }
@@ -231,14 +294,14 @@ __device__ inline Octets update(const OptimizerParams& p, const OptimizerChunk& 
 __device__ inline void store_moments(const OptimizerChunk& chunk, const Quads& at, const Words& random,
                                      const Octets& result) {
   if (kMoment == kFloat32) {
-    store_bits(chunk.m, kMoment, at, pack(result.m, kMoment));
-    store_bits(chunk.v, kMoment, at, pack(result.v, kMoment));
-    if (AMSGRAD) store_bits(chunk.v_max, kMoment, at, pack(result.v_max, kMoment));
+    if (kMoments > 0) store_bits(chunk.m, kMoment, at, pack(result.m, kMoment));
+    if (kMoments > 1) store_bits(chunk.v, kMoment, at, pack(result.v, kMoment));
+    if (kMoments > 2) store_bits(chunk.v_max, kMoment, at, pack(result.v_max, kMoment));
   } else {
-    store_bits(chunk.m, kMoment, at, pack_randomly(result.m, lanes_for(Rounded::kFirstMoment, random)));
     const Words words = lanes_for(Rounded::kSecondMoment, random);
-    store_bits(chunk.v, kMoment, at, pack_randomly(result.v, words));
-    if (AMSGRAD) store_bits(chunk.v_max, kMoment, at, pack_randomly(result.v_max, words));
+    store_bits(chunk.m, kMoment, at, pack_randomly(result.m, lanes_for(Rounded::kFirstMoment, random)));
+    if (kMoments > 1) store_bits(chunk.v, kMoment, at, pack_randomly(result.v, words));
+    if (kMoments > 2) store_bits(chunk.v_max, kMoment, at, pack_randomly(result.v_max, words));
   }
 }
 
@@ -271,9 +334,9 @@ extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) optimizer(const l
     step = make_step(p, now);
   }
   __syncthreads();
-  uint32 before = 0;
+  uint32 before = ~0u;  // no block's number: without a count, `advance` does nothing
   // The count is not needed before the end, so that the atomic's latency is hidden.
-  if (threadIdx.x == 0) before = count_in(p);
+  if (threadIdx.x == 0 && p.tickets) before = count_in(p);
   if (!step.skipped) {
     const Octets result = update(p, chunk, step, old);
     const bool rounds = STOCHASTIC || kMoment == kBfloat16;

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lt_runtime import cublaslt, errors, raw, schedules
+    from lt_runtime import cublaslt, errors, raw, rules, schedules
     from lt_runtime.arrays.libraries import contiguous
     from lt_runtime.binding import bind
     from lt_runtime.epilogue import Epilogue
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
     from lt_runtime.ops.matmul import matmul
     from lt_runtime.ops.norm import NormContext, layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
-    from lt_runtime.ops.optimizer import AdamW, Parameter
+    from lt_runtime.ops.optimizer import AdamW, Optimizer, Parameter
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.profiling import profile
@@ -50,7 +50,7 @@ _EXPORTS = {
     "grad_scaler": "GradScaler",
     "ops._linear": "LinearContext",
     "ops.add": "add",
-    "ops.optimizer": "AdamW Parameter",
+    "ops.optimizer": "AdamW Optimizer Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
     "ops.gated": "GatedContext gated_bwd gated_fwd",
@@ -77,7 +77,7 @@ _EXPORTS = {
 }
 """For each module, its public names, separated by blanks."""
 _HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}
-_MODULES = ("cublaslt", "errors", "raw", "schedules")
+_MODULES = ("cublaslt", "errors", "raw", "rules", "schedules")
 
 # `__all__` is written out by topic with `+=`, because type checkers ignore a computed `__all__`.
 __all__ = ["LinearContext", "Philox", "contiguous", "dropout", "linear", "linear_bwd", "linear_fwd", "matmul"]
@@ -86,11 +86,11 @@ __all__ += ["NormContext", "layer_norm_bwd", "layer_norm_fwd", "rms_norm_bwd", "
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
 __all__ += ["GEGLU", "MLP", "Block", "Chain", "Dropout", "Gated", "LayerNorm", "Linear", "Parallel", "Pass"]
 __all__ += ["RMSNorm", "ReGLU", "Residual", "SwiGLU"]
-__all__ += ["EMA", "AdamW", "GradScaler", "Parameter", "Schedule"]
+__all__ += ["EMA", "AdamW", "GradScaler", "Optimizer", "Parameter", "Schedule"]
 __all__ += ["Metrics", "Prefetcher", "TrainStep", "evaluate", "prefetch"]
 __all__ += ["load_checkpoint", "load_model", "save_checkpoint", "save_model"]
 __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tune", "tuning"]
-__all__ += ["ACTIVATIONS", "Activation", "Epilogue", "cublaslt", "errors", "raw", "schedules"]
+__all__ += ["ACTIVATIONS", "Activation", "Epilogue", "cublaslt", "errors", "raw", "rules", "schedules"]
 
 
 # Not defined for type checkers: with a module `__getattr__` they would accept any name as an attribute of the module.

@@ -16,11 +16,11 @@ LARGEST_SCALE: Final = (2.0 - 2.0**-23) * 2.0**127
 class GradScaler(Fixed):
     """A loss scale that adapts to the gradients as PyTorch's `torch.amp.GradScaler` does, but on the device alone.
 
-    Multiply the gradient of the loss by `scale`, as `lt.TrainStep` does, and pass the scaler to one `lt.AdamW`. The
-    optimizer's step divides the gradients by the scale. If one of them is NaN or infinite, the step updates no
-    parameter, and the scale is multiplied by `backoff_factor`. After `growth_interval` updates in a row the scale is
-    multiplied by `growth_factor`. All of this happens in the optimizer's launch, so that a captured graph can be
-    replayed.
+    Multiply the gradient of the loss by `scale`, as `lt.TrainStep` does, and pass the scaler to one `lt.Optimizer`,
+    such as `lt.AdamW`. The optimizer's step divides the gradients by the scale. If one of them is NaN or infinite, the
+    step updates no parameter, and the scale is multiplied by `backoff_factor`. After `growth_interval` updates in a row
+    the scale is multiplied by `growth_factor`. All of this happens in the optimizer's launch, so that a captured graph
+    can be replayed.
 
     The scale stays a normal FP32 number: it does not grow where that would overflow, as in PyTorch, and it does not
     fall below 2⁻¹²⁶.

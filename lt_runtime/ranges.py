@@ -37,7 +37,7 @@ class Listener(Protocol):
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Functions that are called in an operation's range with the work that it runs: a `PreparedCall`, or an `AdamW`."""
+"""Functions that are called in an operation's range with the work that it runs: a `PreparedCall`, or an `Optimizer`."""
 
 
 def tell(work: Any) -> None:

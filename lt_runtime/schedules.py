@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-from lt_runtime.arguments import integer, number, one_of, shown
-from lt_runtime.errors import ArgumentError
+import numpy as np
 
-__all__ = ["Schedule", "constant", "warmup", "warmup_cosine", "warmup_linear"]
+from lt_runtime.arguments import integer, not_negative, number, one_of, shown
+from lt_runtime.errors import ArgumentError, KindError
+
+__all__ = ["Schedule", "Table", "constant", "from_function", "table", "warmup", "warmup_cosine", "warmup_linear"]
 
 Decay: TypeAlias = Literal["constant", "linear", "cosine"]
 DECAYS: Final[tuple[Decay, ...]] = get_args(Decay)
@@ -50,6 +53,75 @@ class Schedule:
             raise ArgumentError(f"total_steps is {self.total_steps}; it must exceed warmup_steps ({self.warmup_steps})")
         if not 0.0 <= self.final_factor <= 1.0:
             raise ArgumentError(f"final_factor is {self.final_factor}; it must be in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Table:
+    """The factor of the learning rate, given for each update. After the last value, the last value stays.
+
+    Attributes:
+        values: the factors of updates 1, 2 and so on, rounded to FP32.
+
+    Raises:
+        ArgumentError: there is no value, or a value is negative, NaN or too large for FP32.
+        KindError: the values are no sequence of numbers.
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        try:
+            given = enumerate(self.values)
+        except TypeError:
+            raise KindError(f"values is {shown(self.values)}; it must be a sequence of numbers") from None
+        exact = [not_negative(f"values[{i}]", value) for i, value in given]
+        if not exact:
+            raise ArgumentError(f"values is {shown(self.values)}; it must have a factor for at least one update")
+        with np.errstate(over="ignore"):
+            rounded = np.array(exact, np.float32)
+        if not np.isfinite(rounded).all():
+            i = int(np.argmin(np.isfinite(rounded)))
+            raise ArgumentError(f"values[{i}] is {exact[i]}; it must be a number that FP32 can hold")
+        object.__setattr__(self, "values", tuple(rounded.tolist()))
+
+    def __repr__(self) -> str:
+        return f"Table({len(self.values)} factors, {self.values[0]} to {self.values[-1]})"
+
+
+AnySchedule: TypeAlias = Schedule | Table
+
+
+def table(values: Any) -> Table:
+    """The factor of update number i, counted from 1, is `values[i - 1]`; after the last value, the last value stays.
+
+    An optimizer on a GPU copies the values to the device once, as FP32, and a captured graph reads them there.
+
+    Args:
+        values: a sequence or a NumPy vector of finite numbers that are not negative.
+
+    Raises:
+        ArgumentError: as `Table`.
+    """
+    return Table(values)
+
+
+def from_function(f: Callable[[int], float], steps: int) -> Table:
+    """The factor of each update up to number `steps` is `f(number)`, counted from 1; later updates use the last one.
+
+    `f` is called at once, `steps` times, and not again.
+
+    Args:
+        f: returns a finite number that is not negative.
+
+    Raises:
+        ArgumentError: `steps` is not positive, or `f` returned another number.
+        KindError: `f` cannot be called, or did not return a number.
+    """
+    if not callable(f):
+        raise KindError(f"f is {shown(f)}; it must be a function from the number of an update to its factor")
+    if (count := integer("steps", steps)) < 1:
+        raise ArgumentError(f"steps is {shown(steps)}; it must be positive")
+    return Table(tuple(not_negative(f"f({step})", f(step)) for step in range(1, count + 1)))
 
 
 def constant() -> Schedule:

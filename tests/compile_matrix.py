@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from lt_runtime import rules
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.add import _ADD_BLOCKS
@@ -25,6 +26,7 @@ from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.norm import Norm, Width, norm_macros
+from lt_runtime.kernels.optimizer import update_macros
 from lt_runtime.kernels.tile_matmul import tile_macros
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Order, packed
@@ -222,7 +224,12 @@ def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator
 
 
 VARIANTS: Final = (
-    *over("optimizer.cu", MOMENT=[SCALAR[DType.FLOAT32], SCALAR[DType.BFLOAT16]], AMSGRAD="01", STOCHASTIC="01"),
+    *(
+        Variant("optimizer.cu", macros)
+        for rule in (rules.SGD(), rules.SGD(momentum=0.9), rules.Lion(), rules.AdamW(), rules.AMSGrad())
+        for moments in ((DType.FLOAT32, DType.BFLOAT16) if rule.moments else (DType.FLOAT32,))
+        for macros in (update_macros(rule, moments, stochastic=stochastic) for stochastic in (False, True))
+    ),
     *over("gradient_norm.cu"),
     *over("ema.cu"),
     *(

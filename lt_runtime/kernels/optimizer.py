@@ -1,7 +1,7 @@
 """optimizer.cu, gradient_norm.cu and ema.cu: kernels over all parameters, and the tables of the parameters' addresses.
 
-Each kernel reads a table on the device, which has a row for every chunk of a tensor. AdamW's kernel has eight blocks
-for each row; the kernels of the gradient norm and of the averages have one.
+Each kernel reads a table on the device, which has a row for every chunk of a tensor. The update's kernel has eight
+blocks for each row; the kernels of the gradient norm and of the averages have one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lt_runtime.gpu.compiler import Macros
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.kernel import Entry, Launches, Struct, define, struct
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper
-from lt_runtime.schedules import DECAYS
+from lt_runtime.rules import SGD, AdamW, AMSGrad, Lion, Rule
+from lt_runtime.schedules import DECAYS, AnySchedule, Table
 
 UPDATE_THREADS: Final = 128
 _UPDATE_BLOCKS: Final = 8  # blocks of the update that share a chunk of a tensor
@@ -41,6 +43,7 @@ EMA: Final = Entry("ema", "ema.cu")
 OptimizerState: Final = struct("OptimizerState")
 """The C++ struct of an optimizer's state on the device: steps, settings and loss scale, without the moments."""
 _Settings: Final = struct("OptimizerSettings")
+_RULES: Final = {SGD: "lt::Sgd", Lion: "lt::Lion", AdamW: "lt::AdamW", AMSGrad: "lt::AmsGrad"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,15 @@ class Options:
     """Everything about an optimizer but its parameters.
 
     Attributes:
-        hyper: settings of every parameter that has none of its own.
+        rules: the rule of each group of parameters.
+        schedule: factor of every learning rate, by step.
         max_norm: norm that the gradients are clipped to; None does not clip.
         skip_nonfinite: whether an update with a NaN or infinite gradient is left out; always with a scaler.
         moments: FP32 or BF16.
     """
 
-    hyper: AdamWHyper
-    amsgrad: bool
+    rules: tuple[Rule, ...]
+    schedule: AnySchedule
     max_norm: float | None
     skip_nonfinite: bool
     scaler: GradScaler | None
@@ -68,23 +72,39 @@ class Options:
         """Whether the gradients' norm and finiteness have to be known before an update."""
         return self.max_norm is not None or self.skip_nonfinite
 
+    @property
+    def hyper(self) -> AdamWHyper:
+        """Settings of an `lt.AdamW`, whose parameters share one rule."""
+        (rule,) = self.rules
+        if not isinstance(rule, AdamW):
+            raise TypeError(f"{rule} has no settings of AdamW")
+        return AdamWHyper(rule.lr, *rule.betas, rule.eps, rule.weight_decay, self.schedule)
 
-def adamw_params(options: Options, settings: int, tensors: int) -> Struct:
-    """The update's argument block, without the addresses of the table, the state and the loss scale.
+    @property
+    def amsgrad(self) -> bool:
+        """Whether the first group's rule is AMSGrad."""
+        return isinstance(self.rules[0], AMSGrad)
+
+
+def update_params(options: Options, group: int, settings: int, tensors: int) -> Struct:
+    """The argument block of one group's update, without the addresses of the table, the state and the loss scale.
 
     Args:
+        group: index of the group's rule.
         settings: device address of the words that `settings_words` returns.
-        tensors: their number.
+        tensors: number of the tensors of all groups.
     """
-    scaler, beta1, beta2 = options.scaler, options.hyper.beta1, options.hyper.beta2
-    params = UPDATE.params(seed=options.seed, eps=options.hyper.eps)
+    scaler, rule = options.scaler, options.rules[group]
+    beta1, beta2 = (rule.momentum, 0.0) if isinstance(rule, SGD) else rule.betas
+    params = UPDATE.params(seed=options.seed, eps=getattr(rule, "eps", 0.0), nesterov=getattr(rule, "nesterov", False))
     params.beta1, params.one_minus_beta1, params.log_beta1 = beta1, 1.0 - beta1, _log(beta1)
     params.beta2, params.one_minus_beta2, params.log_beta2 = beta2, 1.0 - beta2, _log(beta2)
     params.max_norm, params.skip_nonfinite = options.max_norm or 0.0, options.skip_nonfinite
     if scaler:
         params.growth_factor, params.backoff_factor = scaler.growth_factor, scaler.backoff_factor
         params.growth_interval = scaler.growth_interval
-    params.settings, params.lr_scales = settings, settings + sizeof(_Settings)
+    params.settings = settings + group * sizeof(_Settings)
+    params.lr_scales = settings + len(options.rules) * sizeof(_Settings)
     params.weight_decays = params.lr_scales + tensors * WORD_BYTES
     return params
 
@@ -93,32 +113,47 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
-def settings_words(hyper: AdamWHyper, of_tensors: Sequence[tuple[float, float]]) -> NDArray[np.uint32]:
-    """The settings that an update reads, in words of 32 bits: `OptimizerSettings`, then the numbers of each tensor.
+def settings_words(options: Options, of_tensors: Sequence[tuple[float, float]], table: int = 0) -> NDArray[np.uint32]:
+    """The settings that an update reads, in words of 32 bits: an `OptimizerSettings` for each group, and the tensors'.
 
     Args:
         of_tensors: the factor of the learning rate, and the weight decay, of each tensor.
+        table: device address of the values of the schedule, if it is a `Table`.
 
     Returns:
-        A vector: the words of `OptimizerSettings`, all factors, then all weight decays.
+        A vector: the words of each group's `OptimizerSettings`, all factors, then all weight decays.
     """
-    schedule = hyper.schedule
-    decay = DECAYS.index(schedule.decay)
-    common = _Settings(hyper.lr, decay, schedule.warmup_steps, schedule.total_steps, schedule.final_factor)
+    schedule = options.schedule
+    if isinstance(schedule, Table):
+        shared = 0, 0, len(schedule.values), 0.0, 0, table
+    else:
+        decay = DECAYS.index(schedule.decay)
+        shared = decay, schedule.warmup_steps, schedule.total_steps, schedule.final_factor, 0, 0
+    groups = b"".join(bytes(_Settings(rule.lr, *shared)) for rule in options.rules)
     numbers = np.array(of_tensors, np.float32).T.reshape(-1)
-    return np.concatenate([np.frombuffer(bytes(common), np.uint32), numbers.view(np.uint32)])
+    return np.concatenate([np.frombuffer(groups, np.uint32), numbers.view(np.uint32)])
 
 
-def update_launches(params: Struct, rows: int, device: int, options: Options, *, stochastic: bool) -> Launches:
-    """The update of all tensors.
+def update_launches(params: Struct, rows: int, device: int, macros: Macros) -> Launches:
+    """The update of a group's tensors.
 
     Args:
         params: the argument block, with all addresses set.
         rows: number of rows of the table.
+        macros: see `update_macros`.
+    """
+    return Launches(UPDATE, macros, device, update_tiling(rows), params)
+
+
+def update_macros(rule: Rule, moments: DType, *, stochastic: bool) -> Macros:
+    """The definitions that a group's update is compiled under.
+
+    Args:
+        moments: type of the moments; without meaning for a rule that has none.
         stochastic: whether any parameter below FP32 is updated in place.
     """
-    macros = define(MOMENT=options.moments, AMSGRAD=options.amsgrad, STOCHASTIC=stochastic)
-    return Launches(UPDATE, macros, device, update_tiling(rows), params)
+    name = "lt::Momentum" if isinstance(rule, SGD) and rule.momentum else _RULES[type(rule)]
+    return define(RULE=name, MOMENT=moments if rule.moments else DType.FLOAT32, STOCHASTIC=stochastic)
 
 
 def update_tiling(rows: int) -> Tiling:
@@ -146,9 +181,13 @@ class Tensor(NamedTuple):
     arrays: Mapping[str, tuple[int, DType]]
 
 
-def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
-    """A row of type `OptimizerChunk` for each chunk; at least one, since blocks of an empty chunk advance the step."""
-    return _table("OptimizerChunk", UPDATE_CHUNK, tensors)
+def update_table(tensors: Sequence[Tensor], first: int = 0) -> NDArray[Any]:
+    """A row of type `OptimizerChunk` for each chunk; at least one, since blocks of an empty chunk advance the step.
+
+    Args:
+        first: number of the first tensor among those of all groups.
+    """
+    return _table("OptimizerChunk", UPDATE_CHUNK, tensors, first)
 
 
 def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
@@ -164,10 +203,10 @@ def ema_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
     return _table("EmaChunk", _EMA_CHUNK, tensors)
 
 
-def _table(kind: str, chunk: int, tensors: Sequence[Tensor]) -> NDArray[Any]:
+def _table(kind: str, chunk: int, tensors: Sequence[Tensor], first: int = 0) -> NDArray[Any]:
     """A kernel's table: a row of the struct `kind` for each chunk of each tensor; one row of zeros if all are empty."""
     dtype = np.dtype(struct(kind))
-    rows = np.concatenate([_rows(dtype, chunk, number, tensor) for number, tensor in enumerate(tensors)])
+    rows = np.concatenate([_rows(dtype, chunk, number, tensor) for number, tensor in enumerate(tensors, first)])
     return rows if rows.size else np.zeros(1, dtype)
 
 

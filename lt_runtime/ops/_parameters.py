@@ -160,10 +160,10 @@ class ReadParameter(NamedTuple):
         """The array that an update reads and writes: the master copy if there is one."""
         return self.data if self.master is None else self.master
 
-    def settings(self, options: Options) -> tuple[float, float]:
-        """The parameter's present factor of the learning rate and its weight decay λ."""
+    def settings(self, weight_decay: float) -> tuple[float, float]:
+        """The parameter's present factor of the learning rate and its λ: its own, or else the given `weight_decay`."""
         own = self.parameter.weight_decay
-        return self.parameter.lr_scale, options.hyper.weight_decay if own is None else own
+        return self.parameter.lr_scale, weight_decay if own is None else own
 
 
 def read_parameters(parameters: Sequence[Parameter], options: Options, device: int, stream: int) -> list[ReadParameter]:

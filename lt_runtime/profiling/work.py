@@ -18,7 +18,7 @@ from lt_runtime.files import parse_json, read_private, replace_private
 from lt_runtime.gpu.driver import call
 from lt_runtime.layout import packed
 from lt_runtime.ops.call import PreparedCall
-from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.plans.cache import FUSED_MLP, make_plan
 from lt_runtime.problem import Compute, DType, MatmulProblem, MLPProblem, Spec
 from lt_runtime.products.padded import PaddedPlan
@@ -58,9 +58,9 @@ class Work(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def work_of(ran: PreparedCall | AdamW) -> Work:
+def work_of(ran: PreparedCall | Optimizer) -> Work:
     """The work of a prepared call, or of an update by an optimizer; `ranges.tell` passes either."""
-    if isinstance(ran, AdamW):
+    if isinstance(ran, Optimizer):
         return Work(bytes=_bytes_of_update(ran))
     problem = ran.request.problem
     if isinstance(problem, MLPProblem):  # counts the forward pass too: the fused backward kernel repeats it
@@ -96,18 +96,17 @@ def _moved(plan: Plan) -> int:
     return moved
 
 
-def _bytes_of_update(optimizer: AdamW) -> int:
+def _bytes_of_update(optimizer: Optimizer) -> int:
     """Bytes of an optimizer's update, which reads gradients, values and moments, and writes values and moments.
 
     The gradients are read once more if their norm or finiteness is checked.
     """
     options, moved = optimizer.options, 0
-    moments = 3 if options.amsgrad else 2
-    for parameter in optimizer.parameters:
+    for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
         size, own = math.prod(parameter.data.shape), parameter.data.dtype.itemsize
         gradients = parameter.grad.dtype.itemsize * (1 + options.judges_gradients)
         values = own + (own if parameter.master is None else 2 * parameter.master.dtype.itemsize)
-        moved += size * (gradients + values + 2 * moments * options.moments.itemsize)
+        moved += size * (gradients + values + 2 * len(moments) * options.moments.itemsize)
     return moved
 
 

@@ -1,6 +1,6 @@
-"""AdamW, learning-rate schedules, and the steps before an update: gradient norm, clipping, loss scale.
+"""Update rules, learning-rate schedules, and the steps before an update: gradient norm, clipping, loss scale.
 
-Loshchilov, Hutter: "Decoupled weight decay regularization", ICLR 2019, in PyTorch's form, whose decay is lr·λ.
+`lt_runtime/rules.py` has the rules' formulas and their sources.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
-from lt_runtime.schedules import Schedule
+from lt_runtime.rules import SGD, Lion, Rule
+from lt_runtime.schedules import AnySchedule, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,18 @@ class AdamWHyper:
     beta2: float
     eps: float
     weight_decay: float
-    schedule: Schedule
+    schedule: AnySchedule
 
 
-def learning_rate_factor(schedule: Schedule, step: int) -> float:
+def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
     """The factor of the learning rate in update number `step`, counted from 1.
 
-    The factor rises linearly to 1 over `warmup_steps` updates. Then it stays 1, or falls to `final_factor` at
-    `total_steps` along a line or half a cosine, and keeps that value.
+    A table has it at index `step - 1`, and after its end its last value. Otherwise the factor rises linearly to 1 over
+    `warmup_steps` updates. Then it stays 1, or falls to `final_factor` at `total_steps` along a line or half a cosine,
+    and keeps that value.
     """
+    if isinstance(schedule, Table):
+        return schedule.values[min(step, len(schedule.values)) - 1]
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.decay == "constant":
@@ -84,6 +88,43 @@ def adamw_update(
     value = value * (1.0 - lr * hyper.weight_decay) - lr * m_hat / (np.sqrt(v_hat) + hyper.eps)
     new = [array.astype(np.float32) for array in (value, m, v, largest)]
     return AdamWTensor(*(new[:3] if old.v_max is None else new))
+
+
+def rule_update(
+    rule: Rule,
+    schedule: AnySchedule,
+    old: Sequence[NDArray[Any]],
+    gradient: NDArray[Any],
+    step: int,
+    gradient_factor: float = 1.0,
+) -> tuple[NDArray[np.float32], ...]:
+    """Update number `step`, counted from 1, of one tensor by any rule.
+
+    Args:
+        rule: with the tensor's own learning rate and weight decay.
+        old: the value, then the moments that the rule names; as in `AdamWTensor`.
+        gradient_factor: factor of the gradient, applied before the update.
+
+    Returns:
+        The new value and moments, each rounded once to FP32.
+    """
+    if not isinstance(rule, (SGD, Lion)):
+        hyper = AdamWHyper(rule.lr, *rule.betas, rule.eps, rule.weight_decay, schedule)
+        new = adamw_update(AdamWTensor(*old), gradient, hyper, step, gradient_factor)
+        return new[: len(old)]
+    value, *moments = (array.astype(np.float64) for array in old)
+    g = gradient.astype(np.float64) * gradient_factor
+    lr = rule.lr * learning_rate_factor(schedule, step)
+    if isinstance(rule, Lion):
+        (beta1, beta2), (m,) = rule.betas, moments
+        move = np.sign(beta1 * m + (1.0 - beta1) * g)
+        moments = [beta2 * m + (1.0 - beta2) * g]
+    else:
+        moments = [rule.momentum * m + g for m in moments]
+        move = moments[0] if moments else g
+        move = g + rule.momentum * move if rule.nesterov else move
+    value = value * (1.0 - lr * rule.weight_decay) - lr * move
+    return tuple(array.astype(np.float32) for array in (value, *moments))
 
 
 def gradient_norm(gradients: Sequence[NDArray[Any]], scale: float = 1.0) -> tuple[float, bool]:

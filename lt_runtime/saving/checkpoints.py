@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import math
@@ -19,14 +20,14 @@ from lt_runtime.arrays.transfer import replace_all, store
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.files import parse_json
 from lt_runtime.gpu.devices import parse_device
-from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
 from lt_runtime.nn.mlp import MLP, shapes_of
 from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
-from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.ops.optimizer import AdamW, Optimizer, outside, state_arrays, state_ranges
 from lt_runtime.problem import DType
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.plan_choices import choices_of, take_choices
+from lt_runtime.schedules import AnySchedule, Table
 
 _FORMAT: Final = 1
 _MASTER: Final = ".master"
@@ -36,8 +37,13 @@ _MOMENTS: Final = ("m", "v", "v_max")
 _FLOATS: Final = ("float32", "float16", "bfloat16")
 _WORDS: Final = ("float32", "uint32", "int32")
 
-_OPTIMIZER: Final = ("amsgrad", "max_norm", "skip_nonfinite", "stochastic_rounding", "seed")
-_SCALER: Final = ("scale", "growth_tracker")
+_OPTIMIZER: Final = ("max_norm", "skip_nonfinite", "stochastic_rounding", "seed")
+_GRAD_NORM: Final = "optimizer.grad_norm"
+_STATE: Final = {
+    **{name: f"optimizer.{name}" for name in ("steps", "skipped_steps")},
+    **{name: f"scaler.{name}" for name in ("scale", "growth_tracker")},
+}
+"""Names in a checkpoint of the arrays that are no moments, by their names in `Optimizer.state_dict`."""
 _PER_PARAMETER: Final = ("lr_scale", "weight_decay")
 
 _CHANGEABLE: Final = (
@@ -55,11 +61,8 @@ _ROWS: Final = 20
 _NAME: Final = 60
 _CELL: Final = 40
 
-_LAST_STEP: Final = 2**32 - 2
-"""The largest number of steps from which training can continue: an update uses the number plus 1 in 32 bits."""
 
-
-def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
+def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: Optimizer) -> None:
     """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
 
     The plan cache's entries for the model's training steps are saved with them, see `load_checkpoint`. A digest of
@@ -77,7 +80,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
             stays unchanged, unless it had been replaced and only the flush of the directory failed.
     """
     _check_kinds(path, model)
-    check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
+    check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
     arrays = _arrays(model, optimizer)
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()}
@@ -88,7 +91,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: MLP, optimizer: AdamW | None = None, *, changed: Collection[str] = ()
+    path: str | os.PathLike[str], model: MLP, optimizer: Optimizer | None = None, *, changed: Collection[str] = ()
 ) -> None:
     """Loads a checkpoint's values into a model and an optimizer that were made with the same options.
 
@@ -122,7 +125,7 @@ def load_checkpoint(
             is a FileNotFoundError too.
     """
     _check_kinds(path, model)
-    check_instance("optimizer", optimizer, (AdamW, type(None)), "None or an lt.AdamW")
+    check_instance("optimizer", optimizer, (Optimizer, type(None)), "None, an lt.AdamW or an lt.Optimizer")
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     may_differ = {one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)}
     arrays = {} if optimizer is None else _arrays(model, optimizer)
@@ -247,7 +250,7 @@ def _check_kinds(path: object, model: object) -> None:
     check_instance("model", model, MLP, "an lt.MLP")
 
 
-def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
+def _arrays(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
     """All arrays that training changes, by their names in a checkpoint."""
     known = {id(parameter) for parameter in model.parameters()}
     for parameter in optimizer.parameters:
@@ -255,21 +258,20 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
             raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
     arrays = {each.name: each.data for each in model.parameters()}
     arrays |= {f"{each.name}{_MASTER}": each.master for each in model.parameters()}
-    for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
-        arrays |= {f"{parameter.name}.{moment}": array for moment, array in zip(_MOMENTS, moments, strict=False)}
-    arrays |= {f"optimizer.{name}": getattr(optimizer, name) for name in ("steps", "skipped_steps", "grad_norm")}
-    arrays |= {f"scaler.{name}": getattr(optimizer.scaler, name, None) for name in _SCALER}
+    arrays |= {_STATE.get(name, name): array for name, array in state_arrays(optimizer).items()}
+    arrays[_GRAD_NORM] = optimizer.grad_norm
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
+def _description(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
     """The options that must be equal to continue training, as the values that JSON makes of them."""
     options, scaler = optimizer.options, optimizer.scaler
     described = {
         "format": _FORMAT,
         "model": _options_of(model),
         "optimizer": {
-            **dataclasses.asdict(options.hyper),
+            **_rules(optimizer),
+            "schedule": _schedule(options.schedule),
             **{name: getattr(options, name) for name in _OPTIMIZER},
             "moments": options.moments.value,
             "parameters": {each.name: [each.lr_scale, each.weight_decay] for each in optimizer.parameters},
@@ -280,37 +282,39 @@ def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
     return result
 
 
-def _ranges(optimizer: AdamW) -> dict[str, tuple[float, float]]:
-    """For each array the lowest and highest value that training can reach; where the highest is infinity, also NaN."""
-    ranges: dict[str, tuple[float, float]] = {
-        f"{parameter.name}.{moment}": (0.0, math.inf)
-        for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True)
-        for moment in _MOMENTS[1 : len(moments)]
+def _rules(optimizer: Optimizer) -> dict[str, Any]:
+    """The settings of an `lt.AdamW`; of any other optimizer the rule of each group and the group's size."""
+    options = optimizer.options
+    if isinstance(optimizer, AdamW):
+        return {**dataclasses.asdict(options.hyper), "amsgrad": options.amsgrad}
+    groups = enumerate(zip(options.rules, optimizer.groups, strict=True))
+    described = {
+        i: {"rule": type(rule).__name__, **dataclasses.asdict(rule), "size": size} for i, (rule, size) in groups
     }
-    ranges |= {"optimizer.steps": (0, _LAST_STEP), "optimizer.skipped_steps": (0, _LAST_STEP)}
-    if optimizer.grad_norm is not None:
-        ranges["optimizer.grad_norm"] = 0.0, math.inf
-    if optimizer.scaler is not None:
-        ranges["scaler.scale"] = SMALLEST_SCALE, LARGEST_SCALE
-        ranges["scaler.growth_tracker"] = 0, optimizer.scaler.growth_interval - 1
-    return ranges
+    return {"rules": described}
 
 
-def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP, optimizer: AdamW) -> None:
+def _schedule(schedule: AnySchedule) -> dict[str, Any]:
+    """A schedule's settings; of a table the digest of its values, which the header of a file may have no room for."""
+    if not isinstance(schedule, Table):
+        return dataclasses.asdict(schedule)
+    digest = hashlib.sha256(np.array(schedule.values, "<f4").tobytes()).hexdigest()
+    return {"table": len(schedule.values), "sha256": digest}
+
+
+def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP, optimizer: Optimizer) -> None:
     for parameter in model.parameters():
         if parameter.master is not None:
             try:
                 check_rounding(parameter.name, arrays[parameter.name], arrays[f"{parameter.name}{_MASTER}"])
             except OperandError as error:
                 raise CheckpointError(f"{complaint}: {error}") from error
-    for name, (lowest, highest) in _ranges(optimizer).items():
-        values, takes_nan = arrays[name].reshape(-1), math.isinf(highest)
-        with np.errstate(invalid="ignore"):  # comparing a signalling NaN raises this floating-point error
-            outside = ~((values >= lowest) & (values <= highest) | (takes_nan & np.isnan(values)))
-        if outside.any():
-            accepted = f"{lowest} to {highest}" + (", or NaN" if takes_nan else "")
-            found = f"{name} has the value {values[outside][0]!s}"
-            raise CheckpointError(f"{complaint}: {found}; accepted are {accepted}")
+    bounds = {_STATE.get(name, name): each for name, each in state_ranges(optimizer).items()}
+    if optimizer.grad_norm is not None:
+        bounds[_GRAD_NORM] = 0.0, math.inf
+    for name in bounds:
+        if found := outside(name, arrays[name], bounds):
+            raise CheckpointError(f"{complaint}: {found}")
 
 
 def _check_options(

@@ -28,7 +28,7 @@ from lt_runtime.nn.mlp import MLP, check_model_type
 from lt_runtime.nn.run import PLACES, Pass
 from lt_runtime.ops import losses
 from lt_runtime.ops.call import PreparedCall
-from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Tally, scores_of
 
@@ -175,7 +175,7 @@ class StepBody:
     """
 
     def __init__(
-        self, model: Block, optimizer: AdamW, loss: StepLoss, *, rows: int | None, parts: int, ema: EMA | None
+        self, model: Block, optimizer: Optimizer, loss: StepLoss, *, rows: int | None, parts: int, ema: EMA | None
     ) -> None:
         self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
         self.rows, self.parts = rows, parts

@@ -15,7 +15,7 @@ from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import brief
 from lt_runtime.ops._parameters import HeldArrays, changes
-from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Tally, Totals, scores_of
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, step_loss
@@ -51,8 +51,8 @@ class TrainStep(Fixed):
     Args:
         model: an `MLP` or another `Block`.
         optimizer: over the model's parameters, or over some of them, which freezes the others. Its settings may change
-            between steps, see `lt.AdamW`. The optimizer's step number decides dropout's masks, so that each step has
-            different masks. If the optimizer has a scaler, its scale multiplies the loss's gradient.
+            between steps, see `lt.AdamW` and `lt.Optimizer`. The optimizer's step number decides dropout's masks, so
+            that each step has different masks. If the optimizer has a scaler, its scale multiplies the loss's gradient.
         loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out), "mse", "huber" or
             "bce_with_logits" (targets of the outputs' shape and type), or a function, see below.
         loss_options: options of a named loss: `label_smoothing` and `class_weights` of "cross_entropy", `delta` of
@@ -115,7 +115,7 @@ class TrainStep(Fixed):
     def __init__(
         self,
         model: Block,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         loss: LossName | OwnFunction = "cross_entropy",
         loss_options: Mapping[str, Any] | None = None,
@@ -126,7 +126,7 @@ class TrainStep(Fixed):
         tune: bool | None = None,
     ) -> None:
         check_instance("model", model, Block, "an lt.MLP or another lt.Block")
-        check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
+        check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
         graph, accumulate = flag("graph", graph), integer("accumulate", accumulate)
         tune = None if tune is None else flag("tune", tune)
         batch_size = None if batch_size is None else integer("batch_size", batch_size)
@@ -202,8 +202,8 @@ class TrainStep(Fixed):
 
     def __repr__(self) -> str:
         sizes = f"batch_size={self.batch_size}, accumulate={self.accumulate}"
-        ema = "" if self.ema is None else ", EMA"
-        return f"TrainStep({brief(self.model)}, AdamW, loss={self._body.loss.name}, {sizes}{ema})"
+        ema, optimizer = "" if self.ema is None else ", EMA", type(self.optimizer).__name__
+        return f"TrainStep({brief(self.model)}, {optimizer}, loss={self._body.loss.name}, {sizes}{ema})"
 
     def metrics(self, *, stream: Any = None) -> Metrics:
         """Means over the steps since the last call.
@@ -222,7 +222,7 @@ class TrainStep(Fixed):
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
 
 
-def _check_optimizer(optimizer: AdamW, model: Block) -> None:
+def _check_optimizer(optimizer: Optimizer, model: Block) -> None:
     """Refuses an optimizer with a parameter of another model: its updates would not train this model."""
     known = {(id(each.data), id(each.grad)) for each in model.parameters()}
     for parameter in optimizer.parameters:

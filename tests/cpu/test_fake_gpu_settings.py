@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,70 @@ def test_settings_changed_in_the_middle_of_a_captured_run(gpu: FakeGpu, options:
         assert (_values(gpu, graph) == _values(gpu, unchanged)) == (i == 0)
         before.append(_values(gpu, graph))
     assert before[-1][0] == before[-2][0] == before[-3][0]  # with a learning rate of 0 the update keeps all parameters
+
+
+def _rules_step(gpu: FakeGpu, lt: Any, device: object, **options: Any) -> Any:
+    """Makes a training step whose optimizer has three rules and a table as its schedule."""
+    model = lt.MLP(_DIMS, seed=3, device=device)
+    (first, second), rules = model.layers, lt.rules
+    groups = [
+        ([first.weight], rules.Lion(0.02)),
+        ([second.weight, second.bias], rules.SGD(0.25, 0.5, nesterov=True)),
+        ([first.bias], rules.AdamW(0.01)),
+    ]
+    optimizer = lt.Optimizer(groups, lt.schedules.table([0.5, 1.0, 0.25]), max_norm=1.0, scaler=lt.GradScaler(4.0))
+    step = lt.TrainStep(model, optimizer, **options)
+    gpu.streams.synchronize_all()
+    return step
+
+
+def test_three_rules_and_a_table_in_a_graph(gpu: FakeGpu) -> None:
+    def change(i: int, step: Any, lt: Any) -> None:
+        if i == 2:
+            step.optimizer.schedule = lt.schedules.from_function(lambda number: number / 8, 5)
+        if i == 5:
+            rules = step.optimizer.rules
+            step.optimizer.rules = [replace(rule, lr=rule.lr / 2, weight_decay=0.5) for rule in rules]
+        if i == 6:
+            step.optimizer.schedule = None
+
+    graph, eager = (_rules_step(gpu, gpu.lt, 0, graph=graph) for graph in (True, False))
+    with gpu.others_package() as host_lt:
+        expected = _rules_step(gpu, host_lt, "cpu")
+        for i in range(8):
+            change(i, expected, host_lt)
+            expected(*_batch(i))
+    for i in range(8):
+        x, labels = map(gpu.cp.asarray, _batch(i))
+        for step in (graph, eager):
+            change(i, step, gpu.lt)
+            step(x, labels, stream=(gpu.other_stream, gpu.stream)[i % 2])
+        gpu.streams.synchronize_all()
+        for one, other in zip(graph.model.parameters(), eager.model.parameters(), strict=True):
+            assert host_of(gpu, one.data).tobytes() == host_of(gpu, other.data).tobytes(), i
+    assert host_of(gpu, graph.optimizer.steps).tolist() == [8]
+    for one, other in zip(graph.model.parameters(), expected.model.parameters(), strict=True):
+        np.testing.assert_allclose(host_of(gpu, one.data), other.data, atol=2e-5)
+    assert expected.optimizer.rates == (0.01, 0.125, 0.005)
+    assert repr(graph).endswith("Optimizer, loss=cross_entropy, batch_size=None, accumulate=1)")
+    state = eager.optimizer.state_dict()
+    graph.optimizer.load_state_dict(state)
+    again = graph.optimizer.state_dict()
+    assert all(again[name].tobytes() == array.tobytes() for name, array in state.items())
+
+
+def test_a_new_table_is_refused_in_a_capture(gpu: FakeGpu) -> None:
+    arrays = [gpu.cp.asarray(np.ones(40, np.float32)) for _ in range(2)]
+    optimizer = gpu.lt.Optimizer([([gpu.lt.Parameter(*arrays)], gpu.lt.rules.SGD())])
+    gpu.streams.synchronize_all()
+    optimizer.schedule = gpu.lt.schedules.table([0.5])
+    with gpu.stream:
+        gpu.stream.begin_capture()
+        with pytest.raises(gpu.lt.errors.CaptureError, match="changed before the capture; call its apply_settings"):
+            optimizer.step()
+        with pytest.raises(gpu.lt.errors.CaptureError, match="the optimizer's state cannot be accessed"):
+            optimizer.state_dict()
+        gpu.stream.end_capture()
 
 
 def test_a_rehearsal_for_a_second_batch_size_updates_nothing(gpu: FakeGpu) -> None:

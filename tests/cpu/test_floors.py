@@ -20,7 +20,7 @@ PACKAGE = Path(lt_runtime.__file__).parent
 FLOORS = (
     {"environment", "errors", "paths"},
     {"arguments", "files", "tables"},
-    {"epilogue", "grad_scaler", "layout", "problem", "ranges", "schedules"},
+    {"epilogue", "grad_scaler", "layout", "problem", "ranges", "rules", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},
     {"kernels", "store"},
     {"products"},

@@ -131,11 +131,15 @@ def test_without_a_gpu_auto_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_only_the_interface_is_listed() -> None:
-    _ = lt.errors, lt.MLP, lt.schedules
+    _ = lt.errors, lt.MLP, lt.rules, lt.schedules
     public = {name for name in dir(lt) if not (name.startswith("__") and name.endswith("__"))}
     assert public == {*lt.__all__, "range"}, "a star import would hide Python's range"
     assert dir(lt.raw) == ["backward_raw", "forward_raw"]
-    assert dir(lt.schedules) == ["Schedule", "constant", "warmup", "warmup_cosine", "warmup_linear"]
+    assert dir(lt.schedules) == [
+        *("Schedule", "Table", "constant", "from_function", "table"),
+        *("warmup", "warmup_cosine", "warmup_linear"),
+    ]
+    assert dir(lt.rules) == ["AMSGrad", "AdamW", "Lion", "SGD"]
     assert {"__version__", "__all__", "__name__", "__doc__"} <= set(dir(lt))
 
 

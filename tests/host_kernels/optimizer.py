@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime import reference
+from lt_runtime import reference, rules
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.tiling import THREADS
@@ -23,8 +23,8 @@ from tests.host_kernels.variants import BF16, F32, TYPES, AdamWVariant
 
 HYPER: Final = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, constant())
 OPTIONS: Final = kernels.Options(
-    HYPER,
-    amsgrad=False,
+    (rules.AdamW(1e-2, weight_decay=0.1),),
+    constant(),
     max_norm=None,
     skip_nonfinite=False,
     scaler=None,
@@ -125,6 +125,12 @@ class HostTensor:
         return kernels.Tensor(self.case.size, types)
 
 
+def with_hyper(hyper: AdamWHyper) -> kernels.Options:
+    """Returns `OPTIONS` with other settings of AdamW."""
+    rule = rules.AdamW(hyper.lr, (hyper.beta1, hyper.beta2), hyper.eps, hyper.weight_decay)
+    return replace(OPTIONS, rules=(rule,), schedule=hyper.schedule)
+
+
 class HostOptimizer:
     """Launches the kernels of the norm and of the update, and keeps the optimizer's state between launches.
 
@@ -135,7 +141,7 @@ class HostOptimizer:
     def __init__(self, host: HostKernels, variant: AdamWVariant, options: kernels.Options, first: int = 0) -> None:
         self._update = host.get(kernels.UPDATE, variant.macros)
         self._norm = host.get(kernels.GRADIENT_NORM)
-        self._options = replace(options, moments=variant.moments, amsgrad=variant.amsgrad)
+        self._options = replace(options, moments=variant.moments)
         self.state = np.zeros(1, np.dtype(kernels.OptimizerState))
         self.state["steps"] = first
         self.tickets = np.zeros(kernels.UPDATE_TICKETS, np.uint32)
@@ -163,10 +169,8 @@ class HostOptimizer:
         table = kernels.update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
         options = self._options
-        words = kernels.settings_words(
-            options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors]
-        )
-        params = kernels.adamw_params(options, words.ctypes.data, len(tensors))
+        words = kernels.settings_words(options, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
+        params = kernels.update_params(options, 0, words.ctypes.data, len(tensors))
         params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
         params.tickets = self.tickets.ctypes.data
         if self._options.scaler:

@@ -19,7 +19,17 @@ from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warm
 from tests.host_kernels.arrays import EPS32
 from tests.host_kernels.cases import FEW, MORE, orders, seeds
 from tests.host_kernels.harness import HostKernels
-from tests.host_kernels.optimizer import HYPER, OPTIONS, HostOptimizer, HostTensor, TensorCase, bits, rounded, tensors
+from tests.host_kernels.optimizer import (
+    HYPER,
+    OPTIONS,
+    HostOptimizer,
+    HostTensor,
+    TensorCase,
+    bits,
+    rounded,
+    tensors,
+    with_hyper,
+)
 from tests.host_kernels.variants import ADAMW, BF16, F16, F32, FULL_ADAMW, PLAIN_ADAMW, AdamWVariant
 
 Array = NDArray[np.float64]
@@ -123,7 +133,7 @@ def test_updates(host: HostKernels, variant: AdamWVariant, data: st.DataObject |
     case = SOME_OF_EACH if data is None else data.draw(adamw_cases(variant.stochastic))
     generator = np.random.default_rng(case.seed)
     parameters = [HostTensor(tensor, variant, generator) for tensor in case.tensors]
-    optimizer = HostOptimizer(host, variant, replace(OPTIONS, hyper=case.hyper, seed=case.seed), case.first)
+    optimizer = HostOptimizer(host, variant, replace(with_hyper(case.hyper), seed=case.seed), case.first)
     for step in range(case.first + 1, case.first + case.updates + 1):
         before = [tensor.state for tensor in parameters]
         optimizer.update(parameters, case.order)
@@ -140,7 +150,7 @@ def test_schedules(host: HostKernels, schedule: Schedule, step: int) -> None:
     hyper = AdamWHyper(lr=1.0, beta1=0.0, beta2=0.0, eps=1e-30, weight_decay=0.0, schedule=schedule)
     tensor = HostTensor(TensorCase(1, weight_decay=0.0), PLAIN_ADAMW, 0, [1.0])
     tensor.parameter.array[...] = 0.0
-    HostOptimizer(host, PLAIN_ADAMW, replace(OPTIONS, hyper=hyper), step - 1).update([tensor])
+    HostOptimizer(host, PLAIN_ADAMW, with_hyper(hyper), step - 1).update([tensor])
     moved, expected = -float(tensor.parameter.array[0, 0]), learning_rate_factor(schedule, step)
     assert math.isclose(moved, expected, rel_tol=4 * EPS32, abs_tol=8 * EPS32)
     assert moved == expected or expected != 0.0

@@ -1,4 +1,4 @@
-"""AdamW for GPUs, with its kernels and memory on the CPU, updates parameters as AdamW for NumPy arrays does."""
+"""Optimizers for GPUs, with their kernels and memory on the CPU, update parameters as those of NumPy arrays do."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lt_runtime import rules
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.optimizer import Options
-from lt_runtime.ops import optimizer
+from lt_runtime.ops import _optimizer_state as states
+from lt_runtime.ops._optimizer_state import GpuState, HostState
 from lt_runtime.ops._parameters import Parameter
-from lt_runtime.ops.optimizer import GpuState, HostState
 from lt_runtime.problem import DType
+from lt_runtime.schedules import table
 from tests.host_kernels.arrays import numbers
-from tests.host_kernels.optimizer import HYPER, OPTIONS
+from tests.host_kernels.optimizer import OPTIONS
 from tests.host_kernels.variants import BF16, F16, F32
 from tests.support.fake_device import HostLibrary, call
 
@@ -44,7 +46,7 @@ def _in_host_memory() -> Iterator[None]:
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, stand_in in stand_ins.items():
-            patch.setattr(optimizer, name, stand_in)
+            patch.setattr(states, name, stand_in)
         yield
 
 
@@ -62,19 +64,43 @@ def parameters(dtype: DType, gradient_dtype: DType) -> list[Parameter]:
     ]
 
 
+def in_groups(given: list[Parameter], options: Options) -> list[list[Parameter]]:
+    """Splits parameters into a group for each rule; the last group gets the rest."""
+    last = len(options.rules) - 1
+    return [*([each] for each in given[:last]), given[last:]]
+
+
 def exact(parameter: Parameter) -> np.ndarray[Any, Any]:
     array = parameter.data if parameter.master is None else parameter.master
     return array.astype(np.float64)
 
 
+AMSGRAD = rules.AMSGrad(1e-2, weight_decay=0.1)
+MOMENTUM, NESTEROV = (rules.SGD(1e-2, 0.875, nesterov, weight_decay=0.1) for nesterov in (False, True))
+LION = rules.Lion(1e-2, (0.75, 0.875), weight_decay=0.1)
 ALL_OPTIONS = {
     "plain": OPTIONS,
-    "amsgrad": replace(OPTIONS, amsgrad=True),
+    "amsgrad": replace(OPTIONS, rules=(AMSGRAD,)),
     "clipping": replace(OPTIONS, max_norm=0.5),
     "skipping": replace(OPTIONS, skip_nonfinite=True),
     "scaling": replace(OPTIONS, skip_nonfinite=True, max_norm=math.inf, scaler=GradScaler(64.0, growth_interval=2)),
     "BF16 moments": replace(OPTIONS, moments=BF16),
-    "everything": replace(OPTIONS, amsgrad=True, moments=BF16, stochastic_rounding=True, seed=1 << 40, max_norm=1.0),
+    "everything": replace(
+        OPTIONS, rules=(AMSGRAD,), moments=BF16, stochastic_rounding=True, seed=1 << 40, max_norm=1.0
+    ),
+    "SGD": replace(OPTIONS, rules=(rules.SGD(1e-2, weight_decay=0.1),), moments=BF16),
+    "momentum": replace(OPTIONS, rules=(MOMENTUM,)),
+    "Nesterov": replace(OPTIONS, rules=(NESTEROV,), moments=BF16),
+    "Lion": replace(OPTIONS, rules=(LION,), schedule=table([0.5, 1.0, 0.25])),
+    "three rules": replace(
+        OPTIONS,
+        rules=(LION, AMSGRAD, NESTEROV),
+        max_norm=2.0,
+        skip_nonfinite=True,
+        scaler=GradScaler(64.0, growth_interval=2),
+        schedule=table([0.5, 1.0]),
+    ),
+    "rules in place": replace(OPTIONS, rules=(NESTEROV, LION, *OPTIONS.rules), stochastic_rounding=True, seed=5),
 }
 
 
@@ -84,7 +110,7 @@ def test_does_what_the_numpy_state_does(options: Options, dtype: DType, gradient
     ours, theirs = parameters(dtype, gradient_dtype), parameters(dtype, gradient_dtype)
     twin_options = replace(options, scaler=copy.copy(options.scaler))
     options = replace(options, scaler=copy.copy(options.scaler))
-    state, twin = GpuState(ours, options), HostState(theirs, twin_options)
+    state, twin = GpuState(in_groups(ours, options), options), HostState(in_groups(theirs, options), twin_options)
     generator = np.random.default_rng(7)
     for step in range(5):
         for found, wanted in zip(ours, theirs, strict=True):
@@ -122,5 +148,5 @@ def test_what_does_not_fit_is_refused_and_leaves_the_scaler_free() -> None:
     }
     for error, parameter in bad.items():
         with pytest.raises(error, match=r"b\."):
-            GpuState([parameter], replace(OPTIONS, hyper=HYPER, scaler=scaler, skip_nonfinite=True))
+            GpuState([[parameter]], replace(OPTIONS, scaler=scaler, skip_nonfinite=True))
         assert not scaler.is_bound

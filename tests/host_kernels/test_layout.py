@@ -23,13 +23,13 @@ STRUCTS = TABLES | {entry.params for entry in ENTRIES.values()} | set(kernel._st
 They are arguments of kernels, structs within arguments, and entries of tables on the device.
 """
 ON = (
-    "WEIGHTED DROPOUT KEEP SAVED ALIGNED BLOCKS AUX SUMS AMSGRAD STOCHASTIC ROWS HIDDEN ROW_WARPS "
+    "WEIGHTED DROPOUT KEEP SAVED ALIGNED BLOCKS AUX SUMS STOCHASTIC ROWS HIDDEN ROW_WARPS "
     "ROW_TILES SUM_WARPS LAST A_ALONG_K B_ALONG_K MEAN LONG"
 )
 OTHERS = (
     "SCALAR=float LOSS=lt::Huber WEIGHTS=2 LABEL=int ACTIVATION=lt::Relu PRODUCT=float DZ=2 OPERAND=float "
-    "MOMENT=float ROW_THREADS=320 ROW_LANES=32 ROW_BLOCKS=2 ROW_KEPT=3 WIDTH=16 INPUTS=16 OUTPUTS=16 "
-    "FIRST=0 THREADS=512 DERIVATIVE=0 WEIGHT=float FORWARD_THREADS=256 BACKWARD_THREADS=256"
+    "RULE=lt::AmsGrad MOMENT=float ROW_THREADS=320 ROW_LANES=32 ROW_BLOCKS=2 ROW_KEPT=3 WIDTH=16 INPUTS=16 "
+    "OUTPUTS=16 FIRST=0 THREADS=512 DERIVATIVE=0 WEIGHT=float FORWARD_THREADS=256 BACKWARD_THREADS=256"
 )
 MACROS = dict.fromkeys(ON.split(), "1") | dict(each.split("=") for each in OTHERS.split())
 """A valid value of each macro that some kernel file needs to be compiled."""

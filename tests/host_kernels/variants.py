@@ -10,11 +10,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Final
 
+from lt_runtime import rules
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import SCALAR
 from lt_runtime.kernels.narrow import _SHARED_ROWS, narrow_macros
+from lt_runtime.kernels.optimizer import update_macros
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.build import Variant
@@ -334,7 +336,7 @@ TILE: Final = (
 
 @dataclass(frozen=True)
 class AdamWVariant:
-    """A variant of optimizer.cu: the moments' type, AMSGrad, and whether BF16 parameters may lack a master copy."""
+    """A variant of optimizer.cu by AdamW or AMSGrad: the moments' type, and whether BF16 may lack a master copy."""
 
     moments: DType
     amsgrad: bool
@@ -342,11 +344,8 @@ class AdamWVariant:
 
     @property
     def macros(self) -> Macros:
-        return (
-            ("MOMENT", SCALAR[self.moments]),
-            ("AMSGRAD", str(int(self.amsgrad))),
-            ("STOCHASTIC", str(int(self.stochastic))),
-        )
+        rule = rules.AMSGrad() if self.amsgrad else rules.AdamW()
+        return update_macros(rule, self.moments, stochastic=self.stochastic)
 
     def __str__(self) -> str:
         options = (("amsgrad", self.amsgrad), ("stochastic", self.stochastic))

@@ -35,7 +35,7 @@ FAULTS: Final[Table] = {
             f"{_CALLS}::test_same_buffers_on_other_streams",
         ),
     },
-    "lt_runtime/ops/optimizer.py": {
+    "lt_runtime/ops/_optimizer_state.py": {
         "an optimizer may be used before its state is there": (
             'call("cuStreamSynchronize", self._stream)',
             "pass",

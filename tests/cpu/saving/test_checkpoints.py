@@ -37,6 +37,34 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, dtype: str, options: 
     assert int(second[1].steps[0]) == 12
 
 
+def run_of_two_rules(lion: float = 1e-3, factors: tuple[float, ...] = (0.5, 1.0, 0.25), momentum: float = 0.5) -> Run:
+    model = lt.MLP([6, 12, 3], dropout=0.3, dtype="bfloat16", seed=11, device="cpu")
+    weights, biases = ([getattr(each, part) for each in model.layers] for part in ("weight", "bias"))
+    groups = [(weights, lt.rules.Lion(lion)), (biases, lt.rules.SGD(0.1, momentum))]
+    scaler = lt.GradScaler(4.0, growth_interval=3)
+    return model, lt.Optimizer(groups, lt.schedules.table(factors), scaler=scaler)
+
+
+def test_a_resumed_run_of_two_rules_is_the_unbroken_one(tmp_path: Path) -> None:
+    path, (unbroken, first, second) = tmp_path / "run", (run_of_two_rules() for _ in range(3))
+    train(unbroken, range(6))
+    train(first, range(2))
+    lt.save_checkpoint(path, *first)
+    lt.load_checkpoint(path, *second)
+    train(second, range(2, 6))
+    assert_same(state(second), state(unbroken))
+    for other, named in (
+        (run_of_two_rules(1e-4), r"optimizer.rules.0.lr +0.001 +0.0001"),
+        (run_of_two_rules(momentum=0.25), r"optimizer.rules.1.momentum +0.5 +0.25"),
+        (run_of_two_rules(factors=(0.5, 1.0, 0.5)), r"optimizer.schedule.sha256 +'\w+.* +'\w+"),
+        (run_of_two_rules(factors=(0.5, 1.0)), r"optimizer.schedule.table +3 +2"),
+        (run_of("bfloat16"), r"optimizer.rules +"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            lt.load_checkpoint(path, *other)
+    lt.load_checkpoint(path, *run_of_two_rules(1e-4, (1.0,)), changed=("lr", "schedule"))
+
+
 def test_arrays_are_written_in_place(tmp_path: Path) -> None:
     run = run_of("bfloat16")
     before = arrays_of(run)

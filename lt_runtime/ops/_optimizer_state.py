@@ -1,0 +1,292 @@
+"""The state of an optimizer on the host and on a GPU: moments, step number, settings, and launches of an update."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of
+from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
+from lt_runtime.errors import CaptureError, DriverError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import is_captured, stream_handle
+from lt_runtime.kernels import optimizer as kernels
+from lt_runtime.kernels.kernel import Launches
+from lt_runtime.kernels.optimizer import Options
+from lt_runtime.ops._parameters import Parameter, ReadParameter, changes, check_masters, read_parameters
+from lt_runtime.problem import DType
+from lt_runtime.reference import RoundedTensor
+from lt_runtime.schedules import AnySchedule, Table
+
+# names of the 32-bit words of the state on the device
+_WORDS: Final = [name for name, *_ in kernels.OptimizerState._fields_]
+_BLOCK: Final = 32768  # elements that the host updates at a time, so that intermediate results stay in its cache
+_PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
+
+Moments = Sequence[tuple[Any, ...]]
+"""The moments of each parameter, in the order in which its rule names them."""
+_CHANGED: Final = "settings of the optimizer were changed before the capture; call its apply_settings first"
+Groups = Sequence[Sequence[Parameter]]
+"""The parameters of each of an optimizer's rules."""
+
+
+def _moments(groups: Groups, options: Options, zeros: Callable[[int, np.dtype[Any]], Any]) -> Moments:
+    """Makes all moments, in one allocation.
+
+    Args:
+        zeros: function of a size and a type that returns a flat array of zeros.
+    """
+    counts = [len(rule.moments) for rule, group in zip(options.rules, groups, strict=True) for _ in group]
+    dtype, parameters = options.moments.numpy, itertools.chain(*groups)
+    shapes = [tuple(each.data.shape) for each, count in zip(parameters, counts, strict=True) for _ in range(count)]
+    arrays = iter(arena_views(zeros(arena_size(shapes, dtype.itemsize), dtype), shapes))
+    return [tuple(itertools.islice(arrays, count)) for count in counts]
+
+
+def _group_of(groups: Groups) -> list[int]:
+    """The index of each parameter's group."""
+    return [i for i, group in enumerate(groups) for _ in group]
+
+
+class HostState:
+    """The state of NumPy parameters, updated by the reference; its arrays are attributes of `lt.Optimizer`."""
+
+    def __init__(self, groups: Groups, options: Options) -> None:
+        self.steps, self.skipped_steps = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+        self.grad_norm = np.zeros((), np.float32) if options.judges_gradients else None
+        self.options = options
+        self._parameters = read_parameters([*itertools.chain(*groups)], options, HOST, 0)
+        self._group_of = _group_of(groups)
+        self.moments = _moments(groups, options, host_zeros)
+        if options.scaler is not None:
+            options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
+
+    def apply_settings(self, stream: Any) -> None:
+        """Checks the stream and writes nothing: updates on the host read the settings directly."""
+        stream_handle(stream, HOST)
+
+    def step(self, stream: Any) -> None:
+        """Updates all parameters; `stream` is checked, but not used."""
+        self.apply_settings(stream)
+        scaler = self.options.scaler
+        check_masters([read.parameter for read in self._parameters], 0)
+        with np.errstate(all="ignore"):  # NaN and infinite gradients cost no warnings, as on a GPU
+            factor, finite = self._judge()
+            if self.options.skip_nonfinite and not finite:
+                self.skipped_steps += 1
+            else:
+                self.steps += 1
+                for i, parameter in enumerate(self._parameters):
+                    self._update(i, parameter, factor)
+            if scaler is not None:
+                scale, tracker = reference.next_scale(scaler, float(scaler.scale), int(scaler.growth_tracker), finite)
+                scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
+
+    def _judge(self) -> tuple[float, bool]:
+        """The factor by which clipping and the loss scale multiply gradients; and whether all gradients are finite."""
+        options = self.options
+        if self.grad_norm is None:
+            return 1.0, True
+        scale = 1.0 if options.scaler is None else float(options.scaler.scale)
+        norm, finite = reference.gradient_norm([each.grad.array for each in self._parameters], scale)
+        self.grad_norm[...] = norm
+        clipping = 1.0 if options.max_norm is None else reference.clip_factor(float(self.grad_norm), options.max_norm)
+        return clipping / scale, finite
+
+    def _update(self, index: int, read: ReadParameter, gradient_factor: float) -> None:
+        """Updates one parameter and its moments; `steps` has already been increased for this update."""
+        options, step = self.options, int(self.steps[0])
+        rule = options.rules[self._group_of[index]]
+        lr_scale, weight_decay = read.settings(rule.weight_decay)
+        own = dataclasses.replace(rule, lr=rule.lr * lr_scale, weight_decay=weight_decay)
+        # reshape returns views, because the arrays have no gaps.
+        arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]
+        gradient = read.grad.array.reshape(-1)
+        for first in range(0, gradient.size, _BLOCK):
+            block = slice(first, first + _BLOCK)
+            old = [array[block] for array in arrays]
+            new = reference.rule_update(own, options.schedule, old, gradient[block], step, gradient_factor)
+            for array, exact, part in zip(old, new, _PARTS, strict=False):  # rules have up to three moments
+                if array.dtype == np.float32:
+                    array[...] = exact
+                else:
+                    lanes = reference.rounding_lanes(exact.size, options.seed, index, step, part, first)
+                    array[...] = reference.round_stochastically(exact, lanes)
+        if read.master is not None:
+            read.data.array[...] = read.master.array.astype(read.data.array.dtype)
+
+
+class GpuState:
+    """The state of parameters on one GPU: moments, settings, the kernels' tables of addresses, and the launches."""
+
+    def __init__(self, groups: Groups, options: Options) -> None:
+        parameters = [*itertools.chain(*groups)]
+        first = parameters[0]
+        self._device = device_of(f"{first.name}.data", first.data)
+        self._current_stream = library_of(first.data).current_stream
+        self.options, self._stream = options, self._current_stream(self._device)
+        self._unchecked: Sequence[Parameter] = parameters
+        with activated(self._device):
+            self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
+            self._group_of = _group_of(groups)
+            self._seen: object = None
+            # The schedule whose table is on the device, and the table; kept together, since updates read the table.
+            self._table: tuple[AnySchedule, Any] = options.schedule, None
+            # Keeps arrays alive: the kernels' tables hold the addresses of these arrays, besides those of the
+            # parameters' arrays.
+            self._kept: list[Any] = []
+            words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
+            self.moments = _moments(groups, options, lambda size, dtype: self._zeros((size,), dtype))
+            self._written = self._settings(self._stream)
+            self._device_settings = self._upload(self._written)
+            tensors = [
+                _tensor(each, options.rules[group].moments, moments, options.moments)
+                for each, group, moments in zip(read, self._group_of, self.moments, strict=True)
+            ]
+            self._scale: tuple[Any, Any] | None = None
+            if options.scaler is not None:
+                self._scale = self._zeros((), np.dtype(np.float32)), self._zeros((), np.dtype(np.int32))
+                bits = int(np.float32(options.scaler.init_scale).view(np.uint32))
+                call("cuMemsetD32Async", self._scale[0].data.ptr, bits, 1, self._stream)
+            norms = [self._norm(tensors, words)] if options.judges_gradients else []
+            self._launches: list[Launches] = [*norms, *self._updates(tensors, words)]
+            call("cuStreamSynchronize", self._stream)  # waits, because later steps may use any stream
+        if options.scaler is not None and self._scale is not None:
+            options.scaler.bind(*self._scale)
+        self.steps, self.skipped_steps = (_word(words, name) for name in ("steps", "skipped"))
+        self._nonfinite = int(_word(words, "nonfinite").data.ptr)
+        norm = _word(words, "norm").view(np.float32).reshape(())
+        self.grad_norm = norm if options.judges_gradients else None
+
+    def step(self, stream: Any) -> None:
+        """Updates all parameters: a launch a group, and one for the norm. The first step checks master copies."""
+        with activated(self._device):
+            handle = stream_handle(stream, self._device, self._current_stream)
+            if self._unchecked and not is_captured(handle):
+                check_masters(self._unchecked, handle)
+                self._unchecked = ()
+            self._apply(handle)
+            ready = [launches[handle] for launches in self._launches]
+            try:
+                for _, launch in ready:
+                    launch()
+            except DriverError:
+                # Resets the count of NaN gradients: otherwise the next step would be skipped too.
+                call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
+                raise
+
+    def apply_settings(self, stream: Any) -> None:
+        """See `Optimizer.apply_settings`."""
+        with activated(self._device):
+            self._apply(stream_handle(stream, self._device, self._current_stream))
+
+    def _apply(self, stream: int) -> None:
+        """Writes the settings that differ from those on the device, by a memset for each run of equal words.
+
+        A memset has its value in its arguments; a copy would need a host buffer that stays unchanged until it runs. The
+        stream orders the memset after earlier updates, which read the old settings.
+        """
+        latest = changes.latest
+        if latest is self._seen:
+            return
+        schedule = self.options.schedule
+        if isinstance(schedule, Table) and schedule is not self._table[0] and is_captured(stream):
+            raise CaptureError(_CHANGED)
+        replaced = self._table  # keeps the array until the settings no longer refer to it
+        words = self._settings(stream)
+        changed = np.flatnonzero(words != self._written)
+        if changed.size and is_captured(stream):
+            raise CaptureError(_CHANGED)
+        ends = np.flatnonzero((np.diff(changed) > 1) | (words[changed[1:]] != words[changed[:-1]])) + 1
+        for run in np.split(changed, ends) if changed.size else ():
+            first, value = int(run[0]), int(words[run[0]])
+            call("cuMemsetD32Async", self._device_settings + first * kernels.WORD_BYTES, value, run.size, stream)
+            self._written[run] = value
+        self._seen = latest
+        del replaced
+
+    def _settings(self, stream: int) -> NDArray[np.uint32]:
+        options = self.options
+        pairs = zip(self._parameters, self._group_of, strict=True)
+        of_tensors = [each.settings(options.rules[group].weight_decay) for each, group in pairs]
+        return kernels.settings_words(options, of_tensors, self._table_address(stream))
+
+    def _table_address(self, stream: int) -> int:
+        """The device address of the schedule's table; 0 if the schedule is no `Table`.
+
+        A new table is copied, after which the host waits: then no earlier update reads the table that it replaces.
+        """
+        schedule = self.options.schedule
+        if not isinstance(schedule, Table):
+            return 0
+        if self._table[1] is None or self._table[0] is not schedule:
+            values = np.array(schedule.values, np.float32)
+            array = CUPY.empty(values.shape, values.dtype, self._device, stream)
+            call("cuMemcpyHtoDAsync", array.data.ptr, values.ctypes.data, values.nbytes, stream)
+            call("cuStreamSynchronize", stream)
+            self._table = schedule, array
+        return int(self._table[1].data.ptr)
+
+    def _updates(self, tensors: Sequence[kernels.Tensor], words: Any) -> Iterator[Launches]:
+        """The launch of each group. Only the last counts its blocks, and so advances the step and the loss scale."""
+        options, last = self.options, len(self.options.rules) - 1
+        for group, rule in enumerate(options.rules):
+            first = self._group_of.index(group)
+            own = tensors[first : first + self._group_of.count(group)]
+            table = kernels.update_table(own, first)
+            params = kernels.update_params(options, group, self._device_settings, len(tensors))
+            params.chunks, params.state = self._upload(table), words.data.ptr
+            if group == last:
+                params.tickets = self._zeros((kernels.UPDATE_TICKETS,), np.dtype(np.uint32)).data.ptr
+            if self._scale is not None:
+                params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
+            stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in own)
+            macros = kernels.update_macros(rule, options.moments, stochastic=stochastic)
+            yield kernels.update_launches(params, len(table), self._device, macros)
+
+    def _norm(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches:
+        table = kernels.norm_table(tensors)
+        params = kernels.GRADIENT_NORM.params(
+            chunks=self._upload(table),
+            partial=self._zeros((len(table),), np.dtype(np.float32)).data.ptr,
+            state=words.data.ptr,
+            scale=0 if self._scale is None else self._scale[0].data.ptr,
+        )
+        return kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(table), self._device)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        array = CUPY.zeros(shape, dtype, self._device, self._stream)
+        self._kept.append(array)
+        return array
+
+    def _upload(self, table: NDArray[Any]) -> int:
+        array = self._zeros((table.nbytes,), np.dtype(np.uint8))
+        call("cuMemcpyHtoDAsync", array.data.ptr, table.ctypes.data, table.nbytes, self._stream)
+        return int(array.data.ptr)
+
+
+def _tensor(read: ReadParameter, names: Sequence[str], moments: tuple[Any, ...], dtype: DType) -> kernels.Tensor:
+    """The addresses of a parameter's arrays; `names` are those of its moments."""
+    arrays = {"value": _typed(read.value), "gradient": _typed(read.grad)}
+    if read.master is not None:
+        arrays["copy"] = _typed(read.data)
+    for name, array in zip(names, moments, strict=True):
+        arrays[name] = array.data.ptr, dtype
+    return kernels.Tensor(math.prod(read.data.shape), arrays)
+
+
+def _word(words: Any, name: str) -> Any:
+    index = _WORDS.index(name)
+    return words[index : index + 1]
+
+
+def _typed(operand: Operand) -> tuple[int, DType]:
+    return operand.address, operand.element_type()
