@@ -27,7 +27,8 @@ TOPICS: Final = {
     "ACTIVATIONS Activation Philox raw cublaslt",
     "Models": "MLP Linear Chain Residual Parallel LayerNorm RMSNorm SwiGLU GEGLU ReGLU Gated Dropout Block Pass",
     "Losses": "cross_entropy mse_loss huber_loss bce_with_logits Loss",
-    "Training": "TrainStep AdamW Parameter EMA GradScaler Schedule schedules prefetch Prefetcher evaluate Metrics",
+    "Training": "TrainStep AdamW Optimizer rules Parameter EMA GradScaler Schedule schedules prefetch Prefetcher "
+    "evaluate Metrics",
     "Files": "save_model load_model save_checkpoint load_checkpoint",
     "Tuning": "tune tuning explain",
     "Profiling": "profile range check_capture CaptureReport",
