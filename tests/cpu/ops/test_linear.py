@@ -102,12 +102,12 @@ def test_an_addend_comes_last_and_changes_no_gradient(activation: str, dtype: st
     y, ctx = lt.linear_fwd(x, w, bias, **options, add=added.array)
     assert_rounded(y, exact, dtype)
     assert_rounded(ctx.preactivation, exact_z, dtype)
-    plain, without = lt.linear_fwd(x, w, bias, **options), lt.linear(x, w, bias, activation=activation)
-    for one, other in zip(lt.linear_bwd(dy, ctx), lt.linear_bwd(dy, plain[1]), strict=True):
+    for one, other in zip(
+        lt.linear_bwd(dy, ctx), lt.linear_bwd(dy, lt.linear_fwd(x, w, bias, **options)[1]), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
     inferred = lt.linear(x, w, bias, activation=activation, add=added.array)
     assert_near(inferred, scalar_linear(x, w, bias, activation)[0] + added.array.astype(np.float64), dtype)
-    assert (inferred != without).any()
     added.assert_unchanged()
     found, _ = lt.linear_fwd(x, w, bias, **options, add=added.array, out=added.array)  # y overwrites the addend
     assert found is added.array
@@ -142,12 +142,7 @@ def test_leading_axes_are_rows(axes: tuple[int, ...], columns: bool) -> None:
 
     def spread(array: Array, gap: int = 0) -> Array:
         """Returns a copy with leading axes, in a buffer with a gap after each row or column."""
-        held = np.zeros((*array.shape[:: -1 if columns else 1][:1], array.shape[0 if columns else 1] + gap), np.float32)
-        view = held.T[: array.shape[0]] if columns else held[:, : array.shape[1]]
-        view[...] = array
-        return (
-            view.reshape(*axes, array.shape[1], copy=False) if rows else np.zeros((*axes, array.shape[1]), np.float32)
-        )
+        return Guarded(array, Placement(columns, gap, 0)).array.reshape(*axes, array.shape[1])
 
     found, context = lt.linear_fwd(spread(x), w, bias, **options)
     assert (found.shape, context.preactivation.shape, context.shape) == ((*axes, N), (*axes, N), (rows, N, K))

@@ -73,26 +73,15 @@ def test_makes_its_results(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_leading_axes_are_rows(name: str) -> None:
-    scores, weights = numbers(8, (6, C), "float32"), np.abs(numbers(7, (6,), "float32"))
-    of_columns = {"bce_with_logits": "pos_weight", "cross_entropy": "class_weights"}.get(name)
-    more = {of_columns: np.abs(numbers(6, (C,), "float32"))} if of_columns else {}
-    target = (
-        np.array([0, 3, -100, 1, 2, 3])
-        if of_columns == "class_weights"
-        else np.abs(numbers(9, scores.shape, "float32"))
-    )
-    function = getattr(lt, "mse_loss" if name == "mse" else "huber_loss" if name == "huber" else name)
-    plain = function(scores, target, row_weights=weights, **more)
-    axes, out = (2, 1, 3), np.zeros((2, 1, 3, C + 2), np.float32)[..., :C]
-    found = function(
-        scores.reshape(*axes, C),
-        target.reshape(*axes, *target.shape[1:]),
-        row_weights=weights.reshape(axes),
-        out_gradient=out,
-        **more,
-    )
+    shape, axes = (6, C), (2, 1, 3)
+    function = getattr(lt, {"mse": "mse_loss", "huber": "huber_loss"}.get(name, name))
+    target = np.array([0, 3, -100, 1, 2, 3]) if name == "cross_entropy" else np.ones(shape, np.float32)
+    scores, weights = numbers(8, shape, "float32"), np.arange(6, dtype=np.float32)
+    plain = function(scores, target, row_weights=weights)
+    scores, target, weights = (each.reshape(*axes, *each.shape[1:]) for each in (scores, target, weights))
+    found = function(scores, target, row_weights=weights, out_gradient=np.zeros((*axes, C + 2), np.float32)[..., :C])
     assert found.loss == plain.loss
-    np.testing.assert_array_equal(out.reshape(6, C), plain.gradient)
+    np.testing.assert_array_equal(found.gradient.reshape(shape), plain.gradient)
 
 
 @pytest.mark.parametrize("name", LOSSES)
