@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
+from lt_runtime.ops.add import add as sum_of
 from lt_runtime.problem import DType
 
 
@@ -184,31 +186,44 @@ def _flat(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward, surrounded by `Pass.forward_of`."""
+    """A block's forward, surrounded by `Pass.forward_of`.
+
+    The result takes an array to add to the outputs, as a residual connection does: the block's own forward adds it if
+    it has a parameter `add`, and a pass of its own otherwise.
+    """
+    adds = "add" in inspect.signature(own).parameters
 
     @functools.wraps(own)
-    def forward(self: Block, x: Any, run: Pass) -> Any:
+    def forward(self: Block, x: Any, run: Pass, add: Any = None) -> Any:
         _check_run(self, run)
+        options = {"add": add} if adds else {}
         if run.running is self:  # a derived class has called the method that it overrides
-            return own(self, x, run)
+            return own(self, x, run, **options)
         with run.forward_of(self):
-            return own(self, x, run)
+            y = own(self, x, run, **options)
+        if add is None or adds:
+            return y
+        return sum_of(add, y, out=y if y is not x and run.may_overwrite(y) else None, stream=run.stream)
 
     return forward
 
 
 def _backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's backward, surrounded by `Pass.backward_of`."""
+    """A block's backward, surrounded by `Pass.backward_of`; it takes an array to add to dx, as `_forward` to y."""
+    adds = "add" in inspect.signature(own).parameters
 
     @functools.wraps(own)
-    def backward(self: Block, dy: Any, run: Pass) -> Any:
+    def backward(self: Block, dy: Any, run: Pass, add: Any = None) -> Any:
         _check_run(self, run)
-        held = [dy]
+        options, held = {"add": add} if adds else {}, [dy]
         del dy  # the block's own frame holds the only reference, so that the array is freed after its last reader
         if run.running is self:
-            return own(self, held.pop(), run)
+            return own(self, held.pop(), run, **options)
         with run.backward_of(self):
-            return own(self, held.pop(), run)
+            dx = own(self, held.pop(), run, **options)
+        if add is None or adds or dx is None:
+            return dx
+        return sum_of(add, dx, out=None if dx is add else dx, stream=run.stream)
 
     return backward
 

@@ -50,26 +50,31 @@ class Chain(Block):
                 raise ShapeError(f"block {i} ({type(block).__name__}) takes {block.inputs} columns, {before}")
             self.outputs = block.outputs or (self.outputs if block.inputs is None else None)
         groups = itertools.groupby(_flat(blocks), lambda each: type(each) is Linear)
-        self._steps: list[Block | list[Linear]] = []
+        self._steps: list[Any] = []  # blocks, and lists of neighbouring linear layers
         for is_linear, group in groups:
-            self._steps += [[*group]] if is_linear else group  # type: ignore[list-item]
+            self._steps += [[*group]] if is_linear else group
 
     def parts(self) -> Iterable[tuple[str, Any]]:
         """See `Block`."""
         return [(str(i), block) for i, block in enumerate(self.sequence)]
 
-    def forward(self, x: Any, run: Pass) -> Any:
-        """See `Block`."""
+    def forward(self, x: Any, run: Pass, add: Any = None) -> Any:
+        """See `Block`; the last part adds `add` to its outputs."""
         for step in self._steps:
-            x = forward_layers(step, x, run) if isinstance(step, list) else step.forward(x, run)
+            more = {"add": add} if add is not None and step is self._steps[-1] else {}
+            x = forward_layers(step, x, run, **more) if isinstance(step, list) else step.forward(x, run, **more)
         return x
 
-    def backward(self, dy: Any, run: Pass) -> Any:
-        """See `Block`."""
+    def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
+        """See `Block`; the first part adds `add` to its dx."""
         held = [dy]
         del dy  # `held` has the only reference, so that each gradient is freed after its last reader
         for step in reversed(self._steps):
-            dx = backward_layers(step, held, run) if isinstance(step, list) else step.backward(held.pop(), run)
+            more = {"add": add} if add is not None and step is self._steps[0] else {}
+            if isinstance(step, list):
+                dx = backward_layers(step, held, run, **more)
+            else:
+                dx = step.backward(held.pop(), run, **more)
             held[:] = [dx]
             del dx
         return held.pop()
@@ -98,18 +103,16 @@ class Residual(Block):
         if None not in (block.inputs, block.outputs) and block.inputs != block.outputs:
             sizes = f"takes {block.inputs} columns and gives {block.outputs}"
             raise ShapeError(f"the block of a Residual {sizes}; both must be equal, to be added")
-        self.inner: Final = block
+        self.inner: Final[Any] = block
         self.inputs, self.outputs = block.inputs, block.outputs
 
     def forward(self, x: Any, run: Pass) -> Any:
         """See `Block`."""
-        y = self.inner.forward(x, run)
-        return add(x, y, out=y if y is not x and run.may_overwrite(y) else None, stream=run.stream)
+        return self.inner.forward(x, run, add=x)
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """See `Block`."""
-        dx = self.inner.backward(dy, run)
-        return None if dx is None else add(dy, dx, out=None if dx is dy else dx, stream=run.stream)
+        return self.inner.backward(dy, run, add=dy)
 
 
 class Parallel(Block):

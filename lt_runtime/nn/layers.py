@@ -52,15 +52,17 @@ class LayerNorm(Block):
         run.keep(context, run.needs_gradient(x))
         return y
 
-    def backward(self, dy: Any, run: Pass) -> Any:
-        """See `Block`."""
+    def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
+        """See `Block`; dx has `add` added in the same pass."""
         context, needs_dx = run.take()
         (dweight, dbias), adds = run.grads(self.weight, self.bias)
         options: dict[str, Any] = {"need_dx": needs_dx, "accumulate": adds, "out_dweight": dweight, "out_dbias": dbias}
         wanted = {"need_dweight": dweight is not None, "need_dbias": dbias is not None}
         if not (needs_dx or any(wanted.values())):
             return None
-        return norm.layer_norm_bwd(dy, context, **options, **wanted, stream=run.stream).dx
+        return norm.layer_norm_bwd(
+            dy, context, add=add if needs_dx else None, **options, **wanted, stream=run.stream
+        ).dx
 
 
 class RMSNorm(Block):
@@ -94,14 +96,15 @@ class RMSNorm(Block):
         run.keep(context, run.needs_gradient(x))
         return y
 
-    def backward(self, dy: Any, run: Pass) -> Any:
-        """See `Block`."""
+    def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
+        """See `Block`; dx has `add` added in the same pass."""
         context, needs_dx = run.take()
         dweight, adds = run.grad(self.weight)
         if dweight is None and not needs_dx:
             return None
         options: dict[str, Any] = {"need_dx": needs_dx, "need_dweight": dweight is not None, "accumulate": adds}
-        return norm.rms_norm_bwd(dy, context, **options, out_dweight=dweight, stream=run.stream).dx
+        options |= {"add": add if needs_dx else None, "out_dweight": dweight}
+        return norm.rms_norm_bwd(dy, context, **options, stream=run.stream).dx
 
 
 class Gated(Block):
@@ -148,13 +151,13 @@ class Gated(Block):
         self.up = Linear(width, 2 * size_of("hidden", hidden), seed=self.seed, **options)
         self.down = Linear(hidden, width, seed=(self.seed + 1) % 2**64, **options)
 
-    def forward(self, x: Any, run: Pass) -> Any:
-        """See `Block`."""
+    def forward(self, x: Any, run: Pass, add: Any = None) -> Any:
+        """See `Block`; y has `add` added."""
         h, rng = self.up.forward(x, run), run.rng(self.seed)
         options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if rng else 0.0, "rng": rng}
         y, context = gated_fwd(h, **options, stream=run.stream)
         run.keep(context)
-        return self.down.forward(y, run)
+        return self.down.forward(y, run, add=add)
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """See `Block`."""

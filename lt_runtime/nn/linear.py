@@ -18,6 +18,7 @@ from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops._parameters import Parameter
+from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import (
     Activation,
@@ -117,25 +118,32 @@ class Linear(Block):
         layer.activation, layer.dropout, layer.seed, layer.compute = activation, dropout, seed, compute
         return layer
 
-    def forward(self, x: Any, run: Pass) -> Any:
-        """See `Block`."""
-        return forward_layers([self], x, run)
+    def forward(self, x: Any, run: Pass, add: Any = None) -> Any:
+        """See `Block`; y has `add` added, (..., outputs)."""
+        return forward_layers([self], x, run, add)
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """See `Block`."""
-        return backward_layers([self], [dy], run)
+        held = [dy]
+        del dy  # `held` has the only reference, so that the array is freed after its last reader
+        return backward_layers([self], held, run)
 
     def __repr__(self) -> str:
         bias, what = self.bias is not None, f"{self.inputs} to {self.outputs}, {self.activation.name}"
         return f"Linear({self.name}, {what}, {bias=}, dropout={self.dropout})"
 
 
-def forward_layers(layers: Sequence[Linear], x: Any, run: Pass) -> Any:
-    """Runs layers one after the other; in training, `run` keeps the list of their contexts for `backward_layers`."""
+def forward_layers(layers: Sequence[Linear], x: Any, run: Pass, add: Any = None) -> Any:
+    """Runs layers one after the other; in training, `run` keeps the list of their contexts for `backward_layers`.
+
+    Args:
+        add: an array to add to the outputs of the last layer.
+    """
     needs_dx, contexts, start = run.needs_gradient(x), [], len(run.problems or ())
     for layer in layers:
         bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
+        options |= {"add": add} if layer is layers[-1] else {}
         with range_of(f"forward/{layer.name}"):
             if rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
@@ -146,13 +154,14 @@ def forward_layers(layers: Sequence[Linear], x: Any, run: Pass) -> Any:
     return x
 
 
-def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass) -> Any:
+def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass, add: Any = None) -> Any:
     """Propagates the gradient back through layers that `forward_layers` ran.
 
     It stops at the lowest layer with a parameter that is trained if the gradient of the inputs is not read.
 
     Args:
         dy: a list of one array, which is removed from it, so that it is freed after its last reader.
+        add: an array to add to the gradient with respect to the inputs.
 
     Returns:
         The gradient with respect to the inputs; None if nothing reads it.
@@ -185,7 +194,8 @@ def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass) -> Any:
             contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
     if run.problems is not None:
         run.chains.append(_chain(forwards, run.problems[start:]))
-    return dy.pop() if dy else None
+    dx = dy.pop() if dy else None
+    return dx if add is None or dx is None else sum_of(add, dx, out=dx, stream=run.stream)
 
 
 def _chain(forwards: Sequence[Any], backwards: Sequence[Any]) -> LayerChain:
