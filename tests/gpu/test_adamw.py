@@ -86,6 +86,43 @@ def test_agrees_with_reference(data: DType, grad: DType, options: dict[str, Any]
         assert float(optimizer.grad_norm) == pytest.approx(float(twin.grad_norm), rel=1e-6)
 
 
+RULES: dict[str, Any] = {
+    "SGD": lt.rules.SGD(1e-2, weight_decay=0.1),
+    "momentum": lt.rules.SGD(1e-2, 0.875, weight_decay=0.1),
+    "Nesterov": lt.rules.SGD(1e-2, 0.875, nesterov=True, weight_decay=0.1),
+    "Lion": lt.rules.Lion(1e-2, (0.75, 0.875), 0.1),
+    "AMSGrad": lt.rules.AMSGrad(1e-2, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("names", [*((name,) for name in RULES), tuple(RULES)], ids=str)
+@pytest.mark.parametrize("data", TYPES)
+def test_rules_agree_with_reference(data: DType, names: tuple[str, ...], moments: Any) -> None:
+    ours, expected = (_parameters(data, F32, 4, host=host) for host in (False, True))
+    last = len(names) - 1
+
+    def optimizer_of(given: list[lt.Parameter]) -> lt.Optimizer:
+        groups = [*([each] for each in given[:last]), given[last:]]
+        pairs = [(group, RULES[name]) for group, name in zip(groups, names, strict=True)]
+        scaler = lt.GradScaler(4.0, growth_interval=2)
+        return lt.Optimizer(pairs, lt.schedules.table([0.5, 1.0]), max_norm=100.0, scaler=scaler, moments=moments)
+
+    optimizer, twin = optimizer_of(ours), optimizer_of(expected)
+    for _ in range(4):
+        optimizer.step()
+        twin.step()
+    assert (optimizer.steps.item(), float(optimizer.scaler.scale)) == (4, 16.0)
+    assert optimizer.rates == twin.rates
+    for found, wanted in zip(ours, expected, strict=True):
+        a, b = (_exact(p).astype(np.float64) for p in (found, wanted))
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-3 if moments == "bfloat16" else 5e-7)
+    state = optimizer.state_dict()
+    assert {*state} == {*twin.state_dict()}
+    optimizer.load_state_dict(state)
+    assert all((state[name] == array).all() for name, array in optimizer.state_dict().items())
+
+
 @NEEDS_TORCH
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5, 50.0])

@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.fault import Table
 
 _ADAMW: Final = "tests/host_kernels/test_adamw.py"
+_RULES: Final = "tests/host_kernels/test_adamw_launches.py::test_does_what_the_numpy_state_does"
 _EMA: Final = "tests/host_kernels/test_ema.py::test_averages"
 _NORM: Final = "tests/host_kernels/test_gradient_norm.py"
 
@@ -16,6 +17,21 @@ FAULTS: Final[Table] = {
             "if (!(x.v_max > x.v)) x.v_max = x.v;",
             "x.v_max = fmaxf(x.v_max, x.v);",
             "tests/host_kernels/test_adamw.py::test_nan_as_a_gpu_makes_it_survives_rounding",
+        ),
+        "Lion's moment decays as the average whose sign is taken": (
+            "x.m = p.beta2 * x.m + p.one_minus_beta2 * g;\n  }",
+            "x.m = p.beta1 * x.m + p.one_minus_beta1 * g;\n  }",
+            f"{_RULES}[DType.FLOAT32-DType.FLOAT32-Lion]",
+        ),
+        "Nesterov's form is plain momentum": (
+            "p.nesterov ? p.beta1 * x.m + g : x.m",
+            "x.m",
+            f"{_RULES}[DType.FLOAT32-DType.FLOAT32-three rules]",
+        ),
+        "after its end a table begins again": (
+            "t < s.total_steps ? t : s.total_steps",
+            "t < s.total_steps ? t : 1",
+            f"{_RULES}[DType.FLOAT32-DType.FLOAT32-Lion]",
         ),
         "the step is counted from zero": (
             "const uint32 t = now.steps + 1;",

@@ -41,6 +41,16 @@ FAULTS: Final[Table] = {
             "pass",
             f"{_MADE}[AdamW]",
         ),
+        "the first of several rules advances the step": (
+            "            if group == last:\n                params",
+            "            if True:\n                params",
+            "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
+        ),
+        "the parameters of every group are numbered from zero": (
+            "kernels.update_table(own, first)",
+            "kernels.update_table(own)",
+            "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
+        ),
     },
     "lt_runtime/ops/first_use.py": {
         "a measurement does not wait for the step's stream": (
