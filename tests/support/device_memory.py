@@ -187,6 +187,5 @@ def matrix_at(
     if 0 in shape:
         return np.empty(shape, dtype)
     extent = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1
-    flat = memory.view(address, extent * dtype.itemsize, what).view(dtype)
-    byte_strides = tuple(stride * dtype.itemsize for stride in strides)
-    return np.lib.stride_tricks.as_strided(flat, shape, byte_strides)
+    memory_of_it = memory.view(address, extent * dtype.itemsize, what)
+    return np.ndarray(shape, dtype, memory_of_it, strides=tuple(stride * dtype.itemsize for stride in strides))

@@ -116,7 +116,7 @@ class FakeDriver:
 
     def by_bindings(self, name: str) -> Callable[..., tuple[Any, ...]]:
         """Wraps a function as `cuda.bindings` has it: it returns a status and results."""
-        known = self.functions[name]
+        known = self._more.get(name) or getattr(self, name)
 
         def run(*arguments: Any) -> tuple[Any, ...]:
             if not self.contexts and name.startswith(_NEEDS_CONTEXT):

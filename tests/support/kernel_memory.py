@@ -6,6 +6,7 @@ Where the block does not tell an operand's extent, the operand is taken to end w
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -96,10 +97,8 @@ class KernelCall(NamedTuple):
                 yield from memory.touched(pointer, size, path, writes=self._writes(path))
 
     def _writes(self, path: str) -> bool:
-        names, otherwise = re.findall(r"[a-z_]+", path), _OTHERWISE.get(self.name, "").split()
-        if self.name == "tile_matmul" and self.macros["DERIVATIVE"] == "0":
-            otherwise = ["aux"]
-        return _WRITTEN.isdisjoint(names) != {*otherwise}.isdisjoint(names)
+        makes_aux = self.name == "tile_matmul" and self.macros["DERIVATIVE"] == "0"
+        return _is_written(path, "aux" if makes_aux else _OTHERWISE.get(self.name, ""))
 
     def _size(self, path: str, owner: Any) -> int | None:
         """Returns the number of bytes from an operand's address to its end; None if it is unknown."""
@@ -116,17 +115,36 @@ class KernelCall(NamedTuple):
         return item * (sum((length - 1) * stride for length, stride in steps) + 1)
 
 
-def pointers(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, Any, int]]:
+@functools.cache
+def _is_written(path: str, otherwise: str) -> bool:
+    names = re.findall(r"[a-z_]+", path)
+    return _WRITTEN.isdisjoint(names) != {*otherwise.split()}.isdisjoint(names)
+
+
+def pointers(params: ctypes.Structure) -> Iterator[tuple[str, Any, int]]:
     """Yields the addresses in a struct: the path of their members, the struct that has the member, and the address."""
-    for field, kind, *_ in params._fields_:
-        value = getattr(params, field)
-        if isinstance(value, Matrix):
-            if value.data:
-                yield prefix + field, params, value.data
-        elif isinstance(value, ctypes.Structure):
-            yield from pointers(value, f"{prefix}{field}.")
-        elif isinstance(value, ctypes.Array) and issubclass(value._type_, ctypes.Structure):
-            for i, each in enumerate(value):
-                yield from pointers(each, f"{prefix}{field}[{i}].")
-        elif kind is ctypes.c_void_p and value:
-            yield prefix + field, params, value
+    start = ctypes.addressof(params)
+    for path, kind, owner, place in _members(type(params)):
+        address = ctypes.c_void_p.from_address(start + place).value
+        if address:
+            yield path, kind.from_address(start + owner), address
+
+
+@functools.cache
+def _members(kind: Any, prefix: str = "", start: int = 0) -> list[tuple[str, Any, int, int]]:
+    """Lists a struct's members that hold addresses.
+
+    Returns:
+        For each member its path, the type and the offset of the struct that has the member, and the member's offset.
+    """
+    found: list[tuple[str, Any, int, int]] = []
+    for field, held, *_ in kind._fields_:
+        path, place = prefix + field, start + getattr(kind, field).offset
+        if held in (Matrix, ctypes.c_void_p):
+            found.append((path, kind, start, place + (Matrix.data.offset if held is Matrix else 0)))
+        elif issubclass(held, ctypes.Structure):
+            found += _members(held, f"{path}.", place)
+        elif issubclass(held, ctypes.Array) and issubclass(held._type_, ctypes.Structure):
+            for i in range(held._length_):
+                found += _members(held._type_, f"{path}[{i}].", place + i * ctypes.sizeof(held._type_))
+    return found
