@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,5 +40,5 @@ def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 def _steps_wait() -> bool:
     """Whether a training step exists that has not freed its graphs yet."""
-    waiting = (each.peek() for each in [*weakref.finalize._registry])
-    return any(each is not None and str(each[1].__module__).endswith("training.captured") for each in waiting)
+    waiting: Any = [*weakref.finalize._registry.values()]
+    return any(str(each.func.__module__).endswith("training.captured") for each in waiting)

@@ -111,12 +111,18 @@ class Builder:
         """Builds the shared library with the kernels of `variant`, unless it exists; returns its path."""
         macros = {**dict(variant.macros), "KERNEL_FILE": f'"{variant.path.name}"'}
         macros["ENTRIES"] = " ".join(f"EXPORT({entry})" for entry in variant.entries)
-        header = self._build("precompiled.h.gch", ["-x", "c++-header"], [], [SHIM / "precompiled.h"])
         # g++ refuses a precompiled header whose text uses a name that is a macro on the command line, such as WIDTH in
         # libstdc++.
         defined = self._written("macros.h", "".join(f"#define {name} {value}\n" for name, value in macros.items()))
-        arguments = ["-shared", "-Winvalid-pch", "-include", str(header.with_suffix("")), "-include", str(defined)]
-        return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime()])
+        arguments = [
+            "-shared",
+            "-Winvalid-pch",
+            "-include",
+            str(self._header.with_suffix("")),
+            "-include",
+            str(defined),
+        ]
+        return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime])
 
     def _written(self, name: str, text: str) -> Path:
         """Writes a text to a file whose name is the text's digest; returns the file."""
@@ -125,6 +131,12 @@ class Builder:
         partial.write_text(text)
         return partial.replace(file)
 
+    @functools.cached_property
+    def _header(self) -> Path:
+        """Compiles the header that every library includes."""
+        return self._build("precompiled.h.gch", ["-x", "c++-header"], [], [SHIM / "precompiled.h"])
+
+    @functools.cached_property
     def _runtime(self) -> list[Path]:
         """Builds the object file that every library is linked with."""
         files = [SHIM / "launch.cpp", SHIM / "warp.cpp", SHIM / "fibers.cpp"]
