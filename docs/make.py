@@ -12,6 +12,7 @@ import lt_runtime as lt
 FOLDER: Final = Path(__file__).resolve().parent
 GUIDES: Final = {
     "training": "models and training steps: freezing, averages, losses, the optimizer's options",
+    "models": "models of blocks: residual nets, towers, tied weights, blocks and loops of your own",
     "own-loops": "loops and losses of your own: layers, streams, buffers, graphs, raw addresses, cuBLASLt itself",
     "weights": "weights from and for PyTorch, model files, checkpoints",
     "tuning": "what is measured when, the command line for it, where results are kept, which files are trusted",

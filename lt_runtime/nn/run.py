@@ -6,7 +6,10 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from lt_runtime.arguments import check_instance, flag, integer, shown
+from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError
 from lt_runtime.gpu.devices import activated
@@ -114,6 +117,22 @@ class Pass:
             return None
         self._masks += 1
         return Philox(seed, self.micro_batch * self.places + self._masks - 1, self.step)
+
+    @contextlib.contextmanager
+    def array_module(self, x: Any) -> Iterator[Any]:
+        """For a block that computes with NumPy or CuPy: yields the module for arrays on the device of `x`.
+
+        Within, this pass's stream is CuPy's current one, so that CuPy's work is ordered with the operations' work::
+
+            with run.array_module(x) as xp:
+                y = xp.sin(x)
+        """
+        device = device_of("x", x)
+        if device == HOST:
+            yield np
+            return
+        with cupy_stream(device, stream_handle(self.stream, device, library_of(x).current_stream)) as module:
+            yield module
 
     def needs_gradient(self, x: Any) -> bool:
         """Whether the gradient with respect to x is read: not if x is one of the model's inputs."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -93,3 +96,17 @@ def test_micro_batches_and_labels(gpu: FakeGpu) -> None:
     assert losses[-1] < losses[0]
     assert step.metrics().steps == 8
     gpu.synchronize_all()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_block_with_cupy_runs_on_the_step_s_stream(gpu: FakeGpu, graph: bool) -> None:
+    program = run_path(str(Path(__file__).parents[2] / "examples/mixture.py"))
+
+    def losses(lt: Any, device: str, place: Any) -> list[float]:
+        layers = (lt.Linear(16, width, seed=width, device=device) for width in (2, 4, 4))
+        model = program["Mixture"](*layers)
+        step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="mse", graph=graph)
+        return [float(step(place(x), place(target))) for x, target in itertools.islice(program["batches"](), 3)]
+
+    on_gpu = losses(gpu.lt, "cuda", gpu.cp.asarray)
+    np.testing.assert_allclose(on_gpu, losses(gpu.lt, "cpu", np.asarray), rtol=1e-5)

@@ -1,8 +1,9 @@
-"""The programs of tests/programs on the CPU."""
+"""The programs of tests/programs and of examples on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,11 @@ from tests.support.torch_weights import weights_of
 @pytest.mark.parametrize("check", checks.CHECKS)
 def test_program(check: Callable[[Any, str], None]) -> None:
     check(np, "cpu")
+
+
+@pytest.mark.parametrize("path", checks.EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path) -> None:
+    checks.check_example(path, "cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,14 @@ def check_autoencoder(xp: Any, device: str) -> None:
     assert figures["last"] < 0.15 * figures["first"], figures
     assert figures["error"] < 1e-5
 
+
+def check_example(path: Path, device: str) -> None:
+    """Checks that the losses that the program's `main` returns fall."""
+    first, *_, last = run_path(str(path))["main"](device)
+    assert last < 0.5 * first
+
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 CHECKS = (check_regression, check_classification, check_residual, check_actor_critic, check_autoencoder)
 

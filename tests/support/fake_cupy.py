@@ -401,6 +401,7 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
         setattr(module, name, _compiled(name, _created(getattr(np, name), asarray)))
     module.full = _compiled("full", _created(np.full, asarray))
     module.float32, module.float16, module.uint8, module.uint32 = np.float32, np.float16, np.uint8, np.uint32
+    module.exp = np.exp
     module.bfloat16, module.nan = np.dtype(ml_dtypes.bfloat16), np.nan
     module.lib = SimpleNamespace(
         stride_tricks=SimpleNamespace(
