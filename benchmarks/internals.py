@@ -23,6 +23,7 @@ from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
 from lt_runtime.layout import packed
+from lt_runtime.nn import narrow
 from lt_runtime.plans.cache import forget, make_layer_plan
 from lt_runtime.problem import (
     Activation,
@@ -38,7 +39,7 @@ from lt_runtime.problem import (
 )
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.training import captured, parts
+from lt_runtime.training import captured
 
 Call = Callable[[], object]
 
@@ -48,13 +49,13 @@ Call = Callable[[], object]
 @contextlib.contextmanager
 def one_kernel_a_pass(fused: bool) -> Iterator[None]:
     """Within the block, narrow MLPs run in one kernel a pass, or layer by layer, whatever the tuner has measured."""
-    kept = parts.is_fused
-    parts.is_fused = lambda *_: fused
+    kept = narrow.is_fused
+    narrow.is_fused = lambda *_: fused
     forget((), DEVICE)  # decisions that models have already taken from the plan cache
     try:
         yield
     finally:
-        parts.is_fused = kept
+        narrow.is_fused = kept
         forget((), DEVICE)
 
 

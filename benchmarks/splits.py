@@ -60,8 +60,8 @@ class Plans(NamedTuple):
     def run(self, at: Arrays, stream: int) -> None:
         """Launches the block's four passes on a stream; `at` holds addresses."""
         saved = at.y1 if self.first.strategy.saved is Saved.OUTPUT else at.kept
-        self.first.run(Call((at.x, at.w1, at.b1, at.y1, at.kept), stream))
-        self.second.run(Call((at.y1, at.w2, at.b2, at.y2, 0), stream))
+        self.first.run(Call((at.x, at.w1, at.b1, at.y1, at.kept, 0), stream))
+        self.second.run(Call((at.y1, at.w2, at.b2, at.y2, 0, 0), stream))
         self.through.run(Call((at.dy, at.y1, at.w2, 0, saved, at.dz1, at.dw2, at.db2, 0, at.db1), stream))
         self.last.run(Call((at.dz1, at.x, at.w1, 0, 0, at.dx, at.dw1, 0, 0, 0), stream))
 
