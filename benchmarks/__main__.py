@@ -15,25 +15,25 @@ from typing import Any, Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "narrow", "host", "tuning", "cold")
+SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "models", "narrow", "host", "tuning", "cold")
 _COMMANDS: Final = {"compare": "compare", "report": "tables", "derive-priors": "priors"}
 _FLAG: Final = {"action": "store_true"}
 _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "ours": (("host", "kernels", "layers", "steps"), "measure only our public calls", _FLAG),
     "keep-plans": (
-        ("layers", "wide", "steps"),
+        ("layers", "wide", "steps", "models"),
         "tune in the plan cache of $LT_RUNTIME_CACHE_DIR, and not in an empty one for each row",
         _FLAG,
     ),
     "dtype": (("layers", "wide", "untuned"), "measure only this type", {"choices": ("bf16", "tf32", "fp32")}),
     "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
     "max-autotune": (
-        ("layers", "wide", "steps", "narrow"),
+        ("layers", "wide", "steps", "models", "narrow"),
         "add torch.compile, a minute for each row; layers: only six shapes",
         _FLAG,
     ),
     "torch-compile": (("kernels",), "add torch.compile, a minute for each row", _FLAG),
-    "jax": (("steps", "narrow"), "add JAX", _FLAG),
+    "jax": (("steps", "models", "narrow"), "add JAX", _FLAG),
     "prefetch": (("steps",), "add training from batches on the host", _FLAG),
 }
 """Options that only some suites have: the suites, the option's help, and the function that parses its value."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,9 @@ LEARNING_RATE: Final = 1e-3
 WEIGHT_DECAY: Final = 0.01
 PREFETCH: Final = "prefetch gpt2-mlp-x2 BF16"
 
-_GRAPH: Final = "torch_graph"
+GRAPH: Final = "torch_graph"
+AUTOTUNE: Final = "max-autotune-no-cudagraphs"
+"""The mode in which torch.compile makes the contenders `torch_max_autotune`."""
 # Compiling takes a minute and more. Autocast is not compiled: it was 16 % to 27 % slower than BF16 parameters.
 _COMPILED_WAYS: Final = (None, "bf16")
 
@@ -64,6 +66,8 @@ class StepCase(Typed):
     loss: str
     master: bool = True
     input_gradient = False
+    tune: ClassVar[bool | None] = None
+    """The option `tune` of the case's training steps."""
 
     @property
     def name(self) -> str:
@@ -92,6 +96,13 @@ class StepCase(Typed):
     def ways(self) -> tuple[str | None, ...]:
         """PyTorch's ways to hold the parameters: in BF16 steps FP32 under autocast, and BF16; otherwise one way."""
         return ("autocast", "bf16") if self.kind == "bf16" else (None,)
+
+    def model(self, device: str = "cuda:0") -> Any:
+        """A new model."""
+        import lt_runtime as lt
+
+        options: dict[str, Any] = {"dtype": self.dtype, "compute": self.compute, "master_weights": self.master}
+        return lt.MLP(self.dims, self.activation, device=device, **options)
 
     def as_json(self) -> dict[str, Any]:
         """The case's fields as entries of its row."""
@@ -147,14 +158,7 @@ class Setup:
         import lt_runtime as lt
 
         self.case, self.stream = case, stream
-        self.model = lt.MLP(
-            case.dims,
-            case.activation,
-            dtype=case.dtype,
-            compute=case.compute,
-            device="cuda:0",
-            master_weights=case.master,
-        )
+        self.model = case.model()
         parameters = self.model.parameters()
         kept = {} if case.master else {"moments": "bfloat16", "stochastic_rounding": True}
         self.optimizer = lt.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **kept)
@@ -181,7 +185,8 @@ class Setup:
         """A step that is captured at its first call, with the plans that the plan cache holds by then."""
         import lt_runtime as lt
 
-        return lt.TrainStep(self.model, self.optimizer, loss=self.case.loss, batch_size=self.case.rows)
+        case = self.case
+        return lt.TrainStep(self.model, self.optimizer, loss=case.loss, batch_size=case.rows, tune=case.tune)
 
     def calls(self, step: Any) -> Callable[[int], None]:
         """A function that makes a number of steps over the batches, as a script does."""
@@ -251,7 +256,7 @@ def measure_case(case: StepCase, options: argparse.Namespace, stream: Any) -> Ro
 def memory_facts(contenders: Mapping[str, StepContender]) -> dict[str, Any]:
     """The memory of each contender in bytes, and ours as a fraction of the least of PyTorch's."""
     known = {name: each.memory for name, each in contenders.items() if each.memory}
-    theirs = min((size for name, size in known.items() if name.startswith(_GRAPH)), default=None)
+    theirs = min((size for name, size in known.items() if name.startswith(GRAPH)), default=None)
     ratio = {} if theirs is None or "lt" not in known else {"memory_ratio": round(known["lt"] / theirs, 4)}
     return {"memory_bytes": known} | ratio
 
@@ -292,9 +297,9 @@ def peers(
     """Functions that build JAX's contender, and PyTorch's in the given ways to hold parameters, by contender."""
     for way in ways:
         suffix = "" if way is None else f"_{way}"
-        yield _GRAPH + suffix, peer("torch_steps", "contender", setup, way)
+        yield GRAPH + suffix, peer("torch_steps", "contender", setup, way)
         if options.max_autotune and way in _COMPILED_WAYS:
-            yield MAX_AUTOTUNE + suffix, peer("torch_steps", "contender", setup, way, compiled=True)
+            yield MAX_AUTOTUNE + suffix, peer("torch_steps", "contender", setup, way, compiled=AUTOTUNE)
     if options.jax:
         yield JAX, peer("jax", "step", setup)
 
@@ -303,7 +308,7 @@ def _turns(contenders: Mapping[str, StepContender], count: int, stream: Any) -> 
     """Returns how each contender is timed: as a graph, and ours, PyTorch's and JAX's also as calls from a script."""
     turns = {name: graph_turn(each, count, stream) for name, each in contenders.items()}
     for name, each in contenders.items():
-        base = name if name in ("lt", JAX) else _GRAPH if name.startswith(_GRAPH) else None
+        base = name if name in ("lt", JAX) else GRAPH if name.startswith(GRAPH) else None
         if base is not None:
             turns[name.replace(base, f"{base}_call")] = timed_calls(each.calls, count, stream)
     return turns
@@ -394,7 +399,7 @@ def _training(step: Any, source: Iterator[tuple[Any, Any]], stream: Any) -> Call
     return train
 
 
-_OTHERS: Final = ("lt_untuned", "lt_master", _GRAPH, MAX_AUTOTUNE, JAX)
+_OTHERS: Final = ("lt_untuned", "lt_master", GRAPH, MAX_AUTOTUNE, JAX)
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""JAX's contender in the suites `steps` and `narrow`: a compiled loop of training steps.
+"""JAX's contender in the suites `steps`, `narrow` and `models`: a compiled loop of training steps.
 
 JAX launches on streams of its own, so its turns are by the wall clock, see `timed_by_host`. A loop of many steps is one
 call, so the host's work for a call is measured only where a contender has `_call` in its name.
@@ -24,6 +24,7 @@ from benchmarks.timing import timed_by_host
 
 _BETAS: Final = (0.9, 0.999)
 _EPSILON: Final = 1e-8
+Cost = Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array]
 _ACTIVATIONS: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
@@ -45,10 +46,13 @@ def _linear(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.matmul(x, w.T, precision="tensorfloat32" if x.dtype == jnp.float32 else None) + bias
 
 
-def step(setup: Setup) -> StepContender:
+def step(setup: Setup, of: Cost | None = None) -> StepContender:
     """Steps whose parameters, moments and step number are donated; in BF16 parameters and moments are BF16.
 
     Each loop runs on one batch; called steps take the batches in turn.
+
+    Args:
+        of: computes the loss from parameters, inputs and targets; if left out, the model is an MLP.
     """
     _check_gpu()
     case, count = setup.case, setup.case.replays
@@ -56,7 +60,8 @@ def step(setup: Setup) -> StepContender:
     parameters = [_array(each).astype(case.dtype) for each in setup.values]
     moments = [(jnp.zeros_like(each), jnp.zeros_like(each)) for each in parameters]
     state = (parameters, moments, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
-    train = functools.partial(trained, activation=case.activation, loss=case.loss)
+    of = of or functools.partial(cost, activation=case.activation, loss=case.loss)
+    train = functools.partial(trained, of=of)
     one = jax.jit(train, donate_argnums=0)
     sizes = one.lower(state, *batches[0]).compile().memory_analysis()
     held, source = [one(state, *batches[0])], itertools.cycle(batches)
@@ -85,10 +90,10 @@ def step(setup: Setup) -> StepContender:
     return StepContender(replays, calls, first_loss, memory - sizes.alias_size_in_bytes, turn)
 
 
-def trained(state: Any, x: jax.Array, target: jax.Array, *, activation: str, loss: str) -> Any:
+def trained(state: Any, x: jax.Array, target: jax.Array, *, of: Cost) -> Any:
     """One step of AdamW in FP32 arithmetic: the new parameters, moments, step number and loss."""
     parameters, moments, number, _ = state
-    value, gradients = jax.value_and_grad(cost)(parameters, x, target, activation, loss)
+    value, gradients = jax.value_and_grad(of)(parameters, x, target)
     number = number + 1
     updated = [
         _adamw(parameter, gradient, *both, number)

@@ -1,4 +1,4 @@
-"""PyTorch's contenders in the suites `steps` and `narrow`."""
+"""PyTorch's contenders in the suites `steps`, `narrow` and `models`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,26 @@ _WARM_UP: Final = 3  # steps that run before the capture, as PyTorch's documenta
 Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def contender(setup: Setup, way: str | None, *, compiled: bool = False) -> StepContender:
+def contender(
+    setup: Setup,
+    way: str | None,
+    *,
+    compiled: str | None = None,
+    make: Callable[[Setup, torch.dtype], torch.nn.Module] | None = None,
+) -> StepContender:
     """A whole step in a graph: forward and loss, gradients by autograd, and the fused optimizer.
 
     Args:
         way: see `StepCase.ways`.
-        compiled: lets torch.compile make forward, loss and their gradients at its greatest effort.
+        compiled: the mode in which torch.compile makes forward, loss and their gradients; None to run them eagerly.
+        make: makes the network with the initial values of our model; if left out, the network is an MLP.
     """
     outside = torch.cuda.ExternalStream(setup.stream.ptr)
     with torch.cuda.stream(outside):
         # Makes cuBLAS allocate the stream's workspace.
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
         before = torch.cuda.memory_allocated()
-        made = _Step(setup, way, compiled=compiled)
+        made = _Step(setup, way, compiled, make or _network)
         made.warm_up()
     torch.cuda.reset_peak_memory_stats()
     made.capture(outside)
@@ -41,17 +48,23 @@ def contender(setup: Setup, way: str | None, *, compiled: bool = False) -> StepC
 class _Step:
     """A training step of PyTorch's, with its parameters, its optimizer, and buffers for a batch."""
 
-    def __init__(self, setup: Setup, way: str | None, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        way: str | None,
+        compiled: str | None,
+        make: Callable[[Setup, torch.dtype], torch.nn.Module],
+    ) -> None:
         self._given = itertools.cycle([(tensor(x), tensor(target)) for x, target in setup.batches])
         self._buffers = tuple(tensor(each).clone() for each in (setup.x, setup.target))
-        network = _network(setup, torch.bfloat16 if way == "bf16" else torch.float32)
+        network = make(setup, torch.bfloat16 if way == "bf16" else torch.float32)
         self._optimizer = torch.optim.AdamW(
             network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
         )
         self._cost = _cost(network, setup.case.loss, autocast=way == "autocast")
-        if compiled:
+        if compiled is not None:
             torch._dynamo.reset()
-            self._cost = torch.compile(self._cost, mode="max-autotune-no-cudagraphs", dynamic=False)
+            self._cost = torch.compile(self._cost, mode=compiled, dynamic=False)
         self._graph = torch.cuda.CUDAGraph()
         self._first_loss = float("nan")
 
@@ -96,12 +109,16 @@ class _Step:
         return StepContender(replays, calls, self._first_loss, memory)
 
 
-def _network(setup: Setup, dtype: torch.dtype) -> torch.nn.Sequential:
+def _network(setup: Setup, dtype: torch.dtype) -> torch.nn.Module:
     """Linear layers with activations between them, and the initial values of our model."""
     case, layers = setup.case, list[torch.nn.Module]()
     for inputs, outputs in itertools.pairwise(case.dims):
         layers += [torch.nn.Linear(inputs, outputs, device="cuda", dtype=dtype), _activation(case)]
-    network = torch.nn.Sequential(*layers[:-1])
+    return with_values(torch.nn.Sequential(*layers[:-1]), setup)
+
+
+def with_values(network: torch.nn.Module, setup: Setup) -> torch.nn.Module:
+    """The network, whose parameters have been given the initial values of our model, in the same order."""
     with torch.no_grad():
         for parameter, values in zip(network.parameters(), setup.values, strict=True):
             parameter.copy_(tensor(values))

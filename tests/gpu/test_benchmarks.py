@@ -13,7 +13,7 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import buffers, cold, host, kernels, narrow, splits, steps, tuning
+from benchmarks import buffers, cold, host, kernels, models, narrow, splits, steps, tuning
 from benchmarks.__main__ import options_of
 from benchmarks.copies import Ceiling
 from benchmarks.host import HostCase
@@ -52,6 +52,11 @@ KERNELS: list[Case] = [
 BLOCKS = [Block("small", 96, 64, 40, kind, activation) for kind in ("bf16", "tf32") for activation in ("gelu", "relu")]
 CLASSES = StepCase("small", "tf32", 64, (48, 32, 16), "relu", "cross_entropy")
 STEPS = [CLASSES, replace(CLASSES, kind="bf16"), replace(CLASSES, kind="bf16", activation="gelu", loss="mse")]
+MODELS = [
+    models.case("stack", 256, 64, 96, layers=2),
+    models.case("towers", 256, 32, 64, 16),
+    models.case("autoencoder", 256, 64, 32),
+]
 NARROW = StepCase("narrow", "bf16", 256, (16, 16, 3), "relu", "mse")
 
 
@@ -109,6 +114,23 @@ def test_a_row_of_steps(stream: Any) -> None:
     assert {*steps.measure_calls(STEPS[1], asked("steps", "--ours"), stream).as_json()["us"]} == {"lt_call"}
     prefetched = steps.measure_prefetch(STEPS[2], asked("steps"), stream).as_json()
     assert {*prefetched["us"]} == {"gpu_batches", "prefetch"}
+
+
+@pytest.mark.parametrize("case", MODELS, ids=name_of)
+def test_a_row_of_models(case: models.ModelCase, stream: Any) -> None:
+    row = models.measure(case, asked("models", "--ours"), stream).as_json()
+    assert {*row["us"]} == {"lt", "lt_call"}, row.get("left_out")
+    assert row["memory_bytes"]["lt"] > 2 * 3 * case.parameters
+    setup = Setup(case, stream)
+    made = {"lt": steps.contender(setup)}
+    for name, build in models.peers(setup, asked("models", "--jax")):
+        if name != TORCH_COMPILE and HAS[name.partition("_")[0]]:  # compiling takes a minute
+            made[name] = build()
+    for each in made.values():
+        assert each.first_loss == pytest.approx(made["lt"].first_loss, rel=0.02)
+        each.replays(2)
+        each.calls(2)
+        stream.synchronize()
 
 
 def test_a_row_of_narrow(stream: Any) -> None:

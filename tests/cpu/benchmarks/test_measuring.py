@@ -10,11 +10,12 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import buffers, copies, host, kernels, narrow, steps, timing
+from benchmarks import buffers, copies, host, kernels, models, narrow, steps, timing
 from benchmarks.__main__ import options_of
 from benchmarks.layers import Block
 from benchmarks.steps import StepCase
@@ -204,3 +205,25 @@ def test_the_kernels_of_the_benchmarks_compile() -> None:
     assert all(b"_Z4copyILi%dELb%dEE" % name in cubin for name in copies.NAMES)
     head = 'extern "C" __global__ void draw(unsigned long long seed, long long i, float* out)'
     assert compile_cubin("draw", f"{head} {{{buffers.DRAW} *out = value;}}".encode(), COMPILED)
+
+
+@pytest.mark.parametrize(
+    ("case", "multiplied", "unneeded"),
+    [
+        (models.case("stack", 8, 16, 24, layers=2), 2 * 3 * 16 * 24, 0),
+        (models.case("towers", 8, 16, 24, 4), 2 * (16 * 24 + 24 * 24 + 24 * 4), 2 * 16 * 24),
+        (models.case("autoencoder", 8, 16, 24), 2 * 16 * 24, 16 * 24),
+    ],
+    ids=lambda each: getattr(each, "form", None),
+)
+def test_models_have_the_sizes_that_their_rows_tell(case: models.ModelCase, multiplied: int, unneeded: int) -> None:
+    import lt_runtime as lt
+
+    model = case.model("cpu")
+    assert case.parameters == sum(each.data.size for each in model.parameters())
+    assert all(each.master is None for each in model.parameters())
+    assert case.flops == 8 * (6 * multiplied - 2 * unneeded)
+    optimizer = lt.AdamW(model.parameters(), moments="bfloat16", stochastic_rounding=True)
+    x, target = (np.ones((8, width), model.parameters()[0].data.dtype) for width in case.dims)
+    step = lt.TrainStep(model, optimizer, loss=case.loss, batch_size=case.rows, tune=case.tune)
+    assert float(step(x, target)) > float(step(x, target))
