@@ -70,7 +70,7 @@ class Layer:
         y = cp.empty((m, n), self.dtype.numpy)
         mask = cp.full((m, self.plan.kept_spec.layout.leading_dimension // 8), 0xFF, cp.uint8)
         addresses = [each.data.ptr for each in (*self.operands, y, mask)]
-        self.plan.run(Call(tuple(addresses), cp.cuda.get_current_stream().ptr))
+        self.plan.run(Call((*addresses, 0), cp.cuda.get_current_stream().ptr))
         return y, mask
 
 

@@ -77,7 +77,7 @@ class Block:
     def run_forward(self, plan: ForwardPlan) -> tuple[Any, Any]:
         y, kept = cp.full(self.shape[:2], cp.nan, self.dtype.numpy), _kept(plan)
         x, w, bias = (int(self.gpu[name].data.ptr) for name in ("x", "w1", "b1"))
-        plan.run(Call((x, w, bias, y.data.ptr, kept.data.ptr), 0))
+        plan.run(Call((x, w, bias, y.data.ptr, kept.data.ptr, 0), 0))
         return y, kept
 
     def run_backward(
