@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lt_runtime.profiling.capture.check import CaptureReport, check_capture
     from lt_runtime.ranges import range as range  # noqa: A004  # outside of __all__, where it would hide Python's
     from lt_runtime.saving.checkpoints import load_checkpoint, load_model, save_checkpoint, save_model
+    from lt_runtime.saving.state import load, save
     from lt_runtime.schedules import Schedule
     from lt_runtime.training.averages import EMA
     from lt_runtime.training.prefetch import Prefetcher, prefetch
@@ -72,6 +73,7 @@ _EXPORTS = {
     "nn.mlp": "MLP",
     "nn.run": "Pass",
     "saving.checkpoints": "load_checkpoint load_model save_checkpoint save_model",
+    "saving.state": "load save",
     "training.prefetch": "Prefetcher prefetch",
     "training.step": "Metrics TrainStep evaluate",
 }
@@ -88,7 +90,7 @@ __all__ += ["GEGLU", "MLP", "Block", "Chain", "Dropout", "Gated", "LayerNorm", "
 __all__ += ["RMSNorm", "ReGLU", "Residual", "SwiGLU"]
 __all__ += ["EMA", "AdamW", "GradScaler", "Optimizer", "Parameter", "Schedule"]
 __all__ += ["Metrics", "Prefetcher", "TrainStep", "evaluate", "prefetch"]
-__all__ += ["load_checkpoint", "load_model", "save_checkpoint", "save_model"]
+__all__ += ["load", "load_checkpoint", "load_model", "save", "save_checkpoint", "save_model"]
 __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tune", "tuning"]
 __all__ += ["ACTIVATIONS", "Activation", "Epilogue", "cublaslt", "errors", "raw", "rules", "schedules"]
 

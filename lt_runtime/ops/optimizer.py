@@ -396,14 +396,17 @@ class AdamW(Optimizer):
         return f"AdamW({count} parameters, {rates}weight_decay={hyper.weight_decay})"
 
 
-def state_arrays(optimizer: Optimizer) -> dict[str, Any]:
-    """The arrays that updates change and read, by their names in `Optimizer.state_dict`."""
+def state_arrays(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The arrays that updates change and read, by their names in `Optimizer.state_dict`.
+
+    Args:
+        names: of the parameters; None for their own.
+    """
+    names = [each.name for each in optimizer.parameters] if names is None else names
     arrays = {
-        f"{parameter.name}.{moment}": array
-        for parameter, names, moments in zip(
-            optimizer.parameters, _moment_names(optimizer), optimizer.moments, strict=True
-        )
-        for moment, array in zip(names, moments, strict=True)
+        f"{name}.{moment}": array
+        for name, kinds, moments in zip(names, _moment_names(optimizer), optimizer.moments, strict=True)
+        for moment, array in zip(kinds, moments, strict=True)
     }
     arrays |= {"steps": optimizer.steps, "skipped_steps": optimizer.skipped_steps}
     if optimizer.scaler is not None:
@@ -411,12 +414,17 @@ def state_arrays(optimizer: Optimizer) -> dict[str, Any]:
     return arrays
 
 
-def state_ranges(optimizer: Optimizer) -> dict[str, tuple[float, float]]:
-    """For each array the lowest and highest value that training can reach; where the highest is infinity, also NaN."""
+def state_ranges(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
+    """For each array the lowest and highest value that training can reach; where the highest is infinity, also NaN.
+
+    Args:
+        names: of the parameters; None for their own.
+    """
+    names = [each.name for each in optimizer.parameters] if names is None else names
     bounds: dict[str, tuple[float, float]] = {
-        f"{parameter.name}.{moment}": (0.0, math.inf)
-        for parameter, names in zip(optimizer.parameters, _moment_names(optimizer), strict=True)
-        for moment in names[1:]  # second moments: squares
+        f"{name}.{moment}": (0.0, math.inf)
+        for name, kinds in zip(names, _moment_names(optimizer), strict=True)
+        for moment in kinds[1:]  # second moments: squares
     }
     bounds |= {"steps": (0, LAST_STEP), "skipped_steps": (0, LAST_STEP)}
     if optimizer.scaler is not None:

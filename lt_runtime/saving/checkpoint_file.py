@@ -243,7 +243,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 def of_others(path: str | os.PathLike[str]) -> CheckpointError:
     """Makes the error for a file that this package has not written."""
-    return CheckpointError(f"{path} was not written by lt.save_checkpoint or lt.save_model")
+    return CheckpointError(f"{path} was not written by lt.save_checkpoint, lt.save_model or lt.save")
 
 
 @contextlib.contextmanager

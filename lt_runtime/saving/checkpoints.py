@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +30,10 @@ from lt_runtime.saving.plan_choices import choices_of, take_choices
 from lt_runtime.schedules import AnySchedule, Table
 
 _FORMAT: Final = 1
-_MASTER: Final = ".master"
+STATE_FORMAT: Final = 2
+"""The format version of the files of `lt.save`."""
+_READERS: Final = {_FORMAT: "lt.load_checkpoint or lt.load_model", STATE_FORMAT: "lt.load"}
+MASTER: Final = ".master"
 """Suffix of the name of a master copy, after the parameter's name."""
 _MOMENTS: Final = ("m", "v", "v_max")
 
@@ -46,7 +49,7 @@ _STATE: Final = {
 """Names in a checkpoint of the arrays that are no moments, by their names in `Optimizer.state_dict`."""
 _PER_PARAMETER: Final = ("lr_scale", "weight_decay")
 
-_CHANGEABLE: Final = (
+CHANGEABLE: Final = (
     *("compute", "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed", "weight_decay"),
     "betas",
 )
@@ -127,7 +130,7 @@ def load_checkpoint(
     _check_kinds(path, model)
     check_instance("optimizer", optimizer, (Optimizer, type(None)), "None, an lt.AdamW or an lt.Optimizer")
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
-    may_differ = {one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)}
+    may_differ = {one_of(f"changed[{i}]", name, CHANGEABLE) for i, name in enumerate(changed)}
     arrays = {} if optimizer is None else _arrays(model, optimizer)
     with checkpoint_file.reading(path) as file:
         theirs = _description_of(path, file.text)
@@ -225,7 +228,7 @@ class _Writer:
     def __init__(self, model: MLP, names: Collection[str]) -> None:
         self.fault = ""
         parameters, ordinal = {each.name: each for each in model.parameters()}, model.device.ordinal
-        self._parameters = {name: parameters[name.removesuffix(_MASTER)] for name in names}
+        self._parameters = {name: parameters[name.removesuffix(MASTER)] for name in names}
         self._stream = 0 if ordinal is None else CUPY.current_stream(ordinal)
 
     def write(self, name: str, at: int, piece: NDArray[Any]) -> None:
@@ -257,7 +260,7 @@ def _arrays(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
         if id(parameter) not in known:
             raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
     arrays = {each.name: each.data for each in model.parameters()}
-    arrays |= {f"{each.name}{_MASTER}": each.master for each in model.parameters()}
+    arrays |= {f"{each.name}{MASTER}": each.master for each in model.parameters()}
     arrays |= {_STATE.get(name, name): array for name, array in state_arrays(optimizer).items()}
     arrays[_GRAD_NORM] = optimizer.grad_norm
     return {name: array for name, array in arrays.items() if array is not None}
@@ -265,21 +268,26 @@ def _arrays(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
 
 def _description(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
     """The options that must be equal to continue training, as the values that JSON makes of them."""
-    options, scaler = optimizer.options, optimizer.scaler
+    scaler = optimizer.scaler
     described = {
         "format": _FORMAT,
         "model": _options_of(model),
         "optimizer": {
             **_rules(optimizer),
-            "schedule": _schedule(options.schedule),
-            **{name: getattr(options, name) for name in _OPTIMIZER},
-            "moments": options.moments.value,
+            **options_of_all_groups(optimizer),
             "parameters": {each.name: [each.lr_scale, each.weight_decay] for each in optimizer.parameters},
         },
         "scaler": None if scaler is None else scaler.options,
     }
     result: dict[str, Any] = json.loads(json.dumps(described))
     return result
+
+
+def options_of_all_groups(optimizer: Optimizer) -> dict[str, Any]:
+    """The options of an optimizer besides its rules, parameters and scaler."""
+    options = optimizer.options
+    common = {name: getattr(options, name) for name in _OPTIMIZER}
+    return {"schedule": _schedule(options.schedule), **common, "moments": options.moments.value}
 
 
 def _rules(optimizer: Optimizer) -> dict[str, Any]:
@@ -302,19 +310,34 @@ def _schedule(schedule: AnySchedule) -> dict[str, Any]:
     return {"table": len(schedule.values), "sha256": digest}
 
 
-def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP, optimizer: Optimizer) -> None:
-    for parameter in model.parameters():
-        if parameter.master is not None:
-            try:
-                check_rounding(parameter.name, arrays[parameter.name], arrays[f"{parameter.name}{_MASTER}"])
-            except OperandError as error:
-                raise CheckpointError(f"{complaint}: {error}") from error
-    bounds = {_STATE.get(name, name): each for name, each in state_ranges(optimizer).items()}
-    if optimizer.grad_norm is not None:
-        bounds[_GRAD_NORM] = 0.0, math.inf
+def check_values(
+    complaint: str,
+    arrays: Mapping[str, NDArray[Any]],
+    masters: Iterable[str],
+    bounds: Mapping[str, tuple[float, float]],
+) -> None:
+    """Raises `CheckpointError` if a value is out of its bounds, or an array is no rounding of its master copy.
+
+    Args:
+        complaint: the beginning of the message.
+        masters: names of the arrays that have a master copy.
+        bounds: the lowest and highest value by name, as `state_ranges` gives them.
+    """
+    for name in masters:
+        try:
+            check_rounding(name, arrays[name], arrays[f"{name}{MASTER}"])
+        except OperandError as error:
+            raise CheckpointError(f"{complaint}: {error}") from error
     for name in bounds:
         if found := outside(name, arrays[name], bounds):
             raise CheckpointError(f"{complaint}: {found}")
+
+
+def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP, optimizer: Optimizer) -> None:
+    bounds = {_STATE.get(name, name): each for name, each in state_ranges(optimizer).items()}
+    if optimizer.grad_norm is not None:
+        bounds[_GRAD_NORM] = 0.0, math.inf
+    check_values(complaint, arrays, [each.name for each in model.parameters() if each.master is not None], bounds)
 
 
 def _check_options(
@@ -322,12 +345,24 @@ def _check_options(
 ) -> None:
     """Raises `CheckpointError`, with a table of the differing options, if options differ that must be equal."""
     rows = [
-        row for row in _differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(_names_in(row[0]))
+        row for row in differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(_names_in(row[0]))
     ]
+    refuse_differences(path, rows, {name for row in rows for name in _names_in(row[0])}, CHANGEABLE)
+
+
+def refuse_differences(
+    path: str | os.PathLike[str], rows: Sequence[tuple[str, str, str]], names: Set[str], changeable: Sequence[str]
+) -> None:
+    """Raises `CheckpointError` with a table of options that differ, if there are any.
+
+    Args:
+        rows: from `differences`.
+        names: of the options in the rows.
+        changeable: names that `changed` accepts.
+    """
     if rows:
-        differing = {name for row in rows for name in _names_in(row[0])}
-        names = tuple(name for name in _CHANGEABLE if name in differing)
-        advice = f"\nWith changed={names} yours are used for these." if names else ""
+        given = tuple(name for name in changeable if name in names)
+        advice = f"\nWith changed={given} yours are used for these." if given else ""
         raise CheckpointError(f"{path} was saved with other options:\n{_table(rows)}{advice}")
 
 
@@ -345,13 +380,13 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> str:
     return "\n".join([*lines, *([f"  and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else [])])
 
 
-def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, str]]:
+def differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, str]]:
     """The differences of two descriptions: the option, the file's value, and the present value, as errors show them."""
     if name.startswith("optimizer.parameters.") and isinstance(theirs, list) and isinstance(ours, list):
         theirs, ours = (dict(zip(_PER_PARAMETER, rates, strict=False)) for rates in (theirs, ours))
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in {**theirs, **ours}:
-            yield from _differences(f"{name}.{key}" if name else key, theirs.get(key), ours.get(key))
+            yield from differences(f"{name}.{key}" if name else key, theirs.get(key), ours.get(key))
         if name.endswith(".parameters") and [*theirs] != [*ours]:
             yield f"the order of {name}", shown([*theirs]), shown([*ours])
     elif theirs != ours:
@@ -364,20 +399,30 @@ def _options_of(model: MLP) -> dict[str, Any]:
     return {**model.options, "master_weights": has_masters}
 
 
-def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
-    """Reads from a file's text the description of the model and, in a checkpoint, of the optimizer.
+def description_of(path: str | os.PathLike[str], text: str, version: int) -> dict[str, Any]:
+    """Reads the description that a file's text holds.
+
+    Args:
+        version: the only format version that is accepted, a key of `_READERS`.
 
     Raises:
         CheckpointError: the text is no description, or has another format version.
     """
     try:
-        description = parse_json(text.encode())
-        version = description["format"]
+        description: dict[str, Any] = parse_json(text.encode())
+        found = description["format"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise of_others(path) from error
-    if type(version) is not int or version != _FORMAT:
-        found = f"{path} has format {shortened(repr(version))}"
-        raise CheckpointError(f"{found}; this version reads format {_FORMAT}")
+    if type(found) is not int or found != version:
+        reader = _READERS.get(found) if type(found) is int else None
+        advice = f"this version reads format {version}" if reader is None else f"load it with {reader}"
+        raise CheckpointError(f"{path} has format {shortened(repr(found))}; {advice}")
+    return description
+
+
+def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
+    """The description of a model and, in a checkpoint, of its optimizer; raises as `description_of`."""
+    description = description_of(path, text, _FORMAT)
     if not isinstance(description.get("model"), dict):
         raise of_others(path)
     return {**description, "model": {**_DEFAULTS, **description["model"]}}
@@ -393,13 +438,13 @@ def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str
         raise CheckpointError(f"{path} has no {shortened(name)}")
     for name, kind in kinds.items():
         owner, _, part = name.rpartition(".")
-        shape = shapes.get(name, shapes.get(owner) if part in (_MASTER[1:], *_MOMENTS) else None)
+        shape = shapes.get(name, shapes.get(owner) if part in (MASTER[1:], *_MOMENTS) else None)
         is_number = kind.dtype in _WORDS and math.prod(kind.shape) == 1
         if shape is None and not (owner in ("optimizer", "scaler") and is_number):
             raise CheckpointError(f"{path} has {shortened(name)}, which there is not here")
         if shape is not None and (kind.shape != shape or kind.dtype not in _FLOATS):
             raise CheckpointError(f"{path}: {shortened(name)} is {shortened(str(kind))}; here its shape is {shape}")
-    return [name + _MASTER if name + _MASTER in kinds else name for name in shapes]
+    return [name + MASTER if name + MASTER in kinds else name for name in shapes]
 
 
 def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
@@ -408,7 +453,7 @@ def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, 
     Raises:
         CheckpointError: the model's type would make a finite value infinite.
     """
-    found = {name.removesuffix(_MASTER): array for name, array in values.items()}
+    found = {name.removesuffix(MASTER): array for name, array in values.items()}
     try:
         assigned = [(each, values_for(each, each.name, found[each.name])) for each in model.parameters()]
     except ArgumentError as error:

@@ -144,6 +144,7 @@ class TrainStep(Fixed):
         self.ema: Final = ema
         self._held = HeldArrays(model.parameters(), "this step")
         measured = step_loss(loss, loss_options, model)
+        self.loss: Final = measured.name
         self._body = StepBody(model, optimizer, measured, rows=batch_size, parts=accumulate, ema=ema)
         self._gpu: GpuStep | None = None
         self._tally: Tally = HostTally()
@@ -203,7 +204,7 @@ class TrainStep(Fixed):
     def __repr__(self) -> str:
         sizes = f"batch_size={self.batch_size}, accumulate={self.accumulate}"
         ema, optimizer = "" if self.ema is None else ", EMA", type(self.optimizer).__name__
-        return f"TrainStep({brief(self.model)}, {optimizer}, loss={self._body.loss.name}, {sizes}{ema})"
+        return f"TrainStep({brief(self.model)}, {optimizer}, loss={self.loss}, {sizes}{ema})"
 
     def metrics(self, *, stream: Any = None) -> Metrics:
         """Means over the steps since the last call.
