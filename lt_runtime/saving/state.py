@@ -6,10 +6,11 @@ name is written once, under its first key; the file's text has the other keys.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Collection, Mapping, Set
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from lt_runtime.arrays.transfer import fetch, replace_all
 from lt_runtime.errors import ArgumentError, CheckpointError
 from lt_runtime.files import parse_json
 from lt_runtime.nn.device import ComputeDevice
-from lt_runtime.nn.mlp import MLP
 from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Kind, Kinds, check_kinds, of_others, shortened
@@ -33,12 +33,9 @@ from lt_runtime.saving.checkpoints import (
     differences,
     refuse_differences,
 )
-from lt_runtime.saving.owners import PLAIN, Owner, apply, owners_of, plain, settings_of
-from lt_runtime.saving.plan_choices import choices_of, take_choices
+from lt_runtime.saving.owners import PLAIN, State, plain, settings_of, state_of
 from lt_runtime.schedules import Table
 
-Value: TypeAlias = int | float | str
-_Options: TypeAlias = Mapping[str, Mapping[str, Any]]
 _SETTINGS: Final = ("lr", "lr_scale", "schedule", "weight_decay")
 """Options that `settings="file"` takes from the file."""
 _CHANGEABLE: Final = (*CHANGEABLE, "accumulate", "batch_size", "decay", "loss", "momentum", "nesterov")
@@ -47,9 +44,9 @@ _CHANGEABLE: Final = (*CHANGEABLE, "accumulate", "batch_size", "decay", "loss", 
 def save(path: str | os.PathLike[str], **owners: Any) -> None:
     """Writes models, optimizers, averages, steps and plain values to one safetensors file, under their keywords.
 
-    The file holds all values that training changes, by name, the options that decide how training goes on, and the plan
-    choices of each `lt.MLP`. An array that is found several times is written once. The file has a digest and is
-    replaced in one step, as by `save_checkpoint`. Waits for the GPU::
+    The file holds all values that training changes, by name, the options that decide how training goes on. An array
+    that is found several times is written once. The file has a digest and is replaced in one step, as by
+    `save_checkpoint`, but has no plan choices. Waits for the GPU::
 
         lt.save("run.safetensors", model=net, head=optimizer, ema=ema, epoch=3)
         epoch = lt.load("run.safetensors", model=net, head=optimizer, ema=ema)["epoch"]
@@ -73,28 +70,20 @@ def save(path: str | os.PathLike[str], **owners: Any) -> None:
         raise ArgumentError("there is nothing to save: pass objects and values by keyword, such as model=model")
     values = {keyword: each for keyword, each in owners.items() if isinstance(each, PLAIN)}
     objects = {keyword: each for keyword, each in owners.items() if keyword not in values}
-    found, plans = owners_of(objects), {}
-    arrays, roots = _keyed(found)
-    host = {key: fetch(operand, stream) for key, (operand, stream) in _operands(arrays).items()}
-    _check(f"{os.fspath(path)} is not written", {key: host[root] for key, root in roots.items()}, found)
+    state, operands, firsts = _read(objects)
+    host = {key: fetch(*operands[key]) for key, first in firsts.items() if key == first}
+    _check(f"{os.fspath(path)} is not written", {key: host[first] for key, first in firsts.items()}, state)
     for keyword, each in objects.items():
-        if isinstance(each, MLP):
-            plans[keyword] = choices_of(each)
         if isinstance(each, Optimizer) and isinstance(each.schedule, Table):
-            host[_table_key(keyword)] = np.array(each.schedule.values, np.float32)
-    described = {
-        "format": STATE_FORMAT,
-        "owners": {keyword: each.options for keyword, each in found.items()},
-        "shared": {key: root for key, root in roots.items() if key != root},
-        "values": plain(values),
-        "plans": plans,
-    }
+            host[f"{keyword}/schedule"] = np.array(each.schedule.values, np.float32)
+    shared = {key: first for key, first in firsts.items() if key != first}
+    described = {"format": STATE_FORMAT, "options": state.options, "shared": shared, "values": plain(values)}
     try:
         text = json.dumps(described)
         parse_json(text.encode())
     except ValueError as error:
-        found_in = f"the names or the values {shown(values)} cannot be saved"
-        raise ArgumentError(f"{os.fspath(path)} is not written: {found_in}: {error}") from error
+        complaint = f"the names or the values {shown(values)} cannot be saved: {error}"
+        raise ArgumentError(f"{os.fspath(path)} is not written: {complaint}") from error
     checkpoint_file.write(path, host, text)
 
 
@@ -104,7 +93,7 @@ def load(
     settings: Literal["equal", "file"] = "equal",
     changed: Collection[str] = (),
     **owners: Any,
-) -> dict[str, Value]:
+) -> dict[str, int | float | str]:
     """Loads a file of `save` into objects that were made with the same options, and returns the file's plain values.
 
     Training then continues bit by bit as if it had not been interrupted. Arrays are found by their names and written in
@@ -132,165 +121,126 @@ def load(
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     kept = {one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)}
     taken = {*_SETTINGS} - kept if one_of("settings", settings, ("equal", "file")) == "file" else set[str]()
-    found = owners_of(owners)
-    arrays, roots = _keyed(found)
-    operands = _operands(arrays)
-    here = {key: Kind(operands[root][0].dtype, operands[root][0].shape) for key, root in roots.items()}
+    state, operands, firsts = _read(owners)
+    like = {key: Kind(operand.dtype, operand.shape) for key, (operand, _) in operands.items()}
     with checkpoint_file.reading(path) as file:
-        theirs, shared, values, plans = _described(path, file.text)
-        _check_options(path, theirs, found, kept | taken)
-        sources = _sources(path, file.kinds, shared, theirs, found)
-        tables = _tables(theirs, found)
-        check_kinds(path, {key: file.kinds[source] for key, source in sources.items()}, {**here, **tables})
-        _check_shared(path, sources, roots)
+        options, shared, values = _described(path, file.text)
+        _check_options(path, options, state.options, {*owners}, kept | taken)
+        sources = _sources(path, file.kinds, shared, {*map(_keyword, options)}, owners)
+        for key in (f"{keyword}/schedule" for keyword in state.names):
+            if isinstance(options.get(key), dict) and isinstance(options[key].get("table"), int):
+                like[key] = Kind("float32", (options[key]["table"],))
+        check_kinds(path, {key: file.kinds[source] for key, source in sources.items()}, like)
+        _check_shared(path, _firsts(sources), firsts)
         content = file.load({*sources.values()})
     saved = {key: content[source] for key, source in sources.items()}
-    _check(f"{os.fspath(path)} cannot be used", saved, found)
-    optimizers = {keyword: each for keyword, each in owners.items() if isinstance(each, Optimizer)}
+    _check(f"{os.fspath(path)} cannot be used", saved, state)
+    made = []
     try:
-        changes = [
-            (settings_of(each, found[keyword], theirs[keyword], saved.get(_table_key(keyword)), taken), each)
-            for keyword, each in optimizers.items()
-        ]
+        for keyword, names in state.names.items() if taken else ():
+            table = saved.get(f"{keyword}/schedule")
+            made += settings_of(keyword, owners[keyword], names, options, table, taken)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: its settings are wrong: {shortened(str(error))}") from error
-    replace_all([(operand, saved[key], stream) for key, (operand, stream) in operands.items()])
-    for change in changes if taken else ():
-        apply(*change)
-    for keyword, each in owners.items():
-        if isinstance(each, MLP):
-            take_choices(path, plans.get(keyword), each)
+    replace_all([(operand, saved[key], stream) for key, (operand, stream) in operands.items() if firsts[key] == key])
+    for assignment in made:
+        setattr(*assignment)
     return values
 
 
-def _keyed(found: Mapping[str, Owner]) -> tuple[dict[str, Any], dict[str, str]]:
-    """All arrays, each once by its first key; and for every key the first key of its array."""
-    arrays, roots, firsts = dict[str, Any](), dict[str, str](), dict[int, str]()
-    for keyword, owner in found.items():
-        for name, array in owner.arrays.items():
-            key = f"{keyword}/{name}"
-            roots[key] = firsts.setdefault(id(array), key)
-            arrays.setdefault(roots[key], array)
-    return arrays, roots
+def _read(owners: Mapping[str, Any]) -> tuple[State, dict[str, tuple[Operand, int]], dict[str, str]]:
+    """The state of objects, its arrays with the current streams of their devices, and `_firsts` of the arrays.
 
-
-def _operands(arrays: Mapping[str, Any]) -> dict[str, tuple[Operand, int]]:
-    """Reads arrays as operands, each with the current stream of its device. Waits for all work on the devices."""
-    devices = {key: device_of(key, array) for key, array in arrays.items()}
+    Waits for all work on the devices.
+    """
+    state = state_of(owners)
+    devices = {key: device_of(key, array) for key, array in state.arrays.items()}
     for device in {*devices.values()} - {HOST}:
         ComputeDevice(device).synchronize()
     streams = {device: 0 if device == HOST else CUPY.current_stream(device) for device in {*devices.values()}}
-    operands = {key: (read(key, array, streams[devices[key]]), streams[devices[key]]) for key, array in arrays.items()}
-    for operand, _ in operands.values():
+    pairs = [(key, read(key, array, streams[devices[key]])) for key, array in state.arrays.items()]
+    for _, operand in pairs:
         operand.check_packed()
-    return operands
+    operands = {key: (operand, streams[devices[key]]) for key, operand in pairs}
+    return state, operands, _firsts({key: id(array) for key, array in state.arrays.items()})
 
 
-def _check(complaint: str, arrays: Mapping[str, NDArray[Any]], found: Mapping[str, Owner]) -> None:
-    """Raises `CheckpointError` if a value of any owner is out of its range; arrays are by key."""
-    for keyword, owner in found.items():
-        masters = [f"{keyword}/{name}" for name in owner.arrays if f"{name}{MASTER}" in owner.arrays]
-        bounds = {f"{keyword}/{name}": each for name, each in owner.bounds.items()}
-        check_values(complaint, arrays, masters, bounds)
+def _firsts(arrays: Mapping[str, object]) -> dict[str, str]:
+    """For every key the first key, in the order of the keys, that has the same array."""
+    firsts = dict[object, str]()
+    return {key: firsts.setdefault(array, key) for key, array in sorted(arrays.items())}
+
+
+def _keyword(key: str) -> str:
+    return key.partition("/")[0]
+
+
+def _check(complaint: str, arrays: Mapping[str, NDArray[Any]], state: State) -> None:
+    """Raises `CheckpointError` if a value is out of its range; `arrays` are the values by the keys of the state."""
+    masters = [key for key in state.arrays if f"{key}{MASTER}" in state.arrays]
+    check_values(complaint, arrays, masters, state.bounds)
 
 
 def _described(
     path: str | os.PathLike[str], text: str
-) -> tuple[dict[str, _Options], dict[str, str], dict[str, Value], dict[str, Any]]:
-    """A file's options by owner and place, other keys of shared arrays, plain values and plan choices."""
+) -> tuple[dict[str, Any], dict[str, str], dict[str, int | float | str]]:
+    """A file's options by key, the first keys of shared arrays, and the plain values."""
     described = description_of(path, text, STATE_FORMAT)
-    sections: list[Any] = [described.get(each) for each in ("owners", "shared", "values", "plans")]
-    owners, shared, values, plans = sections
-    try:
-        places = [place for owner in owners.values() for place in owner.values()]
-        plain_values = {keyword: _value_of(each) for keyword, each in values.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise of_others(path) from error
-    are_objects = all(isinstance(each, dict) for each in [*sections, *owners.values(), *places])
-    if not are_objects or not all(isinstance(key, str) for key in shared.values()):
+    options, shared, values = (described.get(name) for name in ("options", "shared", "values"))
+    if not (isinstance(options, dict) and isinstance(shared, dict) and isinstance(values, dict)):
         raise of_others(path)
-    return owners, shared, plain_values, plans
-
-
-def _value_of(given: Any) -> Value:
-    """The value of which `plain` made a part of a file; raises an error of Python for anything else."""
-    value: Value = float(given["float"]) if isinstance(given, dict) else given
-    if not isinstance(value, (int, float, str)):
-        raise TypeError("no plain value")
-    return value
+    try:
+        values = {key: float(each["float"]) if isinstance(each, dict) else each for key, each in values.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise of_others(path) from error
+    if not all(isinstance(each, (int, float, str)) for each in (*values.values(), *shared.values())):
+        raise of_others(path)
+    return options, shared, values
 
 
 def _check_options(
     path: str | os.PathLike[str],
-    theirs: Mapping[str, _Options],
-    found: Mapping[str, Owner],
-    may_differ: Collection[str],
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    keywords: Set[str],
+    may_differ: Set[str],
 ) -> None:
-    """Raises `CheckpointError` if an owner is missing, or with a table of all options that differ and must not."""
-    rows, names = [], set()
-    for keyword, owner in found.items():
-        if keyword not in theirs:
-            raise CheckpointError(f"{path} has no {keyword}; its objects are {shortened(', '.join(theirs))}")
-        for option, row in _rows(keyword, theirs[keyword], owner.options):
-            if option not in may_differ:
-                rows.append(row)
-                names.add(option)
-    refuse_differences(path, rows, names, _CHANGEABLE)
-
-
-def _rows(keyword: str, theirs: _Options, ours: _Options) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """The options of one owner that differ: each option's name, and a row for a table of them."""
-    for place in {**ours, **theirs}:
-        there, here = theirs.get(place, {}), ours.get(place, {})
-        for option in {**here, **there}:
-            name = f"{keyword}/{place}.{option}" if place else f"{keyword}.{option}"
-            for row in differences(name, there.get(option), here.get(option)):
-                yield option, row
+    """Raises `CheckpointError` if a file lacks an object, or with a table of all options that differ and must not."""
+    objects = sorted({*map(_keyword, theirs)})
+    for keyword in sorted(keywords - {*objects}):
+        raise CheckpointError(f"{path} has no {keyword}; its objects are {shortened(', '.join(objects))}")
+    names = {key: key.rpartition(".")[2].rpartition("/")[2] for key in {**ours, **theirs} if _keyword(key) in keywords}
+    rows = {
+        key: [*differences(key, theirs.get(key), ours.get(key))]
+        for key, name in names.items()
+        if name not in may_differ
+    }
+    differing = {names[key] for key, found in rows.items() if found}
+    refuse_differences(path, [*itertools.chain(*rows.values())], differing, _CHANGEABLE)
 
 
 def _sources(
     path: str | os.PathLike[str],
     kinds: Kinds,
     shared: Mapping[str, str],
-    theirs: Collection[str],
-    found: Collection[str],
+    objects: Collection[str],
+    keywords: Collection[str],
 ) -> dict[str, str]:
-    """For every key of the given owners in a file, the key under which the file has the array."""
-    sources = dict[str, str]()
-    for key in sorted({*kinds, *shared}):
-        keyword, source = key.partition("/")[0], shared.get(key, key)
-        if keyword not in theirs or source not in kinds:
+    """For every key of some keywords in a file, the key under which the file has the array.
+
+    Raises:
+        CheckpointError: an array belongs to none of the file's objects.
+    """
+    sources = {key: shared.get(key, key) for key in sorted({*kinds, *shared})}
+    for key, source in sources.items():
+        if _keyword(key) not in objects or source not in kinds:
             raise CheckpointError(f"{path} has {shortened(key)}, which belongs to none of its objects")
-        if keyword in found:
-            sources[key] = source
-    return sources
+    return {key: source for key, source in sources.items() if _keyword(key) in keywords}
 
 
-def _tables(theirs: Mapping[str, _Options], found: Mapping[str, Owner]) -> dict[str, Kind]:
-    """The arrays with the values of schedules that a file must have, by key."""
-    schedules = {keyword: theirs[keyword].get("", {}).get("schedule") for keyword in found}
-    return {
-        _table_key(keyword): Kind("float32", (each["table"],))
-        for keyword, each in schedules.items()
-        if isinstance(each, dict) and isinstance(each.get("table"), int)
-    }
-
-
-def _table_key(keyword: str) -> str:
-    """The key of the values of an optimizer's `lt.schedules.Table`."""
-    return f"{keyword}/schedule"
-
-
-def _check_shared(path: str | os.PathLike[str], sources: Mapping[str, str], roots: Mapping[str, str]) -> None:
+def _check_shared(path: str | os.PathLike[str], there: Mapping[str, str], here: Mapping[str, str]) -> None:
     """Raises `CheckpointError` unless the same keys share an array in a file and here."""
-    there, here = _firsts(sources), _firsts(roots)
-    for key in roots:
-        if there[key] != here[key]:
-            other, where = (there[key], "in the file") if there[key] != key else (here[key], "here")
+    for key, first in here.items():
+        if there[key] != first:
+            other, where = (there[key], "in the file") if there[key] != key else (first, "here")
             raise CheckpointError(f"{path}: {key} is the same array as {shortened(other)} only {where}")
-
-
-def _firsts(roots: Mapping[str, str]) -> dict[str, str]:
-    """For every key the first key, in the order of the keys, that has the same root."""
-    firsts = dict[str, str]()
-    return {key: firsts.setdefault(root, key) for key, root in sorted(roots.items())}

@@ -110,3 +110,43 @@ def test_a_block_with_cupy_runs_on_the_step_s_stream(gpu: FakeGpu, graph: bool) 
 
     on_gpu = losses(gpu.lt, "cuda", gpu.cp.asarray)
     np.testing.assert_allclose(on_gpu, losses(gpu.lt, "cpu", np.asarray), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_of_a_tied_model_is_the_unbroken_one(gpu: FakeGpu, dtype: str, tmp_path: Path) -> None:
+    lt, batches = gpu.lt, [np.random.default_rng(i).standard_normal((ROWS, WIDTH + 5)) for i in range(6)]
+
+    def made(device: str = "cuda") -> dict[str, Any]:
+        model = _tied(lt, device=device, dtype=dtype)
+        parameters, scaler = model.parameters(), lt.GradScaler(256.0, growth_interval=2)
+        groups = [(parameters[:1], lt.rules.Lion(1e-3)), (parameters[1:], lt.rules.AdamW(1e-2))]
+        optimizer = lt.Optimizer(groups, scaler=scaler, max_norm=1.0)
+        ema = lt.EMA(model, 0.5)
+        step = lt.TrainStep(model, optimizer, loss="mse", ema=ema)
+        return {"model": model, "opt": optimizer, "ema": ema, "step": step}
+
+    def train(run: dict[str, Any], steps: range) -> None:
+        for i in steps:
+            x, target = (
+                gpu.cp.asarray(each.astype(run["model"].dtype.numpy)) for each in np.split(batches[i], [WIDTH], 1)
+            )
+            run["step"](x, target)
+
+    def state(run: dict[str, Any]) -> list[bytes]:
+        gpu.synchronize_all()
+        arrays = [
+            array for each in run["model"].parameters() for array in (each.data, each.master) if array is not None
+        ]
+        arrays += [*run["ema"].averages.values(), *run["opt"].state_dict().values()]
+        return [_host(gpu, each).tobytes() for each in arrays]
+
+    unbroken, first, second, on_host = made(), made(), made(), made("cpu")
+    train(unbroken, range(6))
+    train(first, range(3))
+    lt.save(tmp_path / "run", **first, epoch=3)
+    train(second, range(4, 6))  # its graph is captured before the file is loaded
+    assert lt.load(tmp_path / "run", **second) == {"epoch": 3}
+    lt.load(tmp_path / "run", **on_host)
+    assert state(second) == state(on_host) == state(first)
+    train(second, range(3, 6))
+    assert state(second) == state(unbroken)

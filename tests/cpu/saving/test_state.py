@@ -182,9 +182,9 @@ def test_every_difference_is_in_the_table(path: Path, run: Run) -> None:
     said = refused(path, other, "was saved with other options")
     rows = [tuple(line.split()) for line in said.splitlines()[2:-1]]
     assert rows == [
-        ("head.schedule.warmup_steps", "0", "5"),
+        *[("model/enc.dropout", "0.25", "0.5"), ("head/schedule.warmup_steps", "0", "5")],
         *[("head/group", "0.lr", "0.001", "0.002"), ("head/group", "1.weight_decay", "0.01", "0.5")],
-        *[("head/dec.bias.lr_scale", "1.0", "0.5"), ("model/enc.dropout", "0.25", "0.5")],
+        ("head/dec.bias.lr_scale", "1.0", "0.5"),
     ]
     names = ("dropout", "lr", "lr_scale", "schedule", "weight_decay")
     assert said.endswith(f"With changed={names} yours are used for these.")
@@ -223,7 +223,7 @@ def test_settings_of_adamw(path: Path) -> None:
     lt.save(path, **saved)
     lt.load(path, **other, settings="file")
     assert (other["opt"].lr, other["opt"].weight_decay) == (0.5, 0.25)
-    with pytest.raises(CheckpointError, match=r"opt\.max_norm"):
+    with pytest.raises(CheckpointError, match=r"opt/max_norm"):
         lt.load(path, **made(), settings="file")
     with pytest.raises(CheckpointError, match=r"format 2; load it with lt\.load"):
         lt.load_checkpoint(path, saved["net"], saved["opt"])
@@ -232,11 +232,19 @@ def test_settings_of_adamw(path: Path) -> None:
         lt.load(path, **saved)
 
 
-@pytest.mark.parametrize("change", [lambda given: given.update(lr=-1.0), lambda given: given.pop("lr")])
+SETTINGS: list[Callable[[dict[str, Any]], Any]] = [
+    lambda given: given.update({"head/group 1.lr": -1.0}),
+    lambda given: given.pop("head/group 1.lr"),
+    lambda given: given.update({"head/dec.bias.lr_scale": None}),
+    lambda given: given.update({"head/schedule": {"decay": "sudden"}}),
+]
+
+
+@pytest.mark.parametrize("change", SETTINGS)
 def test_settings_that_a_file_cannot_have(path: Path, run: Run, change: Callable[[dict[str, Any]], Any]) -> None:
     arrays, metadata = content_of(path)
     described = json.loads(metadata[TEXT])
-    change(described["owners"]["head"]["group 1"])
+    change(described["options"])
     checkpoint_file.write(path, arrays, json.dumps(described))
     refused(path, Run("bfloat16"), "its settings are wrong", settings="file")
 
@@ -251,12 +259,12 @@ def test_an_array_that_two_models_share_is_written_once(path: Path) -> None:
     lt.save(path, b=two, a=one)
     assert "b/2.weight" not in content_of(path)[0]
     copies = lt.Chain(linear(), linear()), lt.Chain(linear(bias=False), lt.RMSNorm(4, device="cpu"), linear())
-    with pytest.raises(CheckpointError, match=r"b/2\.weight is the same array as a/0\.weight only in the file"):
+    with pytest.raises(CheckpointError, match=r"b/2\.bias is the same array as a/0\.bias only in the file"):
         lt.load(path, a=copies[0], b=copies[1])
     lt.load(path, b=copies[1])
     assert copies[1].state_dict()["2.weight"].tobytes() == one.parameters()[0].data.tobytes()
     lt.save(path, a=copies[0], b=copies[1])
-    with pytest.raises(CheckpointError, match=r"b/2\.weight is the same array as a/0\.weight only here"):
+    with pytest.raises(CheckpointError, match=r"b/2\.bias is the same array as a/0\.bias only here"):
         lt.load(path, a=one, b=two)
 
 
@@ -290,9 +298,9 @@ def test_the_order_of_parameters_is_free_and_a_part_is_a_model(path: Path) -> No
 
 
 BLOCKS: list[tuple[Callable[[], lt.Block], Callable[[], lt.Block], str]] = [
-    (lambda: lt.RMSNorm(4, device="cpu"), lambda: lt.LayerNorm(4, bias=False, device="cpu"), r"m\.block +'RMSNorm'"),
-    (lambda: linear(dropout=0.5), lambda: lt.Linear(4, 4, device="cpu", seed=2, dropout=0.5), r"m\.seed +1 +2"),
-    (lambda: linear(activation="relu"), lambda: linear(activation="tanh"), r"m\.activation\.name +'relu' +'tanh'"),
+    (lambda: lt.RMSNorm(4, device="cpu"), lambda: lt.LayerNorm(4, bias=False, device="cpu"), r"m/block +'RMSNorm'"),
+    (lambda: linear(dropout=0.5), lambda: lt.Linear(4, 4, device="cpu", seed=2, dropout=0.5), r"m/seed +1 +2"),
+    (lambda: linear(activation="relu"), lambda: linear(activation="tanh"), r"m/activation\.name +'relu' +'tanh'"),
 ]
 
 
@@ -329,12 +337,9 @@ def test_what_load_does_not_take(path: Path, run: Run, options: dict[str, Any]) 
         lt.load(path, **options)
 
 
-@pytest.mark.parametrize("section", ["owners", "shared", "values", "plans"])
-@pytest.mark.parametrize("value", [None, [], 3, {"model": 3}, {"model": {"": 3}}, {"model": []}])
+@pytest.mark.parametrize("section", ["options", "shared", "values"])
+@pytest.mark.parametrize("value", [None, [], 3, {"model": []}, {"model": {"float": "x"}}])
 def test_texts_that_save_does_not_write(path: Path, run: Run, section: str, value: Any) -> None:
     arrays, metadata = content_of(path)
     checkpoint_file.write(path, arrays, json.dumps({**json.loads(metadata[TEXT]), section: value}))
-    if isinstance(value, dict) and (section == "plans" or (section == "values" and value["model"] == 3)):
-        lt.load(path, **run.owners)
-    else:
-        refused(path, run, "was not written by|belongs to none|has no")
+    refused(path, run, "was not written by|belongs to none|has no")
