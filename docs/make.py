@@ -14,7 +14,7 @@ GUIDES: Final = {
     "training": "models and training steps: freezing, averages, losses, the optimizer's options",
     "models": "models of blocks: residual nets, towers, tied weights, blocks and loops of your own",
     "own-loops": "loops and losses of your own: layers, streams, buffers, graphs, raw addresses, cuBLASLt itself",
-    "weights": "weights from and for PyTorch, model files, checkpoints",
+    "weights": "weights from and for PyTorch, model files, checkpoints, files of any models and optimizers",
     "tuning": "what is measured when, the command line for it, where results are kept, which files are trusted",
     "profiling": "where the time of a step goes",
     "rounding": "which results are rounded when",
@@ -30,7 +30,7 @@ TOPICS: Final = {
     "Losses": "cross_entropy mse_loss huber_loss bce_with_logits Loss",
     "Training": "TrainStep AdamW Optimizer rules Parameter EMA GradScaler Schedule schedules prefetch Prefetcher "
     "evaluate Metrics",
-    "Files": "save_model load_model save_checkpoint load_checkpoint",
+    "Files": "save load save_model load_model save_checkpoint load_checkpoint",
     "Tuning": "tune tuning explain",
     "Profiling": "profile range check_capture CaptureReport",
     "Errors": "errors",

@@ -326,6 +326,8 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "load_checkpoint": with_trained("load_checkpoint", path="/nowhere/at/all"),
     "save_model": lambda w: (w.lt.save_model, {"path": "/nowhere/at/all", "model": w.model()}),
     "load_model": plain("load_model", path="/nowhere/at/all"),
+    "save": lambda w: (w.lt.save, {"path": "/nowhere/at/all", "model": w.model()}),
+    "load": lambda w: (w.lt.load, {"path": "/nowhere/at/all", "model": w.model()}),
     "prefetch": lambda w: (w.lt.prefetch, {"iterable": [], "device": w.device}),
     "tune": plain("tune", **LAYERS),
     "explain": plain("explain", **LAYERS),
