@@ -29,7 +29,7 @@ TOPICS: Final = {
     "Models": "MLP Linear Chain Residual Parallel LayerNorm RMSNorm SwiGLU GEGLU ReGLU Gated Dropout Block Pass",
     "Losses": "cross_entropy mse_loss huber_loss bce_with_logits Loss",
     "Training": "TrainStep AdamW Optimizer rules Parameter EMA GradScaler Schedule schedules prefetch Prefetcher "
-    "evaluate Metrics",
+    "evaluate Metrics fit Epoch",
     "Files": "save load save_model load_model save_checkpoint load_checkpoint",
     "Tuning": "tune tuning explain",
     "Profiling": "profile range check_capture CaptureReport",

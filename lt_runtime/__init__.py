@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lt_runtime.arrays.libraries import contiguous
     from lt_runtime.binding import bind
     from lt_runtime.epilogue import Epilogue
+    from lt_runtime.fitting import Epoch, fit
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.nn.block import Block
     from lt_runtime.nn.containers import Chain, Parallel, Residual
@@ -48,6 +49,7 @@ _EXPORTS = {
     "arrays.libraries": "contiguous",
     "binding": "bind",
     "epilogue": "Epilogue",
+    "fitting": "Epoch fit",
     "grad_scaler": "GradScaler",
     "ops._linear": "LinearContext",
     "ops.add": "add",
@@ -89,7 +91,7 @@ __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"
 __all__ += ["GEGLU", "MLP", "Block", "Chain", "Dropout", "Gated", "LayerNorm", "Linear", "Parallel", "Pass"]
 __all__ += ["RMSNorm", "ReGLU", "Residual", "SwiGLU"]
 __all__ += ["EMA", "AdamW", "GradScaler", "Optimizer", "Parameter", "Schedule"]
-__all__ += ["Metrics", "Prefetcher", "TrainStep", "evaluate", "prefetch"]
+__all__ += ["Epoch", "Metrics", "Prefetcher", "TrainStep", "evaluate", "fit", "prefetch"]
 __all__ += ["load", "load_checkpoint", "load_model", "save", "save_checkpoint", "save_model"]
 __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tune", "tuning"]
 __all__ += ["ACTIVATIONS", "Activation", "Epilogue", "cublaslt", "errors", "raw", "rules", "schedules"]

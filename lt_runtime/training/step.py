@@ -18,7 +18,7 @@ from lt_runtime.ops._parameters import HeldArrays, changes
 from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Tally, Totals, scores_of
-from lt_runtime.training.body import LossName, OwnFunction, StepBody, step_loss
+from lt_runtime.training.body import LossName, OwnFunction, StepBody, StepLoss, step_loss
 
 
 class Metrics(NamedTuple):
@@ -222,6 +222,10 @@ class TrainStep(Fixed):
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
 
+    def evaluate(self, batches: Iterable[tuple[Any, Any]], *, stream: Any = None) -> Metrics:
+        """Means over batches by this step's loss, without dropout and without an update: as `lt.evaluate`."""
+        return _evaluated(self.model, batches, self._body.loss, stream)
+
 
 def _check_optimizer(optimizer: Optimizer, model: Block) -> None:
     """Refuses an optimizer with a parameter of another model: its updates would not train this model."""
@@ -274,15 +278,19 @@ def evaluate(
         Whatever `batches` raises.
     """
     check_instance("model", model, Block, "an lt.MLP or another lt.Block")
-    measured = step_loss(loss, loss_options, model)
+    return _evaluated(model, batches, step_loss(loss, loss_options, model), stream)
+
+
+def _evaluated(model: Block, batches: Iterable[tuple[Any, Any]], measured: StepLoss, stream: Any) -> Metrics:
     device = model.device.ordinal
     if stream is not None:
         stream = stream_handle(stream, HOST if device is None else device)
     tallies, sizes = list[Tally](), list[int]()
     for x, target in _pairs(batches):
-        device_of("x", x)  # refuses inputs that are no array
+        first = x[0] if isinstance(x, tuple) and x else x
+        device_of("x", first)  # refuses inputs that are no array
         if device is not None and stream is None:
-            stream = stream_handle(None, device, library_of(x).current_stream)
+            stream = stream_handle(None, device, library_of(first).current_stream)
         outputs = model(x, stream=stream)
         out = None if measured.classifies else outputs
         value = measured.compute(outputs, target, out_gradient=out, stream=stream).loss

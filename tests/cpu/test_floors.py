@@ -30,6 +30,7 @@ FLOORS = (
     {"nn"},
     {"binding", "profiling", "training"},
     {"saving"},
+    {"fitting"},
     {"cli"},
     {"__main__"},
 )

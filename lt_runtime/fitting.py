@@ -1,0 +1,187 @@
+"""`fit`: trains a model over epochs, with validation, early stopping and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from lt_runtime.arguments import check_instance, flag, integer, shown
+from lt_runtime.arrays.transfer import copied
+from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.nn.block import Block
+from lt_runtime.nn.device import ComputeDevice
+from lt_runtime.nn.mlp import MLP
+from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.saving.checkpoints import save_checkpoint
+from lt_runtime.saving.state import save
+from lt_runtime.training.prefetch import prefetch
+from lt_runtime.training.step import TrainStep
+
+Batches: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+class Epoch(NamedTuple):
+    """Means over an epoch of `fit`.
+
+    Attributes:
+        epoch: its number, from 1.
+        loss, accuracy: of training, before each update, as in `TrainStep.metrics`.
+        valid_loss, valid_accuracy: of the model at the end of the epoch; None without validation.
+        seconds: the time that training and validation took.
+    """
+
+    epoch: int
+    loss: float
+    accuracy: float | None
+    valid_loss: float | None
+    valid_accuracy: float | None
+    seconds: float
+
+
+def fit(
+    step: TrainStep,
+    batches: Batches,
+    *,
+    epochs: int = 1,
+    valid: Batches | None = None,
+    patience: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> list[Epoch]:
+    """Trains a step's model over epochs, and keeps the weights of the epoch with the lowest validation loss.
+
+    With `valid`, the best weights so far are kept in the device's memory, and the model has them when the call returns.
+    Without it, every epoch counts as the best. The optimizer's state and an EMA stay those of the last step. Ctrl-C
+    ends training early: the call returns as usual, with the epochs that were completed.
+
+    Args:
+        step: the training step; its sums for `metrics` start anew.
+        batches: of each epoch: tuples (x, target) or (x, target, row_weights) as the step takes them, in a list or
+            another object that can be iterated again, or a function that returns such an object for each epoch. NumPy
+            arrays go to a GPU by `lt.prefetch`.
+        epochs: the largest number of epochs.
+        valid: batches (x, target) for validation, given as `batches`.
+        patience: stop after this many epochs without a lower validation loss; None never stops early.
+        checkpoint: a file that is written after each epoch that is the best so far: for an `lt.MLP` with `lt.AdamW` and
+            without an EMA by `lt.save_checkpoint`, otherwise by `lt.save` as model=, optimizer= and, if any, ema=.
+        progress: whether to show a progress bar on a terminal.
+
+    Returns:
+        The completed epochs in their order.
+
+    Raises:
+        ArgumentError: a number that is not positive, `patience` without `valid`, or an epoch without batches.
+        KindError: a batch is no tuple.
+        FileError: the checkpoint cannot be written.
+        LtError: as the step and `lt.evaluate` raise.
+        Whatever the batches raise.
+    """
+    check_instance("step", step, TrainStep, "an lt.TrainStep")
+    counts = {"epochs": epochs} | ({} if patience is None else {"patience": patience})
+    for name, value in counts.items():
+        if integer(name, value) < 1:
+            raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
+    if patience is not None and valid is None:
+        raise ArgumentError(f"patience is {patience}, but valid is None: early stopping needs batches for validation")
+    check_instance("checkpoint", checkpoint, (str, os.PathLike, type(None)), "None or the path of a file")
+    from lt_runtime.tuner.report import progress_bar  # imported late, because only the bar needs the tuner
+
+    history, best, waited = list[Epoch](), _Weights(step.model), 0
+    lowest, device, size = math.inf, step.model.device, len(batches) if isinstance(batches, Sized) else None
+    step.metrics()
+    with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(KeyboardInterrupt):
+        for epoch in range(1, epochs + 1):
+            start, text = time.monotonic(), f"loss {history[-1].loss:.4g}" if history else ""
+            for i, batch in enumerate(_placed("batches", batches, epoch, device), 1):
+                step(*batch)
+                if tell is not None:
+                    done = (epoch - 1) * size + i if size else epoch - 1
+                    tell(done, epochs * (size or 1), f"epoch {epoch} {text}")
+            trained = step.metrics()
+            tested = None if valid is None else step.evaluate(_placed("valid", valid, epoch, device))
+            loss, accuracy = (None, None) if tested is None else (tested.loss, tested.accuracy)
+            history.append(Epoch(epoch, trained.loss, trained.accuracy, loss, accuracy, time.monotonic() - start))
+            if tested is not None and not tested.loss < lowest:
+                waited += 1
+                if patience is not None and waited >= patience:
+                    break
+                continue
+            if tested is not None:
+                lowest, waited = tested.loss, 0
+                best.keep()
+            if checkpoint is not None:
+                _write(checkpoint, step)
+    best.restore()
+    return history
+
+
+def _write(path: str | os.PathLike[str], step: TrainStep) -> None:
+    if isinstance(step.model, MLP) and isinstance(step.optimizer, AdamW) and step.ema is None:
+        save_checkpoint(path, step.model, step.optimizer)
+    else:
+        save(path, model=step.model, optimizer=step.optimizer, **({} if step.ema is None else {"ema": step.ema}))
+
+
+def _placed(name: str, batches: Batches, epoch: int, device: ComputeDevice) -> Iterator[Any]:
+    """The batches of an epoch, on the model's device if they are NumPy arrays."""
+    given = iter(_checked(name, batches() if callable(batches) else batches))
+    first = next(given, None)
+    if first is None:
+        why = "an iterator gives its batches once; pass a list, or a function that returns an epoch's batches"
+        raise ArgumentError(f"{name} has no batches in epoch {epoch}: {why}")
+    x, whole = first[0], itertools.chain([first], given)
+    is_on_host = isinstance(x[0] if isinstance(x, tuple) else x, np.ndarray)
+    return prefetch(whole, device=device) if is_on_host and device.ordinal is not None else whole
+
+
+def _checked(name: str, batches: Iterable[Any]) -> Iterator[Any]:
+    check_instance(name, batches, Iterable, "an iterable of tuples (x, target), or a function that returns one")
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+            raise KindError(f"number {i} of {name} is {shown(batch)}; it must be a tuple (x, target)")
+        yield batch
+
+
+class _Weights:
+    """Copies of a model's parameters and master copies, on its device."""
+
+    def __init__(self, model: Block) -> None:
+        self._device = model.device
+        arrays = [array for each in model.parameters() for array in (each.data, each.master)]
+        self._arrays = [each for each in arrays if each is not None]
+        self._kept: list[Any] = []
+
+    def keep(self) -> None:
+        """Copies the present values; waits for the GPU."""
+        if self._kept:
+            self._copy(self._arrays, self._kept)
+            return
+        self._device.synchronize()
+        with self._device.current():
+            self._kept = [copied(each) for each in self._arrays]
+        self._device.synchronize()
+
+    def restore(self) -> None:
+        """Writes the kept values back, if there are any; waits for the GPU."""
+        if self._kept:
+            self._copy(self._kept, self._arrays)
+
+    def _copy(self, sources: list[Any], destinations: list[Any]) -> None:
+        self._device.synchronize()  # work on any stream may use the arrays
+        with self._device.current():
+            for source, to in zip(sources, destinations, strict=True):
+                if self._device.ordinal is None:
+                    to[...] = source
+                else:
+                    stream = stream_handle(None, self._device.ordinal)
+                    call("cuMemcpyDtoDAsync", to.data.ptr, source.data.ptr, to.nbytes, stream)
+        self._device.synchronize()
