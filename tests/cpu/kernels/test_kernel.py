@@ -30,8 +30,8 @@ def test_parameters_of_another_size_are_an_error(more: int, monkeypatch: pytest.
 
 COMPUTING = {
     *("DYNAMIC_SHARED", "static_assert", "sizeof", "__shfl_sync", "octet_count", "whole_steps", "place_of_sum"),
-    *("of", "index"),  # methods that compute an index
-    *("sweep", "columns", "a", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructors
+    *("of", "index", "last"),  # methods that compute an index
+    *("sweep", "columns", "a", "addend", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructors
     *("beside", "gate_at", "value_at", "dgate_at", "dvalue_at"),  # a matrix of addresses, and constructors
 }
 """Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
