@@ -15,8 +15,6 @@ import numpy as np
 from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.transfer import copied
 from lt_runtime.errors import ArgumentError, KindError
-from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.mlp import MLP
@@ -86,8 +84,7 @@ def fit(
         Whatever the batches raise.
     """
     check_instance("step", step, TrainStep, "an lt.TrainStep")
-    counts = {"epochs": epochs} | ({} if patience is None else {"patience": patience})
-    for name, value in counts.items():
+    for name, value in (("epochs", epochs), ("patience", 1 if patience is None else patience)):
         if integer(name, value) < 1:
             raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
     if patience is not None and valid is None:
@@ -95,7 +92,7 @@ def fit(
     check_instance("checkpoint", checkpoint, (str, os.PathLike, type(None)), "None or the path of a file")
     from lt_runtime.tuner.report import progress_bar  # imported late, because only the bar needs the tuner
 
-    history, best, waited = list[Epoch](), _Weights(step.model), 0
+    history, best, waited = list[Epoch](), list[Any](), 0
     lowest, device, size = math.inf, step.model.device, len(batches) if isinstance(batches, Sized) else None
     step.metrics()
     with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(KeyboardInterrupt):
@@ -116,11 +113,12 @@ def fit(
                     break
                 continue
             if tested is not None:
-                lowest, waited = tested.loss, 0
-                best.keep()
+                best, lowest, waited = _copies(step.model), tested.loss, 0
             if checkpoint is not None:
                 _write(checkpoint, step)
-    best.restore()
+    if best:
+        for parameter, values in zip(step.model.parameters(), best, strict=True):
+            parameter.assign(values)
     return history
 
 
@@ -151,37 +149,10 @@ def _checked(name: str, batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-class _Weights:
-    """Copies of a model's parameters and master copies, on its device."""
-
-    def __init__(self, model: Block) -> None:
-        self._device = model.device
-        arrays = [array for each in model.parameters() for array in (each.data, each.master)]
-        self._arrays = [each for each in arrays if each is not None]
-        self._kept: list[Any] = []
-
-    def keep(self) -> None:
-        """Copies the present values; waits for the GPU."""
-        if self._kept:
-            self._copy(self._arrays, self._kept)
-            return
-        self._device.synchronize()
-        with self._device.current():
-            self._kept = [copied(each) for each in self._arrays]
-        self._device.synchronize()
-
-    def restore(self) -> None:
-        """Writes the kept values back, if there are any; waits for the GPU."""
-        if self._kept:
-            self._copy(self._kept, self._arrays)
-
-    def _copy(self, sources: list[Any], destinations: list[Any]) -> None:
-        self._device.synchronize()  # work on any stream may use the arrays
-        with self._device.current():
-            for source, to in zip(sources, destinations, strict=True):
-                if self._device.ordinal is None:
-                    to[...] = source
-                else:
-                    stream = stream_handle(None, self._device.ordinal)
-                    call("cuMemcpyDtoDAsync", to.data.ptr, source.data.ptr, to.nbytes, stream)
-        self._device.synchronize()
+def _copies(model: Block) -> list[Any]:
+    """Copies of all parameters on the model's device: of the master copies where there are any. Waits for the GPU."""
+    model.device.synchronize()
+    with model.device.current():
+        made = [copied(each.data if each.master is None else each.master) for each in model.parameters()]
+    model.device.synchronize()
+    return made

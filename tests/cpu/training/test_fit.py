@@ -128,6 +128,7 @@ def test_several_inputs_and_classes() -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"epochs": 0}, ArgumentError, "epochs is 0; it must be positive"),
+    ({"epochs": None}, KindError, "epochs is None; it must be an integer"),
     ({"patience": 0, "valid": [data()]}, ArgumentError, "patience is 0; it must be positive"),
     ({"patience": 1}, ArgumentError, "early stopping needs batches for validation"),
     ({"valid": []}, ArgumentError, "valid has no batches in epoch 1"),
