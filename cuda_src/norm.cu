@@ -10,8 +10,10 @@
 //   BACKWARD_THREADS  most threads of a block of norm_bwd
 //
 // A block has blockDim.y rows at a time, and blockDim.x threads for each row: a power of two up to a warp, or whole warps. A
-// thread has one octet in each 8 · blockDim.x columns. The block goes on to later rows. A thread loads its octets of the next row
-// while it computes, if they are aligned 16-bit numbers: there are registers for them.
+// thread has one octet in each 8 · blockDim.x columns. A block of norm_fwd has no later rows: while it waits for its sums, the
+// multiprocessor runs other blocks. A block of norm_bwd goes on to later rows, because it adds up gradients over them. Its
+// threads load their octets of the next row while they compute, if these are aligned 16-bit numbers: there are registers for
+// them.
 //
 // A result may lie where an operand lies, because the thread that writes an element is the only one that reads it. So nothing
 // here may promise the compiler that operands do not overlap or are only read (`__restrict__`, `__ldg`).
@@ -24,9 +26,18 @@ namespace lt {
 constexpr bool kShort = ALIGNED && sizeof(SCALAR) == 2, kAhead = kShort && !LONG;
 constexpr int kOctets = kShort && LONG ? 4 : 2;  // octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same
 constexpr int kSums = 1 + MEAN;  // numbers that are summed up for each row; gradients that are summed up for each column
-// Launch bounds: blocks that a multiprocessor shall hold. A thread has 128 registers. In a forward pass it has 64 if rows are
-// aligned and not long, and all that it needs if they are neither.
-constexpr int kForwardBlocks = LONG ? 1 : (ALIGNED ? 1024 : 512) / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
+// Launch bounds: blocks that a multiprocessor shall hold. A thread of norm_bwd has 128 registers. A thread of norm_fwd has 40 in
+// small blocks of aligned 16-bit numbers, 48 if it holds a bias besides, 64 if weights are FP32 or blocks or numbers are larger,
+// and all that it needs if rows are long or not aligned.
+constexpr bool kDense = kAhead && sizeof(WEIGHT) == 2 && FORWARD_THREADS == 256;
+constexpr int kForwardThreads = kDense ? (MEAN ? 1280 : 1536) : ALIGNED ? 1024 : 512;
+constexpr int kForwardBlocks = LONG ? 1 : kForwardThreads / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
+
+#if LONG
+using Index = int64;  // a column, or a number of columns
+#else
+using Index = int;
+#endif
 
 struct NormFwdParams {
   Matrix x;
@@ -79,16 +90,16 @@ __device__ inline Packed<T> as_packed(const Octet& octet) {
 // A thread's octets of a row; `part` counts the pieces of a row that registers hold at a time.
 struct Place {
   int64 row;
-  int64 first;  // column of the first octet
-  int64 cols;   // 0 if the row does not exist
+  Index first;  // column of the first octet
+  Index cols;   // 0 if the row does not exist
 
   template <class Params>
-  __device__ Place(const Params& p, int64 row_, int64 part)
-      : row(row_), first(part * width() + threadIdx.x * kOctet), cols(row_ < p.rows ? p.cols : 0) {}
+  __device__ Place(const Params& p, int64 row_, Index part)
+      : row(row_), first(part * width() + threadIdx.x * kOctet), cols(row_ < p.rows ? static_cast<Index>(p.cols) : 0) {}
 
-  static __device__ int64 width() { return static_cast<int64>(kOctets * kOctet) * blockDim.x; }  // columns of a part
-  static __device__ int64 last(int64 cols) { return LONG ? (cols - 1) / width() : 0; }          // last part of a row
-  __device__ int64 col(int k) const { return first + static_cast<int64>(k * kOctet) * blockDim.x; }
+  static __device__ Index width() { return static_cast<Index>(kOctets * kOctet) * blockDim.x; }  // columns of a part
+  static __device__ Index last(int64 cols) { return LONG ? (cols - 1) / width() : 0; }           // last part of a row
+  __device__ Index col(int k) const { return first + static_cast<Index>(k * kOctet) * blockDim.x; }
   __device__ int count(int k) const { return octet_count(col(k), cols); }
 
   // Calls `use(k)` for each octet that has elements.
@@ -99,29 +110,42 @@ struct Place {
       if (count(k)) use(k);
     }
   }
-  __device__ Octet load(const WEIGHT* vector, int k) const { return unpack(Access<WEIGHT>::load(vector + col(k), 1, count(k))); }
+  // The address of the octet `k` in a row that begins at `data`. The stride of aligned rows is 1.
+  template <class T>
+  __device__ T* element(T* data, int64 col_stride, int k) const {
+    return data + (ALIGNED ? col(k) : col(k) * col_stride);
+  }
+  __device__ Octet load(const WEIGHT* vector, int k) const {
+    return unpack(Access<WEIGHT>::load(element(vector, 1, k), 1, count(k)));
+  }
   __device__ void store(const Matrix& m, int k, const Octet& octet) const {
-    Access<SCALAR>::store(element<SCALAR>(m, row, col(k)), m.col_stride, count(k), octet);
+    SCALAR* const data = lt::element<SCALAR>(m, row, 0);
+    Access<SCALAR>::store(element(data, m.col_stride, k), m.col_stride, count(k), octet);
   }
 };
 
-// A thread's octets of a row of a matrix. Elements beyond the last column or row are zeros, and so are those of a null matrix.
+// A thread's octets of a row of a matrix, or of a vector. Elements beyond the last column or row are zeros, and so are those of
+// a null operand.
+template <class T>
 struct Held {
-  Packed<SCALAR> raw[kOctets];
+  Packed<T> raw[kOctets];
 
-  __device__ void load(const Matrix& m, const Place& at) {
-    for (Packed<SCALAR>& each : raw) each = {};
-    if (!m.data) return;
+  __device__ void load(const T* data, int64 col_stride, const Place& at) {
+    for (Packed<T>& each : raw) each = {};
+    if (!data) return;
     at.each([&](int k) {
-      raw[k] = as_packed<SCALAR>(Access<SCALAR>::load(element<SCALAR>(m, at.row, at.col(k)), m.col_stride, at.count(k)));
+      raw[k] = as_packed<T>(Access<T>::load(at.element(data, col_stride, k), col_stride, at.count(k)));
     });
+  }
+  __device__ void load(const Matrix& m, const Place& at) {
+    load(m.data ? element<T>(m, at.row, 0) : nullptr, m.col_stride, at);
   }
   __device__ Octet operator[](int k) const { return unpack(raw[k]); }
 };
 
 // Octets of a row of x and of another matrix, and the row's statistics in backward.
 struct Row {
-  Held x, other;
+  Held<SCALAR> x, other;
   float mean, rstd;
 
   __device__ void load(const NormFwdParams& p, const Place& at) {
@@ -138,12 +162,13 @@ struct Row {
 
 // Adds up numbers over the threads of a row; all get the sums. `turn` alternates between two halves of the shared memory, so that
 // one barrier suffices: a warp may write its next numbers while another warp still reads these.
-__device__ inline void sum_over_row(float (&values)[kSums], uint32& turn) {
+template <int kCount>
+__device__ inline void sum_over_row(float (&values)[kCount], uint32& turn) {
   __shared__ float scratch[2][kSums][kMaxWarps];
   const uint32 lanes = blockDim.x, first = threadIdx.y * lanes / kWarp;
   turn ^= 1;
 #pragma unroll
-  for (int j = 0; j < kSums; ++j) {
+  for (int j = 0; j < kCount; ++j) {
 #pragma unroll
     for (uint32 step = kWarp / 2; step > 0; step /= 2) {
       if (step < lanes) values[j] += __shfl_xor_sync(0xFFFFFFFF, values[j], step);
@@ -153,80 +178,76 @@ __device__ inline void sum_over_row(float (&values)[kSums], uint32& turn) {
   if (lanes <= kWarp) return;
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < kSums; ++j) values[j] = sum_column(&scratch[turn][j][first], 1, static_cast<int>(lanes / kWarp));
-}
-
-// Adds the squares of the differences of elements to `shift`, and the differences, to a thread's sums.
-__device__ inline void add_differences(float (&sums)[kSums], const Held& x, float shift, const Place& at) {
-  at.each([&](int k) {
-    const Octet octet = x[k];
-    const int count = ALIGNED ? kOctet : at.count(k);
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
-      const float difference = i < count ? octet.v[i] - shift : 0.0f;
-      sums[0] += difference * difference;
-      if (MEAN) sums[MEAN] += difference;
-    }
-  });
+  for (int j = 0; j < kCount; ++j) values[j] = sum_column(&scratch[turn][j][first], 1, static_cast<int>(lanes / kWarp));
 }
 
 }  // namespace lt
 
 extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks) norm_fwd(const lt::NormFwdParams p) {
   using namespace lt;
-  const int64 step = static_cast<int64>(gridDim.x) * blockDim.y, last = Place::last(p.cols);
+  const int64 row = static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const Index last = Place::last(p.cols);
   const float n = static_cast<float>(p.cols);
+  // The variance is computed from differences to the mean of the columns that are read first, so that no digits cancel.
+  float shift = 0.0f, sums[kSums] = {};
   uint32 turn = 0;
-  Row now, next;
+  Row now;
+  Held<WEIGHT> weight, bias;
   wait_for_predecessor();
-  int64 row = static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (kAhead) next.load(p, Place(p, row, 0));
-  for (; row - threadIdx.y < p.rows; row += step) {
-    if (kAhead) {
-      now = next;
-      next.load(p, Place(p, row + step, 0));
-    }
-    // The variance is computed from differences to the mean of the columns that are read first, so that no digits cancel.
-    float shift = 0.0f, sums[kSums] = {};
 #pragma unroll 1
-    for (int64 part = 0; part <= last; ++part) {
-      const Place at(p, row, part);
-      if (!kAhead) now.load(p, at);
+  for (Index part = 0; part <= last; ++part) {
+    const Place at(p, row, part);
+    now.load(p, at);
+    at.each([&](int k) {
+      if (!p.add.data) return;
+      Octet total = now.x[k];
+      total += now.other[k];
+      now.x.raw[k] = pack<SCALAR>(total);
+      at.store(p.total, k, total);
+    });
+    // The weight is on its way while threads wait for each other's sums.
+    if (kAhead) weight.load(p.weight, 1, at);
+    if (MEAN && part == 0) {
+      float first[1] = {};
       at.each([&](int k) {
-        if (!p.add.data) return;
-        Octet total = now.x[k];
-        total += now.other[k];
-        now.x.raw[k] = pack<SCALAR>(total);
-        at.store(p.total, k, total);
-      });
-      if (MEAN && part == 0) {
-        float first[kSums] = {};
-        add_differences(first, now.x, 0.0f, at);
-        sum_over_row(first, turn);
-        shift = first[MEAN] / (last ? static_cast<float>(Place::width()) : n);
-      }
-      add_differences(sums, now.x, shift, at);
-    }
-    sum_over_row(sums, turn);
-    const float offset = MEAN ? sums[MEAN] / n : 0.0f, mean = shift + offset, variance = sums[0] / n - offset * offset;
-    const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
-    if (threadIdx.x == 0 && row < p.rows) {
-      if (MEAN) p.mean[row] = mean;
-      p.rstd[row] = rstd;
-    }
-#pragma unroll 1
-    for (int64 part = last; part >= 0; --part) {
-      const Place at(p, row, part);
-      if (part < last) now.x.load(p.add.data ? p.total : p.x, at);
-      at.each([&](int k) {
-        Octet y = now.x[k];
-        const Octet weight = at.load(p.weight, k);
+        const Octet octet = now.x[k];
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) y.v[i] = (y.v[i] - mean) * rstd * weight.v[i];
-        if (MEAN && p.bias) y += at.load(p.bias, k);
-        at.store(p.out, k, y);
+        for (const float& each : octet.v) first[0] += each;
       });
+      sum_over_row(first, turn);
+      shift = first[0] / (last ? static_cast<float>(Place::width()) : n);
     }
+    at.each([&](int k) {
+      const Octet octet = now.x[k];
+      const int count = ALIGNED ? kOctet : at.count(k);
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        const float difference = i < count ? octet.v[i] - shift : 0.0f;
+        sums[0] += difference * difference;
+        if (MEAN) sums[MEAN] += difference;
+      }
+    });
+  }
+  sum_over_row(sums, turn);
+  const float offset = MEAN ? sums[MEAN] / n : 0.0f, mean = shift + offset, variance = sums[0] / n - offset * offset;
+  const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
+  if (threadIdx.x == 0 && row < p.rows) {
+    if (MEAN) p.mean[row] = mean;
+    p.rstd[row] = rstd;
+  }
+#pragma unroll 1
+  for (Index part = last; part >= 0; --part) {
+    const Place at(p, row, part);
+    if (part < last) now.x.load(p.add.data ? p.total : p.x, at);
+    if (MEAN && kAhead) bias.load(p.bias, 1, at);
+    at.each([&](int k) {
+      const Octet factors = kAhead ? weight[k] : at.load(p.weight, k);
+      Octet y = now.x[k];
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) y.v[i] = (y.v[i] - mean) * rstd * factors.v[i];
+      if (MEAN && p.bias) y += kAhead ? bias[k] : at.load(p.bias, k);
+      at.store(p.out, k, y);
+    });
   }
 }
 
@@ -234,7 +255,8 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
 extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBlocks) norm_bwd(const lt::NormBwdParams p) {
   using namespace lt;
   DYNAMIC_SHARED(float4, memory);
-  const int64 step = static_cast<int64>(gridDim.x) * blockDim.y, last = Place::last(p.cols);
+  const int64 step = static_cast<int64>(gridDim.x) * blockDim.y;
+  const Index last = Place::last(p.cols);
   float* const partial = p.partial ? p.partial + blockIdx.x * kSums * p.pitch : nullptr;
   // The column sums of LONG rows. Each thread alone reads and writes the columns of its octets.
   float* const long_sums = p.holds_sums ? &memory->x : partial;
@@ -243,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
   Octet sums[kSums][kOctets] = {};
   uint32 turn = 0;
   Row now, next;
-  Held added;
+  Held<SCALAR> added;
   wait_for_predecessor();
   for (int64 at = own; at < end; at += own_step) store_packed(long_sums + at, Packed<float>{});
   int64 row = static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -255,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
     }
     float means[kSums] = {};
 #pragma unroll 1
-    for (int64 part = 0; part <= last; ++part) {
+    for (Index part = 0; part <= last; ++part) {
       const Place at(p, row, part);
       if (!kAhead) now.load(p, at);
       if (!LONG) added.load(p.add, at);
@@ -283,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
     sum_over_row(means, turn);
     const float n = static_cast<float>(p.cols), product = means[0] / n, centre = MEAN ? means[MEAN] / n : 0.0f;
 #pragma unroll 1
-    for (int64 part = last; part >= 0; --part) {
+    for (Index part = last; part >= 0; --part) {
       const Place at(p, row, part);
       if (part < last) now.load(p, at);
       if (LONG) added.load(p.add, at);

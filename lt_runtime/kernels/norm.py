@@ -21,7 +21,7 @@ NORM_SUMS: Final = Entry("norm_sums", "norm.cu")
 _OCTETS: Final = 2
 _LONG_OCTETS: Final = 4
 # Most threads of a block, by `Width`: of norm_fwd, for aligned rows and for others, and of norm_bwd. The launch bounds
-# of norm.cu let a multiprocessor run as many at a time as a wide row's block may have, or a long row's.
+# of norm.cu let a multiprocessor run at least as many at a time as a wide row's block may have, or a long row's.
 _FORWARD_THREADS: Final = {True: (256, 1024, 512), False: (256, 512, 256)}
 _BACKWARD_THREADS: Final = (256, 512, 512)
 # Threads in x and y of a block that adds up partial sums: 32 columns, so that a warp reads whole lines of 128 bytes.
@@ -66,6 +66,9 @@ def norm_macros(norm: Norm, *, aligned: bool, width: Width) -> Macros:
 class _Rows:
     """How a pass divides the rows of a matrix among blocks and threads.
 
+    A block of a forward pass has its rows and no later rows. A backward pass has one wave of blocks, which go from row
+    to row, because each adds up gradients over its rows.
+
     Args:
         matrices: specs of all matrices of the pass; None for an absent one.
         vectors: alignment of the addresses of weight and bias.
@@ -90,8 +93,9 @@ class _Rows:
         lanes = next_power_of_two(lanes) if lanes <= WARP else -(-lanes // WARP) * WARP
         share = -(-layout.rows // wave_of(device, 1))
         rows = max(1, WARP // lanes, min(next_power_of_two(threads[0] // lanes + 1) // 2, next_power_of_two(share)))
-        wave = wave_of(device, most // (lanes * rows))
-        self.tiling = Tiling((min(wave, -(-layout.rows // rows)), 1), (lanes, rows))
+        blocks = -(-layout.rows // rows)
+        wave = blocks if forward else wave_of(device, most // (lanes * rows))
+        self.tiling = Tiling((min(wave, blocks), 1), (lanes, rows))
         self.macros = norm_macros(norm, aligned=aligned, width=width)
         held = lanes * OCTET * octets
         self.pitch = -(-layout.cols // held) * held
