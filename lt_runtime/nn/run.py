@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import numpy as np
 
@@ -21,11 +21,21 @@ from lt_runtime.problem import Philox
 from lt_runtime.ranges import range_of
 
 if TYPE_CHECKING:
-    from lt_runtime.nn.block import Block
     from lt_runtime.tuner.chain import LayerChain
 
 PLACES: Final = 1 << 16
 """Numbers of dropout masks that each micro-batch has: the n-th mask of micro-batch b has the number b · 65536 + n."""
+
+
+class Surrounded(Protocol):
+    """The attributes of a block that `Pass` reads; see `Block`."""
+
+    name: str
+    has_range: ClassVar[bool]
+
+    @property
+    def title(self) -> str:
+        """The name with the class, for errors."""
 
 
 class Pass:
@@ -86,9 +96,9 @@ class Pass:
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []
-        self._ran: list[tuple[Block, int, int]] = []
+        self._ran: list[tuple[Surrounded, int, int]] = []
         self._start = self._masks = 0
-        self.running: Block | None = None
+        self.running: Surrounded | None = None
 
     @property
     def inference(self) -> Pass:
@@ -176,7 +186,7 @@ class Pass:
         return isinstance(last, LinearContext) and last.y is y and last.saved is not y
 
     @contextlib.contextmanager
-    def forward_of(self, block: Block) -> Iterator[None]:
+    def forward_of(self, block: Surrounded) -> Iterator[None]:
         """Surrounds a block's forward."""
         starts = len(self._kept), len(self._ran)
         with self._inside(block), _range("forward", block):
@@ -185,7 +195,7 @@ class Pass:
             self._ran.append((block, *starts))
 
     @contextlib.contextmanager
-    def backward_of(self, block: Block) -> Iterator[None]:
+    def backward_of(self, block: Surrounded) -> Iterator[None]:
         """Surrounds a block's backward, and checks that it takes what the block's forward kept.
 
         Raises:
@@ -207,7 +217,7 @@ class Pass:
         self._start = outer
 
     @contextlib.contextmanager
-    def _inside(self, block: Block) -> Iterator[None]:
+    def _inside(self, block: Surrounded) -> Iterator[None]:
         outer, self.running = self.running, block
         try:
             yield
@@ -223,7 +233,7 @@ class Pass:
             )
 
 
-def _range(phase: str, block: Block) -> contextlib.AbstractContextManager[Any]:
+def _range(phase: str, block: Surrounded) -> contextlib.AbstractContextManager[Any]:
     return range_of(f"{phase}/{block.name}") if block.has_range and block.name else contextlib.nullcontext()
 
 
