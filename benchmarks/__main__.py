@@ -19,7 +19,7 @@ SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "models", "nar
 _COMMANDS: Final = {"compare": "compare", "report": "tables", "derive-priors": "priors"}
 _FLAG: Final = {"action": "store_true"}
 _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
-    "ours": (("host", "kernels", "layers", "steps"), "measure only our public calls", _FLAG),
+    "ours": (("host", "kernels", "layers", "models", "steps"), "measure only our public calls", _FLAG),
     "keep-plans": (
         ("layers", "wide", "steps", "models"),
         "tune in the plan cache of $LT_RUNTIME_CACHE_DIR, and not in an empty one for each row",
