@@ -123,6 +123,15 @@ class MLP(Block, surrounded=False):
         """See `Block`."""
         return [(f"layer{i}", layer) for i, layer in enumerate(self.layers)]
 
+    def parameters(self) -> list[Parameter]:
+        """Weights and biases, layer by layer; a layer without a bias has its weight alone.
+
+        A parameter of two layers is listed twice, which optimizers refuse: the kernels of narrow MLPs would not add its
+        gradients. In an `lt.Chain` of `lt.Linear` layers may share parameters.
+        """
+        super().parameters()  # gives the parameters their names
+        return [each for layer in self.layers for each in (layer.weight, layer.bias) if each is not None]
+
     @property
     def activation(self) -> Activation | tuple[Activation, ...]:
         """The hidden layers' activation if they share it and the last layer has none; otherwise one for each layer."""

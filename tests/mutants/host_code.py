@@ -51,7 +51,7 @@ FAULTS: Final[Table] = {
     },
     "lt_runtime/training/step.py": {
         "tensors are evaluated on CuPy's current stream": (
-            "stream_handle(None, device, library_of(x).current_stream)",
+            "stream_handle(None, device, library_of(first).current_stream)",
             "stream_handle(None, device)",
             "tests/cpu/training/test_evaluate.py::test_tensors_are_evaluated_on_pytorch_s_current_stream",
         ),
