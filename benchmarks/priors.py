@@ -161,7 +161,7 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
 
 
 def _kind(row: Row) -> str:
-    """Prefix of the names of a row's trees; rows for which our kernel for ragged rows applies have their own trees."""
+    """Prefix of the names of the decision trees for a result; layers that our ragged kernel prefers have their own."""
     m, n, k = row["layer"]
     dy, w, x = (Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n)))
     return f"{priors.RAGGED} {row['type']}" if is_preferred(_DTYPES[row["type"]], dy, w, x) else str(row["type"])

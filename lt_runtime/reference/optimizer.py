@@ -75,7 +75,7 @@ def adamw_update(
         gradient_factor: factor of the gradient, applied before the update.
 
     Returns:
-        The new tensor, each array rounded once to FP32.
+        The updated parameter and its moments, each rounded once to FP32.
     """
     value, m, v = (array.astype(np.float64) for array in (old.value, old.m, old.v))
     g = gradient.astype(np.float64) * gradient_factor

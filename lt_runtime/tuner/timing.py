@@ -208,9 +208,9 @@ def _without_host(
 
 
 def _in_doubt(times: Mapping[Name, float]) -> list[Name]:
-    """Names of the contenders that are far slower than the fastest by no more than the host's launch time.
+    """Names of the contenders beyond the limit of `_FAR_BEHIND` whose excess the host's launch time may explain.
 
-    The first contender is included whenever it is far slower.
+    The first contender is included whenever it is beyond the limit.
     """
     limit, first = _FAR_BEHIND * min(times.values()), next(iter(times))
     return [name for name, us in times.items() if limit < us and (us < limit + _HOST_US or name == first)]
