@@ -203,7 +203,7 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
             y = own(self, x, run, **options)
         if add is None or adds:
             return y
-        return sum_of(add, y, out=y if y is not x and run.may_overwrite(y) else None, stream=run.stream)
+        return sum_of(add, y, stream=run.stream)  # into a new array, because y may be a view of x
 
     return forward
 
@@ -223,7 +223,7 @@ def _backward(own: Callable[..., Any]) -> Callable[..., Any]:
             dx = own(self, held.pop(), run, **options)
         if add is None or adds or dx is None:
             return dx
-        return sum_of(add, dx, out=None if dx is add else dx, stream=run.stream)
+        return sum_of(add, dx, stream=run.stream)  # into a new array, because dx may be a view of dy
 
     return backward
 

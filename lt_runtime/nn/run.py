@@ -178,8 +178,6 @@ class Pass:
 
     def may_overwrite(self, y: Any) -> bool:
         """Whether outputs y that were just computed may be overwritten, because no backward reads their values."""
-        if not self.trains:
-            return True
         contexts = self._kept[-1][0] if self._kept else None
         last = contexts[-1] if isinstance(contexts, list) and contexts else None
         # the context of a linear layer refers to y, but its backward need not read the values

@@ -141,6 +141,24 @@ def test_a_backward_that_does_not_fit(block: Callable[[], lt.Block], match: str)
         model.backward(y, run)
 
 
+class _View(lt.Block):
+    """A block that gives views of its inputs and gradients."""
+
+    def forward(self, x: Any, run: lt.Pass) -> Any:
+        return x[:]
+
+    def backward(self, dy: Any, run: lt.Pass) -> Any:
+        return dy[:]
+
+
+def test_a_residual_block_writes_neither_over_its_inputs_nor_over_gradients() -> None:
+    model, run, x = lt.Residual(_View()), lt.Pass(), np.ones((2, 4), np.float32)
+    assert np.array_equal(model(x), 2 * x)
+    y = model.forward(x, run)
+    assert np.array_equal(model.backward(x, run), y)
+    assert np.array_equal(x, np.ones((2, 4), np.float32))
+
+
 def test_models_that_cannot_be() -> None:
     with pytest.raises(ShapeError, match=r"block 1 \(Linear\) takes 16 columns, block 0 \(Linear\) gives 12"):
         lt.Chain(lt.Linear(8, 12, **CPU), lt.Linear(16, 8, **CPU))
