@@ -21,7 +21,7 @@ from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.add import _ADD_BLOCKS
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks, _forward_blocks
-from lt_runtime.kernels.gated import _BLOCKS
+from lt_runtime.kernels.gated import blocks_of
 from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
@@ -119,9 +119,15 @@ def _epilogue_bwd() -> list[Variant]:
 
 def _gated() -> list[Variant]:
     return [
-        replace(bare, macros=(*bare.macros, *access.macros(blocks)))
-        for dtype, blocks in _BLOCKS.items()
-        for bare in over("gated.cu", SCALAR=[SCALAR[dtype]], ACTIVATION=ACTIVATION_NAMES.values(), DROPOUT="01")
+        replace(bare, macros=(*bare.macros, *access.macros(blocks_of(dtype, dropout=dropout, remakes=remakes))))
+        for dtype, dropout, remakes in itertools.product(SCALAR, (False, True), (False, True))
+        for bare in over(
+            "gated.cu",
+            SCALAR=[SCALAR[dtype]],
+            ACTIVATION=ACTIVATION_NAMES.values(),
+            DROPOUT=[str(int(dropout))],
+            REMAKES=[str(int(remakes))],
+        )
         for access in (Access.ALIGNED, Access.ANY)
     ]
 

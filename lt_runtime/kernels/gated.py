@@ -15,7 +15,6 @@ from lt_runtime.problem import Activation, DType, Spec
 
 GATED_FWD: Final = Entry("gated_fwd", "gated.cu")
 GATED_BWD: Final = Entry("gated_bwd", "gated.cu")
-# Launch bound: blocks that a multiprocessor must be able to hold. With one more, backward spills registers.
 _BLOCKS: Final = {DType.FLOAT32: 3, DType.FLOAT16: 4, DType.BFLOAT16: 4}
 
 
@@ -26,6 +25,7 @@ class GatedProblem:
     Attributes:
         y: spec of y; in a backward pass, of dy.
         dh: spec of the gradient of h; None in a forward pass.
+        remakes: whether a backward pass also writes y, over dy.
     """
 
     dtype: DType
@@ -34,6 +34,12 @@ class GatedProblem:
     h: Spec
     y: Spec
     dh: Spec | None = None
+    remakes: bool = False
+
+
+def blocks_of(dtype: DType, *, dropout: bool, remakes: bool) -> int:
+    """Launch bound of a pass, in blocks of a multiprocessor; with one more, backward spills registers."""
+    return _BLOCKS[dtype] - (remakes and (dropout or dtype is DType.FLOAT32))
 
 
 class GatedPass:
@@ -43,6 +49,7 @@ class GatedPass:
 
     def __init__(self, problem: GatedProblem, device: int) -> None:
         dtype, layout, activation = problem.dtype, problem.y.layout, problem.activation
+        blocks = blocks_of(dtype, dropout=problem.dropout, remakes=problem.remakes)
         h, self._to_value = _half(problem.h, dtype)
         if problem.dh is None:
             entry, matrices = GATED_FWD, {"gate": h, "value": h, "out": problem.y}
@@ -51,10 +58,10 @@ class GatedPass:
             entry, matrices = GATED_BWD, {"dy": problem.y, "gate": h, "value": h, "dgate": dh, "dvalue": dh}
         access = Access.ALIGNED if are_aligned(dtype, *matrices.values()) else Access.ANY
         macros = define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation.name], DROPOUT=problem.dropout)
-        macros += access.macros(_BLOCKS[dtype])
+        macros += (*define(REMAKES=problem.remakes), *access.macros(blocks))
         places = {name: Matrix.of(spec) for name, spec in matrices.items()}
         params = entry.params(rows=layout.rows, cols=layout.cols, slope=activation.negative_slope, **places)
-        tiling = sweep(layout, wave_of(device, _BLOCKS[dtype]))
+        tiling = sweep(layout, wave_of(device, blocks))
         self._launches = Launches(entry, macros, device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from lt_runtime.arguments import flag, not_negative
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.block import Block
-from lt_runtime.nn.linear import Linear, Maker, seed_of, size_of
+from lt_runtime.nn.linear import Linear, Maker, backward_layers, forward_layers, seed_of, size_of
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops import norm
 from lt_runtime.ops.dropout import dropout
@@ -119,6 +119,8 @@ class Gated(Block):
         activation: of the gate, a name of `lt.ACTIVATIONS`.
         dropout: probability of dropout of the gated values.
         bias: whether the products have biases.
+        recompute: whether backward computes the gated values again, in its one pass over their gradient, so that an
+            array of `hidden` columns less is kept for each block; the results are the same.
         seed: of the initial values and of dropout; if None, the next of a sequence that begins at 0 in each process.
         dtype, compute, master_weights, device: as for `lt.MLP`.
 
@@ -137,6 +139,7 @@ class Gated(Block):
         activation: Chosen | None = None,
         dropout: float = 0.0,
         bias: bool = False,
+        recompute: bool = True,
         seed: int | None = None,
         dtype: DTypeLike = "float32",
         compute: ComputeName = "float32",
@@ -146,6 +149,7 @@ class Gated(Block):
         self.inputs = self.outputs = size_of("width", width)
         self.activation = activation_of("activation", type(self).usual if activation is None else activation)
         self.dropout, self.seed = probability("dropout", dropout), seed_of(seed)
+        self.recompute: Final = flag("recompute", recompute)
         of_types: dict[str, Any] = {"dtype": dtype, "compute": compute, "master_weights": master_weights}
         options = of_types | {"bias": bias, "device": device}
         self.up = Linear(width, 2 * size_of("hidden", hidden), seed=self.seed, **options)
@@ -157,13 +161,25 @@ class Gated(Block):
         options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if rng else 0.0, "rng": rng}
         y, context = gated_fwd(h, **options, stream=run.stream)
         run.keep(context)
-        return self.down.forward(y, run, add=add)
+        # Half of h has the shape of y, and is kept anyway.
+        return forward_layers([self.down], y, run, add=add, stand_in=h[..., : y.shape[-1]] if self.recompute else None)
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """See `Block`."""
-        dh = self.down.backward(dy, run)
-        context = run.take()
-        return self.up.backward(gated_bwd(dh, context, out=context.h, stream=run.stream), run)
+        held, dh = [dy], list[Any]()
+        del dy  # `held` has the only reference, so that the array is freed after its last reader
+
+        def through_gate(gradient: Any) -> Any:
+            context = run.take()
+            options: dict[str, Any] = {"remake_y": self.recompute, "out": context.h, "stream": run.stream}
+            dh.append(gated_bwd(gradient, context, **options))
+            return gradient
+
+        if self.recompute:
+            backward_layers([self.down], held, run, remake=through_gate)
+        else:
+            through_gate(backward_layers([self.down], held, run))
+        return self.up.backward(dh.pop(), run)
 
 
 class SwiGLU(Gated):

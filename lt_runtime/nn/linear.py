@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -133,11 +133,12 @@ class Linear(Block):
         return f"Linear({self.name}, {what}, {bias=}, dropout={self.dropout})"
 
 
-def forward_layers(layers: Sequence[Linear], x: Any, run: Pass, add: Any = None) -> Any:
+def forward_layers(layers: Sequence[Linear], x: Any, run: Pass, add: Any = None, stand_in: Any = None) -> Any:
     """Runs layers one after the other; in training, `run` keeps the list of their contexts for `backward_layers`.
 
     Args:
         add: an array to add to the outputs of the last layer.
+        stand_in: an array of the shape and type of x that is kept in its place; see `remake` of `backward_layers`.
     """
     needs_dx, contexts, start = run.needs_gradient(x), [], len(run.problems or ())
     for layer in layers:
@@ -150,11 +151,15 @@ def forward_layers(layers: Sequence[Linear], x: Any, run: Pass, add: Any = None)
             else:
                 x, context = linear_fwd(x, layer.weight.data, bias, dropout=layer.dropout, rng=rng, **options)
                 contexts.append(context)
+    if contexts and stand_in is not None:
+        contexts[0].x = stand_in
     run.keep(contexts, needs_dx, (run.problems or [])[start:])
     return x
 
 
-def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass, add: Any = None) -> Any:
+def backward_layers(
+    layers: Sequence[Linear], dy: list[Any], run: Pass, add: Any = None, remake: Callable[[Any], Any] | None = None
+) -> Any:
     """Propagates the gradient back through layers that `forward_layers` ran.
 
     It stops at the lowest layer with a parameter that is trained if the gradient of the inputs is not read.
@@ -162,9 +167,11 @@ def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass, add: Any
     Args:
         dy: a list of one array, which is removed from it, so that it is freed after its last reader.
         add: an array to add to the gradient with respect to the inputs.
+        remake: for a single layer that has kept a stand-in: a function that takes the gradient with respect to x, and
+            returns x, which may lie over that gradient.
 
     Returns:
-        The gradient with respect to the inputs; None if nothing reads it.
+        The gradient with respect to the inputs; None if nothing reads it, and after `remake`, which has taken it.
     """
     contexts, needs_dx, forwards = run.take()
     lowest = 0
@@ -179,6 +186,13 @@ def backward_layers(layers: Sequence[Linear], dy: list[Any], run: Pass, add: Any
             continue
         # Each call also computes the bias gradient of the layer below. Only the last layer, with no layer above it,
         # computes its own bias gradient.
+        if remake is not None:
+            with range_of(f"backward/{layers[i].name}"):
+                dx, *_ = linear_bwd(dy[0], context, need_dw=False, need_db=False, stream=run.stream)
+            if run.problems is not None:
+                run.chains.append(_chain(forwards, run.problems[start:]))
+                start = len(run.problems)
+            context.x, needs_dx = remake(dx), False
         goes_on = i > lowest
         below = layers[i - 1].bias if goes_on else None
         own = layers[i].bias if i == last else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lt_runtime import reference
-from lt_runtime.arguments import shown
+from lt_runtime.arguments import flag, shown
 from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import KindError, ShapeError
@@ -89,21 +89,25 @@ class GatedBackward(_Gated):
     def read(self, operands: Sequence[Any], options: Any, scalars: tuple[Philox | None, None]) -> Request:
         """See `Operation`."""
         dy, h, out = operands
-        activation, p = options
+        activation, p, remake_y = options
         dtype, dropouts, new = h.element_type(), dropouts_of(p, scalars[0]), dict[int, New]()
+        written = (0, 2) if flag("remake_y", remake_y) else (2,)
         check_same(h, dy)
         check_shape(dy.name, dy.shape, _output_shape(h), "y's shape")
         dh = result_spec(2, out, h.shape, h, new)
-        problem = GatedProblem(dtype, activation, dropouts is not None, h.spec, dy.spec, dh)
+        problem = GatedProblem(dtype, activation, dropouts is not None, h.spec, dy.spec, dh, remake_y)
         is_empty = dh.layout.size == 0
-        return Request(None if is_empty else problem, (2,), new, options, same=((1, 2),), dropouts=dropouts)
+        return Request(None if is_empty else problem, written, new, options, same=((1, 2),), dropouts=dropouts)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
         dy, h, dh = arrays
-        activation, p = request.detail
+        activation, p, remake_y = request.detail
         factors = reference.dropout_factors(dy.shape, p, scalars[0])
-        dh[...] = reference.gated_bwd(dy, h, activation, factors).astype(dh.dtype)
+        y, exact = reference.gated_fwd(h, activation, factors), reference.gated_bwd(dy, h, activation, factors)
+        dh[...] = exact.astype(dh.dtype)
+        if remake_y:
+            dy[...] = y.astype(dy.dtype)
 
 
 GATED_FORWARD: Final = GatedForward()
@@ -151,13 +155,15 @@ def gated_fwd(
     return made
 
 
-def gated_bwd(dy: Any, ctx: GatedContext, *, out: Any = None, stream: Any = None) -> Any:
+def gated_bwd(dy: Any, ctx: GatedContext, *, remake_y: bool = False, out: Any = None, stream: Any = None) -> Any:
     """The gradient dh of the `gated_fwd` call that returned `ctx`. One pass writes the gradients of gate and value.
 
     It is computed in FP32 and rounded once. The dropout mask is computed again from the context's `rng`.
 
     Args:
         dy: (..., F), of h's type: the gradient of y.
+        remake_y: whether y is computed again, with forward's bits, and written over dy. Then y need not be kept between
+            forward and backward.
         out: (..., 2F) buffer for dh; may be h itself, whose values are then lost.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Forward's work must be
@@ -172,7 +178,8 @@ def gated_bwd(dy: Any, ctx: GatedContext, *, out: Any = None, stream: Any = None
     """
     if not isinstance(ctx, GatedContext):
         raise KindError(f"ctx is {shown(ctx)}; it must be the context that gated_fwd returned")
-    return perform(GATED_BACKWARD, (dy, ctx.h, out), (ctx.activation, ctx.dropout), (ctx.rng, None), stream)
+    options = ctx.activation, ctx.dropout, remake_y
+    return perform(GATED_BACKWARD, (dy, ctx.h, out), options, (ctx.rng, None), stream)
 
 
 def _output_shape(h: Operand) -> tuple[int, ...]:

@@ -66,7 +66,9 @@ def work_of(ran: PreparedCall | Optimizer) -> Work:
     if isinstance(problem, MLPProblem):  # counts the forward pass too: the fused backward kernel repeats it
         return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
     if not isinstance(problem, Remembered):
-        return Work(bytes=sum(ran.sizes))  # losses and dropout read or write each array once
+        # Losses, dropout and gates read or write each array once; an input that is overwritten is read and written.
+        overwritten = [ran.sizes[place] for place in ran.request.written if place < ran.operation.required]
+        return Work(bytes=sum(ran.sizes) + sum(overwritten))
     kind = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
     least = roofline.work_of(problem)
     if ran.plan is None:

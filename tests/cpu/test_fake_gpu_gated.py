@@ -60,8 +60,9 @@ class GatedCall:
         assert y is self.y.array
         return ctx
 
-    def backward(self, ctx: Any) -> None:
-        assert self.gpu.lt.gated_bwd(self.dy.array, ctx, out=self.dh.array, stream=self.gpu.stream) is self.dh.array
+    def backward(self, ctx: Any, **options: Any) -> None:
+        made = self.gpu.lt.gated_bwd(self.dy.array, ctx, **options, out=self.dh.array, stream=self.gpu.stream)
+        assert made is self.dh.array
 
     def check(self, rng: Philox | None = None) -> None:
         """Compares y and the gradient with the reference, after all work."""
@@ -81,6 +82,16 @@ def test_same_buffers_with_other_contents(gpu: FakeGpu, place: Placement, in_pla
         call.refill(seed)
         call.backward(call.forward())
         call.check()
+
+
+@pytest.mark.parametrize("place", [FLAT, ODD, COLUMNS], ids=["flat", "gaps", "columns"])
+def test_y_is_computed_again_over_dy(gpu: FakeGpu, place: Placement) -> None:
+    call = GatedCall(gpu, place, in_place=True, dropout=0.5)
+    for seed in range(_CALLS):
+        call.refill(seed)
+        call.backward(call.forward(gpu.lt.Philox(5, 0, seed)), remake_y=True)
+        call.check(Philox(5, 0, seed))
+        np.testing.assert_array_equal(call.dy.values(), call.y.values())
 
 
 @pytest.mark.parametrize("odd", ["h", "y", "dy", "dh"])

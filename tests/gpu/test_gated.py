@@ -47,8 +47,10 @@ def test_results(dtype: DType, activation: Any, p: float, shape: tuple[int, ...]
     dh = lt.gated_bwd(cp.asarray(dy), ctx)
     assert (y.dtype, dh.dtype, dh.shape) == (h.dtype, h.dtype, wide)
     check(h, dy, to_host(y), to_host(dh), Activation(activation), factors)
-    assert lt.gated_bwd(cp.asarray(dy), ctx, out=ctx.h) is ctx.h  # in place
+    remade = cp.asarray(dy)
+    assert lt.gated_bwd(remade, ctx, remake_y=True, out=ctx.h) is ctx.h  # both in place
     np.testing.assert_array_equal(to_host(ctx.h), to_host(dh))
+    np.testing.assert_array_equal(to_host(remade), to_host(y))
 
 
 @settings(max_examples=150, deadline=None)

@@ -119,14 +119,15 @@ class Gated:
     activation: str
     dropout: bool
     access: Access
+    remakes: bool = False
 
     @property
     def macros(self) -> Macros:
         """The macros in the order in which the runtime passes them."""
-        return (*_epilogue_macros(self), *self.access.macros(1))
+        return (*_epilogue_macros(self), ("REMAKES", str(int(self.remakes))), *self.access.macros(1))
 
     def __str__(self) -> str:
-        return "-".join(_epilogue_names(self))
+        return "-".join([*_epilogue_names(self), *(["remade"] if self.remakes else [])])
 
 
 def _epilogue_macros(epilogue: Forward | Backward | Gated) -> Macros:
@@ -209,8 +210,9 @@ GATED: Final = (
     *(Gated(F32, name, index % 4 > 1, ALIGNED if index % 2 else ANY) for index, name in enumerate(ACTIVATIONS)),
     *(Gated(F16, "relu", dropout=dropout, access=ALIGNED) for dropout in (False, True)),
     Gated(F16, "gelu", dropout=False, access=ANY),
-    Gated(BF16, "silu", dropout=True, access=ANY),
-    Gated(BF16, "silu", dropout=False, access=ALIGNED),
+    Gated(F32, "gelu_erf", dropout=True, access=ALIGNED, remakes=True),
+    Gated(BF16, "silu", dropout=True, access=ANY, remakes=True),
+    Gated(BF16, "silu", dropout=False, access=ALIGNED, remakes=True),
 )
 
 DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned in (False, True))

@@ -79,6 +79,16 @@ def test_any_layout_and_buffers(place: Any) -> None:
     np.testing.assert_array_equal(h.values(), expected)
 
 
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_y_is_computed_again_over_dy(place: Any) -> None:
+    h, dy = (Guarded(numbers(seed, (6, cols), "float32"), place) for seed, cols in ((7, 10), (8, 5)))
+    y, ctx = lt.gated_fwd(h.array, activation="gelu", dropout=0.5, rng=RNG)
+    expected = lt.gated_bwd(dy.array.copy(), ctx)
+    assert lt.gated_bwd(dy.array, ctx, remake_y=True, out=h.array) is h.array
+    np.testing.assert_array_equal(h.values(), expected)
+    np.testing.assert_array_equal(dy.values(), y)
+
+
 def test_the_context_keeps_h_alone() -> None:
     h = numbers(6, (4, 6), "float32")
     _, ctx = lt.gated_fwd(h, activation="gelu", dropout=0.5, rng=RNG)
@@ -116,6 +126,7 @@ _H = np.ones((4, 6), np.float32)
         (lambda: lt.gated_fwd(_H, dropout=1.0, rng=RNG), ArgumentError, r"dropout probability is 1\.0; it must be in"),
         (lambda: lt.gated_bwd(_H, lt.gated_fwd(_H)[1]), ShapeError, r"dy has shape \(4, 6\); it must be \(4, 3\), y's"),
         (lambda: lt.gated_bwd(_H[:, :3].astype("f2"), lt.gated_fwd(_H)[1]), DTypeError, "dy is float16 but h is float"),
+        (lambda: lt.gated_bwd(_H[:, 1:4], lt.gated_fwd(_H)[1], remake_y=True), OverlapError, "dy shares memory with h"),
         (lambda: lt.gated_bwd(_H[:, :3], _H), KindError, r"ctx is array.*; it must be the context that gated_fwd"),  # type: ignore[arg-type]
         (lambda: lt.gated_bwd(_H[:3, :3], lt.gated_fwd(_H[:3])[1], out=_H[1:]), OverlapError, "out shares memory with"),
     ],
