@@ -32,7 +32,7 @@ FLOORS = (
     {"saving"},
     {"fitting"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "torch"},
 )
 NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 """The only imports between rooms (folders of the package) of the same floor."""

@@ -1,0 +1,18 @@
+"""The package's layers for PyTorch models: modules and functions with autograd. Import it as `ltt`.
+
+Tensors on a GPU run the package's operations on PyTorch's current stream, tensors on the CPU its NumPy reference.
+"""
+
+from __future__ import annotations
+
+from lt_runtime.errors import MissingLibraryError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise MissingLibraryError("PyTorch is not installed: pip install 'lt_runtime[torch]'") from error
+
+from lt_runtime.torch import functional as functional
+from lt_runtime.torch.modules import Linear as Linear
+
+__all__ = ["Linear", "functional"]

@@ -1,0 +1,96 @@
+"""Functions with autograd over the package's operations."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from lt_runtime.errors import DTypeError
+from lt_runtime.problem import Activation, ActivationName
+from lt_runtime.torch.linear import LinearLayers
+from lt_runtime.torch.operators import Options, Tensor, Tensors
+
+_LINEAR: Final = LinearLayers()
+_AUTOCAST_TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor = None,
+    *,
+    activation: ActivationName | Activation = "none",
+    negative_slope: float = 0.01,
+    dropout: float = 0.0,
+    training: bool = True,
+    add: Tensor = None,
+) -> Tensor:
+    """y = dropout(act(x · weightᵀ + bias)) + add, with the first derivatives of all operands.
+
+    Gradients of operands that do not require one are not computed. Under `torch.autocast` operands are cast as for
+    `torch.nn.functional.linear`. FP32 products run in TF32 where PyTorch's own would
+    (`torch.set_float32_matmul_precision`).
+
+    Args:
+        x: (..., K), float32, float16 or bfloat16; on the CPU float64 too. It is read where it lies if its rows are at
+            equal distances, else copied once.
+        weight: (N, K), of x's type and device, as all operands. A transposed view of a (K, N) tensor costs no copy, in
+            backward neither.
+        bias: (N,), or None.
+        activation: a name of `lt.ACTIVATIONS`, or an `lt.Activation`. "gelu" is `gelu(approximate="tanh")` of PyTorch,
+            "gelu_erf" its default.
+        negative_slope: of "leaky_relu".
+        dropout: probability in [0, 1), rounded to a multiple of 2^-16. The mask is drawn by PyTorch's generator of x's
+            device, and recomputed in backward.
+        training: whether dropout is applied.
+        add: (..., N), or None.
+
+    Returns:
+        y (..., N), of x's type.
+
+    Raises:
+        OperandError: shapes, types, devices or layouts that do not fit.
+        ArgumentError: an unknown activation; `dropout` outside [0, 1).
+        SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
+    """
+    name, slope = activation, negative_slope
+    if isinstance(activation, Activation):
+        name, slope = activation.name, activation.negative_slope
+    options = (name,), (slope,), (dropout if training else 0.0,)
+    return linear_layers(x, (weight, bias), options, add)
+
+
+def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
+    """Linear layers in a row.
+
+    Args:
+        parameters: the weight and the bias (None without one) of each layer.
+        options: activations, slopes of leaky ReLU, and probabilities of dropout: a tuple of each, one a layer.
+    """
+    key = _key(x) if any(options[2]) else None
+    if x.dim() == 1:
+        return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
+    return _LINEAR(_cast((x, add, key, *parameters)), options)
+
+
+def _key(like: Tensor) -> Tensor:
+    """A key of dropout masks, drawn from PyTorch's generator: 32 random bits."""
+    return torch.randint(-(2**31), 2**31, (1,), dtype=torch.int32, device=like.device)
+
+
+def _cast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands as `torch.autocast` casts them, where it is on; integers and float64 stay as they are.
+
+    Raises:
+        DTypeError: autocast's type is not accepted.
+    """
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return operands
+    kind = operands[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
+    if dtype not in _AUTOCAST_TYPES:
+        raise DTypeError(f"torch.autocast casts to {dtype}; accepted are bfloat16, float16 and float32")
+    return tuple([each if each is None or each.dtype not in _AUTOCAST_TYPES else each.to(dtype) for each in operands])

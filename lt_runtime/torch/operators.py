@@ -1,0 +1,294 @@
+"""Differentiable operators of PyTorch: registered with its dispatcher for tracers, and called past it by eager code."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, TypeAlias
+
+import torch
+
+from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, ShapeError
+from lt_runtime.layout import layout_of
+from lt_runtime.problem import DType
+
+Tensor: TypeAlias = Any
+"""A `torch.Tensor`, which is untyped here: the type checker does not read PyTorch."""
+Tensors: TypeAlias = Sequence[Any]
+"""Tensors, and None for absent ones."""
+Options: TypeAlias = tuple[Any, ...]
+
+LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
+_DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
+
+
+class SecondDerivativeError(LtError, NotImplementedError):
+    """A second derivative, or a transform of `torch.func`, was asked of an operator with only a first derivative."""
+
+
+class Operator(ABC):
+    """A functional operator with a first derivative: NAME_fwd(tensors, options, training) and NAME_bwd.
+
+    PyTorch's dispatcher takes longer for an operator in Python with a gradient (about 30 µs) than a small layer. So
+    eager calls go past it, and only tracers, modes and tensor subclasses see the registered operators.
+
+    Attributes:
+        name: of the operator.
+        tensors: the schema of its operands; only the last may be a list.
+        options: the schema of its options. A last option, `training`, is added: whether a gradient will be computed.
+        visible: how many of the first outputs the caller gets; the others are kept for backward.
+    """
+
+    name: ClassVar[str]
+    tensors: ClassVar[str]
+    options: ClassVar[str]
+    visible: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        self._has_list = self.tensors.split(",")[-1].split()[0].endswith("[]")
+        self._singles = self.tensors.count(",") + 1 - self._has_list
+        options = f"{self.options}, bool training" if self.options else "bool training"
+        schemas = f"({self.tensors}, {options})", f"(Tensor?[] gradients, Tensor?[] saved, bool[] needs, {options})"
+        self._forward = self._define(f"{self.name}_fwd{schemas[0]} -> Tensor[]", self._unpacked, self.run, self._fake)
+        self._backward = self._define(
+            f"{self.name}_bwd{schemas[1]} -> Tensor[]", self._grouped, self.run_backward, self.gradients
+        )
+        LIBRARY.impl(f"{self.name}_fwd", self._traced, "Autograd")
+
+    @abstractmethod
+    def check(self, operands: Tensors, options: Options) -> None:
+        """Raises an `LtError` that names the operand as the caller knows it, unless all operands are accepted."""
+
+    @abstractmethod
+    def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
+        """Makes the outputs, uninitialised: first those for the caller, then those that backward needs."""
+
+    @abstractmethod
+    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+        """Computes the outputs of operands on a GPU or on the CPU."""
+
+    @abstractmethod
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+        """Chooses the tensors that backward reads. `needs` says which operands need a gradient."""
+
+    @abstractmethod
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """Makes the gradients of the operands that need one, in their order, uninitialised."""
+
+    @abstractmethod
+    def fill_gradients(
+        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
+    ) -> None:
+        """Computes the gradients; `dys` are the gradients of the visible outputs, None for one that is zero."""
+
+    def __call__(self, operands: tuple[Any, ...], options: Options) -> Any:
+        """The visible outputs: a tensor, or a list if there are several.
+
+        Raises:
+            SecondDerivativeError: a transform of `torch.func` is active.
+            LtError: see `check`.
+        """
+        if _is_eager(operands):
+            training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
+            outputs = self.eager(operands, options, training=training)
+        else:
+            needed = [each is not None and each.requires_grad for each in operands]
+            outputs = self._forward(*self._packed(operands), *options, torch.is_grad_enabled() and True in needed)
+        return outputs[0] if self.visible == 1 else outputs[: self.visible]
+
+    def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
+        """Computes all outputs past the dispatcher; `training` says whether a gradient will be computed."""
+        options = (*options, training)
+        outputs: Tensors = (
+            _Differentiable.apply(self, self.run, options, *operands) if training else self.run(operands, options)
+        )
+        return outputs
+
+    def run(self, operands: Tensors, options: Options) -> list[Tensor]:
+        """Computes all outputs, past the dispatcher."""
+        if not operands[0].is_cuda:
+            self.check(operands, options)
+        try:
+            outputs = self.outputs(operands, options)
+            self.fill(outputs, operands, options)
+        except Exception:  # operands on a GPU are checked by the package, which has other names for them
+            self.check(operands, options)
+            raise
+        return outputs
+
+    def _fake(self, operands: Tensors, options: Options) -> list[Tensor]:
+        self.check(operands, options)
+        return self.outputs(operands, options)
+
+    def run_backward(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """Computes the gradients of the operands that need one, past the dispatcher."""
+        dys = [each if each is None else as_rows(each) for each in dys]
+        made = self.gradients(dys, saved, needs, options)
+        self.fill_gradients(made, dys, saved, needs, options)
+        return made
+
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """The gradients of all operands, None where there is none."""
+        if _is_eager((*dys, *saved)):
+            made = iter(self.run_backward(dys, saved, needs, options))
+        else:
+            made = iter(self._backward([*dys], [*saved], [*needs], *options))
+        return [next(made) if need else None for need in needs]
+
+    def _traced(self, *arguments: Any) -> list[Tensor]:
+        """The kernel that the dispatcher calls for autograd."""
+        operands, options = self._unpacked(arguments)
+        if not options[-1]:
+            return self._below_autograd(operands, options)
+        return [*_Differentiable.apply(self, self._below_autograd, options, *operands)]
+
+    def _below_autograd(self, operands: Tensors, options: Options) -> list[Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            made: list[Tensor] = self._forward(*self._packed(operands), *options)
+        return made
+
+    def _packed(self, operands: Tensors) -> tuple[Any, ...]:
+        """The operands as the schema has them."""
+        singles = operands[: self._singles]
+        return (*singles, [*operands[self._singles :]]) if self._has_list else tuple(singles)
+
+    def _unpacked(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The operands and the options of a call by the schema of NAME_fwd."""
+        singles, rest = arguments[: self._singles], arguments[self._singles :]
+        listed, options = (rest[0], rest[1:]) if self._has_list else ((), rest)
+        return (*singles, *listed), _hashable(options)
+
+    def _grouped(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of a call by the schema of NAME_bwd."""
+        return *arguments[:3], _hashable(arguments[3:])
+
+    def _define(
+        self, schema: str, parse: Callable[[Sequence[Any]], tuple[Any, ...]], run: Any, make: Any
+    ) -> Callable[..., Any]:
+        """Defines an operator of the dispatcher; `run` computes its outputs, `make` only makes them."""
+        name = schema.partition("(")[0]
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, lambda *arguments: run(*parse(arguments)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"lt_runtime::{name}", lambda *arguments: make(*parse(arguments)), lib=LIBRARY)
+        overload: Callable[..., Any] = getattr(torch.ops.lt_runtime, name).default
+        return overload
+
+
+class _Differentiable(torch.autograd.Function):
+    """A call of an `Operator` as a node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, run: Any, options: Options, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Runs the operator by `run`, which takes the operands and the options."""
+        outputs = run(operands, options)
+        ctx.operator, ctx.options = operator, options
+        ctx.save_for_backward(*operator.saved(operands, outputs, ctx.needs_input_grad[3:], options))
+        ctx.mark_non_differentiable(*outputs[operator.visible :])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of the operands."""
+        operator: Operator = ctx.operator
+        check_first_derivative(operator.name)
+        dys, needs = dys[: operator.visible], ctx.needs_input_grad[3:]
+        if all(dy is None for dy in dys):
+            return (None,) * (3 + len(needs))
+        return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, ctx.options)
+
+
+def check_first_derivative(name: str) -> None:
+    """Raises `SecondDerivativeError` in a backward pass whose own derivative is wanted."""
+    if torch.is_grad_enabled():
+        raise SecondDerivativeError(
+            f"backward with create_graph=True reached lt_runtime's {name}, which has no second derivative; "
+            "use PyTorch's own layer where one is needed"
+        )
+
+
+def _is_eager(tensors: Tensors) -> bool:
+    """Whether tensors can be computed with at once: nothing traces the call, and all are plain.
+
+    Raises:
+        SecondDerivativeError: a transform of `torch.func` is active.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        raise SecondDerivativeError(
+            "transforms of torch.func, such as grad and vmap, do not reach into lt_runtime's layers; use PyTorch's own"
+        )
+    is_plain = _PLAIN.issuperset(map(type, tensors)) and not torch._C._len_torch_dispatch_stack()
+    return is_plain and not tensors[0].is_meta
+
+
+def _hashable(options: Sequence[Any]) -> Options:
+    """Options as the dispatcher gives them, with tuples for lists."""
+    return tuple([tuple(each) if isinstance(each, list) else each for each in options])
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor if the package reads it where it lies, else a contiguous copy, as PyTorch's layers would make one."""
+    if tensor.is_contiguous():
+        return tensor
+    try:
+        layout_of("x", tensor.shape, tensor.stride())
+    except LayoutError:
+        return tensor.contiguous()
+    return tensor
+
+
+def check_operands(operands: dict[str, Tensor], *, dtypes: set[Any] = _DTYPES) -> None:
+    """Raises unless all operands, given by name, None for an absent one, have the device and type of the first.
+
+    Raises:
+        DeviceError: an operand is neither on a GPU nor on the CPU, or not on the first one's device.
+        DTypeError: the first one's type is not accepted, or another's differs. FP64 is accepted on the CPU only.
+        LayoutError: an operand is sparse or quantised.
+    """
+    operands = {name: each for name, each in operands.items() if each is not None}
+    first = next(iter(operands))
+    device, dtype = operands[first].device, operands[first].dtype
+    for name, each in operands.items():
+        if each.layout is not torch.strided or each.is_quantized:
+            kind = "quantised" if each.is_quantized else each.layout
+            raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.to_dense(), or dequantize()")
+        if each.device != device:
+            raise DeviceError(f"{name} is on {each.device} but {first} on {device}; all must be on one device")
+        if each.dtype != dtype:
+            raise DTypeError(f"{name} is {each.dtype} but {first} is {dtype}; types must be equal, see torch.autocast")
+    if device.type not in ("cuda", "cpu", "meta"):
+        raise DeviceError(f"{first} is on {device}; accepted are tensors on a GPU of NVIDIA's and on the CPU")
+    if dtype not in dtypes or (dtype is torch.float64 and device.type == "cuda"):
+        raise DTypeError(f"{first} is {dtype}; accepted are float32, float16, bfloat16, and on the CPU float64")
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) -> None:
+    """Raises `ShapeError` unless a tensor has the expected shape or is None; `why` is the reason for the shape."""
+    if tensor is not None and tuple(tensor.shape) != expected:
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it must be {expected}, {why}")
+
+
+def as_numpy(tensor: Tensor) -> Any:
+    """A NumPy array over the memory of a tensor on the CPU; None for None. BF16 is `ml_dtypes.bfloat16`."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(DType.BFLOAT16.numpy)
+    return tensor.numpy()
+
+
+def as_matrix(tensor: Tensor) -> Any:
+    """`as_numpy` with all axes but the last as rows; None for None."""
+    return None if tensor is None else as_numpy(tensor).reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def store(tensor: Tensor, exact: Any) -> None:
+    """Rounds float64 values into a tensor on the CPU; nothing is stored into None."""
+    if tensor is not None:
+        memory = as_numpy(tensor)
+        memory[...] = exact.reshape(memory.shape).astype(memory.dtype)

@@ -1,0 +1,71 @@
+"""Tests of `lt_runtime.torch` on the CPU; they are skipped without PyTorch, unless LT_REQUIRE_TORCH=1."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+if os.environ.get("LT_REQUIRE_TORCH") == "1" and find_spec("torch") is None:
+    raise ImportError("PyTorch is not installed, and LT_REQUIRE_TORCH asks for it: pip install '.[test-torch]'")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ignores what PyTorch's own modules warn of when a compilation imports them."""
+    for item in items:
+        if "torch" in item.path.parts:
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"))
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Makes tensors on the CPU take the way of tensors on a GPU: the package's calls get NumPy views of them.
+
+    Returns:
+        The keywords of each call of `linear_bwd`.
+    """
+    torch = pytest.importorskip("torch")
+    from lt_runtime.ops._linear import LinearContext
+    from lt_runtime.problem import Philox
+    from lt_runtime.torch import linear
+    from lt_runtime.torch.operators import as_numpy
+
+    def inward(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return as_numpy(value)
+        if isinstance(value, (LinearContext, Philox)):
+            names = [field.name for field in dataclasses.fields(value)]
+            return type(value)(**{name: inward(getattr(value, name)) for name in names})
+        return tuple(map(inward, value)) if type(value) in (tuple, list) else value
+
+    def outward(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return torch.from_numpy(value)
+        if isinstance(value, LinearContext):
+            names = [field.name for field in dataclasses.fields(value)]
+            return LinearContext(**{name: outward(getattr(value, name)) for name in names})
+        return type(value)(*map(outward, value)) if hasattr(value, "_fields") else value
+
+    made: list[dict[str, Any]] = []
+
+    def over_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if function.__name__ == "linear_bwd":
+                made.append(keywords)
+                arguments[1].y, below = arguments[1].x, keywords.get("through")
+                assert below is None or below.y is arguments[1].x
+                keywords = keywords | {"require_same": False}
+            result = function(*map(inward, arguments), **{name: inward(each) for name, each in keywords.items()})
+            return tuple(map(outward, result)) if type(result) is tuple else outward(result)
+
+        return call
+
+    for name in ("linear_fwd", "linear_bwd", "perform"):
+        monkeypatch.setattr(linear, name, over_numpy(getattr(linear, name)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    return made

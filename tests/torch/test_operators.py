@@ -1,0 +1,243 @@
+"""The operators of linear layers: values and gradients against PyTorch's, tracing, dropout, refused operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: N812
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import lt_runtime.torch as ltt
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LayoutError, ShapeError
+from lt_runtime.torch.functional import linear_layers
+from lt_runtime.torch.operators import SecondDerivativeError
+
+ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": torch.relu,
+    "leaky_relu": lambda z: F.leaky_relu(z, 0.2),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": lambda z: F.gelu(z, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "silu": F.silu,
+}
+linear_fwd = torch.ops.lt_runtime.linear_fwd.default
+
+
+def operands(*shapes: tuple[int, ...], dtype: Any = torch.float64) -> list[Any]:
+    """Leaves that require a gradient, with values that are the same in each run."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [each.to(dtype).requires_grad_() for each in made]
+
+
+def gradients(y: Any, leaves: list[Any]) -> list[Any]:
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def place(request: pytest.FixtureRequest) -> Any:
+    """The type to compute in and the tolerance: on the CPU, and as on a GPU, where the package takes no float64."""
+    if request.param == "gpu":
+        request.getfixturevalue("pretended_gpu")
+        return torch.float32, {"rtol": 1e-4, "atol": 1e-4}
+    return torch.float64, {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.mark.parametrize("has_add", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_layer_is_that_of_pytorch(activation: Any, has_add: bool, place: Any) -> None:
+    leaves = operands((2, 5, 8), (6, 8), (6,), (2, 5, 6), dtype=place[0])[: 3 + has_add]
+    x, w, b, *add = leaves
+    y = ltt.functional.linear(x, w, b, activation=activation, negative_slope=0.2, add=add[0] if add else None)
+    expected = ACTIVATIONS[activation](F.linear(x, w, b)) + (add[0] if add else 0.0)
+    torch.testing.assert_close(gradients(y, leaves), gradients(expected, leaves), **place[1])
+
+
+def test_layers_in_a_row_are_those_of_pytorch(place: Any) -> None:
+    leaves = operands((7, 8), (6, 8), (6,), (5, 6), (4, 5), (4,), (7, 4), dtype=place[0])
+    x, w1, b1, w2, w3, b3, add = leaves
+    options = ("gelu", "relu", "none"), (0.01,) * 3, (0.0,) * 3
+    y = linear_layers(x, (w1, b1, w2, None, w3, b3), options, add)
+    hidden = torch.relu(F.linear(ACTIVATIONS["gelu"](F.linear(x, w1, b1)), w2))
+    torch.testing.assert_close(gradients(y, leaves), gradients(F.linear(hidden, w3, b3) + add, leaves), **place[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_no_farther_from_exact_than_pytorch(dtype: Any) -> None:
+    exact = operands((64, 48), (40, 48), (40,))
+    rounded = [each.detach().to(dtype).requires_grad_() for each in exact]
+    right = F.silu(F.linear(*[each.double() for each in rounded]))
+    ours = ltt.functional.linear(*rounded, activation="silu")
+    theirs = F.silu(F.linear(*rounded))
+    assert ours.dtype is dtype
+    error = lambda y: (y.double() - right).norm().item()  # noqa: E731
+    assert error(ours) <= 1.2 * error(theirs)
+
+
+def test_gradients_agree_with_differences() -> None:
+    leaves = operands((3, 4), (5, 4), (5,), (2, 5), (2,), (3, 2))
+
+    def function(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, add: Any) -> Any:
+        return linear_layers(x, (w1, b1, w2, b2), (("gelu", "silu"), (0.01,) * 2, (0.0,) * 2), add)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("activations", "dropouts"), [(["none"], [0.0]), (["relu"], [0.5]), (["gelu"], [0.0]), (["gelu", "relu"], [0.5, 0])]
+)
+def test_the_operator_keeps_the_dispatcher_s_rules(activations: Any, dropouts: Any, training: bool) -> None:
+    x, *parameters = operands((3, 4), (4, 4), (4,), (4, 4), (4,), dtype=torch.float32)
+    key, layers = torch.ones(1, dtype=torch.int32), len(activations)
+    if not training:
+        x, parameters = x.detach(), [each.detach() for each in parameters]
+    arguments = (x, None, key, parameters[: 2 * layers], activations, [0.01] * layers, dropouts, training)
+    torch.library.opcheck(linear_fwd, arguments)
+
+
+def test_a_compiled_graph_has_no_break_and_takes_other_batch_sizes() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    w, b = operands((6, 8), (6,), dtype=torch.float32)
+    function = torch.compile(
+        lambda x: ltt.functional.linear(x, w, b, activation="gelu").sin(), fullgraph=True, backend=counter, dynamic=True
+    )
+    for rows in (5, 7, 11):
+        (x,) = operands((rows, 8), dtype=torch.float32)
+        expected = ACTIVATIONS["gelu"](F.linear(x, w, b)).sin()
+        torch.testing.assert_close(gradients(function(x), [x, w, b]), gradients(expected, [x, w, b]))
+    assert ["linear_fwd" in graph.code for graph in counter.graphs if graph.code.count("=")] == [True]
+
+
+def dropped(x: Any, w: Any) -> Any:
+    return ltt.functional.linear(x, w, activation="relu", dropout=0.5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [dropped, torch.compile(dropped, fullgraph=True), lambda *a: checkpoint(dropped, *a, use_reentrant=False)],
+    ids=["eager", "compiled", "checkpointed"],
+)
+def test_masks_follow_pytorch_s_generator_and_backward_has_them_too(function: Any) -> None:
+    x, w = operands((16, 4), (32, 4), dtype=torch.float32)
+    torch.manual_seed(3)
+    first = function(x, w)
+    (dw,) = torch.autograd.grad(first.sum(), w)
+    torch.testing.assert_close(dw, 2.0 * (first.detach() != 0).float().T @ x)
+    second = function(x, w)
+    torch.manual_seed(3)
+    assert torch.equal(function(x, w), first)
+    assert not torch.equal(second, first)
+    positive = F.linear(x, w) > 0
+    assert 0.35 < (first[positive] != 0).float().mean() < 0.65
+
+
+def test_dropout_in_a_row_on_a_gpu(pretended_gpu: Any) -> None:
+    x, w1, w2 = operands((16, 4), (32, 4), (8, 32), dtype=torch.float32)
+    torch.manual_seed(3)
+    y = linear_layers(x, (w1, None, w2, None), (("relu", "none"), (0.01,) * 2, (0.5, 0.0)))
+    torch.manual_seed(3)
+    hidden = dropped(x, w1)
+    torch.testing.assert_close(gradients(y, [x, w1, w2]), gradients(F.linear(hidden, w2), [x, w1, w2]))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "calls"),
+    [
+        ("x w1 b1", [(False, True, True)]),
+        ("w2 b2 b1", [(True, False, False), (True, True, False)]),
+        ("x w2 b2", [(True, False, False), (False, True, False)]),
+    ],
+)
+def test_frozen_operands_cost_no_product(frozen: str, calls: Any, pretended_gpu: list[dict[str, Any]]) -> None:
+    x, w1, b1, w2, b2 = operands((7, 8), (6, 8), (6,), (4, 6), (4,), dtype=torch.float32)
+    for name in frozen.split():
+        locals()[name].requires_grad_(False)
+    options = ("gelu", "none"), (0.01,) * 2, (0.0,) * 2
+    linear_layers(x, (w1, b1, w2, b2), options).sum().backward()
+    assert [(each["need_dx"], each["need_dw"], each["need_db"]) for each in pretended_gpu] == calls
+
+
+def test_a_frozen_weight_keeps_no_input(place: Any) -> None:
+    x, w = operands((7, 8), (6, 8), dtype=place[0])
+    w.requires_grad_(False)
+    y = ltt.functional.linear(x * 1, w)
+    assert not any(each is not None and each.shape == x.shape for each in y.grad_fn.saved_tensors)
+    torch.testing.assert_close(gradients(y, [x]), gradients(F.linear(x, w), [x]), **place[1])
+
+
+@pytest.mark.parametrize("lay", [lambda y: y.sum(), lambda y: y.t().contiguous().t(), lambda y: y[::2, ::2]])
+def test_gradients_may_lie_in_any_way(lay: Any, place: Any) -> None:
+    leaves = operands((6, 8), (6, 8), dtype=place[0])
+    ours, theirs = (lay(each(*leaves)).sum() for each in (ltt.functional.linear, F.linear))
+    torch.testing.assert_close(gradients(ours, leaves), gradients(theirs, leaves), **place[1])
+
+
+def test_operands_may_lie_in_any_way(place: Any) -> None:
+    leaves = operands((3, 5, 8), (8, 6), dtype=place[0])
+    x, w = leaves
+    ours = ltt.functional.linear(x.transpose(0, 1), w.t())
+    torch.testing.assert_close(
+        gradients(ours, leaves), gradients(F.linear(x.transpose(0, 1), w.t()), leaves), **place[1]
+    )
+    assert (
+        torch.autograd.grad(ours_of_view := ltt.functional.linear(x, v := w.t()), v, ours_of_view)[0]
+        .t()
+        .is_contiguous()
+    )
+
+
+def test_second_derivatives_and_transforms_are_refused() -> None:
+    x, w = operands((3, 4), (5, 4))
+    y = ltt.functional.linear(x, w)
+    with pytest.raises(SecondDerivativeError, match=r"create_graph=True.*linear"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(SecondDerivativeError, match=r"torch\.func"):
+        torch.func.grad(lambda x: ltt.functional.linear(x, w).sum())(x)
+    with pytest.raises(SecondDerivativeError, match=r"torch\.func"):
+        torch.vmap(lambda x: ltt.functional.linear(x[None], w))(x)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"x": torch.ones(3, 5)}, ShapeError, r"weight has shape \(6, 8\); it must be \(N, 5\)"),
+        ({"x": torch.ones(())}, ShapeError, r"x has shape \(\)"),
+        ({"weight": torch.ones(8)}, ShapeError, r"weight has shape \(8,\)"),
+        ({"bias": torch.ones(8)}, ShapeError, r"bias has shape \(8,\); it must be \(6,\)"),
+        ({"add": torch.ones(6)}, ShapeError, r"add has shape \(6,\); it must be \(3, 6\)"),
+        (
+            {"weight": torch.ones(6, 8, dtype=torch.float16)},
+            DTypeError,
+            "weight is torch.float16 but x is torch.float32",
+        ),
+        ({"bias": torch.ones(6, device="meta")}, DeviceError, "bias is on meta but x on cpu"),
+        ({"weight": torch.ones(6, 8).to_sparse()}, LayoutError, "weight is torch.sparse_coo"),
+        ({"activation": "swish"}, ArgumentError, "activation is 'swish'"),
+        ({"dropout": 1.0}, ArgumentError, "dropout is 1.0"),
+        ({"negative_slope": float("nan")}, ArgumentError, "negative_slope is nan"),
+    ],
+)
+def test_wrong_arguments_are_named(changed: dict[str, Any], error: type, words: str) -> None:
+    given = {"x": torch.ones(3, 8), "weight": torch.ones(6, 8), "bias": torch.ones(6)} | changed
+    with pytest.raises(error, match=words):
+        ltt.functional.linear(**given)
+
+
+def test_a_type_that_the_package_does_not_have_is_named() -> None:
+    x, w = torch.ones(3, 8, dtype=torch.complex64), torch.ones(6, 8, dtype=torch.complex64)
+    with pytest.raises(DTypeError, match=r"x is torch\.complex64; accepted are float32"):
+        ltt.functional.linear(x, w)
+
+
+def test_operands_on_a_gpu_are_named_as_the_caller_knows_them(pretended_gpu: Any) -> None:
+    with pytest.raises(ShapeError, match=r"weight has shape \(6, 8\); it must be \(N, 5\)"):
+        ltt.functional.linear(torch.ones(3, 5), torch.ones(6, 8))
