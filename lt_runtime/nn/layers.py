@@ -17,7 +17,20 @@ from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.problem import ActivationName, Chosen, ComputeName, DType, DTypeLike, activation_of, probability
 
 
-class LayerNorm(Block):
+class _Norm(Block):
+    """The common part of both norms: the width, eps and the weight."""
+
+    def _make(self, width: int, eps: float, *, dtype: DTypeLike, master_weights: bool, device: object) -> Maker:
+        """Sets the attributes; returns the maker of further parameters."""
+        self.inputs = self.outputs = size_of("width", width)
+        self.eps = not_negative("eps", eps)
+        has_master = flag("master_weights", master_weights)
+        make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=has_master)
+        self.weight = make(np.ones(width))
+        return make
+
+
+class LayerNorm(_Norm):
     """y = (x - mean) / √(variance + eps) · weight + bias over the columns of each row (Ba, Kiros, Hinton, 2016).
 
     Args:
@@ -37,12 +50,7 @@ class LayerNorm(Block):
         master_weights: bool = True,
         device: object = "auto",
     ) -> None:
-        self.inputs = self.outputs = size_of("width", width)
-        self.eps: Final = not_negative("eps", eps)
-        make = Maker(
-            DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights)
-        )
-        self.weight = make(np.ones(width))
+        make = self._make(width, eps, dtype=dtype, master_weights=master_weights, device=device)
         self.bias = make(np.zeros(width)) if flag("bias", bias) else None
 
     def forward(self, x: Any, run: Pass) -> Any:
@@ -65,7 +73,7 @@ class LayerNorm(Block):
         ).dx
 
 
-class RMSNorm(Block):
+class RMSNorm(_Norm):
     """y = x / √(mean(x²) + eps) · weight over the columns of each row (Zhang and Sennrich, 2019).
 
     Args:
@@ -83,12 +91,7 @@ class RMSNorm(Block):
         master_weights: bool = True,
         device: object = "auto",
     ) -> None:
-        self.inputs = self.outputs = size_of("width", width)
-        self.eps: Final = not_negative("eps", eps)
-        make = Maker(
-            DType.parse("the norm", dtype), parse_device(device), has_master=flag("master_weights", master_weights)
-        )
-        self.weight = make(np.ones(width))
+        self._make(width, eps, dtype=dtype, master_weights=master_weights, device=device)
 
     def forward(self, x: Any, run: Pass) -> Any:
         """See `Block`."""
