@@ -194,9 +194,9 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
     adds = "add" in inspect.signature(own).parameters
 
     @functools.wraps(own)
-    def forward(self: Block, x: Any, run: Pass, add: Any = None) -> Any:
+    def forward(self: Block, x: Any, run: Pass, add: Any = None, **options: Any) -> Any:
         _check_run(self, run)
-        options = {"add": add} if adds else {}
+        options |= {"add": add} if adds else {}
         if run.running is self:  # a derived class has called the method that it overrides
             return own(self, x, run, **options)
         with run.forward_of(self):

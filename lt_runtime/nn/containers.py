@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, Literal, TypeAlias
@@ -58,11 +59,17 @@ class Chain(Block):
         """See `Block`."""
         return [(str(i), block) for i, block in enumerate(self.sequence)]
 
-    def forward(self, x: Any, run: Pass, add: Any = None) -> Any:
-        """See `Block`; the last part adds `add` to its outputs."""
-        for step in self._steps:
-            more = {"add": add} if add is not None and step is self._steps[-1] else {}
-            x = forward_layers(step, x, run, **more) if isinstance(step, list) else step.forward(x, run, **more)
+    def forward(self, x: Any, run: Pass, add: Any = None, out: Any = None) -> Any:
+        """See `Block`; the last part adds `add` to its outputs, which are written into the buffer `out`."""
+        for i, step in enumerate(self._steps, 1):
+            is_last = i == len(self._steps)
+            more = {"add": add} if add is not None and is_last else {}
+            if isinstance(step, list):
+                x = forward_layers(step, x, run, **more, out=out if is_last else None)
+            elif out is not None and is_last:
+                x = _forward_into(out, step, x, run, **more)
+            else:
+                x = step.forward(x, run, **more)
         return x
 
     def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
@@ -87,6 +94,15 @@ def _flat(blocks: Iterable[Block]) -> Iterable[Block]:
             yield from _flat(block.sequence)
         else:
             yield block
+
+
+def _forward_into(out: Any, block: Any, x: Any, run: Pass, **more: Any) -> Any:
+    """Runs a block's forward with `out` as the buffer of its outputs; copies them if the block takes no such buffer."""
+    if "out" in inspect.signature(block.forward).parameters:
+        return block.forward(x, run, out=out, **more)
+    y = block.forward(x, run, **more)
+    run.release(y)
+    return dropout(y, 0.0, out=out, stream=run.stream)
 
 
 class Residual(Block):
@@ -142,7 +158,8 @@ class Parallel(Block):
             if applies and len({*sizes} - {None}) > 1:
                 raise ShapeError(f"the towers {name} {sizes} columns; with this join and split they must be equal")
         self.inputs = None if split else inputs[0]
-        self._widths = widths
+        self._widths: list[Any] = widths
+        self._sizes = widths + inputs
         self.outputs = widths[0] if join == "sum" else None if None in widths else sum(filter(None, widths))
 
     def parts(self) -> Iterable[tuple[str, Any]]:
@@ -152,6 +169,8 @@ class Parallel(Block):
     def forward(self, x: Any, run: Pass) -> Any:
         """See `Block`."""
         xs = self._inputs(x)
+        if self.join == "concatenate" and None not in self._sizes:
+            return self._side_by_side(xs, run)
         outputs = [tower.forward(each, run) for tower, each in zip(self.towers, xs, strict=True)]
         if self.join == "sum":
             total = outputs[0]
@@ -159,14 +178,25 @@ class Parallel(Block):
                 total = add(total, each, stream=run.stream)
             return total
         run.keep([each.shape[-1] for each in outputs])
-        return _concatenated(outputs, run.stream)
+        whole = _new_rows(outputs[0], sum(each.shape[-1] for each in outputs), run.stream)
+        for part, each in zip(_columns(whole, [each.shape[-1] for each in outputs]), outputs, strict=True):
+            dropout(each, 0.0, out=part, stream=run.stream)  # a copy
+        return whole
+
+    def _side_by_side(self, xs: Sequence[Any], run: Pass) -> Any:
+        """Forward of towers of known sizes: each writes into its columns of one array."""
+        whole = _new_rows(xs[0], sum(self._widths), run.stream)
+        for part, tower, each in zip(_columns(whole, self._widths), self.towers, xs, strict=True):
+            _forward_into(part, tower, each, run)
+            run.release(part)
+        run.keep(self._widths)
+        return whole
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """See `Block`: with `split` a tuple of gradients."""
         parts = [dy] * len(self.towers)
         if self.join == "concatenate":
-            ends = [*itertools.accumulate(run.take())]
-            parts = [dy[..., start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+            parts = _columns(dy, run.take())
         pairs = zip(reversed(self.towers), reversed(parts), strict=True)
         found = [tower.backward(part, run) for tower, part in pairs][::-1]
         if self.split:
@@ -185,15 +215,15 @@ class Parallel(Block):
         return x
 
 
-def _concatenated(parts: Sequence[Any], stream: Any) -> Any:
-    """The columns of arrays, side by side in one new array."""
-    first, library = parts[0], library_of(parts[0])
-    device, ends = device_of("y", first), [*itertools.accumulate(each.shape[-1] for each in parts)]
-    shape = *first.shape[:-1], ends[-1]
+def _columns(whole: Any, widths: Iterable[int]) -> list[Any]:
+    """Views of an array's columns, the given numbers of them side by side."""
+    ends = [*itertools.accumulate(widths)]
+    return [whole[..., start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _new_rows(like: Any, width: int, stream: Any) -> Any:
+    """A new array of `like`'s kind, type and rows, with another number of columns."""
+    device, shape, library = device_of("x", like), (*like.shape[:-1], width), library_of(like)
     if device == HOST:
-        whole: Any = np.empty(shape, first.dtype)
-    else:
-        whole = library.empty(shape, first.dtype, device, stream_handle(stream, device, library.current_stream))
-    for part, end in zip(parts, ends, strict=True):
-        dropout(part, 0.0, out=whole[..., end - part.shape[-1] : end], stream=stream)  # a copy
-    return whole
+        return np.empty(shape, like.dtype)
+    return library.empty(shape, like.dtype, device, stream_handle(stream, device, library.current_stream))

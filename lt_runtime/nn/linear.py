@@ -118,9 +118,9 @@ class Linear(Block):
         layer.activation, layer.dropout, layer.seed, layer.compute = activation, dropout, seed, compute
         return layer
 
-    def forward(self, x: Any, run: Pass, add: Any = None) -> Any:
-        """See `Block`; y has `add` added, (..., outputs)."""
-        return forward_layers([self], x, run, add)
+    def forward(self, x: Any, run: Pass, add: Any = None, out: Any = None) -> Any:
+        """See `Block`; y has `add` added, (..., outputs), and is written into the buffer `out`."""
+        return forward_layers([self], x, run, add, out=out)
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """See `Block`."""
@@ -133,18 +133,21 @@ class Linear(Block):
         return f"Linear({self.name}, {what}, {bias=}, dropout={self.dropout})"
 
 
-def forward_layers(layers: Sequence[Linear], x: Any, run: Pass, add: Any = None, stand_in: Any = None) -> Any:
+def forward_layers(
+    layers: Sequence[Linear], x: Any, run: Pass, add: Any = None, stand_in: Any = None, out: Any = None
+) -> Any:
     """Runs layers one after the other; in training, `run` keeps the list of their contexts for `backward_layers`.
 
     Args:
         add: an array to add to the outputs of the last layer.
+        out: a buffer for the outputs of the last layer.
         stand_in: an array of the shape and type of x that is kept in its place; see `remake` of `backward_layers`.
     """
     needs_dx, contexts, start = run.needs_gradient(x), [], len(run.problems or ())
     for layer in layers:
         bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
-        options |= {"add": add} if layer is layers[-1] else {}
+        options |= {"add": add, "out": out} if layer is layers[-1] else {}
         with range_of(f"forward/{layer.name}"):
             if rng is None:
                 x = linear(x, layer.weight.data, bias, **options)

@@ -183,6 +183,11 @@ class Pass:
         # the context of a linear layer refers to y, but its backward need not read the values
         return isinstance(last, LinearContext) and last.y is y and last.saved is not y
 
+    def release(self, y: Any) -> None:
+        """Lets go of outputs y that were just computed, if no backward reads their values."""
+        if self.may_overwrite(y):
+            self._kept[-1][0][-1].y = None
+
     @contextlib.contextmanager
     def forward_of(self, block: Surrounded) -> Iterator[None]:
         """Surrounds a block's forward."""

@@ -117,6 +117,10 @@ def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) ->
 _WIDTH, _HIDDEN = 32, 96
 
 
+def _ones(gpu: FakeGpu, width: int) -> Any:
+    return gpu.cp.asarray(np.ones((_ROWS, width), gpu.cp.bfloat16))
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_peak_of_gated_blocks(gpu: FakeGpu, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block keeps its normalised input, and gate and value; their product only if it is not computed again."""
@@ -132,12 +136,32 @@ def test_the_peak_of_gated_blocks(gpu: FakeGpu, recompute: bool, monkeypatch: py
         gpu.streams.synchronize_all()
         return step
 
-    x, target = (gpu.cp.asarray(np.ones((_ROWS, _WIDTH), gpu.cp.bfloat16)) for _ in range(2))
+    x, target = _ones(gpu, _WIDTH), _ones(gpu, _WIDTH)
     kept = 3 * (_WIDTH + 2 * _HIDDEN + (0 if recompute else _HIDDEN)) + 2 * _WIDTH  # the first block's x is the batch's
     others = _WIDTH + _HIDDEN + _WIDTH  # the outputs; then the gradients of the product and of the normalised input
     statistics = 3 * 4 * _ROWS
     expected = 2 * _ROWS * (kept + others + 2 * _WIDTH) + statistics + _LOSS_BYTES + TABLE_BYTES
     assert _taken(gpu, make, (x, target), monkeypatch) == expected
+
+
+def test_the_peak_of_towers(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The towers' outputs exist only as columns of the array that the layer above them reads."""
+    options = {"dtype": "bfloat16", "device": 0, "master_weights": False, "activation": "gelu"}
+
+    def tower() -> Any:
+        return gpu.lt.Chain(gpu.lt.Linear(_WIDTH, _HIDDEN, **options), gpu.lt.Linear(_HIDDEN, _HIDDEN, **options))
+
+    def make() -> Any:
+        head = gpu.lt.Linear(2 * _HIDDEN, _WIDTH, **{**options, "activation": "none"})
+        model = gpu.lt.Chain(gpu.lt.Parallel(tower(), tower(), split=False), head)
+        step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", batch_size=_ROWS, tune=False)
+        gpu.streams.synchronize_all()
+        return step
+
+    kept = 2 * 3 * _HIDDEN + 2 * _HIDDEN  # two pre-activations and an output of each tower; the columns side by side
+    others = _WIDTH + 2 * _HIDDEN + _HIDDEN  # the outputs; the gradients of the columns and of a tower's first output
+    expected = 2 * _ROWS * (kept + others + 2 * _WIDTH) + _LOSS_BYTES + TABLE_BYTES
+    assert _taken(gpu, make, (_ones(gpu, _WIDTH), _ones(gpu, _WIDTH)), monkeypatch) == expected
 
 
 def test_the_same_as_by_single_calls(gpu: FakeGpu, case: _Case) -> None:
