@@ -119,13 +119,13 @@ def _epilogue_bwd() -> list[Variant]:
 
 def _gated() -> list[Variant]:
     return [
-        replace(bare, macros=(*bare.macros, *access.macros(blocks_of(dtype, dropout=dropout, remakes=remakes))))
-        for dtype, dropout, remakes in itertools.product(SCALAR, (False, True), (False, True))
+        replace(bare, macros=(*bare.macros, *access.macros(blocks_of(dtype, remakes=remakes))))
+        for dtype, remakes in itertools.product(SCALAR, (False, True))
         for bare in over(
             "gated.cu",
             SCALAR=[SCALAR[dtype]],
             ACTIVATION=ACTIVATION_NAMES.values(),
-            DROPOUT=[str(int(dropout))],
+            DROPOUT="01",
             REMAKES=[str(int(remakes))],
         )
         for access in (Access.ALIGNED, Access.ANY)

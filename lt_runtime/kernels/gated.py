@@ -37,9 +37,9 @@ class GatedProblem:
     remakes: bool = False
 
 
-def blocks_of(dtype: DType, *, dropout: bool, remakes: bool) -> int:
+def blocks_of(dtype: DType, *, remakes: bool) -> int:
     """Launch bound of a pass, in blocks of a multiprocessor; with one more, backward spills registers."""
-    return _BLOCKS[dtype] - (remakes and (dropout or dtype is DType.FLOAT32))
+    return _BLOCKS[dtype] - remakes
 
 
 class GatedPass:
@@ -49,7 +49,7 @@ class GatedPass:
 
     def __init__(self, problem: GatedProblem, device: int) -> None:
         dtype, layout, activation = problem.dtype, problem.y.layout, problem.activation
-        blocks = blocks_of(dtype, dropout=problem.dropout, remakes=problem.remakes)
+        blocks = blocks_of(dtype, remakes=problem.remakes)
         h, self._to_value = _half(problem.h, dtype)
         if problem.dh is None:
             entry, matrices = GATED_FWD, {"gate": h, "value": h, "out": problem.y}
