@@ -13,6 +13,10 @@ except ImportError as error:
     raise MissingLibraryError("PyTorch is not installed: pip install 'lt_runtime[torch]'") from error
 
 from lt_runtime.torch import functional as functional
+from lt_runtime.torch.modules import MLP as MLP
+from lt_runtime.torch.modules import FeedForward as FeedForward
+from lt_runtime.torch.modules import LayerNorm as LayerNorm
 from lt_runtime.torch.modules import Linear as Linear
+from lt_runtime.torch.modules import RMSNorm as RMSNorm
 
-__all__ = ["Linear", "functional"]
+__all__ = ["MLP", "FeedForward", "LayerNorm", "Linear", "RMSNorm", "functional"]

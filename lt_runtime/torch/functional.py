@@ -7,11 +7,18 @@ from typing import Any, Final
 import torch
 
 from lt_runtime.errors import DTypeError
-from lt_runtime.problem import Activation, ActivationName
+from lt_runtime.problem import Activation, ActivationName, probability
+from lt_runtime.torch.gated import GatedLayers
 from lt_runtime.torch.linear import LinearLayers
+from lt_runtime.torch.norms import Dropout, Norm
 from lt_runtime.torch.operators import Options, Tensor, Tensors
 
 _LINEAR: Final = LinearLayers()
+_GATED: Final = GatedLayers()
+_NORMS: Final = {
+    (has_mean, has_add): Norm(has_mean, has_add) for has_mean in (True, False) for has_add in (True, False)
+}
+_DROPOUT: Final = Dropout()
 _AUTOCAST_TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -54,9 +61,7 @@ def linear(
         ArgumentError: an unknown activation; `dropout` outside [0, 1).
         SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
     """
-    name, slope = activation, negative_slope
-    if isinstance(activation, Activation):
-        name, slope = activation.name, activation.negative_slope
+    name, slope = _named(activation, negative_slope)
     options = (name,), (slope,), (dropout if training else 0.0,)
     return linear_layers(x, (weight, bias), options, add)
 
@@ -72,6 +77,82 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
     if x.dim() == 1:
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
     return _LINEAR(_cast((x, add, key, *parameters)), options)
+
+
+def gated(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor = None,
+    up_bias: Tensor = None,
+    down_bias: Tensor = None,
+    *,
+    activation: ActivationName | Activation = "silu",
+    negative_slope: float = 0.01,
+    dropout: float = 0.0,
+    training: bool = True,
+    add: Tensor = None,
+) -> Tensor:
+    """y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ + add, a gated feed-forward block; with "silu" SwiGLU.
+
+    Backward computes the gated values again in the pass over their gradient, instead of keeping them.
+
+    Args:
+        x: (..., K). gate, up: (F, K). down: (N, F). gate_bias, up_bias: (F,). down_bias: (N,). add: (..., N).
+        activation, negative_slope, dropout, training: as in `linear`, and so are types, autocast and errors.
+
+    Returns:
+        y (..., N), of x's type.
+    """
+    p = dropout if training else 0.0
+    operands = x, add, _key(x) if p else None, gate, up, down, gate_bias, up_bias, down_bias
+    return _GATED(_cast(operands), (*_named(activation, negative_slope), p))
+
+
+def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:
+    """y = mask · x / (1 - p), as `torch.nn.functional.dropout`; backward draws the mask again instead of keeping it.
+
+    Args:
+        x: any shape and one of the types of `linear`.
+        p: in [0, 1), rounded to a multiple of 2^-16.
+        training: if False, y is x.
+
+    Raises:
+        OperandError, ArgumentError, SecondDerivativeError: as `linear`.
+    """
+    probability("p", p)
+    return _DROPOUT((x, _key(x)), (p,)) if training and p else x
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor = None, *, eps: float = 1e-5, add: Tensor = None) -> Any:
+    """y = (x - mean) / √(variance + eps) · weight + bias over the last axis, with FP32 statistics.
+
+    Args:
+        x: (..., N), one of the types of `linear`; also under `torch.autocast`, which does not change it.
+        weight, bias: (N,), of x's type or float32; bias may be None.
+        eps: is added to the variance.
+        add: (..., N): a residual. The sum x + add is normalised in place of x.
+
+    Returns:
+        y (..., N), of x's type; with `add` the pair (y, x + add), for the next residual connection.
+
+    Raises:
+        OperandError, ArgumentError, SecondDerivativeError: as `linear`.
+    """
+    return _NORMS[True, add is not None]((x, add, weight, bias), (eps,))
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, add: Tensor = None) -> Any:
+    """y = x / √(mean square + eps) · weight over the last axis; arguments, results and errors are `layer_norm`'s."""
+    return _NORMS[False, add is not None]((x, add, weight, None), (eps,))
+
+
+def _named(activation: Any, negative_slope: float) -> tuple[Any, float]:
+    """Name and slope of an activation."""
+    if isinstance(activation, Activation):
+        return activation.name, activation.negative_slope
+    return activation, negative_slope
 
 
 def _key(like: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class LinearLayers(Operator):
             weight, bias = parameters[2 * i : 2 * i + 2]
             z = next(kept, None) if form.saved is Saved.PREACTIVATION else None
             y = outputs[0] if i == last else hidden[i] if hidden else x.new_empty((*x.shape[:-1], weight.shape[0]))
-            apply(as_rows(x), weight, bias, y, z, add if i == last else None, form, _masks(form.dropout, i, key))
+            apply(as_rows(x), weight, bias, y, z, add if i == last else None, form, masks_of(form.dropout, i, key))
             x = y
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
@@ -178,7 +178,7 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
         """y, the output of the last layer."""
-        y, last, compute = as_rows(x), len(options[0]) - 1, _compute(x.dtype)
+        y, last, compute = as_rows(x), len(options[0]) - 1, compute_of(x.dtype)
         kept, ctx.layers = [x if last or ctx.needs_input_grad[4] else None, key], []
         for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
             weight, bias = parameters[2 * i], parameters[2 * i + 1]
@@ -189,7 +189,7 @@ class _OnGpu(torch.autograd.Function):
                 activation=activation,
                 negative_slope=slope,
                 dropout=p,
-                rng=_masks(p, i, key),
+                rng=masks_of(p, i, key),
                 compute=compute,
                 add=add if i == last else None,
             )
@@ -207,7 +207,7 @@ class _OnGpu(torch.autograd.Function):
         x = dy.new_empty((*dy.shape[:-1], layers[0].shape[2])) if x is None else as_rows(x)
         for i, layer in enumerate(layers):
             weight, saved, y = kept[3 * i : 3 * i + 3]
-            contexts.append(LinearContext(layer, x, weight, saved, None, _masks(layer.dropout, i, key), y))
+            contexts.append(LinearContext(layer, x, weight, saved, None, masks_of(layer.dropout, i, key), y))
             x = y
         made = [None] * len(needs)
         made[2], dy = dy if needs[2] else None, as_rows(dy)
@@ -236,10 +236,10 @@ class _OnGpu(torch.autograd.Function):
 
 def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
     """y on a GPU, where nothing is kept for backward."""
-    x, last, compute = as_rows(x), len(options[0]) - 1, _compute(x.dtype)
+    x, last, compute = as_rows(x), len(options[0]) - 1, compute_of(x.dtype)
     for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
         arrays = x, *parameters[2 * i : 2 * i + 2], None, None, add if i == last else None
-        x = perform(FORWARD, arrays, (activation, slope, p, compute, False, False), (_masks(p, i, key), None), None)
+        x = perform(FORWARD, arrays, (activation, slope, p, compute, False, False), (masks_of(p, i, key), None), None)
     return x
 
 
@@ -248,7 +248,7 @@ def _outputs_first(count: int, layers: int, training: bool) -> list[int]:
     return [layers - 1, *range(layers - 1), *range(layers, count)] if training else [layers - 1]
 
 
-def _masks(p: float, layer: int, key: Tensor) -> Philox | None:
+def masks_of(p: float, layer: int, key: Tensor) -> Philox | None:
     """The source of a layer's dropout mask; None without dropout."""
     if not p:
         return None
@@ -256,17 +256,20 @@ def _masks(p: float, layer: int, key: Tensor) -> Philox | None:
     return Philox(0, layer, step if key.is_cuda else as_numpy(step))
 
 
-def _compute(dtype: Any) -> ComputeName:
+def compute_of(dtype: Any) -> ComputeName:
     """How products are computed: FP32 ones as PyTorch's setting says."""
     is_tf32 = dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
     return "tf32" if is_tf32 else "float32"
+
+
+_compute = compute_of
 
 
 def _forward_on_gpu(
     x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, z: Tensor, add: Tensor, form: Form, rng: Philox | None
 ) -> None:
     # The forward problem is one for training only if it keeps a pre-activation: otherwise its plan could keep a mask.
-    options = form.activation, 0.01, form.dropout, _compute(x.dtype), False, z is not None
+    options = form.activation, 0.01, form.dropout, compute_of(x.dtype), False, z is not None
     perform(FORWARD, (x, weight, bias, y, z, add), options, (rng, None), None)
 
 
@@ -288,15 +291,22 @@ def _contexts(dy: Tensor, saved: Tensors, dbs: Tensors, options: Options) -> lis
     x, key, weights, ys, zs = saved[0], saved[1], saved[2 : 2 + count], saved[2 + count : -count], saved[-count:]
     if x is None:  # the gradient of the weight is not wanted: only the shape of x matters
         x = dy.new_empty((*dy.shape[:-1], weights[0].shape[1]))
-    dtype, compute, contexts = str(dy.dtype).removeprefix("torch."), _compute(dy.dtype), []
+    dtype, compute, contexts = str(dy.dtype).removeprefix("torch."), compute_of(dy.dtype), []
     for i, (form, weight, y, z, db) in enumerate(zip(forms, weights, ys, zs, dbs, strict=True)):
         shape = math.prod(x.shape[:-1]), *weight.shape
         kind = form.saved if z is None else Saved.PREACTIVATION
         layer = _make_layer(shape, kind, None, form.activation, form.dropout, compute, dtype, db is not None)
-        kept, rng = y if kind is Saved.OUTPUT else z, _masks(form.dropout, i, key)
+        kept, rng = y if kind is Saved.OUTPUT else z, masks_of(form.dropout, i, key)
         contexts.append(LinearContext(layer, as_rows(x), weight, kept, z, rng, y))
         x = y
     return contexts
+
+
+def plain_context(x: Tensor, weight: Tensor, *, has_bias: bool) -> LinearContext:
+    """The context of a layer without activation and dropout."""
+    shape, dtype = (math.prod(x.shape[:-1]), *weight.shape), str(x.dtype).removeprefix("torch.")
+    layer = _make_layer(shape, Saved.NOTHING, None, Activation(), 0.0, compute_of(x.dtype), dtype, has_bias)
+    return LinearContext(layer, x, weight, None, None, None, None)
 
 
 def _backward_on_gpu(

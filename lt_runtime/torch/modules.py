@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from lt_runtime.problem import Activation, ActivationName
-from lt_runtime.torch.functional import linear_layers
-from lt_runtime.torch.linear import forms_of
+from lt_runtime.arguments import by_layer
+from lt_runtime.errors import ArgumentError
+from lt_runtime.problem import Activation, ActivationName, activation_of, probability
+from lt_runtime.torch.functional import gated, layer_norm, linear_layers, rms_norm
 from lt_runtime.torch.operators import Tensor
 
 
@@ -35,16 +37,155 @@ class Linear(torch.nn.Linear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        (form,) = forms_of((activation,), (0.01,), (dropout,), False)
+        chosen, p = activation_of("activation", activation), probability("dropout", dropout)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.activation, self.negative_slope = form.activation.name, form.activation.negative_slope
-        self.dropout = form.dropout
+        self.activation, self.negative_slope, self.dropout = chosen.name, chosen.negative_slope, p
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., out_features) for x (..., in_features) and add (..., out_features)."""
-        options = (self.activation,), (self.negative_slope,), (self.dropout if self.training else 0.0,)
-        return linear_layers(x, (self.weight, self.bias), options, add)
+        return _chained([self], x, add)
 
     def extra_repr(self) -> str:
         """The options, for `repr`."""
         return f"{super().extra_repr()}, activation={self.activation}, dropout={self.dropout}"
+
+
+def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor = None) -> Tensor:
+    """Runs layers in a row as one operator, whose backward takes each gradient through the layer below."""
+    parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
+    drops = [layer.dropout if layer.training else 0.0 for layer in layers]
+    forms = tuple([layer.activation for layer in layers]), tuple([layer.negative_slope for layer in layers])
+    return linear_layers(x, parameters, (*forms, tuple(drops)), add)
+
+
+class MLP(torch.nn.Sequential):
+    """Linear layers in a row, which run as one operator: backward takes each gradient through the layer below.
+
+    Forward hooks of the layers are not called.
+
+    Args:
+        sizes: columns of the inputs, of each hidden layer and of the outputs.
+        activation: of the hidden layers: a name of `lt.ACTIVATIONS` or an `lt.Activation`; or a sequence with one for
+            each layer, the last included.
+        output_activation: of the last layer, if `activation` is one for all.
+        dropout: probability of dropout after each hidden layer, in training.
+        bias, device, dtype: as for `torch.nn.Linear`.
+
+    Raises:
+        ArgumentError: sizes without a layer, an unknown activation, `dropout` outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        activation: Any = "relu",
+        output_activation: ActivationName | Activation = "none",
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        count = len(sizes) - 1
+        if count < 1:
+            raise ArgumentError(f"sizes is {sizes}; it must hold the columns of the inputs and of at least one layer")
+        last = activation_of("output_activation", output_activation)
+        _, each = by_layer("activation", activation, count, activation_of, last)
+        options = {"bias": bias, "device": device, "dtype": dtype}
+        drops = [dropout] * (count - 1) + [0.0]
+        layers = zip(sizes[:-1], sizes[1:], each, drops, strict=True)
+        super().__init__(*[Linear(k, n, activation=act, dropout=p, **options) for k, n, act, p in layers])
+
+    def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
+        """y (..., sizes[-1]) for x (..., sizes[0]); `add` (..., sizes[-1]) is added to y."""
+        return _chained([*self], x, add)
+
+
+class FeedForward(torch.nn.Module):
+    """The feed-forward block of a transformer: y = down(dropout(act(up(x)))) + add, or gated.
+
+    Gated, y = down(dropout(act(gate(x)) ∘ up(x))) + add, such as SwiGLU with "silu". The layers' forward hooks are not
+    called.
+
+    Args:
+        width: columns of x and y.
+        hidden: columns between.
+        activation: a name of `lt.ACTIVATIONS`, or an `lt.Activation`.
+        gated: whether the block has a gate.
+        dropout: probability of dropout of the hidden values, in training.
+        bias, device, dtype: as for `torch.nn.Linear`.
+
+    Attributes:
+        up, gate, down: layers; `gate` is None without a gate.
+
+    Raises:
+        ArgumentError: an unknown activation; `dropout` outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: ActivationName | Activation = "gelu",
+        gated: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        chosen = activation_of("activation", activation)
+        options = {"bias": bias, "device": device, "dtype": dtype}
+        self.gate = Linear(width, hidden, activation=chosen, **options) if gated else None
+        of_up: Any = {} if gated else {"activation": chosen}
+        self.up = Linear(width, hidden, dropout=probability("dropout", dropout), **of_up, **options)
+        self.down = Linear(hidden, width, **options)
+
+    def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
+        """y (..., width) for x (..., width); `add` (..., width) is added to y."""
+        gate, up, down = self.gate, self.up, self.down
+        if gate is None:
+            return _chained([up, down], x, add)
+        weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
+        options: Any = {"activation": gate.activation, "negative_slope": gate.negative_slope, "dropout": up.dropout}
+        return gated(x, *weights, *biases, **options, training=self.training, add=add)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` over the last axis, with a residual added before; its weight is required.
+
+    Raises:
+        ArgumentError: the shape has several axes, or there is no weight.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        _check_norm(self)
+
+    def forward(self, x: Tensor, add: Tensor = None) -> Any:
+        """y (..., N); with `add` (..., N) the pair (y, x + add), of which y is the normalised sum."""
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, add=add)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` over the last axis, with a residual added before; its weight is required.
+
+    Raises:
+        ArgumentError: the shape has several axes, or there is no weight.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        _check_norm(self)
+
+    def forward(self, x: Tensor, add: Tensor = None) -> Any:
+        """y (..., N); with `add` (..., N) the pair (y, x + add), of which y is the normalised sum."""
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return rms_norm(x, self.weight, eps=eps, add=add)
+
+
+def _check_norm(norm: Any) -> None:
+    if len(norm.normalized_shape) != 1 or not norm.elementwise_affine:
+        found = f"normalized_shape is {norm.normalized_shape} and elementwise_affine {norm.elementwise_affine}"
+        raise ArgumentError(f"{found}; accepted is a single axis, with a weight")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, ShapeError
+from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, OperandError, ShapeError
 from lt_runtime.layout import layout_of
 from lt_runtime.problem import DType
 
@@ -41,10 +41,10 @@ class Operator(ABC):
         visible: how many of the first outputs the caller gets; the others are kept for backward.
     """
 
-    name: ClassVar[str]
-    tensors: ClassVar[str]
-    options: ClassVar[str]
-    visible: ClassVar[int] = 1
+    name: str
+    tensors: str
+    options: str
+    visible: int = 1
 
     def __init__(self) -> None:
         self._has_list = self.tensors.split(",")[-1].split()[0].endswith("[]")
@@ -236,7 +236,7 @@ def as_rows(tensor: Tensor) -> Tensor:
         return tensor
     try:
         layout_of("x", tensor.shape, tensor.stride())
-    except LayoutError:
+    except OperandError:  # also a vector with gaps, which has no rows
         return tensor.contiguous()
     return tensor
 

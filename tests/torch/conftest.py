@@ -31,14 +31,16 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """
     torch = pytest.importorskip("torch")
     from lt_runtime.ops._linear import LinearContext
+    from lt_runtime.ops.gated import GatedContext
+    from lt_runtime.ops.norm import NormContext
     from lt_runtime.problem import Philox
-    from lt_runtime.torch import linear
+    from lt_runtime.torch import gated, linear, norms
     from lt_runtime.torch.operators import as_numpy
 
     def inward(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return as_numpy(value)
-        if isinstance(value, (LinearContext, Philox)):
+        if isinstance(value, (LinearContext, GatedContext, NormContext, Philox)):
             names = [field.name for field in dataclasses.fields(value)]
             return type(value)(**{name: inward(getattr(value, name)) for name in names})
         return tuple(map(inward, value)) if type(value) in (tuple, list) else value
@@ -65,7 +67,10 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         return call
 
-    for name in ("linear_fwd", "linear_bwd", "perform"):
-        monkeypatch.setattr(linear, name, over_numpy(getattr(linear, name)))
+    patched = {linear: "linear_fwd linear_bwd perform", gated: "linear linear_bwd gated_fwd gated_bwd"}
+    patched |= {norms.norm: "layer_norm_fwd layer_norm_bwd rms_norm_fwd rms_norm_bwd", norms: "dropout"}
+    for module, names in patched.items():
+        for name in names.split():
+            monkeypatch.setattr(module, name, over_numpy(getattr(module, name)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     return made

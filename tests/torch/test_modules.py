@@ -77,6 +77,59 @@ def test_two_layers_that_share_a_weight_add_to_one_gradient() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_an_mlp_is_its_layers_one_after_the_other() -> None:
+    model, x = ltt.MLP([8, 16, 12, 4], "gelu_erf", dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    theirs = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 12), torch.nn.GELU(), torch.nn.Linear(12, 4)
+    ).double()
+    theirs.load_state_dict({f"{2 * int(name[0])}{name[1:]}": each for name, each in model.state_dict().items()})
+    torch.testing.assert_close(model(x), theirs(x))
+    for each in (model, theirs):
+        each(x).square().sum().backward()
+    pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+    torch.testing.assert_close(*map(list, zip(*[(ours.grad, other.grad) for ours, other in pairs], strict=True)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_feed_forward_block_is_its_layers(gated: bool) -> None:
+    block = ltt.FeedForward(8, 16, "silu", gated, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    hidden = F.silu(F.linear(x, *block.gate.parameters())) if gated else 1.0
+    up = F.linear(x, *block.up.parameters())
+    expected = F.linear(hidden * (up if gated else F.silu(up)), *block.down.parameters()) + x
+    torch.testing.assert_close(block(x, add=x), expected)
+    assert {name.split(".")[0] for name in block.state_dict()} == {"up", "down"} | ({"gate"} if gated else set())
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_are_those_of_pytorch(kind: str) -> None:
+    ours, theirs = (getattr(home, kind)(8, dtype=torch.float64) for home in (ltt, torch.nn))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours(x, add=x), (theirs(2 * x), 2 * x))
+    with pytest.raises(ArgumentError, match=r"elementwise_affine False; accepted is a single axis, with a weight"):
+        getattr(ltt, kind)(8, elementwise_affine=False)
+
+
+def test_a_model_of_all_modules_compiles_without_a_break() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.block, self.mlp = ltt.RMSNorm(8), ltt.FeedForward(8, 16, "silu", True), ltt.MLP([8, 16, 4])
+
+        def forward(self, x: Any) -> Any:
+            y, total = self.norm(x, add=x)
+            return self.mlp(self.block(y, add=total))
+
+    model, x = Block(), torch.randn(2, 5, 8, requires_grad=True)
+    ours, theirs = torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x)
+    leaves = [x, *model.parameters()]
+    for gradients in (torch.autograd.grad(each.square().sum(), leaves) for each in (ours, theirs)):
+        torch.testing.assert_close(gradients, torch.autograd.grad(model(x).square().sum(), leaves))
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize(("option", "value"), [("activation", "swish"), ("activation", 3), ("dropout", -0.1)])
 def test_wrong_options_are_refused_when_a_module_is_made(option: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=rf"{option} is {value!r}"):

@@ -70,6 +70,54 @@ def test_layers_in_a_row_are_those_of_pytorch(place: Any) -> None:
     torch.testing.assert_close(gradients(y, leaves), gradients(F.linear(hidden, w3, b3) + add, leaves), **place[1])
 
 
+@pytest.mark.parametrize("has_all", [False, True])
+def test_a_gated_block_is_that_of_pytorch(has_all: bool, place: Any) -> None:
+    shapes = (2, 5, 8), (6, 8), (6, 8), (4, 6), (6,), (6,), (4,), (2, 5, 4)
+    leaves = operands(*shapes[: 8 if has_all else 4], dtype=place[0])
+    x, gate, up, down, *biases = leaves
+    add = biases.pop() if has_all else None
+    gate_bias, up_bias, down_bias = biases or (None,) * 3
+    y = ltt.functional.gated(x, gate, up, down, *biases, add=add)
+    expected = F.linear(F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias), down, down_bias)
+    expected = expected if add is None else expected + add
+    torch.testing.assert_close(gradients(y, leaves), gradients(expected, leaves), **place[1])
+
+
+@pytest.mark.parametrize("has_add", [False, True])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_a_norm_is_that_of_pytorch(kind: str, has_add: bool, place: Any) -> None:
+    x, weight, bias, add = operands((2, 5, 8), (8,), (8,), (2, 5, 8), dtype=place[0])
+    leaves = [x, weight, bias] if kind == "layer_norm" else [x, weight]
+    made = getattr(ltt.functional, kind)(*leaves, eps=1e-3, add=add if has_add else None)
+    total, leaves = (x + add, [*leaves, add]) if has_add else (x, leaves)
+    y = F.layer_norm(total, (8,), weight, bias, 1e-3) if kind == "layer_norm" else F.rms_norm(total, (8,), weight, 1e-3)
+    ours, theirs = (made[0] * made[1].sin(), y * total.sin()) if has_add else (made, y)
+    torch.testing.assert_close(gradients(ours, leaves), gradients(theirs, leaves), **place[1])
+    if has_add:
+        only_sum = ltt.functional.rms_norm(x, weight, add=add)[1]
+        torch.testing.assert_close(gradients(only_sum, [x, add]), gradients(total, [x, add]), **place[1])
+
+
+def test_a_gradient_stops_at_frozen_operands_of_a_norm(place: Any) -> None:
+    x, weight, add = operands((5, 8), (8,), (5, 8), dtype=place[0])
+    x.requires_grad_(False)
+    y, total = ltt.functional.rms_norm(x, weight.detach(), add=add)
+    torch.testing.assert_close(
+        gradients(y + total, [add]),
+        gradients(F.rms_norm(x + add, (8,), weight.detach(), 1e-6) + x + add, [add]),
+        **place[1],
+    )
+
+
+def test_dropout_has_one_mask_forward_and_backward(place: Any) -> None:
+    (x,) = operands((64, 8), dtype=place[0])
+    y = ltt.functional.dropout(x, 0.25)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y, x * dx)
+    assert 0.65 < (dx != 0).double().mean() < 0.85
+    assert ltt.functional.dropout(x, 0.25, training=False) is x
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_are_no_farther_from_exact_than_pytorch(dtype: Any) -> None:
     exact = operands((64, 48), (40, 48), (40,))
@@ -89,6 +137,12 @@ def test_gradients_agree_with_differences() -> None:
         return linear_layers(x, (w1, b1, w2, b2), (("gelu", "silu"), (0.01,) * 2, (0.0,) * 2), add)
 
     assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradcheck(ltt.functional.gated, operands((3, 4), (5, 4), (5, 4), (2, 5)))
+    x, weight, bias, add = operands((3, 4), (4,), (4,), (3, 4))
+    assert torch.autograd.gradcheck(
+        lambda *given: ltt.functional.layer_norm(*given[:3], add=given[3]), (x, weight, bias, add)
+    )
+    assert torch.autograd.gradcheck(ltt.functional.rms_norm, (x, weight))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -102,6 +156,18 @@ def test_the_operator_keeps_the_dispatcher_s_rules(activations: Any, dropouts: A
         x, parameters = x.detach(), [each.detach() for each in parameters]
     arguments = (x, None, key, parameters[: 2 * layers], activations, [0.01] * layers, dropouts, training)
     torch.library.opcheck(linear_fwd, arguments)
+
+
+def test_the_other_operators_keep_the_dispatcher_s_rules_too() -> None:
+    ops = torch.ops.lt_runtime
+    x, gate, up, down, weight, bias, add = operands(*[(4, 4)] * 4, (4,), (4,), (4, 4), dtype=torch.float32)
+    key = torch.ones(1, dtype=torch.int32)
+    torch.library.opcheck(
+        ops.gated_fwd.default, (x, add, key, gate, up, down, None, bias, bias, "silu", 0.01, 0.5, True)
+    )
+    torch.library.opcheck(ops.layer_norm_add_fwd.default, (x, add, weight, bias, 1e-5, True))
+    torch.library.opcheck(ops.rms_norm_fwd.default, (x, None, weight, None, 1e-5, True))
+    torch.library.opcheck(ops.dropout_fwd.default, (x, key, 0.5, True))
 
 
 def test_a_compiled_graph_has_no_break_and_takes_other_batch_sizes() -> None:

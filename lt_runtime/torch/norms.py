@@ -1,0 +1,179 @@
+"""LayerNorm, RMSNorm and dropout as operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lt_runtime import reference
+from lt_runtime.arguments import not_negative
+from lt_runtime.errors import DTypeError, ShapeError
+from lt_runtime.ops import norm
+from lt_runtime.ops.dropout import dropout
+from lt_runtime.problem import probability
+from lt_runtime.torch.linear import masks_of
+from lt_runtime.torch.operators import (
+    Operator,
+    Options,
+    Tensor,
+    Tensors,
+    as_matrix,
+    as_numpy,
+    as_rows,
+    check_operands,
+    check_shape,
+    store,
+)
+
+
+class Norm(Operator):
+    """y = normalised(x + add) · weight + bias. The outputs are y, with `add` the sum, then the rows' statistics.
+
+    Args:
+        has_mean: whether the rows' mean is subtracted, as in LayerNorm.
+        has_add: whether there is an `add`.
+    """
+
+    tensors = "Tensor x, Tensor? add, Tensor weight, Tensor? bias"
+    options = "float eps"
+
+    def __init__(self, has_mean: bool, has_add: bool) -> None:
+        self.has_mean, self.has_add = has_mean, has_add
+        self.name = ("layer_norm" if has_mean else "rms_norm") + ("_add" if has_add else "")
+        self.visible = 1 + has_add
+        super().__init__()
+
+    def check(self, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        x, add, weight, bias = operands
+        not_negative("eps", options[0])
+        check_operands({"x": x, "add": add})
+        check_operands({"weight": weight, "bias": bias})
+        if weight.dtype not in (x.dtype, torch.float32) or weight.device != x.device:
+            found = f"weight is {weight.dtype} on {weight.device} but x is {x.dtype} on {x.device}"
+            raise DTypeError(f"{found}; accepted are x's type and float32, on x's device")
+        if x.dim() < 1 or weight.dim() != 1:
+            raise ShapeError(f"x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; accepted: (..., N) and (N,)")
+        check_shape("weight", weight, (x.shape[-1],), "one for each column of x")
+        check_shape("bias", bias, (x.shape[-1],), "one for each column of x")
+        check_shape("add", add, tuple(x.shape), "x's shape")
+
+    def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        x = operands[0]
+        rows, exact = (x.shape[:-1].numel(),), x.dtype if x.dtype is torch.float64 else torch.float32
+        made = [x.new_empty(x.shape) for _ in range(1 + self.has_add)]
+        return made + [x.new_empty(rows, dtype=exact) for _ in range((1 + self.has_mean) * options[-1])]
+
+    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        x, add, weight, bias = operands
+        eps = options[0]
+        total, statistics = outputs[1] if self.has_add else None, outputs[self.visible :]
+        mean, rstd = _mean_and_rstd(statistics)
+        if x.is_cuda:
+            x, add = as_rows(x), add if add is None else as_rows(add)
+            buffers = {"eps": eps, "add": add, "out": outputs[0], "out_sum": total, "out_rstd": rstd}
+            if self.has_mean:
+                norm.layer_norm_fwd(x, weight, bias, **buffers, out_mean=mean)
+            else:
+                norm.rms_norm_fwd(x, weight, **buffers)
+            return
+        if self.has_add:
+            store(total, as_numpy(x).astype("float64") + as_numpy(add).astype("float64"))
+            x = total
+        exact_x, exact_weight = as_matrix(x), as_numpy(weight)
+        if self.has_mean:
+            made = reference.layer_norm_fwd(exact_x, exact_weight, as_numpy(bias), eps=eps)
+            store(mean, made.mean)
+        else:
+            made = reference.rms_norm_fwd(exact_x, exact_weight, eps=eps)
+        store(outputs[0], made.y)
+        store(rstd, made.rstd)
+
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+        """See `Operator`: the normalised array, weight, and the statistics."""
+        return outputs[1] if self.has_add else operands[0], operands[2], *outputs[self.visible :]
+
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """See `Operator`. The gradients of x and `add` are one tensor."""
+        if dys[0] is None:
+            return [dys[1] if need else None for need in needs[:2]] + [None] * 2
+        dx, _, *others = super().differentiate(dys, saved, (needs[0] or needs[1], False, *needs[2:]), options)
+        return [dx if need else None for need in needs[:2]] + others
+
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        x, weight, *_ = saved
+        return [like.new_empty(like.shape) for need, like in zip(needs, (x, x, weight, weight), strict=True) if need]
+
+    def fill_gradients(
+        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
+    ) -> None:
+        """See `Operator`."""
+        gradients = iter(made)
+        dx, _, dweight, dbias = [next(gradients) if need else None for need in needs]
+        x, weight, *statistics = saved
+        mean, rstd = _mean_and_rstd(statistics)
+        dy, dsum = (*dys, None)[:2]
+        if dy.is_cuda:
+            context = norm.NormContext(as_rows(x), weight, mean, rstd, dbias is not None)
+            buffers: dict[str, Any] = {"out_dx": dx, "out_dweight": dweight}
+            buffers |= {"need_dx": dx is not None, "need_dweight": dweight is not None, "add": dsum}
+            if self.has_mean:
+                norm.layer_norm_bwd(dy, context, **buffers, out_dbias=dbias)
+            else:
+                norm.rms_norm_bwd(dy, context, **buffers)
+            return
+        arrays = as_matrix(dy), as_matrix(x), as_numpy(weight), as_numpy(mean), as_numpy(rstd)
+        exact = reference.norm_bwd(*arrays)
+        store(dx, exact.dx if dsum is None else exact.dx + as_matrix(dsum).astype("float64"))
+        store(dweight, exact.dweight)
+        store(dbias, exact.dbias)
+
+
+def _mean_and_rstd(statistics: Tensors) -> Tensors:
+    """The rows' statistics, None for those that are not kept."""
+    return (None, None, *statistics)[-2:]
+
+
+class Dropout(Operator):
+    """y = mask · x / (1 - p); backward applies the same mask to dy."""
+
+    name = "dropout"
+    tensors = "Tensor x, Tensor key"
+    options = "float p"
+
+    def check(self, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        probability("p", options[0])
+        check_operands({"x": operands[0]})
+
+    def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        return [operands[0].new_empty(operands[0].shape)]
+
+    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        x, key = operands
+        rng = masks_of(options[0], 0, key)
+        if x.is_cuda:
+            dropout(as_rows(x), options[0], rng, out=outputs[0])
+        else:
+            store(outputs[0], as_numpy(x) * reference.dropout_factors(tuple(x.shape), options[0], rng))
+
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+        """See `Operator`."""
+        return (operands[1],)
+
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        return self.outputs(dys, options)
+
+    def fill_gradients(
+        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
+    ) -> None:
+        """See `Operator`."""
+        self.fill(made, (dys[0], saved[0]), options)
