@@ -1,8 +1,8 @@
 """Measures suites: `python -m benchmarks SUITE... [options]`; `--list` says what each suite measures.
 
 Some words are commands instead of suites, with options of their own: compare (compares old results with new ones),
-report (writes the tables and the plot of benchmarks/README.md), derive-priors (fits the table of strategies for
-unmeasured layers).
+distances (measures how far losses are from a float64 run), report (writes the tables and the plot of
+benchmarks/README.md), derive-priors (fits the table of strategies for unmeasured layers).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from benchmarks import report, suite
 
 SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "models", "narrow", "host", "tuning", "cold")
-_COMMANDS: Final = {"compare": "compare", "report": "tables", "derive-priors": "priors"}
+_COMMANDS: Final = {"compare": "compare", "distances": "distances", "report": "tables", "derive-priors": "priors"}
 _FLAG: Final = {"action": "store_true"}
 _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "ours": (("host", "kernels", "layers", "models", "steps"), "measure only our public calls", _FLAG),

@@ -93,6 +93,21 @@ class StepCase(Typed):
         return max(_LEAST_REPLAYS, min(wanted, _MOST_REPLAYS))
 
     @property
+    def decay(self) -> float | None:
+        """The decay of a moving average of the parameters, which the step updates; None if there is none."""
+        return None
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The axes of a batch before its columns."""
+        return (self.rows,)
+
+    @property
+    def objective(self) -> Any:
+        """The option `loss` of the training steps."""
+        return self.loss
+
+    @property
     def ways(self) -> tuple[str | None, ...]:
         """PyTorch's ways to hold the parameters: in BF16 steps FP32 under autocast, and BF16; otherwise one way."""
         return ("autocast", "bf16") if self.kind == "bf16" else (None,)
@@ -103,6 +118,12 @@ class StepCase(Typed):
 
         options: dict[str, Any] = {"dtype": self.dtype, "compute": self.compute, "master_weights": self.master}
         return lt.MLP(self.dims, self.activation, device=device, **options)
+
+    def target(self) -> Any:
+        """Random labels or targets of a batch, on the GPU."""
+        if self.loss == "cross_entropy":
+            return labels(self.rows, self.dims[-1])
+        return normal((*self.batch_shape, self.dims[-1]), self.dtype)
 
     def as_json(self) -> dict[str, Any]:
         """The case's fields as entries of its row."""
@@ -186,7 +207,9 @@ class Setup:
         import lt_runtime as lt
 
         case = self.case
-        return lt.TrainStep(self.model, self.optimizer, loss=case.loss, batch_size=case.rows, tune=case.tune)
+        options: dict[str, Any] = {"loss": case.objective, "batch_size": case.batch_shape[0], "tune": case.tune}
+        ema = None if case.decay is None else lt.EMA(self.model, case.decay)
+        return lt.TrainStep(self.model, self.optimizer, ema=ema, **options)
 
     def calls(self, step: Any) -> Callable[[int], None]:
         """A function that makes a number of steps over the batches, as a script does."""
@@ -201,8 +224,7 @@ class Setup:
 
 def batch(case: StepCase) -> tuple[Any, Any]:
     """Random inputs of a batch, and their labels or targets."""
-    x, outputs = normal((case.rows, case.dims[0]), case.dtype), (case.rows, case.dims[-1])
-    return x, labels(*outputs) if case.loss == "cross_entropy" else normal(outputs, case.dtype)
+    return normal((*case.batch_shape, case.dims[0]), case.dtype), case.target()
 
 
 def contender(setup: Setup) -> StepContender:

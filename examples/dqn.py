@@ -21,7 +21,8 @@ def walk(places: Any, actions: Any) -> tuple[Any, Any]:
 
 def loss_of_taken(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
     """The squared error of the taken actions' values: the target has a 1 for the taken action, and then the value."""
-    error = target[:, :ACTIONS] * (outputs - target[:, ACTIONS:])
+    actions = outputs.shape[1]
+    error = target[:, :actions] * (outputs - target[:, actions:])
     gradient[...] = 2.0 / len(outputs) * error
     return (error * error).sum() / len(outputs)
 

@@ -24,9 +24,11 @@ class Mixture(lt.Block):
         made = [expert.forward(x, run) for expert in self.experts]
         logits = self.gate.forward(x, run)
         with run.array_module(logits) as xp:  # NumPy or CuPy, with CuPy's current stream set to that of the pass
-            p = xp.exp(logits - logits.max(axis=-1, keepdims=True))
-            p = p / p.sum(axis=-1, keepdims=True)
-            y = sum(p[..., i : i + 1] * each for i, each in enumerate(made))
+            p = xp.exp((logits - logits.max(axis=-1, keepdims=True)).astype(xp.float32))
+            p = (p / p.sum(axis=-1, keepdims=True)).astype(logits.dtype)
+            y = p[..., :1] * made[0]
+            for i, each in enumerate(made[1:], 1):
+                y += p[..., i : i + 1] * each
         run.keep(p, made, y)
         return y
 
@@ -36,7 +38,7 @@ class Mixture(lt.Block):
         with run.array_module(dy) as xp:
             dlogits = xp.empty_like(p)
             for i, each in enumerate(made):
-                dlogits[..., i] = p[..., i] * (dy * (each - y)).sum(axis=-1)
+                dlogits[..., i] = p[..., i] * (dy * (each - y)).sum(axis=-1, dtype=xp.float32)  # also for 16-bit types
             parts = [p[..., i : i + 1] * dy for i in range(len(made))]
         dx = self.gate.backward(dlogits, run)
         for expert in reversed(self.experts):

@@ -59,11 +59,12 @@ def step(setup: Setup, of: Cost | None = None) -> StepContender:
     batches = [(_array(x), _array(target)) for x, target in setup.batches]
     parameters = [_array(each).astype(case.dtype) for each in setup.values]
     moments = [(jnp.zeros_like(each), jnp.zeros_like(each)) for each in parameters]
-    state = (parameters, moments, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+    averages = [] if case.decay is None else [jnp.array(each, jnp.float32) for each in parameters]
+    state = (parameters, moments, averages, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
     of = of or functools.partial(cost, activation=case.activation, loss=case.loss)
-    train = functools.partial(trained, of=of)
-    one = jax.jit(train, donate_argnums=0)
-    sizes = one.lower(state, *batches[0]).compile().memory_analysis()
+    train = functools.partial(trained, of=of, decay=case.decay or 0.0)
+    one = jax.jit(train, donate_argnums=0).lower(state, *batches[0]).compile()
+    sizes = one.memory_analysis()
     held, source = [one(state, *batches[0])], itertools.cycle(batches)
     first_loss = float(held[0][-1])
 
@@ -90,16 +91,23 @@ def step(setup: Setup, of: Cost | None = None) -> StepContender:
     return StepContender(replays, calls, first_loss, memory - sizes.alias_size_in_bytes, turn)
 
 
-def trained(state: Any, x: jax.Array, target: jax.Array, *, of: Cost) -> Any:
-    """One step of AdamW in FP32 arithmetic: the new parameters, moments, step number and loss."""
-    parameters, moments, number, _ = state
+def trained(state: Any, x: jax.Array, target: jax.Array, *, of: Cost, decay: float = 0.0) -> Any:
+    """One step of AdamW in FP32 arithmetic: the new parameters, moments, moving averages, step number and loss.
+
+    Args:
+        state: these five; its list of averages is empty if there are none.
+    """
+    parameters, moments, averages, number, _ = state
     value, gradients = jax.value_and_grad(of)(parameters, x, target)
     number = number + 1
     updated = [
         _adamw(parameter, gradient, *both, number)
         for parameter, gradient, both in zip(parameters, gradients, moments, strict=True)
     ]
-    return [first for first, _ in updated], [both for _, both in updated], number, value
+    parameters = [first for first, _ in updated]
+    pairs = zip(averages, parameters[: len(averages)], strict=True)
+    averages = [decay * average + (1 - decay) * each.astype(jnp.float32) for average, each in pairs]
+    return parameters, [both for _, both in updated], averages, number, value
 
 
 def cost(parameters: list[jax.Array], x: jax.Array, target: jax.Array, activation: str, loss: str) -> jax.Array:

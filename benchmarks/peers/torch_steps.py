@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
-from torch.nn import functional
 
 from benchmarks.peers import torch_layers  # noqa: F401  It also allows TF32 products.
 from benchmarks.peers.torch_kernels import tensor
+from benchmarks.peers.torch_networks import LOSSES
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepCase, StepContender
 
 _WARM_UP: Final = 3  # steps that run before the capture, as PyTorch's documentation asks
@@ -62,9 +62,13 @@ class _Step:
             network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
         )
         self._cost = _cost(network, setup.case.loss, autocast=way == "autocast")
+        self._parameters, self._decay, self._average = [*network.parameters()], setup.case.decay, _average
+        self._averages = [] if self._decay is None else [_copy(each) for each in self._parameters]
         if compiled is not None:
             torch._dynamo.reset()
-            self._cost = torch.compile(self._cost, mode=compiled, dynamic=False)
+            self._cost, self._average = (
+                torch.compile(each, mode=compiled, dynamic=False) for each in (self._cost, _average)
+            )
         self._graph = torch.cuda.CUDAGraph()
         self._first_loss = float("nan")
 
@@ -73,6 +77,8 @@ class _Step:
         with torch.autograd.set_multithreading_enabled(False):  # a thread of autograd's would have no CUDA context
             loss.backward()
         self._optimizer.step()
+        if self._decay is not None:
+            self._average(self._averages, self._parameters, self._decay)
         return loss.detach()
 
     def warm_up(self) -> None:
@@ -125,13 +131,24 @@ def with_values(network: torch.nn.Module, setup: Setup) -> torch.nn.Module:
     return network
 
 
+def _copy(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def _average(averages: list[torch.Tensor], parameters: list[torch.Tensor], decay: float) -> None:
+    """Updates FP32 moving averages of the parameters."""
+    for average, parameter in zip(averages, parameters, strict=True):
+        average.mul_(decay).add_(parameter, alpha=1 - decay)
+
+
 def _activation(case: StepCase) -> torch.nn.Module:
     return torch.nn.ReLU() if case.activation == "relu" else torch.nn.GELU(approximate="tanh")
 
 
 def _cost(network: torch.nn.Module, loss: str, *, autocast: bool) -> Cost:
     """A function of inputs and targets that runs forward and loss."""
-    of_outputs = functional.cross_entropy if loss == "cross_entropy" else functional.mse_loss
+    of_outputs = LOSSES[loss]
 
     def cost(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         # Autocast's cache of cast weights is off: each weight is read by only one layer, and a tensor of a capture must

@@ -55,7 +55,10 @@ STEPS = [CLASSES, replace(CLASSES, kind="bf16"), replace(CLASSES, kind="bf16", a
 MODELS = [
     models.case("stack", 256, 64, 96, layers=2),
     models.case("towers", 256, 32, 64, 16),
+    models.case("feed_forward", 256, 64, 96, layers=2, tokens=32),
     models.case("autoencoder", 256, 64, 32),
+    models.case("mixture", 256, 64, 32),
+    models.case("dqn", 256, 64, 32, 8),
 ]
 NARROW = StepCase("narrow", "bf16", 256, (16, 16, 3), "relu", "mse")
 

@@ -10,17 +10,17 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import buffers, copies, host, kernels, models, narrow, steps, timing
+from benchmarks import buffers, copies, distances, host, kernels, models, narrow, steps, timing
 from benchmarks.__main__ import options_of
 from benchmarks.layers import Block
 from benchmarks.steps import StepCase
 from benchmarks.timing import HostTurn, Timing, buffer_sets, repetitions, summarise, take_turns
 from lt_runtime.gpu.compiler import compile_cubin
+from tests.support.peers import NEEDS_TORCH
 
 COMPILED = (b"-arch=sm_90", b"--std=c++17")
 
@@ -213,6 +213,9 @@ def test_the_kernels_of_the_benchmarks_compile() -> None:
         (models.case("stack", 8, 16, 24, layers=2), 2 * 3 * 16 * 24, 0),
         (models.case("towers", 8, 16, 24, 4), 2 * (16 * 24 + 24 * 24 + 24 * 4), 2 * 16 * 24),
         (models.case("autoencoder", 8, 16, 24), 2 * 16 * 24, 16 * 24),
+        (models.case("feed_forward", 8, 16, 24, layers=2, tokens=4), 2 * 3 * 16 * 24 + 16 * 16, 0),
+        (models.case("mixture", 8, 16, 24, 4), 2 * (16 + 16 * 24 + 24 * 4), 2 * (16 + 16 * 24)),
+        (models.case("dqn", 8, 16, 24, 4), 16 * 24 + 24 * 24 + 24 * 4, 16 * 24),
     ],
     ids=lambda each: getattr(each, "form", None),
 )
@@ -224,6 +227,25 @@ def test_models_have_the_sizes_that_their_rows_tell(case: models.ModelCase, mult
     assert all(each.master is None for each in model.parameters())
     assert case.flops == 8 * (6 * multiplied - 2 * unneeded)
     optimizer = lt.AdamW(model.parameters(), moments="bfloat16", stochastic_rounding=True)
-    x, target = (np.ones((8, width), model.parameters()[0].data.dtype) for width in case.dims)
-    step = lt.TrainStep(model, optimizer, loss=case.loss, batch_size=case.rows, tune=case.tune)
+    x, target = next(distances.batches(case, 0, 1))
+    x, target = x.astype(model.dtype.numpy), target if case.decay else target.astype(model.dtype.numpy)
+    step = lt.TrainStep(model, optimizer, loss=case.objective, batch_size=case.batch_shape[0], tune=case.tune)
+    assert x.size == case.rows * case.dims[0]
     assert float(step(x, target)) > float(step(x, target))
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("case", distances.CASES, ids=lambda case: case.form)
+def test_models_train_as_pytorch_s(case: models.ModelCase) -> None:
+    run = distances.losses(case, 0, 12, "cpu")
+    assert run["float64"][-1] < run["float64"][0]
+    found = distances.distances([run])
+    assert found["lt"] < 1e-6
+    assert found["torch"] < 1e-5
+
+
+def test_distances_are_means_over_the_last_steps_of_all_runs() -> None:
+    exact = [0.0] * distances.STEPS
+    far = [9.0] * (distances.STEPS - distances.LAST) + [1.0] * distances.LAST
+    runs = [{"lt": far, "torch": exact, "float64": exact}, {"lt": exact, "torch": far, "float64": exact}]
+    assert distances.distances([*runs, runs[0]])["ratio"] == pytest.approx(2.0)
