@@ -74,11 +74,13 @@ def main(argv: Sequence[str]) -> None:
     """Trains all models, prints the distances, and writes them to DIR/distances.json if `--out` is given.
 
     Raises:
-        SystemExit: a distance is beyond the limit.
+        SystemExit: a distance is beyond the limit, or `--out` is given without a GPU.
     """
     made = argparse.ArgumentParser(prog="python -m benchmarks distances", description=__doc__)
     made.add_argument("--out", metavar="DIR", help="the folder for distances.json")
     out, device, rows = made.parse_args(argv).out, "cuda" if has_gpu() else "cpu", []
+    if out is not None and device == "cpu":
+        made.error("--out needs an NVIDIA GPU, which the file names")
     for each in CASES:
         found = distances([losses(each, seed, STEPS, device) for seed in range(SEEDS)])
         rows.append({"case": each.name, **found})
