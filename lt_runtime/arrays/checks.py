@@ -54,9 +54,8 @@ def check_device(first: Operand, *others: Operand) -> None:
     """Raises `DeviceError` unless all operands live on the first one's device."""
     for other in others:
         if other.device != first.device:
-            raise DeviceError(
-                f"{other.name} is {other.place} but {first.name} {first.place}; all must be on one device"
-            )
+            places = f"{other.name} is {other.place} but {first.name} {first.place}"
+            raise DeviceError(f"{places}; all must be on one device")
 
 
 def is_same_matrix(x: Any, y: Any) -> bool:

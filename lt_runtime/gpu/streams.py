@@ -111,9 +111,7 @@ def beside_captures(device: int) -> Iterator[None]:
             if not is_held:
                 raise
         if is_held:
-            raise CaptureError(
-                f"stream {stream:#x} is being captured, or one that it waits for; measure before the capture"
-            )
+            raise CaptureError(f"stream {stream:#x} or one that it waits for is being captured; measure before that")
     with relaxed_captures():
         yield
 

@@ -20,7 +20,6 @@ from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.kernel import Entry, Launches, Struct, define, struct
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling
 from lt_runtime.problem import DType
-from lt_runtime.reference import AdamWHyper
 from lt_runtime.rules import SGD, AdamW, AMSGrad, Lion, Rule
 from lt_runtime.schedules import DECAYS, AnySchedule, Table
 
@@ -44,6 +43,18 @@ OptimizerState: Final = struct("OptimizerState")
 """The C++ struct of an optimizer's state on the device: steps, settings and loss scale, without the moments."""
 _Settings: Final = struct("OptimizerSettings")
 _RULES: Final = {SGD: "lt::Sgd", Lion: "lt::Lion", AdamW: "lt::AdamW", AMSGrad: "lt::AmsGrad"}
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWHyper:
+    """Settings of an `lt.AdamW`, by the names that checkpoints have for them."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    schedule: AnySchedule
 
 
 @dataclass(frozen=True, slots=True)

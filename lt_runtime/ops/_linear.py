@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
@@ -18,6 +17,7 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, dropouts_of, result_spec
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, ForwardProblem, Philox, Saved, Spec
+from lt_runtime.reference.products import rows_of
 
 # Bits of a byte; a mask's layout counts bits.
 _BITS: Final = 8
@@ -151,7 +151,7 @@ class LinearForward(Operation):
         x, w, bias, y, z, add = arrays
         layer, dtype = request.detail, request.problem.dtype.numpy
         factors = reference.dropout_factors(layer.shape[:2], layer.dropout, scalars[0])
-        exact_y, exact_z = reference.linear_fwd(_matrix(x), w, bias, layer.activation, factors, _matrix(add))
+        exact_y, exact_z = reference.linear_fwd(rows_of(x), w, bias, layer.activation, factors, rows_of(add))
         y[...] = exact_y.astype(dtype).reshape(y.shape)
         if z is not None:
             z[...] = exact_z.astype(dtype).reshape(z.shape)
@@ -182,9 +182,8 @@ def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]
     if len(w.shape) != 2:
         raise ShapeError(f"{w.name} has shape {w.shape}; accepted are matrices, two axes")
     if inputs != w.shape[1]:
-        raise ShapeError(
-            f"{w.name} has shape {w.shape}; its second axis must be {inputs}, as in {x.name} of shape {x.shape}"
-        )
+        why = f"as in {x.name} of shape {x.shape}"
+        raise ShapeError(f"{w.name} has shape {w.shape}; its second axis must be {inputs}, {why}")
     outputs = w.shape[0]
     if bias is not None:
         if bias.shape != (outputs,):
@@ -192,11 +191,6 @@ def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]
             raise ShapeError(f"{bias.name} has shape {bias.shape}; it must be ({outputs},), {why}")
         bias.check_packed()
     return rows, outputs, inputs
-
-
-def _matrix(array: Any) -> Any:
-    """A NumPy array as a matrix, whose rows are all axes but the last; None for None."""
-    return None if array is None else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, x: Operand) -> New:
@@ -306,7 +300,7 @@ class LinearBackward(Operation):
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
         """See `Operation`."""
         dy, x, w, saved, saved_below, *outputs = arrays
-        dy, x, saved, saved_below = map(_matrix, (dy, x, saved, saved_below))
+        dy, x, saved, saved_below = map(rows_of, (dy, x, saved, saved_below))
         options: BackwardOptions = request.detail
         layer, below = options.layer, options.below
         if options.before_activation:

@@ -10,17 +10,15 @@ import numpy as np
 
 from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.kernels.add import AddPass
-from lt_runtime.ops.call import New, Operation, Request, perform, result_spec
-from lt_runtime.products.plan import PassPlan, Plan
-
-_pass: Final = functools.lru_cache(maxsize=1024)(AddPass)
+from lt_runtime.ops.call import New, PassOperation, Request, perform, result_spec
 
 
-class Add(Operation):
+class Add(PassOperation):
     """The sum of two arrays; a call has neither options nor scalars."""
 
     names = ("a", "b", "out")
     required = 2
+    make_pass = staticmethod(functools.lru_cache(maxsize=1024)(AddPass))
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
@@ -31,10 +29,6 @@ class Add(Operation):
         specs = a.spec, b.spec, result_spec(2, out, a.shape, a, new)
         problem = (dtype, *specs) if specs[0].layout.size else None
         return Request(problem, (2,), new, same=((0, 2), (1, 2)))
-
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        return PassPlan(None if request.problem is None else _pass(*request.problem, device), device)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""

@@ -35,7 +35,7 @@ from lt_runtime.layout import overlaps_itself, packed
 from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.plans import cache
 from lt_runtime.problem import DType, Philox, Spec, check_dropout
-from lt_runtime.products.plan import Plan
+from lt_runtime.products.plan import Pass, PassPlan, Plan
 
 _MOST_CALLS: Final = 1024
 _MOST_REPEATS: Final = 1024
@@ -244,6 +244,22 @@ class Operation(ABC):
         return arrays[prepared.request.written[-1]]
 
 
+class PassOperation(Operation):
+    """An operation that one pass of ours computes.
+
+    Attributes:
+        make_pass: makes the pass for a request's problem, whose parts are its first arguments, and a device.
+        empty: the pass of a request without a problem, as for arrays without elements; None if there is nothing to do.
+    """
+
+    make_pass: ClassVar[Callable[..., Pass]]
+    empty: ClassVar[Pass | None] = None
+
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        return PassPlan(self.empty if request.problem is None else self.make_pass(*request.problem, device), device)
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """Argument in the place of a stream: binds the call to its buffers instead of running it; see `lt.bind`."""
@@ -434,21 +450,15 @@ def prepare(
     check_device(*present)
     device = present[0].device
     generation, request = cache.generation, operation.read(operands, options, scalars)
-    if request.same:
-        request = request._replace(
-            same=tuple(pair for pair in request.same if _are_alike(*(operands[i] for i in pair)))
-        )
+    strides = [each and each.strides for each in operands]
+    same = tuple((i, j) for i, j in request.same if strides[i] is not None and strides[i] == strides[j])
+    request = request._replace(same=same)
     _check_written(operands, request)
     plan = None if device == HOST else operation.plan(request, device, stream)
     request = operation.with_saved(request, plan, operands)
     sizes = tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
     makers = tuple([each.library.maker(each.shape, each.dtype, device) for each in request.new.values()])
     return PreparedCall(operation, device, request, plan, sizes, generation, makers)
-
-
-def _are_alike(operand: Operand | None, result: Operand | None) -> bool:
-    """Whether both arrays are present and have equal strides."""
-    return operand is not None and result is not None and operand.strides == result.strides
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:

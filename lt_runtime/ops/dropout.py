@@ -10,14 +10,11 @@ import numpy as np
 
 from lt_runtime import reference
 from lt_runtime.kernels.epilogue import DropoutPass
-from lt_runtime.ops.call import New, Operation, Request, dropouts_of, perform, result_spec
+from lt_runtime.ops.call import New, PassOperation, Request, dropouts_of, perform, result_spec
 from lt_runtime.problem import Philox
-from lt_runtime.products.plan import PassPlan, Plan
-
-_pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
 
 
-class Dropout(Operation):
+class Dropout(PassOperation):
     """y = mask · scale · x.
 
     A call's option is the probability. Its scalars are a pair: the source of the mask, and None.
@@ -25,6 +22,7 @@ class Dropout(Operation):
 
     names = ("x", "out")
     required = 1
+    make_pass = staticmethod(functools.lru_cache(maxsize=1024)(DropoutPass))
 
     def read(self, operands: Sequence[Any], options: Any, scalars: tuple[Philox | None, None]) -> Request:
         """See `Operation`."""
@@ -35,10 +33,6 @@ class Dropout(Operation):
         target = result_spec(1, out, x.shape, x, new)
         problem = (dtype, spec, target) if spec.layout.size else None
         return Request(problem, (1,), new, float(options), same=((0, 1),), dropouts=dropouts)
-
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        return PassPlan(None if request.problem is None else _pass(*request.problem, device), device)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""

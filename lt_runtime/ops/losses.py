@@ -22,9 +22,9 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
+from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
 from lt_runtime.problem import DType
-from lt_runtime.products.plan import Pass, PassPlan, Plan
+from lt_runtime.products.plan import Pass
 
 _GRADIENT, _LOSS = 3, 4  # indices of the gradient and the loss in `LossOperation.names`
 _RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "row_weights")
@@ -54,7 +54,7 @@ class _NoElements:
         driver.call("cuMemsetD32Async", call.addresses[3], _NAN_BITS, 1, memory.stream)
 
 
-class LossOperation(Operation):
+class LossOperation(PassOperation):
     """A loss of a matrix; a call's scalar is the number that the gradient is multiplied by.
 
     Unless a subclass overrides `make_pass` and `read_target`, the loss is a mean over all elements, and the target has
@@ -64,7 +64,6 @@ class LossOperation(Operation):
     some losses, the column weights. Its options are the loss's own.
 
     Attributes:
-        make_pass: makes the kernels for a request's problem and a device, at the first use of the problem.
         exact: computes the loss of NumPy arrays and its gradient in float64. Its keywords are the names of the weights
             and of the loss's own options.
         own_options: names of the loss's own options.
@@ -76,6 +75,7 @@ class LossOperation(Operation):
     is_scaled = True
     loss: ClassVar[str]
     make_pass: ClassVar[Callable[..., Pass]] = staticmethod(functools.cache(ElementwiseLossPass))
+    empty = _NoElements()
     exact: ClassVar[Callable[..., tuple[float, Any]]]
     own_options: ClassVar[tuple[str, ...]] = ()
 
@@ -110,11 +110,6 @@ class LossOperation(Operation):
 
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:
         """Raises `ArgumentError` if NumPy arrays hold values that the loss does not take."""
-
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        launched = _NoElements() if request.problem is None else self.make_pass(*request.problem, device)
-        return PassPlan(launched, device)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
         """See `Operation`."""

@@ -104,13 +104,9 @@ def _shape_of(a: Operand, b: Operand) -> tuple[int, ...]:
     """The shape of D: (M, N), or (batch, M, N) if an operand is a batch."""
     for each in (a, b):
         if len(each.shape) not in (2, 3):
-            raise ShapeError(
-                f"{each.name} has shape {each.shape}; accepted are a matrix (2 axes) or a batch of them (3)"
-            )
+            raise ShapeError(f"{each.name} has shape {each.shape}; accepted are 2 axes, or 3 for a batch of matrices")
     if a.shape[-1] != b.shape[-2]:
-        raise ShapeError(
-            f"b has shape {b.shape}; its last axis but one must be {a.shape[-1]}, as the last of a of shape {a.shape}"
-        )
+        raise ShapeError(f"b has shape {b.shape}; its last axis but one must be {a.shape[-1]}, a's last of {a.shape}")
     counts = {each.shape[0] for each in (a, b) if len(each.shape) == 3}
     if len(counts - {1}) > 1:
         why = f"and a has shape {a.shape}; equal batches or 1 are accepted"
@@ -204,9 +200,7 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: tuple[int, ...], order: O
     check_shape("aux", aux.shape[:-1], (*batch, lines), "one row of bits a row (column) of the product")
     pitch = 8 * aux.strides[-2]
     if lines * bits and 8 * aux.shape[-1] < bits:
-        raise ShapeError(
-            f"aux has shape {aux.shape}; its last axis must be at least {-(-bits // 8)}, to hold {bits} bits"
-        )
+        raise ShapeError(f"aux has shape {aux.shape}; its last axis must be {-(-bits // 8)} or more, for {bits} bits")
     has_gaps = aux.strides[-1] != 1 or pitch < bits or pitch % _MASK_BITS
     if lines * bits and has_gaps:
         raise LayoutError(

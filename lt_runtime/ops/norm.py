@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -16,16 +15,14 @@ from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, ShapeError
 from lt_runtime.kernels.norm import Norm, NormBackwardPass, NormForwardPass
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
+from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
 from lt_runtime.problem import DType
-from lt_runtime.products.plan import PassPlan, Plan
+from lt_runtime.reference.products import rows_of
 
 # Indices among the arrays of a forward call: of x, the residual, and the results.
 _X, _ADD, _Y, _SUM, _MEAN, _RSTD = 0, 3, 4, 5, 6, 7
 # Indices among the arrays of a backward call: of dy, the gradient that is added to dx, and the results.
 _DY, _DX_ADD, _DX, _DWEIGHT, _DBIAS = 0, 5, 6, 7, 8
-_forward_pass: Final = functools.lru_cache(maxsize=1024)(NormForwardPass)
-_backward_pass: Final = functools.lru_cache(maxsize=1024)(NormBackwardPass)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -66,7 +63,7 @@ class RMSNormGradients(NamedTuple):
     dweight: Any
 
 
-class NormForward(Operation):
+class NormForward(PassOperation):
     """y = normalised rows · weight + bias, and a context for backward.
 
     A call's options are a pair: whether the mean of a row is subtracted, as in LayerNorm, and eps.
@@ -74,6 +71,7 @@ class NormForward(Operation):
 
     names = ("x", "weight", "bias", "add", "out", "out_sum", "out_mean", "out_rstd")
     required = 2
+    make_pass = staticmethod(functools.lru_cache(maxsize=1024)(NormForwardPass))
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
@@ -100,10 +98,6 @@ class NormForward(Operation):
         same = tuple((operand, result) for operand in (_X, _ADD) for result in (_Y, _SUM))
         return Request(problem, (_Y, _SUM, _MEAN, _RSTD), new, eps, same)
 
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        return PassPlan(None if request.problem is None else _forward_pass(*request.problem, device), device)
-
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
         x, weight, bias, add, y, total, mean, rstd = arrays
@@ -113,10 +107,10 @@ class NormForward(Operation):
             total[...] = (x.astype(np.float64) + add.astype(np.float64)).astype(total.dtype)
             x = total
         if mean is not None:
-            exact = reference.layer_norm_fwd(_matrix(x), weight, bias, eps=request.detail)
+            exact = reference.layer_norm_fwd(rows_of(x), weight, bias, eps=request.detail)
             mean[...] = exact.mean
         else:
-            exact = reference.rms_norm_fwd(_matrix(x), weight, eps=request.detail)
+            exact = reference.rms_norm_fwd(rows_of(x), weight, eps=request.detail)
         y[...], rstd[...] = exact.y.astype(y.dtype).reshape(y.shape), exact.rstd
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None) -> tuple[Any, NormContext]:
@@ -135,11 +129,12 @@ class BackwardOptions(NamedTuple):
     need_dbias: bool
 
 
-class NormBackward(Operation):
+class NormBackward(PassOperation):
     """The gradients of a normalisation; a call's options are those of `BackwardOptions`."""
 
     names = ("dy", "x", "weight", "mean", "rstd", "add", "out_dx", "out_dweight", "out_dbias")
     required = 3
+    make_pass = staticmethod(functools.lru_cache(maxsize=1024)(NormBackwardPass))
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
@@ -165,16 +160,12 @@ class NormBackward(Operation):
         same = ((_DY, _DX), (_DX_ADD, _DX))
         return Request(problem if has_work else None, (_DX, _DWEIGHT, _DBIAS), new, options, same)
 
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        return PassPlan(None if request.problem is None else _backward_pass(*request.problem, device), device)
-
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
         dy, x, weight, mean, rstd, add, dx, *of_vectors = arrays
         if request.problem is None:
             return
-        exact = reference.norm_bwd(_matrix(dy), _matrix(x), weight, mean, rstd)
+        exact = reference.norm_bwd(rows_of(dy), rows_of(x), weight, mean, rstd)
         if dx is not None:
             gradient = exact.dx.reshape(dx.shape) + (0.0 if add is None else add.astype(np.float64))
             dx[...] = gradient.astype(dx.dtype)
@@ -213,11 +204,6 @@ def _check_vectors(x: Operand, cols: int, weight: Operand, *bias: Operand) -> DT
         check_shape(each.name, each.shape, (cols,), f"an element for each column of {x.name}")
         each.check_packed()
     return weight.element_type()
-
-
-def _matrix(array: Any) -> Any:
-    """A NumPy array (..., N) as a matrix."""
-    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 _FORWARD: Final = NormForward()

@@ -141,14 +141,10 @@ class Optimizer(Fixed):
     def rules(self, value: Sequence[Rule]) -> None:
         present = self.options.rules
         if not isinstance(value, (list, tuple)) or len(value) != len(present):
-            raise ArgumentError(
-                f"rules is {shown(value)}; it must be a list of {len(present)} rules, one for each group"
-            )
+            raise ArgumentError(f"rules is {shown(value)}; it must be a list of {len(present)} rules, one a group")
         for i, (rule, old) in enumerate(zip(value, present, strict=True)):
-            if (
-                type(rule) is not type(old)
-                or dataclasses.replace(rule, lr=old.lr, weight_decay=old.weight_decay) != old
-            ):
+            is_alike = type(rule) is type(old)
+            if not is_alike or dataclasses.replace(rule, lr=old.lr, weight_decay=old.weight_decay) != old:
                 raise ArgumentError(f"rules[{i}] is {rule}; only lr and weight_decay may differ from {old}")
         self._change(rules=tuple(value))
 
@@ -391,9 +387,8 @@ class AdamW(Optimizer):
         self._change(rules=(dataclasses.replace(self.rules[0], weight_decay=value),))
 
     def __repr__(self) -> str:
-        hyper, count = self.options.hyper, len(self.parameters)
-        rates = f"lr={hyper.lr}, betas=({hyper.beta1}, {hyper.beta2}), eps={hyper.eps}, "
-        return f"AdamW({count} parameters, {rates}weight_decay={hyper.weight_decay})"
+        settings = str(self.rules[0]).partition("(")[2]
+        return f"AdamW({len(self.parameters)} parameters, {settings}"
 
 
 def state_arrays(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -9,9 +9,6 @@ from lt_runtime.reference.gated import gated_bwd, gated_fwd
 from lt_runtime.reference.loss import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.reference.norm import layer_norm_fwd, norm_bwd, rms_norm_fwd
 from lt_runtime.reference.optimizer import (
-    AdamWHyper,
-    AdamWTensor,
-    adamw_update,
     clip_factor,
     gradient_norm,
     learning_rate_factor,

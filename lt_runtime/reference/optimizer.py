@@ -7,27 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
-from lt_runtime.rules import SGD, Lion, Rule
+from lt_runtime.rules import AdamW, Lion, Rule
 from lt_runtime.schedules import AnySchedule, Table
-
-
-@dataclass(frozen=True, slots=True)
-class AdamWHyper:
-    """Learning rate, betas, epsilon, weight decay λ, and the schedule, whose factor multiplies the learning rate."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    schedule: AnySchedule
 
 
 def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
@@ -49,47 +36,6 @@ def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining
 
 
-class AdamWTensor(NamedTuple):
-    """One tensor of an optimizer: its value and its moments, all of one shape.
-
-    Attributes:
-        value: the FP32 value, which for a 16-bit parameter is its master copy; or BF16 if there is no master copy.
-        m, v: the first and second moments, FP32 or BF16.
-        v_max: the largest v so far, an array like v; None without AMSGrad.
-    """
-
-    value: NDArray[Any]
-    m: NDArray[Any]
-    v: NDArray[Any]
-    v_max: Any = None
-
-
-def adamw_update(
-    old: AdamWTensor, gradient: NDArray[Any], hyper: AdamWHyper, step: int, gradient_factor: float = 1.0
-) -> AdamWTensor:
-    """Update number `step`, counted from 1, of one tensor.
-
-    AMSGrad (Reddi, Kale, Kumar, 2018) is PyTorch's form, which takes the largest v before the bias correction.
-
-    Args:
-        gradient_factor: factor of the gradient, applied before the update.
-
-    Returns:
-        The updated parameter and its moments, each rounded once to FP32.
-    """
-    value, m, v = (array.astype(np.float64) for array in (old.value, old.m, old.v))
-    g = gradient.astype(np.float64) * gradient_factor
-    lr = hyper.lr * learning_rate_factor(hyper.schedule, step)
-    m = hyper.beta1 * m + (1.0 - hyper.beta1) * g
-    v = hyper.beta2 * v + (1.0 - hyper.beta2) * g * g
-    largest = v if old.v_max is None else np.maximum(old.v_max.astype(np.float64), v)
-    m_hat = m / (1.0 - hyper.beta1**step)
-    v_hat = largest / (1.0 - hyper.beta2**step)
-    value = value * (1.0 - lr * hyper.weight_decay) - lr * m_hat / (np.sqrt(v_hat) + hyper.eps)
-    new = [array.astype(np.float32) for array in (value, m, v, largest)]
-    return AdamWTensor(*(new[:3] if old.v_max is None else new))
-
-
 def rule_update(
     rule: Rule,
     schedule: AnySchedule,
@@ -102,28 +48,30 @@ def rule_update(
 
     Args:
         rule: with the tensor's own learning rate and weight decay.
-        old: the value, then the moments that the rule names; as in `AdamWTensor`.
+        old: the value, then the moments that the rule names, all of one shape. The value is FP32, which for a 16-bit
+            parameter is its master copy, or BF16 if there is no master copy; moments are FP32 or BF16.
         gradient_factor: factor of the gradient, applied before the update.
 
     Returns:
         The new value and moments, each rounded once to FP32.
     """
-    if not isinstance(rule, (SGD, Lion)):
-        hyper = AdamWHyper(rule.lr, *rule.betas, rule.eps, rule.weight_decay, schedule)
-        new = adamw_update(AdamWTensor(*old), gradient, hyper, step, gradient_factor)
-        return new[: len(old)]
     value, *moments = (array.astype(np.float64) for array in old)
     g = gradient.astype(np.float64) * gradient_factor
-    lr = rule.lr * learning_rate_factor(schedule, step)
+    lr, divisor = rule.lr * learning_rate_factor(schedule, step), np.ones(())
     if isinstance(rule, Lion):
         (beta1, beta2), (m,) = rule.betas, moments
         move = np.sign(beta1 * m + (1.0 - beta1) * g)
         moments = [beta2 * m + (1.0 - beta2) * g]
+    elif isinstance(rule, AdamW):
+        (beta1, beta2), (m, v, *largest) = rule.betas, moments
+        m, v = beta1 * m + (1.0 - beta1) * g, beta2 * v + (1.0 - beta2) * g * g
+        moments = [m, v, *(np.maximum(each, v) for each in largest)]  # AMSGrad's v_max is taken before the correction
+        move, divisor = m / (1.0 - beta1**step), np.sqrt(moments[-1] / (1.0 - beta2**step)) + rule.eps
     else:
         moments = [rule.momentum * m + g for m in moments]
         move = moments[0] if moments else g
         move = g + rule.momentum * move if rule.nesterov else move
-    value = value * (1.0 - lr * rule.weight_decay) - lr * move
+    value = value * (1.0 - lr * rule.weight_decay) - lr * move / divisor
     return tuple(array.astype(np.float32) for array in (value, *moments))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -116,6 +117,11 @@ def matmul(
         found = operand.astype(np.float64).sum(axis=axis)
         sums = np.broadcast_to(found, (*product.shape[:-2], found.shape[-1]))
     return MatmulResult(activate(product, activation), product if epilogue.has_aux_output else None, sums)
+
+
+def rows_of(array: Any) -> Any:
+    """An array (..., N) as a matrix, whose rows are all axes but the last; None for None."""
+    return None if array is None else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def pack_mask(positive: NDArray[np.bool_]) -> NDArray[np.uint8]:

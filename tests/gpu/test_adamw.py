@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime import reference
 from lt_runtime.problem import DType
 from lt_runtime.schedules import constant, warmup, warmup_cosine, warmup_linear
+from tests.support.adamw_reference import AdamWHyper, AdamWTensor, adamw_update
 from tests.support.peers import NEEDS_TORCH
 from tests.support.strategies import TYPES
 
@@ -203,11 +203,11 @@ def test_over_two_thousand_million_elements() -> None:
     parameter = lt.Parameter(data, grad)
     optimizer = lt.AdamW([parameter], lr=1e-2, max_norm=math.inf)
     optimizer.step()
-    hyper = reference.AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.01, constant())
+    hyper = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.01, constant())
     zeros = np.zeros(width, np.float32)
     for place, value, gradient in zip(places, values, gradients, strict=True):
-        start = reference.AdamWTensor(value.astype(np.float32), zeros, zeros)
-        expected = reference.adamw_update(start, gradient, hyper, 1)
+        start = AdamWTensor(value.astype(np.float32), zeros, zeros)
+        expected = adamw_update(start, gradient, hyper, 1)
         np.testing.assert_allclose(cp.asnumpy(parameter.master[place]), expected.value, rtol=2e-6, atol=2e-7)
         np.testing.assert_array_equal(cp.asnumpy(data[place]), cp.asnumpy(parameter.master[place]).astype(BF16.numpy))
     rest = parameter.master[1 << 20 : (1 << 31) - (1 << 20)]

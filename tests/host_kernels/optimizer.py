@@ -15,11 +15,11 @@ from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
-from lt_runtime.reference import AdamWHyper, AdamWTensor
 from lt_runtime.schedules import constant
 from tests.host_kernels.arrays import Guarded, numbers, vector
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import BF16, F32, TYPES, AdamWVariant
+from tests.support.adamw_reference import AdamWHyper, AdamWTensor
 
 HYPER: Final = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, constant())
 OPTIONS: Final = kernels.Options(

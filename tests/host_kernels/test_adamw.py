@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.grad_scaler import LARGEST_SCALE, GradScaler
-from lt_runtime.reference import AdamWHyper, AdamWTensor, RoundedTensor
+from lt_runtime.reference import RoundedTensor
 from lt_runtime.reference.optimizer import learning_rate_factor
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
 from tests.host_kernels.arrays import EPS32
@@ -31,6 +31,7 @@ from tests.host_kernels.optimizer import (
     with_hyper,
 )
 from tests.host_kernels.variants import ADAMW, BF16, F16, F32, FULL_ADAMW, PLAIN_ADAMW, AdamWVariant
+from tests.support.adamw_reference import AdamWHyper, AdamWTensor, adamw_update
 
 Array = NDArray[np.float64]
 NAMES = ("value", "m", "v", "v_max")
@@ -108,7 +109,7 @@ def check_update(
 ) -> None:
     """Compares a tensor after an update of `old` with the reference, including the rounding to low precision."""
     hyper, gradient = tensor.hyper(hyper), tensor.gradient.array.astype(np.float64) * factor
-    new = reference.adamw_update(old, tensor.gradient.array, hyper, step, factor)
+    new = adamw_update(old, tensor.gradient.array, hyper, step, factor)
     bounds = limits(old, gradient, hyper, step)
     for name, part, found, exact, bound in zip(NAMES, PARTS, tensor.updated, new, bounds, strict=False):
         lanes = reference.rounding_lanes(tensor.case.size, seed, index, step, part)
@@ -163,7 +164,7 @@ def test_random_numbers_of_tensors_over_two_thousand_million_elements(host: Host
     optimizer = HostOptimizer(host, FULL_ADAMW, replace(OPTIONS, seed=7 << 40))
     old, hyper = tensor.state, tensor.hyper(HYPER)
     optimizer.update([tensor], octet=octet)
-    new = reference.adamw_update(old, tensor.gradient.array, hyper, 1)
+    new = adamw_update(old, tensor.gradient.array, hyper, 1)
     lanes = reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M, first=8 * octet)
     expected = rounded(new.m, BF16, lanes)
     agree = (tensor.m.values() == expected).mean()
@@ -209,7 +210,7 @@ def test_without_skipping_arithmetic_takes_its_course(host: HostKernels, bad: fl
     optimizer.update([tensor])
     factor = 1.0 if max_norm is None else reference.clip_factor(abs(bad), max_norm)
     with np.errstate(invalid="ignore"):
-        new = reference.adamw_update(old, gradient, tensor.hyper(HYPER), 1, factor)
+        new = adamw_update(old, gradient, tensor.hyper(HYPER), 1, factor)
     for found, expected in zip(tensor.updated, new, strict=False):
         np.testing.assert_array_equal(np.isnan(found.values()), np.isnan(expected))
     assert optimizer.state["steps"] == 1

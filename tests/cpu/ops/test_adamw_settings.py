@@ -12,6 +12,7 @@ import pytest
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.errors import ArgumentError, FixedError, KindError, LtError, OverlapError
+from tests.support.adamw_reference import AdamWHyper, AdamWTensor, adamw_update
 from tests.support.numpy_cases import Array, numbers
 
 SHAPE = (3, 5)
@@ -37,16 +38,16 @@ def optimizer_of(given: list[lt.Parameter], **options: Any) -> lt.AdamW:
     return lt.AdamW(given, lr=0.02, schedule=lt.schedules.warmup_linear(2, 9), **options)
 
 
-def expected_values(optimizer: lt.AdamW, states: list[reference.AdamWTensor], step: int) -> list[Array]:
+def expected_values(optimizer: lt.AdamW, states: list[AdamWTensor], step: int) -> list[Array]:
     """Makes one step of each parameter by the reference, with the optimizer's present settings; updates `states`."""
     for i, each in enumerate(optimizer.parameters):
-        hyper = reference.AdamWHyper(
+        hyper = AdamWHyper(
             optimizer.lr * each.lr_scale,
             *(0.9, 0.999, 1e-8),
             optimizer.weight_decay if each.weight_decay is None else each.weight_decay,
             optimizer.schedule,
         )
-        states[i] = reference.adamw_update(states[i], each.grad, hyper, step)
+        states[i] = adamw_update(states[i], each.grad, hyper, step)
     return [state.value for state in states]
 
 
@@ -55,7 +56,7 @@ def test_what_is_set_takes_effect_at_the_next_step(change: str) -> None:
     optimizer = optimizer_of(parameters())
     unchanged = optimizer_of(parameters())
     zeros = np.zeros(SHAPE, np.float32)
-    states = [reference.AdamWTensor(each.data.copy(), zeros, zeros) for each in optimizer.parameters]
+    states = [AdamWTensor(each.data.copy(), zeros, zeros) for each in optimizer.parameters]
     for step in range(1, 7):
         if step == 4:
             CHANGES[change](optimizer)
@@ -147,7 +148,7 @@ def test_parameters_longer_than_the_hosts_blocks(dtype: str) -> None:
     optimizer = lt.AdamW([whole], lr=0.1, moments="bfloat16", stochastic_rounding=dtype == "bfloat16", seed=3)
     optimizer.step()
     zeros = np.zeros(size, np.float32)
-    new = reference.adamw_update(reference.AdamWTensor(data, zeros, zeros), grad, optimizer.options.hyper, step)
+    new = adamw_update(AdamWTensor(data, zeros, zeros), grad, optimizer.options.hyper, step)
     parts = zip((whole.data, *optimizer.moments[0]), new[:3], reference.RoundedTensor, strict=True)
     for found, exact, part in parts:
         lanes = reference.rounding_lanes(size, 3, 0, step, part)
