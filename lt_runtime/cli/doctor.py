@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -278,9 +278,7 @@ def diagnose(machine: Machine) -> Iterator[Finding]:
         yield Finding(what, kept, "export LT_RUNTIME_CACHE_DIR=DIRECTORY", needed=False)
 
 
-def _missing(
-    problems: Mapping[str, str], group: Iterable[str], prevents: str, *, needed: bool = True
-) -> Iterator[Finding]:
+def _missing(problems: dict[str, str], group: Iterable[str], prevents: str, needed: bool = True) -> Iterator[Finding]:
     """One finding for all missing libraries of a group, because one command installs them."""
     names = [name for name in group if name in problems]
     if names:

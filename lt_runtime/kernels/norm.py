@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_attributes
@@ -28,6 +28,9 @@ _BACKWARD_THREADS: Final = (256, 512, 512)
 _SUMS_BLOCK: Final = (4, 64)
 # Bytes of shared memory that norm_bwd uses besides the sums of long rows.
 _STATIC_SHARED: Final = 1 << 10
+
+
+Matrices: TypeAlias = tuple[Spec | None, ...]
 
 
 class Width(enum.IntEnum):
@@ -70,18 +73,18 @@ class _Rows:
     to row, because each adds up gradients over its rows.
 
     Args:
-        matrices: specs of all matrices of the pass; None for an absent one.
+        matrices: see the pass.
         vectors: alignment of the addresses of weight and bias.
         forward: whether it is the forward pass.
 
     Attributes:
+        shape: rows and columns.
         pitch: number of columns, rounded up to a multiple of the columns that a block's threads hold at a time.
     """
 
-    def __init__(
-        self, norm: Norm, matrices: tuple[Spec | None, ...], vectors: int, device: int, *, forward: bool
-    ) -> None:
+    def __init__(self, norm: Norm, matrices: Matrices, vectors: int, device: int, *, forward: bool) -> None:
         layout = next(each.layout for each in matrices if each is not None)
+        self.shape = layout.shape
         aligned = are_aligned(norm.dtype, *matrices) and vectors % VECTOR_BYTES == 0
         threads = _FORWARD_THREADS[aligned] if forward else _BACKWARD_THREADS
         octets_of_row = -(-layout.cols // OCTET)
@@ -105,26 +108,16 @@ class NormForwardPass:
     """y, and the statistics of the rows of x.
 
     Args:
-        x, out: specs of x and y. add: spec of what is added to x; None for nothing. total: spec of the sum.
+        matrices: specs of x, of what is added to x, of the sum, and of y; None for an absent one.
         vectors: alignment of the addresses of weight and bias.
     """
 
     scratch_bytes = 0
 
-    def __init__(
-        self,
-        norm: Norm,
-        x: Spec,
-        add: Spec | None,
-        out: Spec,
-        total: Spec | None,
-        vectors: int,
-        eps: float,
-        device: int,
-    ) -> None:
-        rows = _Rows(norm, (x, add, out, total), vectors, device, forward=True)
-        params = NORM_FWD.params(*map(Matrix.of, (x, add, total, out)))
-        params.rows, params.cols, params.eps = *x.layout.shape, eps
+    def __init__(self, norm: Norm, matrices: Matrices, vectors: int, eps: float, device: int) -> None:
+        rows = _Rows(norm, matrices, vectors, device, forward=True)
+        params = NORM_FWD.params(*map(Matrix.of, matrices))
+        params.rows, params.cols, params.eps = *rows.shape, eps
         self._launches = Launches(NORM_FWD, rows.macros, device, rows.tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
@@ -143,7 +136,7 @@ class NormBackwardPass:
     """dx, and the gradients of weight and bias.
 
     Args:
-        dy, x: specs. add: spec of what is added to dx; None for nothing. dx: None if it is not wanted.
+        matrices: specs of dy, of x, of what is added to dx, and of dx; None for an absent one.
         vectors: alignment of the weight's address.
         sums: whether the gradient of weight or bias is wanted.
         accumulate: whether the gradients of weight and bias are added to the present values of their buffers.
@@ -152,31 +145,20 @@ class NormBackwardPass:
         scratch_bytes: bytes of scratch memory for the partial sums of the blocks.
     """
 
-    def __init__(
-        self,
-        norm: Norm,
-        dy: Spec,
-        x: Spec,
-        add: Spec | None,
-        dx: Spec | None,
-        vectors: int,
-        sums: bool,
-        accumulate: bool,
-        device: int,
-    ) -> None:
-        layout, rows = x.layout, _Rows(norm, (dy, x, add, dx), vectors, device, forward=False)
-        (blocks, _), pitch = rows.tiling.grid, rows.pitch
+    def __init__(self, norm: Norm, matrices: Matrices, vectors: int, sums: bool, accumulate: bool, device: int) -> None:
+        rows = _Rows(norm, matrices, vectors, device, forward=False)
+        (blocks, _), pitch, (_, cols) = rows.tiling.grid, rows.pitch, rows.shape
         own_bytes = 4 * norm.sums * pitch
         self.scratch_bytes = own_bytes * blocks * sums
         room = device_attributes(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")[0] - _STATIC_SHARED
         holds = sums and rows.width is Width.LONG and own_bytes <= room
-        params = NORM_BWD.params(*map(Matrix.of, (dy, x, add, dx)), pitch=pitch, holds_sums=holds)
-        params.rows, params.cols = layout.shape
+        params = NORM_BWD.params(*map(Matrix.of, matrices), pitch=pitch, holds_sums=holds)
+        params.rows, params.cols = rows.shape
         shared = own_bytes if holds else 0
         # Without rows only the gradients of weight and bias have elements, and all are 0.
         self._launches = Launches(NORM_BWD, rows.macros, device, rows.tiling, params, shared=shared) if blocks else None
-        adding = NORM_SUMS.params(parts=blocks, cols=layout.cols, pitch=pitch, accumulate=accumulate)
-        grid = -(-layout.cols // (OCTET * _SUMS_BLOCK[0])), norm.sums
+        adding = NORM_SUMS.params(parts=blocks, cols=cols, pitch=pitch, accumulate=accumulate)
+        grid = -(-cols // (OCTET * _SUMS_BLOCK[0])), norm.sums
         self._sums = Launches(NORM_SUMS, rows.macros, device, Tiling(grid, _SUMS_BLOCK), adding) if sums else None
 
     def launch(self, call: Call, memory: StreamMemory) -> None:

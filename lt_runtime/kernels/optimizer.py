@@ -145,17 +145,6 @@ def settings_words(options: Options, of_tensors: Sequence[tuple[float, float]], 
     return np.concatenate([np.frombuffer(groups, np.uint32), numbers.view(np.uint32)])
 
 
-def update_launches(params: Struct, rows: int, device: int, macros: Macros) -> Launches:
-    """The update of a group's tensors.
-
-    Args:
-        params: the argument block, with all addresses set.
-        rows: number of rows of the table.
-        macros: see `update_macros`.
-    """
-    return Launches(UPDATE, macros, device, update_tiling(rows), params)
-
-
 def update_macros(rule: Rule, moments: DType, *, stochastic: bool) -> Macros:
     """The definitions that a group's update is compiled under.
 

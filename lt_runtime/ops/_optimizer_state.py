@@ -250,7 +250,7 @@ class GpuState:
                 params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
             stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in own)
             macros = kernels.update_macros(rule, options.moments, stochastic=stochastic)
-            yield kernels.update_launches(params, len(table), self._device, macros)
+            yield Launches(kernels.UPDATE, macros, self._device, kernels.update_tiling(len(table)), params)
 
     def _norm(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches:
         table = kernels.norm_table(tensors)

@@ -15,9 +15,9 @@ import re
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -46,6 +46,9 @@ _OWN_THREADS: Final = "lt_runtime "
 """Prefix of the names of all threads that the package starts."""
 
 
+Shape: TypeAlias = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class New:
     """A result for which the caller gives no buffer: an array that the call makes.
@@ -55,7 +58,7 @@ class New:
         view: function that makes the array from the memory; None if the array is all of the memory.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype[Any]
     library: Library
     view: Callable[[Any], Any] | None = None
@@ -64,7 +67,7 @@ class New:
 def result_spec(
     place: int,
     out: Operand | None,
-    shape: tuple[int, ...],
+    shape: Shape,
     like: Operand,
     new: dict[int, New],
     dtype: DType | None = None,
@@ -270,11 +273,11 @@ class Binding:
 def perform(
     operation: Operation,
     arrays: tuple[Any, ...],
-    options: Hashable,
+    options: Any,
     scalars: Any,
     stream: Any,
     *,
-    is_in_range: bool = False,
+    in_range: bool = False,
 ) -> Any:
     """Makes a call, and returns the caller's result.
 
@@ -282,15 +285,15 @@ def perform(
         arrays: in the order of `operation.names`; None where one is absent.
         options, scalars: see `Operation.read`.
         stream: as the caller gave it; with a `Binding` the result is a callable that makes the call.
-        is_in_range: whether the operation's range has already been opened. It is a parameter, because a separate
+        in_range: whether the operation's range has already been opened. It is a parameter, because a separate
             function that opens the range would make every call slower.
 
     Raises:
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.
     """
-    if ranges.is_heard and not is_in_range:
+    if ranges.is_heard and not in_range:
         with ranges.range_of(operation.range_name):
-            return perform(operation, arrays, options, scalars, stream, is_in_range=True)
+            return perform(operation, arrays, options, scalars, stream, in_range=True)
     signature = signature_of(arrays)
     if signature is not None and stream.__class__ is not Binding and not asked_for.get():
         forms, addresses = signature

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 from numpy.typing import NDArray
@@ -96,9 +96,7 @@ class LossOperation(PassOperation):
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
         return Request(problem, (_GRADIENT, _LOSS), new, options, same=((0, _GRADIENT),))
 
-    def read_target(
-        self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any
-    ) -> tuple[Hashable, ...]:
+    def read_target(self, scores: Operand, target: Operand, weighted: list[bool], *options: Any) -> tuple[Any, ...]:
         """Checks the target, and returns the arguments of `make_pass` that follow the layouts of the scores.
 
         Args:
@@ -170,9 +168,7 @@ class CrossEntropy(LossOperation):
     exact = staticmethod(reference.cross_entropy)
     own_options = ("label_smoothing", "ignore_index")
 
-    def read_target(
-        self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any
-    ) -> tuple[Hashable, ...]:
+    def read_target(self, scores: Operand, target: Operand, weighted: list[bool], *options: Any) -> tuple[Any, ...]:
         """See `LossOperation`."""
         smoothing, ignore_index = options
         check_labels(target, scores.shape)

@@ -94,7 +94,7 @@ class NormForward(PassOperation):
             result_spec(place, each, (rows,), x, new, DType.FLOAT32)
         alignment = min(each.alignment for each in vectors)
         of_add = None if add is None else add.spec
-        problem = (norm, spec, of_add, y, of_sum, alignment, eps) if spec.layout.size else None
+        problem = (norm, (spec, of_add, of_sum, y), alignment, eps) if spec.layout.size else None
         same = tuple((operand, result) for operand in (_X, _ADD) for result in (_Y, _SUM))
         return Request(problem, (_Y, _SUM, _MEAN, _RSTD), new, eps, same)
 
@@ -155,7 +155,7 @@ class NormBackward(PassOperation):
                 result_spec(place, given[place], weight.shape, weight, new)
         norm = Norm(x.element_type(), weight.element_type(), options.has_mean)
         sums, of_add = wanted[_DWEIGHT] or wanted[_DBIAS], None if add is None else add.spec
-        problem = (norm, dy.spec, spec, of_add, dx, weight.alignment, sums, options.accumulate)
+        problem = (norm, (dy.spec, spec, of_add, dx), weight.alignment, sums, options.accumulate)
         has_work = spec.layout.cols and (sums or (dx and spec.layout.rows))
         same = ((_DY, _DX), (_DX_ADD, _DX))
         return Request(problem if has_work else None, (_DX, _DWEIGHT, _DBIAS), new, options, same)
@@ -174,9 +174,7 @@ class NormBackward(PassOperation):
                 kept = out.astype(np.float64) if request.detail.accumulate else 0.0
                 out[...] = (value + kept).astype(out.dtype)
 
-    def result(
-        self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None
-    ) -> LayerNormGradients | RMSNormGradients:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None) -> Any:
         """See `Operation`."""
         gradients = LayerNormGradients(*arrays[_DX:])
         return gradients if prepared.request.detail.has_mean else RMSNormGradients(*gradients[:2])
@@ -346,9 +344,7 @@ def rms_norm_bwd(
     return made
 
 
-def _backward(
-    dy: Any, ctx: NormContext, add: Any, outputs: tuple[Any, ...], options: tuple[Any, ...], stream: Any
-) -> Any:
+def _backward(dy: Any, ctx: Any, add: Any, outputs: tuple[Any, ...], options: tuple[Any, ...], stream: Any) -> Any:
     """Runs a backward call.
 
     Args:

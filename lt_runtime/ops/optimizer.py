@@ -279,6 +279,15 @@ class Optimizer(Fixed):
         changes.latest = object()
 
 
+def _setting(name: str, doc: str) -> Any:
+    """A property of `AdamW`: a setting of its only rule."""
+
+    def change(optimizer: AdamW, value: float) -> None:
+        optimizer._change(rules=(dataclasses.replace(optimizer.rules[0], **dict[str, Any]({name: value})),))
+
+    return property(lambda optimizer: getattr(optimizer.rules[0], name), change, doc=doc)
+
+
 class AdamW(Optimizer):
     """`Optimizer` of one group by AdamW (Loshchilov and Hutter, 2019) as PyTorch defines it, in FP32 arithmetic.
 
@@ -336,6 +345,8 @@ class AdamW(Optimizer):
     """
 
     _changeable: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "schedule")
+    lr: float = _setting("lr", "The learning rate; may be set.")
+    weight_decay: float = _setting("weight_decay", "λ of the parameters that have none of their own; may be set.")
 
     def __init__(
         self,
@@ -367,24 +378,6 @@ class AdamW(Optimizer):
             stochastic_rounding=stochastic_rounding,
             seed=seed,
         )
-
-    @property
-    def lr(self) -> float:
-        """The learning rate; may be set."""
-        return self.rules[0].lr
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        self._change(rules=(dataclasses.replace(self.rules[0], lr=value),))
-
-    @property
-    def weight_decay(self) -> float:
-        """λ of the parameters that have none of their own; may be set."""
-        return self.rules[0].weight_decay
-
-    @weight_decay.setter
-    def weight_decay(self, value: float) -> None:
-        self._change(rules=(dataclasses.replace(self.rules[0], weight_decay=value),))
 
     def __repr__(self) -> str:
         settings = str(self.rules[0]).partition("(")[2]

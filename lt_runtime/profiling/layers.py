@@ -126,9 +126,7 @@ class Totals:
     allocations: float = 0.0
 
 
-def layers_of(
-    steps: Sequence[Step], works: Works, kernels: Iterable[Kernel], ceilings: Mapping[str, float]
-) -> list[Layer]:
+def layers_of(steps: Sequence[Step], works: Works, kernels: list[Kernel], ceilings: dict[str, float]) -> list[Layer]:
     """The table of layers: sorted by phase, and in a phase by first appearance."""
     by_place: dict[Place, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
@@ -188,24 +186,13 @@ def kernels_of(activities: Iterable[Activity], steps: int, works: Works) -> list
             found[place, each.name if each.kind == "kernel" else f"{each.kind} {each.name}".strip()].append(each)
     whole = sum(each.us for launches in found.values() for each in launches)
     copying = {place for place, each in works.items() if any(work.copies for work in each)}
-    kernels = []
+    kernels, steps = [], max(steps, 1)
     for (place, name), launches in found.items():
-        times = [each.us for each in launches]
-        kernel = Kernel(
-            name,
-            *place,
-            share=sum(times) / whole if whole else 0.0,
-            count=len(times) / max(steps, 1),
-            total_us=sum(times) / max(steps, 1),
-            mean_us=statistics.fmean(times),
-            median_us=statistics.median(times),
-            min_us=min(times),
-            max_us=max(times),
-            std_us=statistics.pstdev(times),
-            bytes=sum(each.size for each in launches) / max(steps, 1),
-            is_planned_copy="resize" in name and place in copying,
-        )
-        kernels.append(kernel)
+        times, moved = [each.us for each in launches], sum(each.size for each in launches)
+        share = sum(times) / whole if whole else 0.0
+        in_step, is_copy = (len(times) / steps, sum(times) / steps), "resize" in name and place in copying
+        of_launch = statistics.fmean(times), statistics.median(times), min(times), max(times), statistics.pstdev(times)
+        kernels.append(Kernel(name, *place, share, *in_step, *of_launch, moved / steps, is_copy))
     return sorted(kernels, key=lambda each: -each.total_us)
 
 

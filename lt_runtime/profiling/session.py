@@ -12,14 +12,8 @@ from lt_runtime import ranges
 from lt_runtime.arguments import integer, shown
 from lt_runtime.errors import ArgumentError, KindError, LtError
 from lt_runtime.files import file_path
-from lt_runtime.gpu.devices import (
-    activated,
-    current_device,
-    device_count,
-    device_info,
-    make_context_current,
-    parse_device,
-)
+from lt_runtime.gpu import devices
+from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call
 from lt_runtime.profiling.cupti.records import Activity
 from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of, works_of
@@ -49,9 +43,7 @@ class Profile:
         is_done: whether all requested steps have been timed and traced.
     """
 
-    def __init__(
-        self, *, skip: int, timed: int, traced: int, device: int | None, is_marked: bool | None = None
-    ) -> None:
+    def __init__(self, *, skip: int, timed: int, traced: int, device: int | None, marked: bool | None = None) -> None:
         self.report, self.is_done = Report(), False
         self._skip, self._timed, self._traced, self._device = skip, timed, 0 if device is None else traced, device
         self._thread = _Thread()
@@ -60,7 +52,7 @@ class Profile:
         self._lock = threading.Lock()  # several threads may end steps at the same time
         self._seen = self._traced_steps = 0
         # Whether steps end with calls of `step` rather than of a `TrainStep`; None before the first step.
-        self._is_marked = is_marked
+        self._is_marked = marked
         self._timer = Timer(None)  # a timer without steps, until steps are timed
         self._collector: Any = None
         self._notes: list[str] = []
@@ -70,8 +62,8 @@ class Profile:
         if not _running.acquire(blocking=False):
             raise ArgumentError("a profile is running already; profiles do not nest, and there is one for all threads")
         self._undo.callback(_running.release)
-        if self._device is not None and self._device == current_device():
-            make_context_current()  # ranges may begin before any library has made a CUDA context, which events need
+        if self._device is not None and self._device == devices.current_device():
+            devices.make_context_current()  # events need a CUDA context, and perhaps no library has made one yet
         self._undo.enter_context(ranges.listening(self))
         next(self._steps, None)
         return self
@@ -195,7 +187,7 @@ class Profile:
     def _tell_profiler(self, name: str) -> None:
         """Starts or stops an external profiler, such as Nsight."""
         if self._device is not None:
-            with activated(self._device):
+            with devices.activated(self._device):
                 call(name)
 
     def _make_report(self) -> None:
@@ -245,7 +237,7 @@ class Profile:
 
 def profiled_device(device: object) -> int | None:
     """The ordinal of the device that an argument of `profile` names; None for the host. "auto" is the current GPU."""
-    return current_device() if device == "auto" and device_count() else parse_device(device)
+    return devices.current_device() if device == "auto" and devices.device_count() else devices.parse_device(device)
 
 
 def profile(
@@ -293,7 +285,7 @@ def profile(
     if not callable(function):
         raise KindError(f"function is {shown(function)}; it must be None or take no arguments")
     timed, traced = int(steps), 0 if ordinal is None else int(steps)
-    made = Profile(skip=_WARM_UP, timed=timed, traced=traced, device=ordinal, is_marked=True)
+    made = Profile(skip=_WARM_UP, timed=timed, traced=traced, device=ordinal, marked=True)
     with made:
         for _ in range(_WARM_UP + timed + traced):
             function()

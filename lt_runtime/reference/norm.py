@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lt_runtime.reference.activations import Array
-
-Values = NDArray[Any]
+from lt_runtime.reference.products import Values
 
 
 class Normalised(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
+from lt_runtime.reference.products import Values
 from lt_runtime.rules import AdamW, Lion, Rule
 from lt_runtime.schedules import AnySchedule, Table
 
@@ -39,8 +40,8 @@ def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
 def rule_update(
     rule: Rule,
     schedule: AnySchedule,
-    old: Sequence[NDArray[Any]],
-    gradient: NDArray[Any],
+    old: Sequence[Values],
+    gradient: Values,
     step: int,
     gradient_factor: float = 1.0,
 ) -> tuple[NDArray[np.float32], ...]:

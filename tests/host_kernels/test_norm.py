@@ -135,9 +135,8 @@ class Rows:
         case, (rows, _) = self.case, self.case.shape
         mean, rstd = (vector(np.full(rows, np.nan), F32) for _ in range(2))
         added = [spec_of(each) if case.adds else None for each in (self.add, self.total)]
-        launched = NormForwardPass(
-            self.norm, spec_of(self.x), added[0], spec_of(self.y), added[1], self.alignment, case.eps, 0
-        )
+        matrices = spec_of(self.x), *added, spec_of(self.y)
+        launched = NormForwardPass(self.norm, matrices, self.alignment, case.eps, 0)
         bias, add = self.bias.address if self.has_bias else 0, self.add.address if case.adds else 0
         results = self.y.address, self.total.address if case.adds else 0, mean.address, rstd.address
         self._launch(launched, (self.x.address, self.weight.address, bias, add, *results))
@@ -147,13 +146,12 @@ class Rows:
         """Runs the backward pass, with statistics that are given."""
         case, (wants_dx, wants_dweight, wants_dbias) = self.case, self.wanted
         adds, statistics = case.adds and wants_dx, [vector(each, F32) for each in (mean, rstd)]
-        launched = NormBackwardPass(
-            *(self.norm, spec_of(self.dy), spec_of(self.x), spec_of(self.add_dx) if adds else None),
-            *(spec_of(self.dx) if wants_dx else None, self.alignment, wants_dweight or wants_dbias, case.accumulate, 0),
-        )
+        results = spec_of(self.add_dx) if adds else None, spec_of(self.dx) if wants_dx else None
+        matrices, sums = (spec_of(self.dy), spec_of(self.x), *results), wants_dweight or wants_dbias
+        launched = NormBackwardPass(self.norm, matrices, self.alignment, sums, case.accumulate, 0)
         operands = [self.dy, self.x, self.weight, *statistics]
-        results = ((self.add_dx, adds), (self.dx, wants_dx), (self.dweight, wants_dweight), (self.dbias, wants_dbias))
-        addresses = [each.address for each in operands] + [each.address if given else 0 for each, given in results]
+        given = ((self.add_dx, adds), (self.dx, wants_dx), (self.dweight, wants_dweight), (self.dbias, wants_dbias))
+        addresses = [each.address for each in operands] + [each.address if is_given else 0 for each, is_given in given]
         self._launch(launched, tuple(addresses))
 
     @property
@@ -273,7 +271,7 @@ def test_no_rows_have_gradients_of_zero() -> None:
     empty = Layout(0, 24, spec_of(dweight).layout.order, 24)
     spec: Any = replace(spec_of(dweight), layout=empty)
     for accumulate in (True, False):
-        launched = NormBackwardPass(LAYER, spec, spec, None, spec, 16, True, accumulate, 0)
+        launched = NormBackwardPass(LAYER, (spec, spec, None, spec), 16, True, accumulate, 0)
         memory: Any = Memory()
         launched.launch(Call((0, 0, dweight.address, 0, 0, 0, 0, dweight.address, dbias.address), 0), memory)
         assert (dweight.values() == (2.0 if accumulate else 0.0)).all()

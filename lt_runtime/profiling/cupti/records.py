@@ -25,11 +25,9 @@ OUR_IDS: Final = 5
 _SAME_SIZES: Final = {DRIVER: 40, RUNTIME: 40, SYNCHRONIZATION: 56, EXTERNAL_CORRELATION: 24, MEMORY: 128}
 _SIZES: Final = {
     1300: (216, 96, 88),
-    1301: (224, 96, 88),
-    1302: (224, 96, 88),
+    **dict.fromkeys((1301, 1302), (224, 96, 88)),
     1303: (232, 96, 88),
-    1304: (248, 112, 104),
-    1305: (248, 112, 104),
+    **dict.fromkeys((1304, 1305), (248, 112, 104)),
 }
 RECORD_SIZES: Final[Mapping[int, Mapping[int, int]]] = {
     version: _SAME_SIZES | dict(zip((KERNEL, MEMCPY, MEMSET), sizes, strict=True)) for version, sizes in _SIZES.items()
