@@ -235,10 +235,8 @@ def keep_threshold(p: float, name: str = "dropout probability") -> int:
         raise ArgumentError(f"{name} is {p}; it must be in [0, 1)")
     threshold = max(1, round((1.0 - p) * 65536))
     if threshold == 65536 and p > 0.0:
-        raise ArgumentError(
-            f"{name} is {p}, which is rounded to 0, as probabilities are multiples of 2^-16; accepted are "
-            "0 and all above 2^-17 (7.63e-06)"
-        )
+        found = f"{name} is {p}, which is rounded to 0, as probabilities are multiples of 2^-16"
+        raise ArgumentError(f"{found}; accepted are 0 and all above 2^-17 (7.63e-06)")
     return threshold
 
 

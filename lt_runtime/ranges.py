@@ -167,9 +167,8 @@ def on(stream: int) -> Iterator[None]:
         _stream.reset(token)
 
 
-def placed() -> int | None:
-    """The stream that this thread has declared by `on`; None outside of its block."""
-    return _stream.get()
+placed: Final = _stream.get
+"""Function without arguments: the stream that this thread has declared by `on`; None outside of its block."""
 
 
 PHASES: Final = ("input", "forward", "loss", "backward", "optimizer")

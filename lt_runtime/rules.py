@@ -51,7 +51,6 @@ class SGD:
         if nesterov and not momentum:
             raise ArgumentError("nesterov is True, but momentum is 0.0; give a momentum above 0, such as 0.9")
         _set(self, momentum=momentum, nesterov=nesterov)
-        _check_rates(self)
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -83,7 +82,6 @@ class Lion:
 
     def __post_init__(self) -> None:
         _set(self, betas=_betas(self.betas))
-        _check_rates(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,6 @@ class AdamW:
 
     def __post_init__(self) -> None:
         _set(self, betas=_betas(self.betas), eps=not_negative("eps", self.eps))
-        _check_rates(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +120,6 @@ class AMSGrad(AdamW):
 
 Rule: TypeAlias = SGD | Lion | AdamW
 RULES: Final = (SGD, Lion, AdamW, AMSGrad)
-
-
-def _check_rates(rule: Rule) -> None:
-    _set(rule, **{name: not_negative(name, getattr(rule, name)) for name in ("lr", "weight_decay")})
 
 
 def _betas(betas: Any) -> tuple[float, float]:
@@ -141,5 +134,7 @@ def _betas(betas: Any) -> tuple[float, float]:
 
 
 def _set(rule: Rule, **values: Any) -> None:
-    for name, value in values.items():
+    """Sets checked values, and the two that every rule has, which are checked here."""
+    rates = {name: not_negative(name, getattr(rule, name)) for name in ("lr", "weight_decay")}
+    for name, value in (values | rates).items():
         object.__setattr__(rule, name, value)

@@ -66,11 +66,10 @@ def is_same_matrix(x: Any, y: Any) -> bool:
     """
     if x is y:
         return True
-    forms = [
-        (each.device, each.dtype, each.layout, None if 0 in each.shape else each.address)
-        for each in (read("x", x, 0), read("y", y, 0))
-    ]
-    return forms[0] == forms[1]
+    operands = read("x", x, 0), read("y", y, 0)
+    places = [None if 0 in each.shape else each.address for each in operands]
+    first, second = [(each.device, each.dtype, each.layout) for each in operands]
+    return first == second and places[0] == places[1]
 
 
 def check_no_overlap(out: Operand, *others: Operand) -> None:

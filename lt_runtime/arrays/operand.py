@@ -123,10 +123,8 @@ def on_host(operands: Mapping[str, Any]) -> bool:
             _check_tensor(name, operands[name])
             if not any(hasattr(operands[name], protocol) for protocol in _PROTOCOLS):
                 raise _no_array(name, operands[name])
-        raise DeviceError(
-            f"{', '.join(host)} in host memory (NumPy) but {', '.join(others)} not; all must be on one device: "
-            "cupy.asarray copies an array to a GPU, cupy.asnumpy to the host"
-        )
+        found = f"{', '.join(host)} in host memory (NumPy) but {', '.join(others)} not; all must be on one device"
+        raise DeviceError(f"{found}: cupy.asarray copies an array to a GPU, cupy.asnumpy to the host")
     return bool(host)
 
 

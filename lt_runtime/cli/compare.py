@@ -57,10 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     changes = [*_changes(*(dict(_figures(report)) for report in reports))]
     layers, kernels = [each for each in changes if not each.name], [each for each in changes if each.name]
     kernels.sort(key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))  # the largest change first
-    shares = {
-        family: [sum(each.share for each in report.kernels if family_of(each) == family) for report in reports]
-        for family in (*_FAMILIES, _PLANNED)
-    }
+    shares = {family: [_share(family, report) for report in reports] for family in (*_FAMILIES, _PLANNED)}
     steps = before.totals.step_us, after.totals.step_us
     found = {"layers": [each._asdict() for each in layers], "changes": [each._asdict() for each in kernels]}
     lines: list[Line] = ["One of the profiles has no kernels, so that only layers can be compared."]
@@ -99,6 +96,11 @@ def family_of(kernel: Kernel) -> str:
         return _PLANNED
     name = kernel.name.lower()
     return next((family for family, words in _FAMILIES.items() if any(word in name for word in words)), "")
+
+
+def _share(family: str, report: Report) -> float:
+    """The share of a family of kernels in the time of all kernels."""
+    return sum(each.share for each in report.kernels if family_of(each) == family)
 
 
 def _changes(before: Mapping[_Key, _Figures], after: Mapping[_Key, _Figures]) -> Iterator[Change]:

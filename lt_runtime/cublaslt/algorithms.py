@@ -155,11 +155,8 @@ def get_heuristics(
         return []
     if status:
         raise library.failure(name, status)
-    return [
-        Algorithm(bytes(result.algo), result.workspace_size, result.waves_count)
-        for result in results[: returned.value]
-        if result.state == Status.SUCCESS
-    ]
+    sound = [each for each in results[: returned.value] if each.state == Status.SUCCESS]
+    return [Algorithm(bytes(each.algo), each.workspace_size, each.waves_count) for each in sound]
 
 
 def algo_check(

@@ -16,6 +16,7 @@ from lt_runtime.cublaslt.validation import check_pointers, element_bytes, read_s
 from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 
 Scalar = int | float | complex
+Layouts = tuple[MatrixLayout, MatrixLayout, MatrixLayout, MatrixLayout]
 _Reader = Callable[[Scalar], bytes | int | None]
 """Function that converts α or β to the argument that cuBLASLt reads: a pointer to the number's bytes, or an address."""
 
@@ -68,7 +69,7 @@ def matmul(
         CublasLtError: the library refused the call.
     """
     layouts = a_layout, b_layout, c_layout, d_layout
-    prepared = PreparedMatmul(handle, desc, *layouts, algorithm)
+    prepared = PreparedMatmul(handle, desc, layouts, algorithm)
     for name, address, layout in zip("abcd", (a, b, c, d), layouts, strict=True):
         _check_address(name, address, _alignment_of(layout))
     if c == d and any(c_layout.recall(each) != d_layout.recall(each) for each in _LAYOUT):
@@ -85,7 +86,7 @@ class PreparedMatmul:
     """A product that is launched many times: all work that does not depend on addresses is done once, here.
 
     Launches do not check addresses. Until the last launch `handle` must stay open, and the descriptors may not change,
-    except for the addresses in `desc`. The arguments are those of `matmul`.
+    except for the addresses in `desc`. The arguments are those of `matmul`; `layouts` has those of A, B, C and D.
 
     Attributes:
         launch: cublasLtMatmul. It takes the result of `arguments`, as often as one likes, and returns a status.
@@ -94,20 +95,10 @@ class PreparedMatmul:
         ArgumentError, ShapeError, LayoutError, DTypeError: see `validate`.
     """
 
-    def __init__(
-        self,
-        handle: Handle | int,
-        desc: MatmulDesc,
-        a_layout: MatrixLayout,
-        b_layout: MatrixLayout,
-        c_layout: MatrixLayout,
-        d_layout: MatrixLayout,
-        algorithm: Algorithm | None,
-    ) -> None:
-        validate(desc, a_layout, b_layout, c_layout, d_layout)
+    def __init__(self, handle: Handle | int, desc: MatmulDesc, layouts: Layouts, algorithm: Algorithm | None) -> None:
+        validate(desc, *layouts)
         check_pointers(desc)
-        # kept alive: cuBLASLt reads the descriptors at each launch
-        self._kept = desc, a_layout, b_layout, c_layout, d_layout
+        self._kept = desc, *layouts  # kept alive: cuBLASLt reads the descriptors at each launch
         self._handles = tuple(each.handle for each in self._kept)
         self._handle, self._algorithm = pointer(handle), None if algorithm is None else algorithm.blob
         mode = desc.recall(MatmulDescAttribute.POINTER_MODE)
@@ -116,16 +107,14 @@ class PreparedMatmul:
         self._packed: dict[Scalar, Any] = {value: self._alpha(value) for value in usual}
         self.launch = function("cublasLtMatmul")
 
-    def __call__(
-        self, alpha: Scalar, a: int, b: int, beta: Scalar, c: int, d: int, workspace: int, size: int, stream: int
-    ) -> None:
+    def __call__(self, *arguments: Any) -> None:
         """Puts the product on `stream`; the arguments are those of `arguments`.
 
         Raises:
             ArgumentError: α or β does not fit the scale type.
             CublasLtError: the library refused the call.
         """
-        if status := self.launch(*self.arguments(alpha, a, b, beta, c, d, workspace, size, stream)):
+        if status := self.launch(*self.arguments(*arguments)):
             raise failure("cublasLtMatmul", status)
 
     def arguments(

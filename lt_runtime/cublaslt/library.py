@@ -228,11 +228,6 @@ class Handle(Owner):
     def __init__(self) -> None:
         self._handle = _create()
 
-    @property
-    def value(self) -> int:
-        """The C pointer; the same as `handle`."""
-        return self.handle
-
     def close(self) -> None:
         """See `Owner`."""
         value, self._handle = self._handle, None

@@ -123,19 +123,15 @@ def _check_types(compute: int, scale: int, a: int, b: int, c: int, d: int) -> No
     computed, scaled = ComputeType(compute), DataType(scale)
     if a in _NARROW or b in _NARROW:
         if computed is not _C.COMPUTE_32F or scaled is not _T.R_32F:
-            raise DTypeError(
-                f"compute type {computed.name} with scale type {scaled.name}: operands of 8 bits and fewer take "
-                "COMPUTE_32F with R_32F"
-            )
+            found = f"compute type {computed.name} with scale type {scaled.name}"
+            raise DTypeError(f"{found}: operands of 8 bits and fewer take COMPUTE_32F with R_32F")
         if a == b == _T.R_8F_E5M2:
             raise DTypeError("A and B are both R_8F_E5M2; one of them must be R_8F_E4M3")
     elif a != b or c != d or (scale, a, c) not in RULES[computed]:
         accepted = "; ".join(f"{first.name}: {ab.name} -> {cd.name}" for first, ab, cd in RULES[computed])
         given = ", ".join(f"{name} {DataType(kind).name}" for name, kind in zip("ABCD", (a, b, c, d), strict=True))
-        raise DTypeError(
-            f"{given} with compute type {computed.name} and scale type {scaled.name} is not supported; "
-            f"{computed.name} takes, as scale type: A and B -> C and D, {accepted}"
-        )
+        found = f"{given} with compute type {computed.name} and scale type {scaled.name} is not supported"
+        raise DTypeError(f"{found}; {computed.name} takes, as scale type: A and B -> C and D, {accepted}")
 
 
 def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
@@ -145,10 +141,8 @@ def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
         unit = 8 if epilogue.has_gelu else 128  # GELU: elements; ReLU's mask: bits
         rows, leading = d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
         if leading % unit or leading < rows:
-            raise ArgumentError(
-                f"{_M.EPILOGUE_AUX_LD} is {leading}; accepted with epilogue {epilogue.name}: a multiple of {unit}, "
-                f"at least {rows}, the rows of D"
-            )
+            accepted = f"accepted with epilogue {epilogue.name}: a multiple of {unit}, at least {rows}, the rows of D"
+            raise ArgumentError(f"{_M.EPILOGUE_AUX_LD} is {leading}; {accepted}")
         if is_batch:
             least = 0 if epilogue.has_derivative else leading * d.recall(_L.COLS)
             _check_stride(desc, _M.EPILOGUE_AUX_BATCH_STRIDE, epilogue, unit, least)
@@ -164,7 +158,5 @@ def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
 def _check_stride(desc: MatmulDesc, attribute: MatmulDescAttribute, epilogue: Epilogue, unit: int, least: int) -> None:
     stride = desc.recall(attribute)
     if stride % unit or stride < least:
-        raise ArgumentError(
-            f"{attribute} is {stride}; accepted with epilogue {epilogue.name}: a multiple of {unit}, at least {least}, "
-            "so that the batch does not overlap"
-        )
+        accepted = f"accepted with epilogue {epilogue.name}: a multiple of {unit}, at least {least}"
+        raise ArgumentError(f"{attribute} is {stride}; {accepted}, so that the batch does not overlap")

@@ -73,10 +73,8 @@ def parse_device(device: object) -> int | None:
         return 0 if count else None
     match = re.fullmatch(r"cuda|(?:cuda:)?(-?\d{1,9})", name)
     if match is None:
-        raise ArgumentError(
-            f"device is {shown(device)}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a "
-            "torch.device"
-        )
+        others = "a GPU's ordinal, and a torch.device"
+        raise ArgumentError(f"device is {shown(device)}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', {others}")
     ordinal = int(match[1] or 0)
     if not 0 <= ordinal < count:
         raise ArgumentError(f"device is {shown(device)}, but this machine has {count} usable GPUs; try 'cpu'")

@@ -121,10 +121,8 @@ class StreamMemory:
 
     def _check_capture(self, size: int) -> None:
         if is_capturing(self.stream):
-            raise CaptureError(
-                f"{size} bytes of scratch memory are needed while stream {self.stream:#x} is being captured; "
-                "run the operation once on this stream before the capture"
-            )
+            why = f"{size} bytes of scratch memory are needed while stream {self.stream:#x} is being captured"
+            raise CaptureError(f"{why}; run the operation once on this stream before the capture")
 
     def _allocate(self, size: int) -> int:
         self._check_capture(size)

@@ -30,11 +30,8 @@ class Rounding(Struct):
     """The C++ struct `lt::Rounding` of a type: last place, smallest normal number, largest number that is judged."""
 
 
-@declared
-class Results(Struct):
-    """The C++ struct `lt::Results`: addresses of the expected results, and of the error that each may have."""
-
-
+Results: Final = struct("Results")
+"""The C++ struct `lt::Results`: addresses of the expected results, and of the error that each may have."""
 Comparison: Final = struct("Comparison")
 EXPECT: Final = Entry("expect", "verify.cu")
 COMPARE: Final = Entry("compare", "verify.cu")

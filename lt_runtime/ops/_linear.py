@@ -86,11 +86,6 @@ class LinearContext:
         return self.layer.shape
 
     @property
-    def saved_as(self) -> Saved:
-        """Kind of the tensor in `saved`: mask, output or pre-activation."""
-        return self.layer.saved_as
-
-    @property
     def dropout(self) -> float:
         """Probability of dropout in the layer."""
         return self.layer.dropout
@@ -280,11 +275,8 @@ class LinearBackward(Operation):
         check_shape(dy.name, dy.shape, shape, "y's shape")
         shapes = {"dx": x.shape, "dw": (n, k), "db": (n,), "dz": shape, "db_below": (k,)}
         new: dict[int, New] = {}
-        specs = {
-            name: result_spec(place, given[name], shapes[name], x, new)
-            for place, name in enumerate(_OUTPUTS, _FIRST_OUTPUT)
-            if wanted[name]
-        }
+        places = [(place, name) for place, name in enumerate(_OUTPUTS, _FIRST_OUTPUT) if wanted[name]]
+        specs = {name: result_spec(place, given[name], shapes[name], x, new) for place, name in places}
         dtype = x.element_type()
         own = _derivative(layer, saved, specs.get("db"))
         own = unchanged(own.db) if options.before_activation else own
@@ -339,10 +331,9 @@ def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> di
         if not options.need_dx:
             raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
         if options.accumulate_dx:
-            raise ArgumentError(
-                "accumulate_dx is True and through is given: the activation's derivative would multiply the values in "
-                "out_dx as well; pass accumulate_dx=False, or no through"
-            )
+            why = "the activation's derivative would multiply the values in out_dx as well"
+            mend = "pass accumulate_dx=False, or no through"
+            raise ArgumentError(f"accumulate_dx is True and through is given: {why}; {mend}")
         y, x = below.shape[:2], layer.shape[::2]
         if y != x:
             raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")

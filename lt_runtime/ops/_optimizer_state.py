@@ -147,10 +147,9 @@ class GpuState:
             self.moments = _moments(groups, options, lambda size, dtype: self._zeros((size,), dtype))
             self._written = self._settings(self._stream)
             self._device_settings = self._upload(self._written)
-            tensors = [
-                _tensor(each, options.rules[group].moments, moments, options.moments)
-                for each, group, moments in zip(read, self._group_of, self.moments, strict=True)
-            ]
+            rules = [options.rules[group] for group in self._group_of]
+            parts = zip(read, rules, self.moments, strict=True)
+            tensors = [_tensor(each, rule.moments, moments, options.moments) for each, rule, moments in parts]
             self._scale: tuple[Any, Any] | None = None
             if options.scaler is not None:
                 self._scale = self._zeros((), np.dtype(np.float32)), self._zeros((), np.dtype(np.int32))
@@ -254,12 +253,9 @@ class GpuState:
 
     def _norm(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches:
         table = kernels.norm_table(tensors)
-        params = kernels.GRADIENT_NORM.params(
-            chunks=self._upload(table),
-            partial=self._zeros((len(table),), np.dtype(np.float32)).data.ptr,
-            state=words.data.ptr,
-            scale=0 if self._scale is None else self._scale[0].data.ptr,
-        )
+        params = kernels.GRADIENT_NORM.params(chunks=self._upload(table), state=words.data.ptr)
+        params.partial = self._zeros((len(table),), np.dtype(np.float32)).data.ptr
+        params.scale = 0 if self._scale is None else self._scale[0].data.ptr
         return kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(table), self._device)
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -136,10 +136,8 @@ class HeldArrays:
             return
         for parameter, data, grad, master in self._arrays:
             if parameter.data is not data or parameter.grad is not grad or parameter.master is not master:
-                raise OperandError(
-                    f"an array of {parameter.name} was replaced after {self._holder} was made; write into it instead, "
-                    "by parameter.assign(values)"
-                )
+                found = f"an array of {parameter.name} was replaced after {self._holder} was made"
+                raise OperandError(f"{found}; write into it instead, by parameter.assign(values)")
         self.seen = latest
 
 
@@ -344,10 +342,9 @@ def check_rounding(name: str, data: NDArray[Any], master: NDArray[Any]) -> None:
     stale = ~((data == expected) | (np.isnan(data) & np.isnan(expected)))
     if stale.any():
         index = tuple(map(int, np.argwhere(stale)[0]))
-        raise OperandError(
-            f"{name}.data has {data[index]!s} at {index}, but its master copy {master[index]!s}: what is written into "
-            "data alone is lost at the next update; write values by parameter.assign(values)"
-        )
+        found = f"{name}.data has {data[index]!s} at {index}, but its master copy {master[index]!s}"
+        why = "what is written into data alone is lost at the next update"
+        raise OperandError(f"{found}: {why}; write values by parameter.assign(values)")
 
 
 def rounded(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

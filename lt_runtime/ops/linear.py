@@ -232,8 +232,7 @@ def _check_below(ctx: LinearContext, through: LinearContext, require_same: bool)
     """
     has_shape = through.shape[:2] == ctx.shape[::2]
     if flag("require_same", require_same) and has_shape and not is_same_matrix(ctx.x, through.y):
-        raise ArgumentError(
-            "through is the context of a layer whose y is not the x of ctx: the gradient would be taken through an "
-            "activation that did not make x; pass the context of the layer that made x, or no through. "
-            "If x is a copy of that y, pass require_same=False"
-        )
+        found = "through is the context of a layer whose y is not the x of ctx"
+        why = "the gradient would be taken through an activation that did not make x"
+        mend = "pass the context of the layer that made x, or no through"
+        raise ArgumentError(f"{found}: {why}; {mend}. If x is a copy of that y, pass require_same=False")

@@ -88,11 +88,8 @@ class Matmul(Operation):
 
 
 def _check_presence(epilogue: Epilogue, given: Mapping[str, Operand]) -> None:
-    needs = {
-        "bias": epilogue.has_bias,
-        "aux": epilogue.has_aux_output or epilogue.is_derivative,
-        "bias_gradient": epilogue.has_bias_gradient,
-    }
+    needs_aux = epilogue.has_aux_output or epilogue.is_derivative
+    needs = {"bias": epilogue.has_bias, "aux": needs_aux, "bias_gradient": epilogue.has_bias_gradient}
     for name, needed in needs.items():
         if needed and name not in given:
             raise ArgumentError(f"{name} is None; epilogue {epilogue.value!r} needs it")
@@ -203,10 +200,8 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: tuple[int, ...], order: O
         raise ShapeError(f"aux has shape {aux.shape}; its last axis must be {-(-bits // 8)} or more, for {bits} bits")
     has_gaps = aux.strides[-1] != 1 or pitch < bits or pitch % _MASK_BITS
     if lines * bits and has_gaps:
-        raise LayoutError(
-            f"aux has shape {aux.shape} and strides {aux.strides}; its rows must hold {bits} bits without "
-            "gaps, and lie a multiple of 16 bytes apart"
-        )
+        found = f"aux has shape {aux.shape} and strides {aux.strides}"
+        raise LayoutError(f"{found}; its rows must hold {bits} bits without gaps, and lie a multiple of 16 bytes apart")
     stride = 8 * aux.strides[0] if len(aux.shape) == 3 and aux.shape[0] > 1 else 0
     return Spec(Layout(m, n, order, pitch), aux.alignment, stride)
 

@@ -103,16 +103,10 @@ class Optimizer(Fixed):
         max_norm = None if max_norm is None else number("max_norm", max_norm)
         if max_norm is not None and not max_norm > 0:
             raise ArgumentError(f"max_norm is {max_norm}; it must be positive, or None")
-        options = Options(
-            tuple(rule for _, rule in pairs),
-            _schedule(schedule),
-            max_norm,
-            flag("skip_nonfinite", skip_nonfinite) or scaler is not None,
-            scaler,
-            _moments_type(moments),
-            flag("stochastic_rounding", stochastic_rounding),
-            Philox(seed).seed,  # `Philox` refuses anything but a 64-bit seed
-        )
+        rules, skips = tuple(rule for _, rule in pairs), flag("skip_nonfinite", skip_nonfinite) or scaler is not None
+        # `Philox` refuses anything but a 64-bit seed
+        rounding = _moments_type(moments), flag("stochastic_rounding", stochastic_rounding), Philox(seed).seed
+        options = Options(rules, _schedule(schedule), max_norm, skips, scaler, *rounding)
         arrays = {
             f"{each.name}.{part} (parameter {i})": getattr(each, part)
             for i, each in enumerate(self.parameters)

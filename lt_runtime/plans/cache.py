@@ -72,10 +72,8 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
                 _plans[problem, device] = make_plan(problem, device)
             return _plans[problem, device]
     if plan is None:
-        raise CaptureError(
-            f"no plan yet for {problem}, and stream {stream:#x} is being captured; "
-            "run the operation once with these shapes, types and layouts before the capture, or tune it with lt.tune"
-        )
+        mend = "run the operation once with these shapes, types and layouts before the capture, or tune it with lt.tune"
+        raise CaptureError(f"no plan yet for {problem}, and stream {stream:#x} is being captured; {mend}")
     return plan
 
 

@@ -207,7 +207,7 @@ class MatmulPlan(AlgorithmPlan):
             return []
 
     def _prepare(self, algorithm: cublaslt.Algorithm) -> cublaslt.PreparedMatmul:
-        return cublaslt.PreparedMatmul(self.handle, self._desc, *self._operands, algorithm)
+        return cublaslt.PreparedMatmul(self.handle, self._desc, self._operands, algorithm)
 
     @property
     def adds_memsets(self) -> bool:

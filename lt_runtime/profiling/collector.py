@@ -154,10 +154,9 @@ class Collector:
         """The captures of the streams that are current in the calling thread."""
         graphs = {graph_under_capture(stream)[0]: stream for stream in _current_streams()}
         known = self._thread.captures
-        self._thread.captures = {
-            graph: known.get(graph) or CapturedNodes(stream) for graph, stream in graphs.items() if graph
-        }
-        return [*self._thread.captures.values()]
+        found = {graph: known.get(graph) or CapturedNodes(stream) for graph, stream in graphs.items() if graph}
+        self._thread.captures = found
+        return [*found.values()]
 
     def _note_nodes(self, nodes: CapturedNodes) -> None:
         """Records the open ranges of newly captured nodes at once, because the graph may soon be destroyed."""

@@ -132,10 +132,8 @@ def layers_of(steps: Sequence[Step], works: Works, kernels: list[Kernel], ceilin
     for kernel in kernels:
         by_place[Place(kernel.layer, kernel.phase)].append(kernel)
     places = dict.fromkeys(place for step in steps for place in step)
-    return [
-        _layer(place, steps, works.get(place, ()), by_place[place], ceilings)
-        for place in sorted(places, key=lambda place: ((*PHASES, "").index(place.phase), place.layer == ""))
-    ]
+    in_order = sorted(places, key=lambda place: ((*PHASES, "").index(place.phase), place.layer == ""))
+    return [_layer(place, steps, works.get(place, ()), by_place[place], ceilings) for place in in_order]
 
 
 def works_of(steps: Sequence[Step]) -> Works:

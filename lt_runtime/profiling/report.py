@@ -258,9 +258,8 @@ def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float])
         axes.scatter(intensity, tflops, color=_COLOURS[layer.phase], zorder=3)
         line = {"arrowstyle": "-", "color": _COLOURS[layer.phase], "linewidth": 0.7, "alpha": 0.6}
         at = {"xytext": (1.03, (place + 0.5) / len(points)), "textcoords": "axes fraction"}
-        axes.annotate(
-            f"{layer.label} {layer.phase}".strip(), (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line
-        )
+        label = f"{layer.label} {layer.phase}".strip()
+        axes.annotate(label, (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s")
     axes.grid(which="both", alpha=0.2)
     axes.minorticks_off()

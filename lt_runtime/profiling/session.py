@@ -201,16 +201,11 @@ class Profile:
                 self._notes.append(f"the ceilings of this GPU could not be measured ({error})")
         kernels = kernels_of(activities, self._traced_steps, works)
         layers = layers_of(steps, works, kernels, known)
-        self.report = Report(
-            device="the host" if self._device is None else f"cuda:{self._device} ({device_info(self._device).name})",
-            timed_steps=len(steps),
-            traced_steps=self._traced_steps if self._collector is not None else 0,
-            layers=layers,
-            kernels=kernels,
-            totals=totals_of(steps, activities, self._traced_steps),
-            ceilings=known,
-            notes=[*self._notes, *self._missing(is_empty=not layers and not kernels)],
-        )
+        device = "the host" if self._device is None else f"cuda:{self._device} ({device_info(self._device).name})"
+        counts = len(steps), self._traced_steps if self._collector is not None else 0
+        totals = totals_of(steps, activities, self._traced_steps)
+        notes = [*self._notes, *self._missing(is_empty=not layers and not kernels)]
+        self.report = Report(device, *counts, layers, kernels, totals, known, notes)
 
     def _missing(self, *, is_empty: bool) -> Iterator[str]:
         """Sentences that name the missing parts of the report, with reasons."""
@@ -227,10 +222,8 @@ class Profile:
         elif self._seen < self._skip:
             yield f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins"
         elif self._traced and self._collector is None and not self.is_done:
-            yield (
-                f"no kernel times: tracing begins once {self._timed} steps have been timed, and the code had "
-                f"{self._seen}; timed=0 traces it from its beginning"
-            )
+            why = f"tracing begins once {self._timed} steps have been timed, and the code had {self._seen}"
+            yield f"no kernel times: {why}; timed=0 traces it from its beginning"
         if self._collector is not None and self._collector.dropped:
             yield f"CUPTI dropped {self._collector.dropped} records"
 

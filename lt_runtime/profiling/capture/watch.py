@@ -18,15 +18,12 @@ import lt_runtime.errors
 from lt_runtime.gpu.graphs import graph_under_capture, nodes_of
 from lt_runtime.ranges import listening
 
-_LIBRARIES: Final = tuple(
-    directory + os.sep
-    for directory in (
-        str(Path(lt_runtime.errors.__file__).parent),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
-    )
+_PYTHON: Final = (
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    *map(sysconfig.get_path, ("stdlib", "platstdlib")),
 )
+_LIBRARIES: Final = tuple(each + os.sep for each in (str(Path(lt_runtime.errors.__file__).parent), *_PYTHON))
 """Directories of this package, of installed packages, and of the standard library: their lines are not reported."""
 
 

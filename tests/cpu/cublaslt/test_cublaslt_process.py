@@ -99,12 +99,12 @@ def test_refused_arguments_of_the_logger(tmp_path: Path) -> None:
 def test_a_handle_is_destroyed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder.install(monkeypatch, STAND_INS)
     with cublaslt.Handle() as handle:
-        assert handle.value == next(iter(recorder.created))
+        assert handle.handle == next(iter(recorder.created))
         handle.close()
     assert recorder.created == recorder.destroyed
     assert recorder.destroyed.total() == 1
     with pytest.raises(ArgumentError, match="this Handle is closed"):
-        _ = handle.value
+        _ = handle.handle
 
 
 def test_a_handle_that_is_left_open_is_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
