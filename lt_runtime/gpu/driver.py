@@ -43,9 +43,7 @@ def call(name: str, *arguments: Any) -> Any:
     except RuntimeError as error:  # cuda.bindings raises this if it finds no libcuda
         raise _missing(error) from error
     check(name, status)
-    if len(results) > 1:
-        return tuple(results)
-    return results[0] if results else None
+    return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def check(name: str, status: int) -> None:

@@ -224,7 +224,7 @@ def _in_fp32(operand: Operand, stream: int) -> Any:
 
 def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float32]:
     """Values for a parameter as FP32 on the host; raises as `Parameter.assign`. Errors call the values `name`."""
-    host, (data, _) = host_values(name, values), _operand(parameter, "data")
+    host, (data, _) = host_values(name, values), host_access(f"{parameter.name}.data", parameter.data)
     if host.shape != data.shape:
         found = f"{name} is {shown(values)}, of shape {host.shape}"
         raise ShapeError(f"{found}; it must have shape {data.shape}, as {data.name}")
@@ -242,7 +242,7 @@ def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> N
     for parameter, values in assigned:
         for part in ("master", "data"):
             if getattr(parameter, part) is not None:
-                operand, stream = _operand(parameter, part)
+                operand, stream = host_access(f"{parameter.name}.{part}", getattr(parameter, part))
                 check_shape(operand.name, operand.shape, values.shape, "as the values")
                 operand.check_packed()
                 writes.append((operand, rounded(values, np.dtype(operand.dtype)), stream))
@@ -353,13 +353,12 @@ def rounded(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return values.astype(dtype, copy=False)
 
 
-def _operand(parameter: Parameter, part: str) -> tuple[Operand, int]:
-    """Reads an array of a parameter; also returns the current stream of the array's library.
+def host_access(name: str, array: Any) -> tuple[Operand, int]:
+    """Reads an array whose values the host will read or write, and the current stream of the array's library.
 
     Raises:
         CaptureError: the current stream is being captured.
     """
-    name, array = f"{parameter.name}.{part}", getattr(parameter, part)
     device = device_of(name, array)
     if device == HOST:
         return read(name, array, 0), 0

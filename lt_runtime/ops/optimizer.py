@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from lt_runtime import ranges, reference
 from lt_runtime.arguments import Fixed, check_instance, flag, number, shown
 from lt_runtime.arrays.libraries import cupy
-from lt_runtime.arrays.operand import CUPY, HOST, device_of, on_host, read
+from lt_runtime.arrays.operand import HOST, on_host
 from lt_runtime.arrays.transfer import fetch, host_values, replace_all
-from lt_runtime.errors import ArgumentError, CaptureError, KindError, LtError, OperandError
-from lt_runtime.gpu.driver import is_capturing
+from lt_runtime.errors import ArgumentError, KindError, LtError, OperandError
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
 from lt_runtime.kernels.optimizer import Options
 from lt_runtime.ops._optimizer_state import GpuState, HostState
-from lt_runtime.ops._parameters import HeldArrays, Parameter, changes
+from lt_runtime.ops._parameters import HeldArrays, Parameter, changes, host_access
 from lt_runtime.problem import DType, Philox, TorchDType, type_name
 from lt_runtime.rules import RULES, Rule
 from lt_runtime.rules import AdamW as AdamWRule
@@ -260,13 +259,11 @@ class Optimizer(Fixed):
         (name, count), *_ = collections.Counter(each.name for each in self.parameters).most_common(1)
         if count > 1:
             raise ArgumentError(f"{count} parameters are named {name}; give each its own name")
-        device, stream = device_of("steps", self.steps), 0
+        found = {name: host_access(name, array) for name, array in state_arrays(self).items()}
+        device = found["steps"][0].device
         if device != HOST:
-            stream = CUPY.current_stream(device)
-            if stream and is_capturing(stream):
-                raise CaptureError(f"stream {stream:#x} is being captured; the optimizer's state cannot be accessed")
             cupy().cuda.Device(device).synchronize()  # waits for all streams, because updates may run on any
-        return {name: (read(name, array, stream), stream) for name, array in state_arrays(self).items()}
+        return found
 
     def _change(self, **settings: Any) -> None:
         self._state.options = dataclasses.replace(self.options, **settings)
@@ -361,9 +358,8 @@ class AdamW(Optimizer):
     ) -> None:
         checked = _parameters("parameters", parameters)
         kind = AMSGradRule if flag("amsgrad", amsgrad) else AdamWRule
-        rule = kind(lr, betas, eps, weight_decay)
         super().__init__(
-            [(checked, rule)],
+            [(checked, kind(lr, betas, eps, weight_decay))],
             schedule,
             max_norm=max_norm,
             skip_nonfinite=skip_nonfinite,

@@ -152,9 +152,7 @@ def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
         return problem.preactivation
     if saved is Saved.MASK:
         return Spec(_padded(problem.y.layout, _MASK_BITS))
-    if saved is Saved.PREACTIVATION:
-        return Spec(_preactivation(problem))
-    return None
+    return Spec(_preactivation(problem)) if saved is Saved.PREACTIVATION else None
 
 
 def _preactivation(problem: ForwardProblem) -> Layout:
