@@ -65,12 +65,7 @@ class New:
 
 
 def result_spec(
-    place: int,
-    out: Operand | None,
-    shape: Shape,
-    like: Operand,
-    new: dict[int, New],
-    dtype: DType | None = None,
+    place: int, out: Operand | None, shape: Shape, like: Operand, new: dict[int, New], dtype: DType | None = None
 ) -> Spec:
     """The spec of a result: the spec of its buffer, which is checked, or the spec of a new packed array.
 
@@ -271,13 +266,7 @@ class Binding:
 
 
 def perform(
-    operation: Operation,
-    arrays: tuple[Any, ...],
-    options: Any,
-    scalars: Any,
-    stream: Any,
-    *,
-    in_range: bool = False,
+    operation: Operation, arrays: tuple[Any, ...], options: Any, scalars: Any, stream: Any, *, in_range: bool = False
 ) -> Any:
     """Makes a call, and returns the caller's result.
 

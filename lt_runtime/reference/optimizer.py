@@ -38,12 +38,7 @@ def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
 
 
 def rule_update(
-    rule: Rule,
-    schedule: AnySchedule,
-    old: Sequence[Values],
-    gradient: Values,
-    step: int,
-    gradient_factor: float = 1.0,
+    rule: Rule, schedule: AnySchedule, old: Sequence[Values], gradient: Values, step: int, gradient_factor: float = 1.0
 ) -> tuple[NDArray[np.float32], ...]:
     """Update number `step`, counted from 1, of one tensor by any rule.
 
