@@ -116,15 +116,9 @@ def train(options: argparse.Namespace, progress: Progress | None, profiled: Prof
                 seconds, steps = seconds + time.perf_counter() - start, steps + count
         held_out = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
         scores = model.device.to_host(model(held_out)).astype(np.float32)
-    return Result(
-        model.device.description,
-        options.dtype,
-        accuracy=float(np.mean(scores.argmax(axis=1) == digits.held_out_labels)),
-        preparation_seconds=preparation,
-        samples_per_second=steps * _BATCH / seconds,
-        loss=[*map(float, losses)],
-        layers=[] if profiled is None else [*profiled.layers()],
-    )
+    accuracy, speed = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels)), steps * _BATCH / seconds
+    loss, layers = [*map(float, losses)], [] if profiled is None else [*profiled.layers()]
+    return Result(model.device.description, options.dtype, accuracy, preparation, speed, loss, layers)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -212,15 +212,8 @@ def totals_of(steps: Sequence[Step], activities: Sequence[Activity], traced: int
         in_phase = [[cell.us for place, cell in step.items() if place.phase == phase] for step in steps]
         if any(in_phase):
             phase_us[phase] = max(0.0, median(sum(times) for times in in_phase if times))
-    return Totals(
-        step_us=median(sum(cell.us for cell in step.values()) for step in steps),
-        phase_us=phase_us,
-        host_us=median(sum(cell.host_us for cell in step.values()) for step in steps),
-        kernel_us=sum(each.us for each in on_gpu) / traced,
-        busy_us=busy / 1e3 / traced,
-        gaps=len(gaps) / traced,
-        gap_us=sum(gaps) / 1e3 / traced,
-        unattributed_us=sum(each.us for each in on_gpu if not each.range) / traced,
-        synchronizations=kinds["synchronization"] / traced,
-        allocations=kinds["allocation"] / traced,
-    )
+    step_us = median(sum(cell.us for cell in step.values()) for step in steps)
+    host_us = median(sum(cell.host_us for cell in step.values()) for step in steps)
+    sums = [sum(each.us for each in on_gpu), busy / 1e3, len(gaps), sum(gaps) / 1e3]
+    sums += [sum(each.us for each in on_gpu if not each.range), kinds["synchronization"], kinds["allocation"]]
+    return Totals(step_us, phase_us, host_us, *(each / traced for each in sums))
