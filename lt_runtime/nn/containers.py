@@ -76,8 +76,8 @@ class Chain(Block):
         """See `Block`; the first part adds `add` to its dx."""
         held = [dy]
         del dy  # `held` has the only reference, so that each gradient is freed after its last reader
-        for step in reversed(self._steps):
-            more = {"add": add} if add is not None and step is self._steps[0] else {}
+        for i, step in reversed([*enumerate(self._steps)]):
+            more = {"add": add} if add is not None and i == 0 else {}
             if isinstance(step, list):
                 dx = backward_layers(step, held, run, **more)
             else:

@@ -144,10 +144,10 @@ def forward_layers(
         stand_in: an array of the shape and type of x that is kept in its place; see `remake` of `backward_layers`.
     """
     needs_dx, contexts, start = run.needs_gradient(x), [], len(run.problems or ())
-    for layer in layers:
+    for i, layer in enumerate(layers, 1):
         bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
-        options |= {"add": add, "out": out} if layer is layers[-1] else {}
+        options |= {"add": add, "out": out} if i == len(layers) else {}
         with range_of(f"forward/{layer.name}"):
             if rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
@@ -181,14 +181,12 @@ def backward_layers(
     if not needs_dx:
         trained = [any(map(run.trains_parameter, (layer.weight, layer.bias))) for layer in layers]
         lowest = trained.index(True) if True in trained else len(layers)
-    start, last = len(run.problems or ()), len(layers) - 1
+    start, last, own = len(run.problems or ()), len(layers) - 1, layers[-1].bias
     for i in range(last, -1, -1):
         context = contexts.pop()
         if i < lowest:
             dy.clear()
             continue
-        # Each call also computes the bias gradient of the layer below. Only the last layer, with no layer above it,
-        # computes its own bias gradient.
         if remake is not None:
             with range_of(f"backward/{layers[i].name}"):
                 dx, *_ = linear_bwd(dy[0], context, need_dw=False, need_db=False, stream=run.stream)
@@ -196,9 +194,11 @@ def backward_layers(
                 run.chains.append(_chain(forwards, run.problems[start:]))
                 start = len(run.problems)
             context.x, needs_dx = remake(dx), False
+        # Each call also computes the bias gradient of the layer below. The last layer, with no layer above it, computes
+        # its own too. If both are one buffer, because the two layers share the bias, the next call computes the second.
         goes_on = i > lowest
         below = layers[i - 1].bias if goes_on else None
-        own = layers[i].bias if i == last else None
+        below, left = (None, own) if below is own else (below, None)
         (dw, db, db_below), adds = run.grads(layers[i].weight, own, below)
         options: dict[str, Any] = {"need_dw": dw is not None, "need_db": db is not None, "need_dx": goes_on or needs_dx}
         options |= {"through": contexts[-1], "need_db_below": db_below is not None} if goes_on else {}
@@ -206,6 +206,7 @@ def backward_layers(
         with range_of(f"backward/{layers[i].name}"):
             dx, *_ = linear_bwd(dy.pop(), context, out_db_below=db_below, stream=run.stream, **options)
         dy.append(dx)
+        own = left
         del dx, context
         if goes_on:
             contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory

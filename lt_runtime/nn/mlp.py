@@ -185,7 +185,14 @@ class MLP(Block, surrounded=False):
             raise
 
     def forward(
-        self, x: Any, step: Any = None, *, micro_batch: int = 0, copy_step: bool = True, stream: Any = None
+        self,
+        x: Any,
+        step: Any = None,
+        *,
+        micro_batch: int = 0,
+        copy_step: bool = True,
+        add: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Outputs and the layers' contexts, for training: with dropout.
 
@@ -199,6 +206,7 @@ class MLP(Block, surrounded=False):
             copy_step: whether the contexts keep a copy of an array `step`, so that `backward` draws the same masks even
                 if the optimizer has advanced the array. The copy costs a GPU 4 bytes and a launch. Without the copy,
                 the array must not change before `backward`.
+            add: (M, dims[-1]), added to the outputs; a block around the model may give it with its `Pass`.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
@@ -208,7 +216,8 @@ class MLP(Block, surrounded=False):
         """
         if isinstance(step, Pass):
             with step.forward_of(self):
-                return self._run_layers(x, step)
+                return self._run_layers(x, step, add)
+        _refuse_add(add)
         copies = flag("copy_step", copy_step)
         if not any(each.dropout for each in self.layers):
             step = 0 if step is None else step
@@ -225,15 +234,22 @@ class MLP(Block, surrounded=False):
         contexts, *_ = run.take()
         return y, contexts
 
-    def _run_layers(self, x: Any, run: Pass) -> Any:
+    def _run_layers(self, x: Any, run: Pass, add: Any = None) -> Any:
         try:
-            return forward_layers(self.layers, x, run)
+            return forward_layers(self.layers, x, run, add)
         except OperandError:
             self._refuse_inputs(x, run.stream)
             raise
 
     def backward(
-        self, dy: Any, contexts: Any, *, accumulate: bool = False, need_dx: bool = False, stream: Any = None
+        self,
+        dy: Any,
+        contexts: Any,
+        *,
+        accumulate: bool = False,
+        need_dx: bool = False,
+        add: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Writes every parameter's gradient into `Parameter.grad`.
 
@@ -244,6 +260,7 @@ class MLP(Block, surrounded=False):
             contexts: from `forward`.
             accumulate: add to the gradients instead of replacing them.
             need_dx: whether to compute the gradient with respect to the inputs.
+            add: (M, dims[0]), added to the gradient with respect to the inputs; as in `forward`.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
@@ -257,7 +274,8 @@ class MLP(Block, surrounded=False):
         del dy  # `held` has the only reference, so that the array is freed after its last reader
         if isinstance(contexts, Pass):
             with contexts.backward_of(self):
-                return backward_layers(self.layers, held, contexts)
+                return backward_layers(self.layers, held, contexts, add)
+        _refuse_add(add)
         layers, needs_input = len(self.layers), flag("need_dx", need_dx)
         fits = isinstance(contexts, Sequence) and all(isinstance(each, LinearContext) for each in contexts)
         if not fits or len(contexts) != layers:
@@ -310,6 +328,12 @@ class MLP(Block, surrounded=False):
         made = [arena_views(self.device.asarray(arena), shapes) for arena in arenas]
         made += [[None] * len(shapes)] * (not has_masters)
         return {arrays[-1]: Parameter(*arrays) for arrays in zip(*made, named, strict=True)}
+
+
+def _refuse_add(add: object) -> None:
+    """Raises `ArgumentError` if an array to be added was given without a `Pass`."""
+    if add is not None:
+        raise ArgumentError(f"add is {shown(add)}; only a block around the model may give it, with its lt.Pass")
 
 
 def shapes_of(dims: Sequence[int], biases: Sequence[bool]) -> dict[str, tuple[int, ...]]:
