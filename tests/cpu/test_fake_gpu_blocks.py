@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from runpy import run_path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
+from tests.support.block_trees import Tree, trees
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import host_of
+from tests.support.strategies import COMPILING
+from tests.support.tree_checks import SMOOTH, check_steps
 
 ROWS, WIDTH = 8, 16
 
@@ -23,16 +27,6 @@ def _stack(lt: Any, **options: Any) -> Any:
         return lt.Residual(lt.Chain(lt.RMSNorm(WIDTH, **options), gated))
 
     return lt.Chain(layer(1), layer(2), lt.LayerNorm(WIDTH, **options), lt.Linear(WIDTH, 5, seed=3, **options))
-
-
-def _layers(lt: Any, **options: Any) -> Any:
-    first, second = (lt.Linear(WIDTH, WIDTH, activation="gelu", seed=i, **options) for i in (1, 2))
-    return lt.Chain(first, lt.Residual(second), lt.MLP([WIDTH, 24, 5], dropout=0.25, **options))
-
-
-def _towers(lt: Any, **options: Any) -> Any:
-    first, second = (lt.Linear(WIDTH, 8, activation="tanh", seed=i, **options) for i in (1, 2))
-    return lt.Chain(lt.Parallel(first, second, split=False), lt.Linear(16, 5, weight=None, seed=3, **options))
 
 
 def _tied(lt: Any, **options: Any) -> Any:
@@ -51,40 +45,16 @@ def _tied(lt: Any, **options: Any) -> Any:
     return Tied()
 
 
-MODELS: dict[str, Callable[..., Any]] = {"stack": _stack, "layers": _layers, "towers": _towers, "tied": _tied}
-
-
-def _trained(
-    gpu: FakeGpu, model: Any, *, on_gpu: bool = True, axes: tuple[int, ...] = (ROWS,), **options: Any
-) -> list[Any]:
-    """The losses of some steps, then all parameters."""
-    lt, generator = gpu.lt, np.random.default_rng(5)
-    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="mse", **options)
-    found = []
-    for _ in range(3):
-        x = generator.standard_normal((*axes, WIDTH)).astype(np.float32)
-        target = generator.standard_normal((*axes, 5)).astype(np.float32)
-        batch = (gpu.cp.asarray(x), gpu.cp.asarray(target)) if on_gpu else (x, target)
-        found.append(_host(gpu, step(*batch)))
-    return [*found, *(_host(gpu, each.data) for each in model.parameters())]
-
-
 def _host(gpu: FakeGpu, array: Any) -> Any:
     gpu.synchronize_all()
     return np.array(array if isinstance(array, np.ndarray) else host_of(gpu, array))
 
 
-@pytest.mark.parametrize("axes", [(ROWS,), (4, 2)], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_graph_gives_the_bits_of_single_launches_and_the_host_s_values(
-    gpu: FakeGpu, name: str, axes: tuple[int, ...]
-) -> None:
-    make, lt = MODELS[name], gpu.lt
-    graph = _trained(gpu, make(lt, device="cuda"), axes=axes)
-    eager = _trained(gpu, make(lt, device="cuda"), axes=axes, graph=False)
-    assert all(map(np.array_equal, graph, eager))
-    for found, expected in zip(graph, _trained(gpu, make(lt, device="cpu"), axes=axes, on_gpu=False), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+@settings(COMPILING, max_examples=30)
+@given(tree=trees(widths=(16, 16, 16, 5), **SMOOTH))
+def test_random_trees(gpu: FakeGpu, tree: Tree, examples: Counter[str]) -> None:
+    check_steps(gpu, tree, "float32", 1e-5, gpu.memory_used)
+    examples["trees of blocks on the pretended GPU"] += 1
 
 
 def test_micro_batches_and_labels(gpu: FakeGpu) -> None:

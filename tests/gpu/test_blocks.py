@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import cupy as cp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import lt_runtime as lt
+from tests.support.block_trees import Tree, trees
+from tests.support.real_gpu import RealGpu
+from tests.support.strategies import COMPILING
+from tests.support.tree_checks import SMOOTH, check_steps
 
 WIDTH, HIDDEN, ROWS, OUTPUTS = 256, 384, 512, 64
 
@@ -46,3 +52,11 @@ def test_a_captured_step_has_the_bits_of_single_launches_and_the_host_s_values(d
     tolerance = 1e-4 if dtype == "float32" else 2e-2
     for found, expected in zip(graph, host, strict=True):
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=4e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 1e-2), ("bfloat16", 1e-1)])
+@settings(COMPILING, max_examples=8)
+@given(tree=trees(widths=(64, 64, 64, 20), **SMOOTH))
+def test_random_trees(gpu: RealGpu, dtype: str, tolerance: float, tree: Tree, examples: Counter[str]) -> None:
+    check_steps(gpu, tree, dtype, tolerance, cp.get_default_memory_pool().used_bytes)
+    examples["trees of blocks on the GPU"] += 1
