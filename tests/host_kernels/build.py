@@ -109,20 +109,25 @@ class Builder:
 
     def library(self, variant: Variant) -> Path:
         """Builds the shared library with the kernels of `variant`, unless it exists; returns its path."""
+        arguments = ["-shared", *self._included(variant)]
+        return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime])
+
+    def check(self, variant: Variant) -> None:
+        """Compiles the kernels of `variant` as far as their static assertions, and writes nothing.
+
+        Raises:
+            BuildError: the compiler's messages.
+        """
+        _run([*self._command, "-fsyntax-only", *self._included(variant), str(SHIM / "entry.cpp")])
+
+    def _included(self, variant: Variant) -> list[str]:
+        """Options that include the precompiled header and the macros of a variant."""
         macros = {**dict(variant.macros), "KERNEL_FILE": f'"{variant.path.name}"'}
         macros["ENTRIES"] = " ".join(f"EXPORT({entry})" for entry in variant.entries)
         # g++ refuses a precompiled header whose text uses a name that is a macro on the command line, such as WIDTH in
         # libstdc++.
         defined = self._written("macros.h", "".join(f"#define {name} {value}\n" for name, value in macros.items()))
-        arguments = [
-            "-shared",
-            "-Winvalid-pch",
-            "-include",
-            str(self._header.with_suffix("")),
-            "-include",
-            str(defined),
-        ]
-        return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime])
+        return ["-Winvalid-pch", "-include", str(self._header.with_suffix("")), "-include", str(defined)]
 
     def _written(self, name: str, text: str) -> Path:
         """Writes a text to a file whose name is the text's digest; returns the file."""
@@ -145,19 +150,23 @@ class Builder:
         return [self._build(f"{file.stem}.o", options, [], [file]) for file in files]
 
     def _build(self, name: str, arguments: Sequence[str], included: Sequence[Path], inputs: Sequence[Path]) -> Path:
-        headers = (SHIM, HERE / "kernels", kernel_sources())
-        command = [COMPILER, *_FLAGS, *self._sanitizer.options, *arguments, *(f"-I{path}" for path in headers)]
-        command += ["-isystem", runtime_headers()]
+        command = [*self._command, *arguments]
         read = [*inputs, *included, *sorted(SHIM.glob("*.h")), *sorted(kernel_sources().glob("*.cuh"))]
-        # Libraries do not contain the path of the checkout or of the toolkit, so that copies of the checkout share
-        # them.
-        command.append(f"-ffile-prefix-map={_ROOT}=.")
         places = (str(self._directory), runtime_headers(), str(_ROOT))
         key = _digest(
             [functools.reduce(lambda text, place: text.replace(place, ""), places, argument) for argument in command],
             read,
         )
         return _once(self._directory / f"{key}-{name}", [*command, *map(str, inputs)])
+
+    @property
+    def _command(self) -> list[str]:
+        """The compiler with the options of every build."""
+        headers = (SHIM, HERE / "kernels", kernel_sources())
+        found = [*(f"-I{path}" for path in headers), "-isystem", runtime_headers()]
+        # Libraries do not contain the path of the checkout or of the toolkit, so that copies of the checkout share
+        # them.
+        return [COMPILER, *_FLAGS, *self._sanitizer.options, *found, f"-ffile-prefix-map={_ROOT}=."]
 
 
 def _digest(command: Sequence[str], files: Sequence[Path]) -> str:
@@ -188,9 +197,12 @@ def _once(target: Path, command: Sequence[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             partial = target.with_suffix(f"{target.suffix}.partial")
-            written = [*command, "-o", str(partial)]
-            done = subprocess.run(written, capture_output=True, text=True, check=False, env=_own_environment())
-            if done.returncode != 0:
-                raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+            _run([*command, "-o", str(partial)])
             partial.rename(target)
     return target
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_own_environment())
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")

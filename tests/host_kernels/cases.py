@@ -26,8 +26,7 @@ Pair = tuple[int, int]
 
 # Explicit examples are enough for ThreadSanitizer: races do not depend on the numbers.
 _PHASES = (Phase.explicit,) if SANITIZER is Sanitizer.THREAD else settings().phases
-FEW: Final = settings(max_examples=30, deadline=None, phases=_PHASES)
-MORE: Final = settings(max_examples=30 if SANITIZER is Sanitizer.ADDRESS else 60, deadline=None, phases=_PHASES)
+FEW: Final = settings(max_examples=20, deadline=None, phases=_PHASES)
 EXAMPLES_ALONE: Final = settings(phases=(Phase.explicit,), deadline=None)
 
 NO_DROPOUT: Final = Dropout()

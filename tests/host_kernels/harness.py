@@ -91,10 +91,3 @@ class HostKernels:
             yield
         finally:
             self._order = before
-
-
-def get_array(library: ctypes.CDLL, count: int) -> list[int]:
-    """Reads the numbers (struct sizes and offsets) that a library built with LAYOUT holds."""
-    function: Any = library["layout"]
-    function.restype = ctypes.POINTER(ctypes.c_size_t)
-    return list(function()[:count])

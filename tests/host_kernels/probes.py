@@ -1,10 +1,10 @@
-"""The kernels of shim_probe.cu. As a program, runs one of them from a library, for the sanitizers to see."""
+"""The kernels of shim_probe.cu. As a program, runs some of them from a library, for the sanitizers to see."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,10 @@ def run_probe(
     return out, int(count[0])
 
 
-def main(library: str, entry: str) -> Any:
-    return run_probe(HostKernel(ctypes.CDLL(library), entry, PROBE.max_threads[entry]), block=(64, 1))
+def main(library: str, *entries: str) -> None:
+    loaded = ctypes.CDLL(library)
+    for entry in entries:
+        run_probe(HostKernel(loaded, entry, PROBE.max_threads[entry]), block=(64, 1))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """Records that the kernels' tests passed under the sanitizers: `python -m tests.host_kernels.sanitized` runs them all.
 
 The record is a digest of the compiler's version and of all files that can change the sanitizers' result. As long as it
-matches, one test runs under each sanitizer, a different one each day. LT_COMPILE_ALL=1 runs them all.
+matches, one test runs under one sanitizer, a different one each day. LT_COMPILE_ALL=1 runs them all.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import pytest
 
@@ -25,9 +26,11 @@ from tests.support.kernel_digest import without_comments, without_prose
 RECORD: Final = HERE / "sanitized.txt"
 COMPILE_ALL: Final = "LT_COMPILE_ALL"
 _ROOT: Final = HERE.parents[1]
+_Run = TypeVar("_Run")
 _LAUNCHERS: Final = Path(kernels.__file__).parent
 
 
+@functools.cache
 def digest() -> str:
     """Digest of the compiler's version and the code of all `covered_files`, without comments and docstrings."""
     made = hashlib.sha256(compiler_version().encode())
@@ -67,9 +70,9 @@ def is_to_run() -> bool:
     return os.environ.get(COMPILE_ALL) == "1" or not RECORD.exists() or RECORD.read_text().strip() != digest()
 
 
-def of_the_day(tests: Sequence[str], day: date) -> str:
-    """Chooses the test of a day: each test is chosen once in as many days as there are tests."""
-    return tests[day.toordinal() % len(tests)]
+def of_the_day(runs: Sequence[_Run], day: date) -> _Run:
+    """Chooses the run of a day: each run is chosen once in as many days as there are runs."""
+    return runs[day.toordinal() % len(runs)]
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from lt_runtime.reference import RoundedTensor
 from lt_runtime.reference.optimizer import learning_rate_factor
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
 from tests.host_kernels.arrays import EPS32
-from tests.host_kernels.cases import FEW, MORE, orders, seeds
+from tests.host_kernels.cases import FEW, orders, seeds
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import (
     HYPER,
@@ -127,7 +127,7 @@ def check_update(
 
 
 @pytest.mark.parametrize("variant", ADAMW, ids=str)
-@MORE
+@FEW
 @example(data=None)
 @given(data=st.data())
 def test_updates(host: HostKernels, variant: AdamWVariant, data: st.DataObject | None) -> None:
@@ -144,7 +144,7 @@ def test_updates(host: HostKernels, variant: AdamWVariant, data: st.DataObject |
             tensor.set_gradient(-tensor.gradient.array)
 
 
-@MORE
+@FEW
 @given(schedule=schedules, step=st.one_of(st.integers(1, 12), st.integers(1, 2**31)))
 def test_schedules(host: HostKernels, schedule: Schedule, step: int) -> None:
     # with β = 0 and a gradient of 1 the parameter moves by the learning rate alone

@@ -15,7 +15,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.tiling import Access
 from tests.host_kernels.arrays import Guarded, numbers
 from tests.host_kernels.build import Variant
-from tests.host_kernels.cases import LAUNCH, MORE, Launch, suit_places, suit_shape
+from tests.host_kernels.cases import FEW, LAUNCH, Launch, suit_places, suit_shape
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import Memory, launching, spec_of
 from tests.host_kernels.variants import DROPPING, Dropping
@@ -33,7 +33,7 @@ cases = st.builds(AddCase, places=st.tuples(placements, placements, placements),
 
 
 @pytest.mark.parametrize("variant", DROPPING, ids=str)
-@MORE
+@FEW
 @given(case=cases)
 def test_sums(host: HostKernels, variant: Dropping, case: AddCase) -> None:
     shape, dtype = suit_shape(case.shape, aligned=variant.aligned), variant.dtype

@@ -22,7 +22,7 @@ from lt_runtime.reference import dropout_mask
 from lt_runtime.reference.philox import philox4x32
 from tests.host_kernels.arrays import Guarded, assert_close, numbers, rounding
 from tests.host_kernels.build import Variant
-from tests.host_kernels.cases import LAUNCH, MORE, Launch, seeds, suit_place, suit_shape
+from tests.host_kernels.cases import FEW, LAUNCH, Launch, seeds, suit_place, suit_shape
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import DROPPING, Dropping
 from tests.support.strategies import Placement, generators, placements
@@ -60,7 +60,7 @@ def test_known_answers(host: HostKernels) -> None:
     assert np.array_equal(words_of(host, counters, keys), expected)
 
 
-@MORE
+@FEW
 @given(seed=seeds)
 def test_words_are_the_reference_s(host: HostKernels, seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ def test_words_are_the_reference_s(host: HostKernels, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("entry", "multiple"), [("dropout_probe", 1), ("whole_dropout_probe", 8)])
-@MORE
+@FEW
 @given(philox=generators, indices=st.lists(st.integers(0, 2**64 - 16), min_size=1, max_size=8))
 def test_factors_from_any_index_on(
     host: HostKernels, entry: str, multiple: int, philox: Philox, indices: list[int]
@@ -109,7 +109,7 @@ def run_dropout(host: HostKernels, variant: Dropping, x: Guarded, out: Guarded, 
 
 
 @pytest.mark.parametrize("variant", DROPPING, ids=str)
-@MORE
+@FEW
 @given(case=st.builds(DropoutCase, x=placements, out=placements, **LAUNCH))
 def test_masks_are_the_reference_s(host: HostKernels, variant: Dropping, case: DropoutCase) -> None:
     shape = suit_shape(case.shape, aligned=variant.aligned)

@@ -10,7 +10,7 @@ from lt_runtime.kernels.optimizer import EMA, Tensor, ema_table
 from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import EPS32, numbers, vector
-from tests.host_kernels.cases import MORE, orders, seeds
+from tests.host_kernels.cases import FEW, orders, seeds
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import sizes
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
@@ -20,7 +20,7 @@ tensors = st.tuples(sizes, st.sampled_from(TYPES), shifts, shifts)
 """A case: size, type of the values, and the elements before the average and before the value."""
 
 
-@MORE
+@FEW
 @example([(300, F32, 0, 0), (7, BF16, 1, 0), (300, BF16, 1, 0), (0, F16, 0, 0), (2500, F16, 0, 8)], 0.1, 0, 0)
 @given(st.lists(tensors, min_size=1, max_size=4), st.sampled_from((1.0, 0.5, 0.1, 1e-4)), orders, seeds)
 def test_averages(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels import kernel, mlp
 from lt_runtime.kernels.kernel import Struct
 from lt_runtime.paths import kernel_sources
 from lt_runtime.problem import Activation, DType, MLPProblem
-from tests.host_kernels.build import Variant
-from tests.host_kernels.harness import HostKernels, get_array
+from tests.host_kernels.build import Builder, BuildError, Variant
 from tests.support.kernel_digest import included
 from tests.support.kernel_families import ENTRIES
 
@@ -40,9 +43,15 @@ TILES = "mma.cuh"
 
 def defining_file(struct: type[Struct]) -> str:
     """Returns the first kernel file that defines the struct, itself or in a header that it includes."""
+    return next(file for file, defined in defined_structs().items() if struct.__name__ in defined)
+
+
+@functools.cache
+def defined_structs() -> dict[str, set[str]]:
+    """Names of the structs that each kernel file defines, itself or in headers that it includes."""
     files = sorted(file.name for file in kernel_sources().glob("*.cu"))
-    definition = rf"struct (alignas\(\d+\) )?{struct.__name__} {{"
-    return next(file for file in files if any(re.search(definition, each.read_text()) for each in included(file)))
+    definition = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) {")
+    return {file: {name for each in included(file) for name in definition.findall(each.read_text())} for file in files}
 
 
 def members_of(struct: type[Struct]) -> dict[str, int]:
@@ -53,13 +62,28 @@ def members_of(struct: type[Struct]) -> dict[str, int]:
     return {f"sizeof({name})": ctypes.sizeof(struct), **offsets}
 
 
+@pytest.fixture
+def builder(build_directory: Path) -> Builder:
+    return Builder(build_directory)
+
+
+def check(builder: Builder, source: str, macros: Macros, expected: Mapping[str, int]) -> None:
+    """Compiles a kernel file, which fails unless the C++ expressions have the expected values."""
+    asserted = (f'static_assert({expression} == {value}, "{expression}");' for expression, value in expected.items())
+    builder.check(Variant(source, (*macros, ("ASSERTIONS", " ".join(asserted)))))
+
+
 @pytest.mark.parametrize("source", sorted({defining_file(struct) for struct in STRUCTS}))
-def test_structs_agree(host: HostKernels, source: str) -> None:
+def test_structs_agree(builder: Builder, source: str) -> None:
     structs = [struct for struct in STRUCTS if defining_file(struct) == source]
     expected = {member: value for struct in structs for member, value in members_of(struct).items()}
     macros = MACROS | ({"SCALAR": "__half"} if TILES in {each.name for each in included(source)} else {})
-    library = host.library(Variant(source, (*macros.items(), ("LAYOUT", ", ".join(expected)))))
-    assert dict(zip(expected, get_array(library, len(expected)), strict=True)) == expected
+    check(builder, source, tuple(macros.items()), expected)
+
+
+def test_a_wrong_offset_is_refused(builder: Builder) -> None:
+    with pytest.raises(BuildError, match=r"static assertion failed: sizeof\(lt::EmaChunk\)"):
+        check(builder, "ema.cu", (), {"sizeof(lt::EmaChunk)": ctypes.sizeof(kernel.struct("EmaChunk")) + 1})
 
 
 def test_every_kernel_is_known_to_the_runtime() -> None:
@@ -69,12 +93,11 @@ def test_every_kernel_is_known_to_the_runtime() -> None:
     }
 
 
-def test_sums_of_a_narrow_mlp_lie_as_the_header_says(host: HostKernels) -> None:
+def test_sums_of_a_narrow_mlp_lie_as_the_header_says(builder: Builder) -> None:
     dims = (17, 40, 33, 5)
     problem = MLPProblem(DType.BFLOAT16, 100, dims, (True,) * 3, Activation("relu"), backward=True)
     padded = ((64, 32), (64, 64), (16, 64))  # numbers of outputs and inputs of the layers, padded as in the kernels
     expressions = [f"lt::sums_of_layer({outputs}, {inputs})" for outputs, inputs in padded]
     expected = [*mlp._sums(problem), mlp._FRAGMENT, mlp._LOSS_PLACES, mlp.MAX_LAYERS]
     expressions += ["lt::kFragment", "lt::kLossPlaces", "lt::kMaxLayers"]
-    library = host.library(Variant("mlp_gradients.cu", (("SCALAR", "__half"), ("LAYOUT", ", ".join(expressions)))))
-    assert get_array(library, len(expected)) == expected
+    check(builder, "mlp_gradients.cu", (("SCALAR", "__half"),), dict(zip(expressions, expected, strict=True)))

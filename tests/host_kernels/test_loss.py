@@ -26,7 +26,7 @@ from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.problem import DType
 from lt_runtime.reference import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
-from tests.host_kernels.cases import FEW, MORE, Shape, axes, orders, seeds
+from tests.host_kernels.cases import FEW, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import Memory
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
@@ -309,7 +309,7 @@ def draw_labels(data: st.DataObject | None, case: LossCase) -> tuple[NDArray[Any
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@MORE
+@FEW
 @example(data=None, case=LossCase((3, 200), gradient=Placement(offset=1)))
 @given(data=st.data(), case=cases)
 def test_cross_entropy(runner: Runner, dtype: DType, data: st.DataObject | None, case: LossCase) -> None:
@@ -321,7 +321,7 @@ few_classes = st.builds(replace, cases, shape=st.tuples(few_rows, st.integers(1,
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@MORE
+@FEW
 @example(data=None, case=LossCase((9, 3), prediction=Placement(False, 1, 0), gradient=Placement(False, 1, 0)))
 @given(data=st.data(), case=few_classes)
 def test_few_classes(runner: Runner, dtype: DType, data: st.DataObject | None, case: LossCase) -> None:
@@ -391,7 +391,7 @@ weightings = st.builds(Weighted, st.booleans(), st.booleans())
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@MORE
+@FEW
 @example(labels=(0, 5), case=LossCase((2, 300)), smoothing=0.1, weighted=Weighted(True, True))
 @given(
     labels=st.tuples(st.integers(0, 3), st.integers(0, 3)),

@@ -362,12 +362,12 @@ def test_parts_are_as_few_as_can_be() -> None:
 IN_PARTS = ([(2, 2), (0, 1)], [(1, 2), (0, 0)], [(2, 2), (1, 1), (0, 0)])
 
 
-@pytest.mark.parametrize(("activation", "parts"), [*zip(("none", "gelu", "relu"), IN_PARTS, strict=True)])
+@pytest.mark.parametrize("parts", IN_PARTS)
 def test_parts_make_what_one_launch_does(
-    host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, parts: list[tuple[int, int]]
+    host: HostKernels, monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]]
 ) -> None:
     """Launches of some layers' gradients agree bit for bit with one launch of all, with and without a loss."""
-    network, block = _network((20, 32, 24, 5), 300, _normal(3), activation=activation), Block(2, 1, 4)
+    network, block = _network((20, 32, 24, 5), 300, _normal(3), activation="gelu"), Block(2, 1, 4)
     found = []
     for each in ([(0, 2)], parts):
         chosen = tuple(Part(*layers, block) for layers in each)

@@ -1,6 +1,6 @@
 """Runs tests of every kernel again, in a process of its own, with the kernels built with sanitizers.
 
-All of them take minutes, and run after a change of a covered file. Otherwise one test runs under each sanitizer, a
+All of them take minutes, and run after a change of a covered file. Otherwise one test runs under one sanitizer, a
 different one each day: see sanitized.py.
 """
 
@@ -54,7 +54,7 @@ WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {
     "test_mlp.py::test_exact_sums": ("2-dims3-129",),
     "test_mlp.py::test_activations": (f"gelu-{F16}",),
     "test_mlp.py::test_blocks_go_from_tile_to_tile": (2,),
-    "test_mlp.py::test_parts_make_what_one_launch_does": ("relu-parts2",),
+    "test_mlp.py::test_parts_make_what_one_launch_does": ("parts2",),
     "test_mlp.py::test_losses": (
         *(f"mse-{BF16}-(20, 32, 24, 5)", f"huber-{F16}-(20, 32, 24, 5)", f"bce_with_logits-{BF16}-(20, 32, 24, 5)"),
         *(f"mse-{BF16}-(64, 64, 64, 64, 3)", f"mse-{BF16}-(16, 16, 40)"),
@@ -100,6 +100,9 @@ def names_under(sanitizer: Sanitizer) -> list[str]:
     return TESTS if sanitizer is Sanitizer.ADDRESS else SHARED_MEMORY_TESTS
 
 
+RUNS = [(sanitizer, test) for sanitizer in (Sanitizer.ADDRESS, Sanitizer.THREAD) for test in names_under(sanitizer)]
+
+
 def run_python(sanitizer: Sanitizer, directory: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
@@ -142,28 +145,25 @@ def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool)
     pass_under(sanitizer, build_directory, chosen)
 
 
-@pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
-def test_the_kernel_of_the_day_passes(build_directory: Path, sanitizer: Sanitizer) -> None:
+def test_the_kernel_of_the_day_passes(build_directory: Path) -> None:
     if is_to_run():
         pytest.skip("all tests run under the sanitizers")
-    pass_under(sanitizer, build_directory, [of_the_day(names_under(sanitizer), date.today())])
+    sanitizer, test = of_the_day(RUNS, date.today())
+    pass_under(sanitizer, build_directory, [test])
 
 
-def test_each_test_has_its_day() -> None:
-    days = [date(2026, 1, 1) + timedelta(day) for day in range(len(TESTS))]
-    assert {of_the_day(TESTS, day) for day in days} == set(TESTS)
+def test_each_test_has_its_day_under_each_sanitizer() -> None:
+    days = [date(2026, 1, 1) + timedelta(day) for day in range(len(RUNS))]
+    assert {of_the_day(RUNS, day) for day in days} == set(RUNS)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
+def test_a_change_of_these_files_makes_all_run() -> None:
+    files = (
         *("cuda_src/mma.cuh", "lt_runtime/kernels/epilogue.py", "tests/host_kernels/cases.py"),
         # The operands of the tests are made by these files.
         *("tests/support/strategies.py", "lt_runtime/problem.py", "lt_runtime/layout.py"),
-    ],
-)
-def test_a_change_of_the_file_makes_all_run(file: str) -> None:
-    assert REPOSITORY / file in covered_files()
+    )
+    assert not {REPOSITORY / file for file in files} - {*covered_files()}
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,7 @@ def test_wrong_kernels_are_found(build_directory: Path, sanitizer: Sanitizer, en
 
 
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
-@pytest.mark.parametrize("entry", ["mirror", "early_return", "turns", "votes", "warp_sum", "segments", "warp_barrier"])
-def test_right_kernels_pass(build_directory: Path, sanitizer: Sanitizer, entry: str) -> None:
+def test_right_kernels_pass(build_directory: Path, sanitizer: Sanitizer) -> None:
     library = Builder(build_directory, sanitizer).library(PROBE)
-    done = run_python(sanitizer, build_directory, ["-m", "tests.host_kernels.probes", str(library), entry])
-    assert_clean(done)
+    entries = ("mirror", "early_return", "turns", "votes", "warp_sum", "segments", "warp_barrier")
+    assert_clean(run_python(sanitizer, build_directory, ["-m", "tests.host_kernels.probes", str(library), *entries]))

@@ -53,6 +53,7 @@ def included(source: str) -> list[Path]:
     return [kernel_sources() / name for name in sorted(found)]
 
 
+@functools.cache
 def without_comments(code: str) -> str:
     """Returns C++ code without comments, blank lines and indentation; other lines and literals stay as they are."""
     bare = _TOKEN.sub(lambda match: match[1] or " ", code)

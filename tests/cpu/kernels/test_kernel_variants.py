@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -87,17 +88,21 @@ def test_registers_suffice(source: str, first: int, end: int, record_property: C
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_sample_takes_what_the_table_says(source: str) -> None:
-    """Compiles another variant on each architecture: the table must match the installed compiler even if the digest is
-    unchanged.
+    """Compiles a variant of each source, another one each day and on another architecture than the next source's.
+
+    The table must match the installed compiler even if the digest is unchanged.
     """
     record, variants = recorded(), variants_of(source)
     if wanted(source):
         pytest.skip(f"all variants of {source} are compiled")
-    chosen = [variants[index * len(variants) // len(ARCHITECTURES)] for index in range(len(ARCHITECTURES))]
-    found = [usage for each, name in zip(chosen, ARCHITECTURES, strict=True) for usage in usages(each, name)]
-    table = {(usage.variant, usage.kernel, usage.architecture): usage.registers for usage in record.of(source)}
-    for usage in found:
-        assert usage.registers == table[usage.variant, usage.kernel, usage.architecture], usage
+    turn = date.today().toordinal() + SOURCES.index(source)
+    found = usages(variants[turn % len(variants)], ARCHITECTURES[turn % len(ARCHITECTURES)])
+    assert found
+    assert registers(found).items() <= registers(record.of(source)).items()
+
+
+def registers(found: Sequence[Usage]) -> dict[tuple[str, str, str], int]:
+    return {(usage.variant, usage.kernel, usage.architecture): usage.registers for usage in found}
 
 
 @pytest.mark.parametrize("saved", ["1", "2", "3"])

@@ -1,5 +1,5 @@
-// One kernel file as a shared library. KERNEL_FILE names it, ENTRIES holds EXPORT(...) for each of its kernels, LAYOUT
-// sizes and offsets that the tests ask for.
+// One kernel file as a shared library. KERNEL_FILE names it, ENTRIES holds EXPORT(...) for each of its kernels, ASSERTIONS
+// static assertions of the tests.
 #include <stddef.h>
 
 #include "shim.h"
@@ -35,9 +35,6 @@ static const char* run(void (*kernel)(Params), const void* params, uint3 grid, u
   }
 ENTRIES
 
-#ifdef LAYOUT
-VISIBLE const size_t* layout() {
-  static const size_t values[] = {LAYOUT};
-  return values;
-}
+#ifdef ASSERTIONS
+ASSERTIONS
 #endif
