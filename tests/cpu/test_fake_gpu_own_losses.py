@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,13 +82,10 @@ def check(gpu: FakeGpu, batches: list[list[NDArray[Any]]], tolerance: float, mak
         np.testing.assert_allclose(actual, other.data.astype(np.float64), atol=tolerance, err_msg=mine.name)
 
 
-_settings = pytest.mark.parametrize(
-    ("dtype", "scaled", "accumulate"),
-    [("float32", False, 3), ("float32", True, 1), ("float16", True, 2), ("bfloat16", False, 1)],
-)
+_SETTINGS = (("float32", False, 3), ("float32", True, 1), ("float16", True, 2), ("bfloat16", False, 1))
 
 
-@_settings
+@pytest.mark.parametrize(("dtype", "scaled", "accumulate"), _SETTINGS)
 @pytest.mark.parametrize("loss", ["cauchy", "huber"])
 def test_own_losses(gpu: FakeGpu, loss: str, dtype: str, scaled: bool, accumulate: int) -> None:
     def make(lt: Any, device: str, graph: bool) -> Any:
@@ -99,21 +97,26 @@ def test_own_losses(gpu: FakeGpu, loss: str, dtype: str, scaled: bool, accumulat
     check(gpu, batches, 2e-5 if dtype == "float32" else 3e-2, make)
 
 
-@_settings
+_LOSSES: list[tuple[str, dict[str, Any]]] = [
+    ("cross_entropy", {"label_smoothing": 0.1}),
+    ("cross_entropy", {"class_weights": 5}),
+    ("cross_entropy", {"label_smoothing": 0.1, "class_weights": 5}),
+    ("huber", {"delta": 0.25}),
+    ("bce_with_logits", {}),
+    ("bce_with_logits", {"pos_weight": 5}),
+    ("mse", {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("loss", "option"),
+    ("loss", "option", "weighted", "dtype", "scaled", "accumulate"),
     [
-        ("cross_entropy", {"label_smoothing": 0.1}),
-        ("cross_entropy", {"class_weights": 5}),
-        ("cross_entropy", {"label_smoothing": 0.1, "class_weights": 5}),
-        ("huber", {"delta": 0.25}),
-        ("bce_with_logits", {}),
-        ("bce_with_logits", {"pos_weight": 5}),
-        ("mse", {}),
+        (*loss, weighted, *_SETTINGS[setting])
+        for (i, loss), weighted in itertools.product(enumerate(_LOSSES), (False, True))
+        for setting in ((i + weighted) % 2, 2 + (i + weighted) % 2)  # FP32 and a 16-bit type
     ],
     ids=str,
 )
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "row weights"])
 def test_losses_with_a_name(
     gpu: FakeGpu, loss: str, option: dict[str, Any], weighted: bool, dtype: str, scaled: bool, accumulate: int
 ) -> None:
