@@ -192,21 +192,21 @@ def test_a_narrow_mlp_is_measured_as_a_whole_once_its_layers_are_known(process: 
 
 
 @pytest.mark.parametrize(
-    ("variable", "tune", "expected"),
+    ("variable", "tune", "graph", "expected"),
     [
-        (None, None, True),
-        ("", None, True),
-        ("off", None, False),
-        ("first-use", None, True),
-        (None, True, True),
-        ("off", True, True),
-        (None, False, False),
-        ("first-use", False, False),
+        (None, None, True, True),
+        ("", None, False, True),
+        ("off", None, True, False),
+        ("off", None, False, False),
+        ("first-use", None, False, True),
+        (None, True, True, True),
+        ("off", True, False, True),
+        (None, False, True, False),
+        ("first-use", False, False, False),
     ],
 )
-@pytest.mark.parametrize("graph", [True, False])
 def test_the_argument_decides_before_the_environment(
-    process: Process, monkeypatch: pytest.MonkeyPatch, variable: Any, tune: Any, expected: bool, graph: bool
+    process: Process, monkeypatch: pytest.MonkeyPatch, variable: Any, tune: Any, graph: bool, expected: bool
 ) -> None:
     if variable is not None:
         monkeypatch.setenv(VARIABLE, variable)
