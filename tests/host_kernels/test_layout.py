@@ -27,7 +27,7 @@ They are arguments of kernels, structs within arguments, and entries of tables o
 """
 ON = (
     "WEIGHTED DROPOUT KEEP SAVED ALIGNED BLOCKS AUX SUMS STOCHASTIC ROWS HIDDEN ROW_WARPS "
-    "ROW_TILES SUM_WARPS LAST A_ALONG_K B_ALONG_K MEAN LONG"
+    "ROW_TILES SUM_WARPS LAST A_ALONG_K B_ALONG_K MEAN LONG REMAKES"
 )
 OTHERS = (
     "SCALAR=float LOSS=lt::Huber WEIGHTS=2 LABEL=int ACTIVATION=lt::Relu PRODUCT=float DZ=2 OPERAND=float "
