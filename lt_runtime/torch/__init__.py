@@ -13,10 +13,23 @@ except ImportError as error:
     raise MissingLibraryError("PyTorch is not installed: pip install 'lt_runtime[torch]'") from error
 
 from lt_runtime.torch import functional as functional
+from lt_runtime.torch.losses import cross_entropy as cross_entropy
+from lt_runtime.torch.losses import linear_cross_entropy as linear_cross_entropy
 from lt_runtime.torch.modules import MLP as MLP
 from lt_runtime.torch.modules import FeedForward as FeedForward
 from lt_runtime.torch.modules import LayerNorm as LayerNorm
 from lt_runtime.torch.modules import Linear as Linear
 from lt_runtime.torch.modules import RMSNorm as RMSNorm
+from lt_runtime.torch.optimizer import AdamW as AdamW
 
-__all__ = ["MLP", "FeedForward", "LayerNorm", "Linear", "RMSNorm", "functional"]
+__all__ = [
+    "MLP",
+    "AdamW",
+    "FeedForward",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "cross_entropy",
+    "functional",
+    "linear_cross_entropy",
+]

@@ -1,0 +1,351 @@
+"""Softmax cross-entropy for PyTorch: of logits, and of a linear layer whose logits never lie in memory all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lt_runtime import reference
+from lt_runtime.arguments import integer, number, shown
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from lt_runtime.ops.linear import linear
+from lt_runtime.ops.losses import cross_entropy as loss_of
+from lt_runtime.ops.matmul import matmul
+from lt_runtime.torch.functional import _cast
+from lt_runtime.torch.linear import _compute
+from lt_runtime.torch.operators import (
+    Operator,
+    Options,
+    Tensor,
+    Tensors,
+    as_numpy,
+    as_rows,
+    check_operands,
+    check_shape,
+    store,
+)
+
+_REDUCTIONS: Final = ("mean", "sum")
+_CHUNK_BYTES: Final = 1 << 28
+_CHUNK_ROWS: Final = 128
+"""Chunks are multiples of so many rows: cuBLASLt's tiles."""
+_PADDING: Final = 8
+"""Logits begin at multiples of so many elements, which keeps 16-bit rows aligned to 16 bytes."""
+
+
+class CrossEntropy(Operator):
+    """Cross-entropy of logits (M, C) and labels (M,). Backward computes the gradient anew, with the incoming scale.
+
+    A gradient that was kept from forward would have to be read and written once more to be scaled, and in FP16 it
+    would vanish before a loss scale reaches it.
+    """
+
+    name = "cross_entropy"
+    tensors = "Tensor input, Tensor target, Tensor? weight"
+    options = "int ignore_index, str reduction, float label_smoothing"
+
+    def check(self, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        logits, labels, weight = operands
+        check_operands({"input": logits})
+        _check_labels("target", labels, logits.shape[:-1], logits.device)
+        if weight is not None:
+            check_shape("weight", weight, (logits.shape[-1],), "one for each class of input")
+            if weight.device != logits.device:
+                raise DeviceError(f"weight is on {weight.device} but input on {logits.device}")
+
+    def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        return [operands[0].new_empty((), dtype=_loss_type(operands[0]))]
+
+    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        self._run(outputs[0], torch.empty_like(operands[0]), operands, options)
+        if options[1] == "sum":
+            counted = _counted(operands[1], operands[2], options[0])
+            outputs[0].copy_(torch.where(counted == 0, 0.0, outputs[0] * counted))
+
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+        """See `Operator`."""
+        return operands
+
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        return [torch.empty_like(saved[0])]
+
+    def fill_gradients(
+        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
+    ) -> None:
+        """See `Operator`."""
+        scale = dys[0] if options[1] == "mean" else dys[0] * _counted(saved[1], saved[2], options[0])
+        self._run(saved[0].new_empty((), dtype=_loss_type(saved[0])), made[0], saved, options, scale)
+
+    def _run(self, loss: Tensor, gradient: Tensor, operands: Tensors, options: Options, scale: Tensor = None) -> None:
+        logits, labels, weight = operands
+        ignore_index, _, smoothing, *_ = options
+        more = {"ignore_index": ignore_index, "label_smoothing": smoothing, "class_weights": weight}
+        _evaluate(as_rows(logits), labels.contiguous(), gradient, loss, scale, **more)
+
+
+class LinearCrossEntropy(Operator):
+    """Cross-entropy of logits x · weightᵀ + bias (M, N), made in chunks of rows, and its gradients, made on the way.
+
+    A chunk of 0 rows stands for the default. Outputs besides the loss are the gradients of x, weight and bias for a
+    loss with the factor 1; empty where the options say that there is none. With FP16 they are FP32, because a loss
+    scale follows.
+    """
+
+    name = "linear_cross_entropy"
+    tensors = "Tensor x, Tensor weight, Tensor? bias, Tensor labels"
+    options = "int ignore_index, str reduction, float label_smoothing, int chunk, bool is_half, bool[] needs"
+
+    def check(self, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        x, weight, bias, labels = operands
+        check_operands({"x": x, "weight": weight, "bias": bias})
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            found = f"weight has shape {tuple(weight.shape)}"
+            raise ShapeError(f"{found}; it must be (N, {x.shape[-1]}), as x has shape {tuple(x.shape)}")
+        check_shape("bias", bias, (weight.shape[0],), "as weight has so many rows")
+        _check_labels("labels", labels, x.shape[:-1], x.device)
+
+    def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        x = operands[0]
+        made = [x.new_empty((), dtype=_loss_type(x))]
+        if options[-1]:
+            dtype = torch.float32 if options[4] else x.dtype
+            for each, needed in zip(operands[:3], options[5], strict=True):
+                made.append(torch.empty_like(each, dtype=dtype) if needed else x.new_empty(0))
+        return made
+
+    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+        """See `Operator`."""
+        x, weight, bias, labels = operands
+        ignore_index, reduction, smoothing, chunk, is_half, needs, training = options
+        needs = needs if training else (False,) * 3
+        loss, rows, classes = outputs[0], len(x), len(weight)
+        gradients = [each if need else None for each, need in zip(outputs[1:] or operands[:3], needs, strict=True)]
+        dx, dw, db = gradients
+        kept = labels != ignore_index
+        count, labels = kept.sum(), torch.where(kept, labels, 0)
+        divisor = (count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)).to(loss.dtype)
+        # In FP16 the logits' gradients are divided afterwards: they would vanish.
+        weights, after = kept.to(loss.dtype) / (1 if is_half else divisor), divisor if is_half else 1
+        chunk = chunk or _rows_of_chunk(rows, classes, x)
+        losses = loss.new_zeros(-(-rows // chunk))
+        sums = [dx, _sum_of(dw, losses), _sum_of(db, losses)]
+        logits = x.new_empty((min(chunk, rows), -(-classes // _PADDING) * _PADDING))[:, :classes]
+        for i, start in enumerate(range(0, rows, chunk)):
+            part, z = slice(start, start + chunk), logits[: rows - start]
+            _project(x[part], weight, bias, z)
+            row_weights = weights[part] * len(z)  # the operation divides by the number of its rows
+            _evaluate(z, labels[part], z, losses[i], label_smoothing=smoothing, row_weights=row_weights)
+            if dx is not None:
+                _multiply(z, weight, dx[part])
+            if dw is not None:
+                _multiply(z.t(), x[part], sums[1], adds=i > 0)
+            if db is not None:
+                sums[2] += z.sum(0, dtype=sums[2].dtype)
+        for each, total in zip(gradients, sums, strict=True):
+            if each is not None and (is_half or each is not total):
+                each.copy_(total / after)
+        loss.copy_(torch.where(count > 0, losses.sum() / after, math.nan if reduction == "mean" else 0.0))
+
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+        """See `Operator`."""
+        return outputs[1:]
+
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+        """See `Operator`."""
+        dtype = torch.float16 if options[4] else None
+        return [torch.empty_like(each, dtype=dtype) for each, need in zip(saved, needs, strict=False) if need]
+
+    def fill_gradients(
+        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
+    ) -> None:
+        """See `Operator`."""
+        wanted = [each for each, need in zip(saved, needs, strict=False) if need]
+        for each, unscaled in zip(made, wanted, strict=True):
+            torch.mul(unscaled, dys[0].reshape(1), out=each)  # a scale of shape () would be rounded to 16 bits
+
+
+_CROSS_ENTROPY: Final = CrossEntropy()
+_LINEAR_CROSS_ENTROPY: Final = LinearCrossEntropy()
+
+
+def cross_entropy(
+    input: Tensor,  # noqa: A002  # PyTorch's name
+    target: Tensor,
+    weight: Tensor = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` for class indices, in FP32 arithmetic whatever the input's type.
+
+    Args:
+        input: logits (N, C), (N, C, d1, ...) or (C,), float32, float16 or bfloat16; on the CPU float64 too. With axes
+            after C they are copied once.
+        target: classes (N), (N, d1, ...) or (), int64 or int32, in [0, C), or `ignore_index`. A class that is out of
+            range makes the loss NaN on a GPU.
+        weight: (C,), a factor for each class, not negative.
+        ignore_index: elements with this target are left out.
+        reduction: "mean" or "sum".
+        label_smoothing: in [0, 1].
+
+    Returns:
+        The loss, shape (), FP32 (float64 for float64). The mean of no elements is NaN, and their sum is 0.
+
+    Raises:
+        OperandError: shapes, types or devices that do not fit; `target` has probabilities.
+        ArgumentError: an option is out of its range; on the CPU, a target or weight is.
+    """
+    options, logits = _options(ignore_index, reduction, label_smoothing), input
+    if input.dim() == 0:
+        raise ShapeError("input has shape (); accepted are (N, C), (N, C, d1, ...) and (C,)")
+    if input.dim() != 2:
+        axis = min(input.dim() - 1, 1)
+        rows = (*input.shape[:axis], *input.shape[axis + 1 :])
+        check_shape("target", target, rows, f"as input has shape {tuple(input.shape)}")
+        logits, target = input.movedim(axis, -1).reshape(-1, input.shape[axis]), target.reshape(-1)
+    weight = None if weight is None else weight.to(_loss_type(input))
+    loss: Tensor = _CROSS_ENTROPY((logits, target, weight), options)
+    return loss
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    shift: bool = False,
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross-entropy of the logits x · weightᵀ + bias, which are made and consumed in chunks of rows.
+
+    The gradients are computed with the loss, so that each logit is computed once and backward only scales them. The
+    gradients of weight and bias are added up over the chunks in FP32. A weight that is shared with an embedding gets
+    both gradients, as usual. Under `torch.autocast` operands are cast as for `torch.nn.functional.linear`.
+
+    Args:
+        x: (..., K), float32, float16 or bfloat16; on the CPU float64 too.
+        weight: (N, K), of x's type. bias: (N,), or None.
+        labels: (...), int64 or int32, in [0, N), or `ignore_index`; see `cross_entropy`.
+        ignore_index, reduction, label_smoothing: as for `cross_entropy`.
+        shift: whether row i is to predict label i + 1, as in causal language models; the last row is left out. The
+            rows are then those of the last axis but one of x.
+        chunk: rows whose logits lie in memory at a time; None for as many as take 256 MiB or the memory of weight.
+
+    Returns:
+        The loss, shape (), FP32 (float64 for float64).
+
+    Raises:
+        OperandError: shapes, types or devices that do not fit.
+        ArgumentError: an option is out of its range; on the CPU, a label is.
+        SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
+    """
+    options = _options(ignore_index, reduction, label_smoothing)
+    check_shape("labels", labels, tuple(x.shape[:-1]), f"as x has shape {tuple(x.shape)}")
+    if shift:
+        labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    x, weight, bias = _cast((x, weight, bias))
+    x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    if chunk is not None and integer("chunk", chunk) < 1:
+        raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
+    needs = tuple([each is not None and each.requires_grad for each in (x, weight, bias)])
+    of_layer = chunk or 0, x.dtype is torch.float16, needs
+    loss: Tensor = _LINEAR_CROSS_ENTROPY((x, weight, bias, labels), (*options, *of_layer))
+    return loss
+
+
+def _options(ignore_index: Any, reduction: Any, label_smoothing: Any) -> tuple[int, str, float]:
+    """Checks the options that both losses have."""
+    if reduction not in _REDUCTIONS:
+        others = "; for 'none' use torch.nn.functional.cross_entropy"
+        raise ArgumentError(f"reduction is {shown(reduction)}; accepted are {_REDUCTIONS}{others}")
+    smoothing = number("label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ArgumentError(f"label_smoothing is {smoothing}; accepted are numbers from 0 to 1")
+    return integer("ignore_index", ignore_index), reduction, smoothing
+
+
+def _check_labels(name: str, labels: Tensor, rows: tuple[int, ...], device: Any) -> None:
+    if labels.dtype not in (torch.int64, torch.int32):
+        others = "for probabilities use torch.nn.functional.cross_entropy"
+        raise DTypeError(f"{name} is {labels.dtype}; accepted are int64 and int32; {others}")
+    if labels.device != device:
+        raise DeviceError(f"{name} is on {labels.device}, but the logits are on {device}")
+    check_shape(name, labels, tuple(rows), "one for each row of logits")
+
+
+def _loss_type(like: Tensor) -> Any:
+    return torch.float64 if like.dtype is torch.float64 else torch.float32
+
+
+def _counted(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
+    """The divisor of the mean: the number of labels that are not ignored, or the sum of their classes' weights."""
+    kept = labels != ignore_index
+    if weight is None:
+        return kept.sum(dtype=torch.float32)
+    return torch.where(kept, weight[labels.clamp(0, len(weight) - 1).long()], 0.0).sum()
+
+
+def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
+    """Rows of a chunk of logits: equal chunks as large as allowed, because each product reads all of the weight."""
+    most: int = max(_CHUNK_BYTES // max(1, classes * x.itemsize), x.shape[1], _CHUNK_ROWS)
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS
+
+
+def _sum_of(gradient: Tensor, losses: Tensor) -> Tensor:
+    """The tensor to add a gradient up in: with several chunks an FP32 one if the gradient has 16 bits."""
+    if gradient is None:
+        return None
+    is_exact = len(losses) == 1 or gradient.dtype is losses.dtype
+    return gradient.zero_() if is_exact else torch.zeros_like(gradient, dtype=losses.dtype)
+
+
+def _evaluate(
+    logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, scale: Tensor = None, **more: Any
+) -> None:
+    """Writes the mean loss and its gradient, times `scale`; `more` are options of `lt.cross_entropy`."""
+    if logits.is_cuda:
+        options: dict[str, Any] = {"ignore_index": None, **more}
+        loss_of(logits, labels, grad_scale=scale, out_gradient=gradient, out_loss=loss, **options)
+        return
+    classes, ignored = logits.shape[-1], more.get("ignore_index")
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    wrong = wrong if ignored is None else wrong[wrong != ignored]
+    if wrong.numel():
+        raise ArgumentError(f"a label is {int(wrong[0])}; accepted are 0 to {classes - 1}, or ignore_index")
+    more = {name: as_numpy(each) if isinstance(each, torch.Tensor) else each for name, each in more.items()}
+    with np.errstate(all="ignore"):  # overflow and NaN give no warnings, as on a GPU
+        value, exact = reference.cross_entropy(as_numpy(logits), as_numpy(labels), **more)
+        store(gradient, exact * (1.0 if scale is None else float(scale)))
+    loss.fill_(value)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
+    if x.is_cuda:
+        linear(x, weight, bias, compute=_compute(x.dtype), out=logits)
+    else:
+        store(logits, reference.linear_fwd(as_numpy(x), as_numpy(weight), as_numpy(bias))[0])
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
+    """out = a · b, or out += a · b."""
+    if a.is_cuda:
+        matmul(a, b, out if adds else None, dtype=out.dtype, compute=_compute(a.dtype), out=out)
+    else:
+        exact = as_numpy(a).astype(np.float64) @ as_numpy(b).astype(np.float64)
+        store(out, exact + as_numpy(out) if adds else exact)

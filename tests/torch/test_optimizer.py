@@ -1,0 +1,309 @@
+"""`AdamW` does what `torch.optim.AdamW` does: on the CPU, and with the kernels of a GPU built for the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError, MissingLibraryError
+from lt_runtime.gpu.compiler import runtime_headers
+from lt_runtime.kernels import kernel
+from lt_runtime.torch import AdamW, optimizer
+from tests.host_kernels.harness import HostKernels
+
+SHAPES = [(3, 5), (300,), (0,), (2049,), (), (2, 3, 4, 4)]
+Make = Callable[[list[Any]], Any]
+"""Makes an optimizer of parameters."""
+
+
+@pytest.fixture(params=["CPU", "GPU"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, host: HostKernels) -> str:
+    """The way of a step: the reference, or the kernels, built for the CPU."""
+    if request.param == "GPU":
+        with contextlib.suppress(MissingLibraryError):
+            runtime_headers()
+            monkeypatch.setattr(kernel, "get_kernel", host.get)
+            monkeypatch.setattr(optimizer, "TORCH", SimpleNamespace(current_stream=lambda _: 0))
+            monkeypatch.setattr(optimizer, "activated", lambda _: contextlib.nullcontext())
+            monkeypatch.setattr(optimizer, "_is_on_gpu", lambda _: True)
+            return "GPU"
+        pytest.skip("the headers of CUDA are not installed")
+    return "CPU"
+
+
+def parameters(dtype: Any = torch.float32, shapes: list[tuple[int, ...]] = SHAPES) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    made[-1].data = (
+        made[-1].data.contiguous(memory_format=torch.channels_last) if made[-1].dim() == 4 else made[-1].data
+    )
+    return made
+
+
+def set_gradients(given: list[Any], seed: int, used: Callable[[int], bool] = lambda _: True) -> None:
+    """New gradients of the same values for parameters of any type; one lies at an odd address."""
+    generator = torch.Generator().manual_seed(seed)
+    for i, each in enumerate(given):
+        values = torch.randn(each.shape, generator=generator) * 0.3
+        each.grad = None
+        if used(i):
+            memory = torch.empty(each.numel() + 1, dtype=each.dtype)[i % 2 : each.numel() + i % 2]
+            each.grad = memory.as_strided(each.shape, each.stride(), i % 2).copy_(values)
+
+
+def train(made: Any, given: list[Any], steps: range, clip: float | None = None, **more: Any) -> None:
+    for step in steps:
+        set_gradients(given, step, **more)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(given, clip)
+        made.step()
+
+
+def assert_close(found: list[Any], wanted: list[Any], rtol: float = 2e-6, atol: float = 2e-7) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.detach().float(), theirs.detach().float(), rtol=rtol, atol=atol)
+
+
+def in_groups(of: Any, **options: Any) -> Make:
+    """Two groups: the first with options of its own."""
+    return lambda given: of([{"params": given[:2], **options}, {"params": given[2:]}], lr=1e-2)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "amsgrad": {"amsgrad": True, "betas": (0.8, 0.9)},
+    "maximize": {"maximize": True, "weight_decay": 0.2},
+    "a tensor's rate": {"lr": torch.tensor(3e-2)},
+    "no decay": {"weight_decay": 0.0, "eps": 1e-3, "lr": 1e-1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_steps_are_those_of_pytorch(path: str, options: dict[str, Any], clip: float | None) -> None:
+    ours, theirs = parameters(), parameters()
+    made = in_groups(lambda groups, **more: AdamW(groups, max_norm=clip, **more), **options)(ours)
+    twin = in_groups(torch.optim.AdamW, **options)(theirs)
+    # The parameter of number 3 begins at the third step, and that of number 1 leaves out some.
+    for step in range(6):
+        used = lambda i, step=step: (i != 3 or step > 2) and (i != 1 or step % 2 == 0)  # noqa: E731
+        train(made, ours, range(step, step + 1), used=used)
+        train(twin, theirs, range(step, step + 1), used=used, clip=clip)
+    assert_close(ours, theirs)
+    steps = [each["step"] for each in twin.state_dict()["state"].values()]
+    assert [each["step"] for each in made.state_dict()["state"].values()] == steps
+    assert (made.grad_norm is None) == (clip is None)
+    if clip is not None:
+        set_gradients(ours, 9)
+        made.step()
+        assert float(made.grad_norm) == pytest.approx(
+            float(torch.nn.utils.get_total_norm([p.grad for p in ours])), rel=1e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_master_copies_round_once(path: str, dtype: Any) -> None:
+    ours, exact = parameters(dtype), [each.detach().float().requires_grad_() for each in parameters(dtype)]
+    made, twin = AdamW(ours, 1e-3, masters=True), torch.optim.AdamW(exact, 1e-3)
+    for step in range(6):
+        set_gradients(ours, step)
+        for each, wide in zip(ours, exact, strict=True):
+            wide.grad = each.grad.float()
+        made.step()
+        twin.step()
+    assert_close([made.state[each]["master"] for each in ours], exact)
+    assert_close(ours, [each.to(dtype) for each in exact], rtol=2**-7)
+    # Values that are written between steps go into the master copy; the others keep theirs.
+    with torch.no_grad():
+        ours[1][7] = 100.0
+        exact[1][7] = 100.0
+    train(made, ours, range(1), used=lambda i: i == 1)
+    assert float(made.state[ours[1]]["master"][7]) == pytest.approx(100.0, abs=1e-2)
+
+
+def test_bf16_is_rounded_stochastically(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for on_gpu in (path == "GPU", False):
+        monkeypatch.setattr(optimizer, "_is_on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
+        ours = [torch.ones(4096, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+        made = AdamW(ours, 1e-4, weight_decay=0.0, seed=5)
+        for _ in range(20):
+            for each in ours:
+                each.grad = torch.ones_like(each)
+            made.step()
+        results.append(torch.stack(ours).detach().float())
+        assert made.state[ours[0]]["exp_avg"].dtype is torch.bfloat16
+    found, reference = results
+    # Rounded to nearest, 1 - 1e-4 would stay 1. The mean of the draws has a deviation of about 5e-5.
+    assert float(found.mean()) == pytest.approx(1 - 20e-4, abs=3e-4)
+    assert (found == reference).float().mean() > 0.99
+    assert (found[0] == found[1]).float().mean() < 0.9
+
+
+def test_state_dicts_load_both_ways(path: str) -> None:
+    for amsgrad in (False, True):
+        ours, theirs = parameters(), parameters()
+        made, twin = AdamW(ours, 1e-2, amsgrad=amsgrad), torch.optim.AdamW(theirs, 1e-2, amsgrad=amsgrad)
+        train(made, ours, range(3))
+        train(twin, theirs, range(3))
+        swapped, back = torch.optim.AdamW(ours, 1e-2), AdamW(theirs, 1e-2)
+        swapped.load_state_dict(pickle.loads(pickle.dumps(made.state_dict())))
+        back.load_state_dict(twin.state_dict())
+        train(swapped, ours, range(3, 6))
+        train(back, theirs, range(3, 6))
+        assert_close(ours, theirs)
+
+
+def test_loading_keeps_master_copies_and_types(path: str) -> None:
+    for options in ({"masters": True, "ema_decay": 0.5}, {"moments": torch.float32}, {"moments": torch.bfloat16}):
+        ours = parameters(torch.bfloat16)
+        made = AdamW(ours, 1e-3, **options)
+        train(made, ours, range(3))
+        copied = [each.detach().clone().requires_grad_() for each in ours]
+        fresh = AdamW(copied, 1e-3, **options)
+        fresh.load_state_dict(made.state_dict())
+        wanted, found = made.state_dict()["state"], fresh.state_dict()["state"]
+        for i in wanted:
+            for name, each in wanted[i].items():
+                torch.testing.assert_close(found[i][name], each, rtol=0, atol=0)
+
+
+def test_copies_and_pickles_continue(path: str) -> None:
+    ours = parameters()
+    made = AdamW(ours, 1e-2, max_norm=1.0)
+    train(made, ours, range(2))
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        train(copied, copied.param_groups[0]["params"], range(2, 4))
+        continued = copied.param_groups[0]["params"]
+    train(made, ours, range(2, 4))
+    assert_close(ours, continued, 0, 0)
+
+
+def test_a_group_may_be_added_and_schedules_act(path: str) -> None:
+    ours, theirs = parameters(), parameters()
+    made, twin = AdamW(ours[:3], 1e-2), torch.optim.AdamW(theirs[:3], 1e-2)
+    for each, given in ((made, ours), (twin, theirs)):
+        train(each, given, range(2))
+        each.add_param_group({"params": given[3:], "lr": 3e-2})
+        schedule = torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step))
+        for step in range(2, 6):
+            train(each, given, range(step, step + 1))
+            schedule.step()
+    assert_close(ours, theirs)
+
+
+def test_the_loss_scale_is_pytorchs(path: str) -> None:
+    results = []
+    for kind in (AdamW, torch.optim.AdamW):
+        given = parameters()
+        made = kind([{"params": given[:2], "maximize": True}, {"params": given[2:]}], 1e-2, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step in range(6):
+            set_gradients(given, step)
+            for each in given:
+                each.grad *= scaler.scale(torch.tensor(1.0))
+            if step == 3:
+                given[1].grad[7] = float("inf")
+            if step == 4:
+                scaler.unscale_(made)
+            scaler.step(made)
+            scaler.update()
+        steps = {float(each["step"]) for each in made.state_dict()["state"].values()}
+        results.append((given, scaler.get_scale(), steps))
+    (ours, *found), (theirs, *wanted) = results
+    assert found == wanted
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averages_follow_the_parameters(path: str, dtype: Any) -> None:
+    ours = parameters(dtype)
+    made, wanted = AdamW(ours, 1e-1, ema_decay=0.75), [each.detach().clone().float() for each in ours]
+    for step in range(4):
+        train(made, ours, range(step, step + 1))
+        wanted = [0.75 * mean + 0.25 * each.detach().float() for mean, each in zip(wanted, ours, strict=True)]
+    assert_close([made.state[each]["ema"] for each in ours], wanted)
+
+
+def test_a_capture_needs_a_step_before_and_no_changed_settings(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = parameters()
+    made = AdamW(ours, 1e-2)
+    monkeypatch.setattr(optimizer, "_is_capturing", lambda _: True)
+    set_gradients(ours, 0)
+    with pytest.raises(CaptureError, match="first gradient"):
+        made.step()
+    monkeypatch.setattr(optimizer, "_is_capturing", lambda _: False)
+    train(made, ours, range(1))
+    made.param_groups[0]["lr"] = 1e-1
+    monkeypatch.setattr(optimizer, "_is_capturing", lambda _: True)
+    if path == "GPU":
+        before = copy.deepcopy(ours)
+        with pytest.raises(CaptureError, match="apply_settings"):
+            train(made, ours, range(1))
+        assert_close(ours, before, 0, 0)
+        monkeypatch.setattr(optimizer, "_is_capturing", lambda _: False)
+        made.apply_settings()
+        monkeypatch.setattr(optimizer, "_is_capturing", lambda _: True)
+    train(made, ours, range(1))
+
+
+def test_autograd_notices_that_a_step_wrote(path: str) -> None:
+    ours = [torch.ones(4).requires_grad_()]
+    made, y = AdamW(ours), (ours[0] ** 2).sum()
+    train(made, ours, range(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def of_one(dtype: Any = torch.float32, device: str = "cpu", **options: Any) -> Any:
+    weight = torch.ones(4, 6, dtype=dtype, device=device).requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    return AdamW([("net.weight", weight)], **options)
+
+
+def with_gradient(grad: Any) -> Any:
+    made = of_one()
+    weight = made.param_groups[0]["params"][0]
+    weight.data = weight.data.t() if grad == "moved" else weight.data
+    if grad == "gaps":
+        weight.data = torch.ones(4, 12)[:, ::2]
+    weight.grad = grad if isinstance(grad, torch.Tensor) else torch.empty_strided(weight.shape, weight.stride())
+    return made
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "max_norm": (lambda: of_one(max_norm=0.0), ArgumentError, "max_norm is 0.0"),
+    "moments": (lambda: of_one(moments=torch.float16), ArgumentError, "moments is torch.float16"),
+    "decay of the averages": (lambda: of_one(ema_decay=1.0), ArgumentError, "ema_decay is 1.0"),
+    "differentiable": (lambda: of_one(differentiable=True), ArgumentError, "differentiable"),
+    "rate": (lambda: of_one(lr=-1.0), ValueError, "Invalid learning rate"),
+    "float64": (lambda: of_one(torch.float64).step(), DTypeError, "net.weight is torch.float64"),
+    "complex": (lambda: of_one(torch.complex64).step(), DTypeError, "net.weight is torch.complex64"),
+    "sparse": (lambda: with_gradient(torch.ones(4, 6).to_sparse()).step(), LayoutError, r"net.weight.grad is torch.sp"),
+    "gradient's strides": (lambda: with_gradient(torch.ones(6, 4).t()).step(), LayoutError, "grad of net.weight has"),
+    "gaps": (lambda: with_gradient("gaps").step(), LayoutError, "net.weight has strides"),
+    "meta": (lambda: of_one(device="meta").step(), DeviceError, "net.weight is on meta"),
+}
+
+
+@pytest.mark.parametrize(("run", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_by_name(run: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run()
+
+
+def test_a_parameter_that_was_resized_is_refused() -> None:
+    made = of_one()
+    made.step()
+    weight = made.param_groups[0]["params"][0]
+    weight.data, weight.grad = torch.ones(2, 6), torch.ones(2, 6)
+    with pytest.raises(LayoutError, match=r"exp_avg of net\.weight"):
+        made.step()
