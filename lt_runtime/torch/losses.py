@@ -16,7 +16,7 @@ from lt_runtime.ops.linear import linear
 from lt_runtime.ops.losses import cross_entropy as loss_of
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.torch.functional import _cast
-from lt_runtime.torch.linear import _compute
+from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import (
     Operator,
     Options,
@@ -337,7 +337,7 @@ def _evaluate(
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
     if x.is_cuda:
-        linear(x, weight, bias, compute=_compute(x.dtype), out=logits)
+        linear(x, weight, bias, compute=compute_of(x.dtype), out=logits)
     else:
         store(logits, reference.linear_fwd(as_numpy(x), as_numpy(weight), as_numpy(bias))[0])
 
@@ -345,7 +345,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
     """out = a · b, or out += a · b."""
     if a.is_cuda:
-        matmul(a, b, out if adds else None, dtype=out.dtype, compute=_compute(a.dtype), out=out)
+        matmul(a, b, out if adds else None, dtype=out.dtype, compute=compute_of(a.dtype), out=out)
     else:
         exact = as_numpy(a).astype(np.float64) @ as_numpy(b).astype(np.float64)
         store(out, exact + as_numpy(out) if adds else exact)

@@ -427,7 +427,7 @@ class _Bucket:
         params.growth_interval, params.growth_tracker = _NEVER, start + (self.words.numel() - 1) * size
         stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.pairs())
         macros = kernels.update_macros(self.rule, self.moments, stochastic=stochastic)
-        return kernels.update_launches(params, rows, device, macros)
+        return Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
 
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
         """Writes what PyTorch's GradScaler found. Returns the address of the scale; 0 for a scale of 1.
