@@ -11,9 +11,9 @@ import numpy as np
 from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import HOST, device_of, library_of
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, CaptureError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 PLACES: Final = 1 << 16
 """Numbers of dropout masks that each micro-batch has: the n-th mask of micro-batch b has the number b · 65536 + n."""
+
+_FORBIDDEN: Final = {900, *range(902, 909)}
+"""Statuses of calls that are forbidden during a capture; 901 is left out, which tells of another, earlier failure."""
 
 
 class Surrounded(Protocol):
@@ -224,8 +227,18 @@ class Pass:
         outer, self.running = self.running, block
         try:
             yield
+        except Exception as error:
+            if self._is_refused(error):
+                rule = "a block must neither wait for the GPU, nor read its values, nor call cudaMalloc"
+                raise CaptureError(f"{block.title} failed during the capture of a step: {error}; {rule}") from error
+            raise
         finally:
             self.running = outer
+
+    def _is_refused(self, error: Exception) -> bool:
+        """Whether CUDA or CuPy has raised an error because this pass's stream is being captured."""
+        is_forbidden = type(error) is RuntimeError or getattr(error, "status", 0) in _FORBIDDEN
+        return is_forbidden and isinstance(self.stream, int) and self.stream != 0 and is_capturing(self.stream)
 
     def finish(self) -> None:
         """Raises `ArgumentError` if a block's backward has not run."""

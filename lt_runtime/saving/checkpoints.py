@@ -23,7 +23,7 @@ from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.mlp import MLP, shapes_of
 from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
 from lt_runtime.ops.optimizer import AdamW, Optimizer, outside, state_arrays, state_ranges
-from lt_runtime.problem import DType
+from lt_runtime.problem import Activation, DType
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.plan_choices import choices_of, take_choices
@@ -279,7 +279,7 @@ def _description(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
         },
         "scaler": None if scaler is None else scaler.options,
     }
-    result: dict[str, Any] = json.loads(json.dumps(described))
+    result: dict[str, Any] = json.loads(json.dumps(plain(described)))
     return result
 
 
@@ -288,6 +288,17 @@ def options_of_all_groups(optimizer: Optimizer) -> dict[str, Any]:
     options = optimizer.options
     common = {name: getattr(options, name) for name in _OPTIMIZER}
     return {"schedule": _schedule(options.schedule), **common, "moments": options.moments.value}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it; NaN and infinity, for which JSON has no numbers, become {"float": "inf"}."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, Activation):
+        return plain(dataclasses.asdict(value))
+    if isinstance(value, np.generic):
+        value = value.item()
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rules(optimizer: Optimizer) -> dict[str, Any]:

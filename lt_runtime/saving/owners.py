@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -18,7 +17,7 @@ from lt_runtime.nn.block import Block
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.optimizer import AdamW, Optimizer, state_arrays, state_ranges
 from lt_runtime.problem import Activation
-from lt_runtime.saving.checkpoints import MASTER, options_of_all_groups
+from lt_runtime.saving.checkpoints import MASTER, options_of_all_groups, plain
 from lt_runtime.schedules import Schedule, Table
 from lt_runtime.training.averages import EMA
 from lt_runtime.training.step import TrainStep
@@ -81,17 +80,6 @@ def state_of(owners: Mapping[str, Any]) -> State:
         for whole, part in zip(wholes, parts, strict=False):
             whole |= {f"{keyword}/{name}": value for name, value in part.items()}
     return state._replace(options=json.loads(json.dumps(plain(state.options))))
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON holds it; NaN and infinity, for which JSON has no numbers, become {"float": "inf"}."""
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, Activation):
-        return plain(dataclasses.asdict(value))
-    if isinstance(value, np.generic):
-        value = value.item()
-    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def settings_of(

@@ -31,9 +31,10 @@ from lt_runtime.saving.checkpoints import (
     check_values,
     description_of,
     differences,
+    plain,
     refuse_differences,
 )
-from lt_runtime.saving.owners import PLAIN, State, plain, settings_of, state_of
+from lt_runtime.saving.owners import PLAIN, State, settings_of, state_of
 from lt_runtime.schedules import Table
 
 _SETTINGS: Final = ("lr", "lr_scale", "schedule", "weight_decay")

@@ -176,3 +176,46 @@ def test_a_replay_takes_a_short_way(gpu: FakeGpu, current: bool) -> None:
     for way, modules, functions in ways:
         assert len({file for file, _ in way}) <= modules, way
         assert len(way) <= functions, way
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("deed", ["waits for the device", "waits for the stream", "reads a value", "allocates"])
+def test_a_block_that_cannot_be_captured_is_named(gpu: FakeGpu, deed: str, phase: str) -> None:
+    lt, driver = gpu.lt, sys.modules["lt_runtime.gpu.driver"]
+    deeds = {
+        "waits for the device": lambda x, stream: gpu.cp.cuda.Device().synchronize(),
+        "waits for the stream": lambda x, stream: driver.call("cuStreamSynchronize", stream),
+        "reads a value": lambda x, stream: float(x.sum()),
+        "allocates": lambda x, stream: driver.check("cuMemAlloc", 900 * driver.is_capturing(stream)),
+    }
+    forbidden = [deeds[deed]]
+
+    class Mine(lt.Block):  # type: ignore[misc]
+        def forward(self, x: Any, run: Any) -> Any:
+            return self._pass(x, run, "forward")
+
+        def backward(self, dy: Any, run: Any) -> Any:
+            return self._pass(dy, run, "backward")
+
+        def _pass(self, x: Any, run: Any, name: str) -> Any:
+            with run.array_module(x):
+                for act in forbidden if name == phase else ():
+                    act(x, run.stream)
+            return x
+
+    def made() -> Any:
+        mine = lt.Residual(lt.Chain(lt.Linear(_DIMS[0], _DIMS[0], seed=1, device=0), Mine()))
+        model = lt.Chain(mine, lt.Linear(_DIMS[0], _DIMS[-1], seed=2, device=0))
+        return lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2))
+
+    step, other = made(), made()
+    before = _values(gpu, step)
+    named = r"^0.inner.1 \(Mine\) failed during the capture of a step: .*; a block must neither wait for the GPU"
+    with pytest.raises(lt.errors.CaptureError, match=named):
+        step(*_batch(gpu, 0), stream=gpu.stream)
+    assert _values(gpu, step) == before
+    forbidden.clear()
+    for seed in range(2):
+        for each in (step, other):
+            each(*_batch(gpu, seed), stream=gpu.stream)
+    assert _values(gpu, step) == _values(gpu, other) != before

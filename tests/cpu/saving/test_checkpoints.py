@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.support.training_runs import Run, arrays_of, assert_same, rewrite, ru
     [
         ("float32", {}),
         ("float32", {"amsgrad": True, "moments": "bfloat16", "max_norm": 0.5}),
+        ("float32", {"max_norm": math.inf}),
         ("float16", {"scaled": True}),
         ("bfloat16", {"skip_nonfinite": True}),
     ],
