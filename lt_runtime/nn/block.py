@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from lt_runtime.arguments import flag, shown
+import numpy as np
+
+from lt_runtime.arguments import flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.arrays.transfer import copied
 from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.nn.device import ComputeDevice
-from lt_runtime.nn.run import Pass
+from lt_runtime.nn.run import Met, Pass
 from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
 from lt_runtime.ops.add import add as sum_of
-from lt_runtime.problem import DType
+from lt_runtime.ops.first_use import not_tuning
+from lt_runtime.problem import DType, MatmulProblem
+
+if TYPE_CHECKING:
+    from lt_runtime.tuner.chain import LayerChain
+
+_MOST_SIZES: Final = 8
+"""Number of batch sizes whose problems a model remembers; a training step keeps as many graphs."""
 
 
 class Block:
@@ -123,6 +133,34 @@ class Block:
         """The type of the first parameter, which inputs and targets have too; `ArgumentError` as `device`."""
         _ = self.device
         return DType.parse("the model", self.parameters()[0].data.dtype)
+
+    @functools.cached_property
+    def met(self) -> deque[Met]:
+        """The problems that the model's training steps have met, one entry for each batch size, the latest last."""
+        return deque(maxlen=_MOST_SIZES)
+
+    def rehearse(self, x: Any) -> list[LayerChain | MatmulProblem]:
+        """Runs the model forward and back, which overwrites its gradients; returns the layers and products that ran.
+
+        Args:
+            x: as `forward` takes it; or a number of rows, for zeros of `inputs` columns.
+
+        Raises:
+            ArgumentError: x is no positive number; or it is one, but the model does not say how many columns it takes.
+        """
+        device = self.device
+        if not isinstance(x, tuple) and not hasattr(x, "shape"):
+            if integer("rows", x) < 1 or self.inputs is None:
+                also = "" if self.inputs else f"; {self.title} does not say how many columns it takes: pass its inputs"
+                raise ArgumentError(f"rows is {shown(x)}; accepted are positive numbers, and arrays of inputs{also}")
+            x = device.asarray(np.zeros((x, self.inputs), self.dtype.numpy))
+        run = Pass(inputs=(x, *x) if isinstance(x, tuple) else (x,))
+        with device.current(), not_tuning(), Met() as run.met:
+            y = self.forward(x, run)
+            self.backward(copied(y), run)
+            run.finish()
+        device.synchronize()
+        return run.met.to_tune()
 
     def __call__(self, x: Any, *, stream: Any = None) -> Any:
         """Outputs for inputs x, without dropout, and without keeping anything for backward.

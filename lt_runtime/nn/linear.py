@@ -143,7 +143,8 @@ def forward_layers(
         out: a buffer for the outputs of the last layer.
         stand_in: an array of the shape and type of x that is kept in its place; see `remake` of `backward_layers`.
     """
-    needs_dx, contexts, start = run.needs_gradient(x), [], len(run.problems or ())
+    needs_dx, contexts, met = run.needs_gradient(x), [], run.met
+    start = len(met.problems) if met else 0
     for i, layer in enumerate(layers, 1):
         bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
@@ -156,7 +157,7 @@ def forward_layers(
                 contexts.append(context)
     if contexts and stand_in is not None:
         contexts[0].x = stand_in
-    run.keep(contexts, needs_dx, (run.problems or [])[start:])
+    run.keep(contexts, needs_dx, met.taken(start) if met else [])
     return x
 
 
@@ -181,7 +182,8 @@ def backward_layers(
     if not needs_dx:
         trained = [any(map(run.trains_parameter, (layer.weight, layer.bias))) for layer in layers]
         lowest = trained.index(True) if True in trained else len(layers)
-    start, last, own = len(run.problems or ()), len(layers) - 1, layers[-1].bias
+    met, last, own = run.met, len(layers) - 1, layers[-1].bias
+    start = len(met.problems) if met else 0
     for i in range(last, -1, -1):
         context = contexts.pop()
         if i < lowest:
@@ -190,9 +192,8 @@ def backward_layers(
         if remake is not None:
             with range_of(f"backward/{layers[i].name}"):
                 dx, *_ = linear_bwd(dy[0], context, need_dw=False, need_db=False, stream=run.stream)
-            if run.problems is not None:
-                run.chains.append(_chain(forwards, run.problems[start:]))
-                start = len(run.problems)
+            if met:
+                met.chains.append(_chain(forwards, met.taken(start)))
             context.x, needs_dx = remake(dx), False
         # Each call also computes the bias gradient of the layer below. The last layer, with no layer above it, computes
         # its own too. If both are one buffer, because the two layers share the bias, the next call computes the second.
@@ -210,8 +211,8 @@ def backward_layers(
         del dx, context
         if goes_on:
             contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
-    if run.problems is not None:
-        run.chains.append(_chain(forwards, run.problems[start:]))
+    if met:
+        met.chains.append(_chain(forwards, met.taken(start)))
     dx = dy.pop() if dy else None
     return dx if add is None or dx is None else sum_of(add, dx, out=dx, stream=run.stream)
 

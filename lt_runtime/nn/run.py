@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
 
 import numpy as np
 
+from lt_runtime import ranges
 from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import HOST, device_of, library_of
@@ -17,7 +19,8 @@ from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
-from lt_runtime.problem import Philox
+from lt_runtime.ops.call import PreparedCall
+from lt_runtime.problem import MatmulProblem, MLPProblem, Philox
 from lt_runtime.ranges import range_of
 
 if TYPE_CHECKING:
@@ -28,6 +31,43 @@ PLACES: Final = 1 << 16
 
 _FORBIDDEN: Final = {900, *range(902, 909)}
 """Statuses of calls that are forbidden during a capture; 901 is left out, which tells of another, earlier failure."""
+
+
+class Met:
+    """A context manager that collects the problems of the operations that its thread runs within it, for the tuner.
+
+    Attributes:
+        problems: the problems outside of `chains`, in the order in which they ran.
+        chains: the groups of linear layers that a `Pass` with this object has run back.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Any] = []
+        self.chains: list[LayerChain] = []
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        ranges.watchers.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ranges.watchers.remove(self._note)
+
+    def _note(self, work: Any) -> None:
+        if threading.get_ident() == self._thread and isinstance(work, PreparedCall):
+            self.problems.append(work.request.problem)
+
+    def taken(self, start: int) -> list[Any]:
+        """Removes the problems behind the first `start` ones, and returns them."""
+        taken, self.problems[start:] = self.problems[start:], []
+        return taken
+
+    def to_tune(self) -> list[LayerChain | MatmulProblem]:
+        """All chains of layers and products that were met, each once."""
+        from lt_runtime.tuner.chain import LayerChain, chains_of  # imported late, because only tuning needs the tuner
+
+        narrow = [LayerChain.of_narrow(each) for each in self.problems if isinstance(each, MLPProblem)]
+        return [*dict.fromkeys([*self.chains, *narrow, *chains_of(self.problems)])]
 
 
 class Surrounded(Protocol):
@@ -69,8 +109,7 @@ class Pass:
         step, micro_batch, trains, stream: as given.
         running: the innermost block whose forward or backward is running.
         places: the number of dropout masks that each micro-batch may draw.
-        problems: the problems of the operations that have run, in their order; None if nobody collects them.
-        chains: the linear layers that have run back, if `problems` are collected.
+        met: receives the groups of linear layers that run; None if they are not collected.
     """
 
     def __init__(
@@ -94,8 +133,7 @@ class Pass:
             check_instance("a member of frozen", each, Parameter, "an lt.Parameter")
         self.trains = flag("trains", trains)
         self.places = PLACES
-        self.chains: list[LayerChain] = []
-        self.problems: list[Any] | None = None
+        self.met: Met | None = None
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []

@@ -96,21 +96,21 @@ def before_first_use(problem: Remembered, device: int) -> None:
         _seen.add((problem, device))
 
 
-def before_first_step(chains: Sequence[LayerChain], device: int, stream: int) -> bool:
+def before_first_step(given: Sequence[LayerChain | MatmulProblem], device: int, stream: int) -> bool:
     """Measures the problems of a training step that are not in the plan cache.
 
     A terminal shows a progress bar; without one, a line is logged. The stream is waited for, so that none of the
     caller's work runs during a measurement. A failure costs a warning, and the step runs untuned.
 
     Args:
-        chains: the groups of layers that the step has run.
+        given: the groups of layers, and the products, that the step has run.
         stream: of the step, which is not being captured.
 
     Returns:
         Whether there was a problem to measure.
     """
     with _one_at_a_time:
-        new = [each for each in chains if (each, device) not in _seen]
+        new = [each for each in given if (each, device) not in _seen]
         unknown = [each for each in new if not _is_known(each, device)]
         if unknown:
             with relaxed_captures():
@@ -134,10 +134,12 @@ def is_measured(problem: Remembered, device: int) -> bool:
     return known_entry(problem, plan_store(device)) is not None
 
 
-def _is_known(chain: LayerChain, device: int) -> bool:
+def _is_known(chain: LayerChain | MatmulProblem, device: int) -> bool:
     """Whether all problems of a chain are measured; if the chain can be fused, also the choice whether to fuse it."""
     from lt_runtime.tuner.chain import as_decided
 
+    if isinstance(chain, MatmulProblem):
+        return is_measured(chain, device)
     problems = *as_decided(chain, plan_store(device)).problems, *chain.narrow(device)
     return all(is_measured(each, device) for each in problems)
 
@@ -163,15 +165,15 @@ def _prove(problem: Remembered, device: int) -> None:
         warnings.warn(f"merged algorithms could not be verified and are not used ({error})", stacklevel=2)
 
 
-def _tune_step(chains: Sequence[LayerChain], device: int) -> None:
+def _tune_step(given: Sequence[LayerChain | MatmulProblem], device: int) -> None:
     from lt_runtime.tuner.report import progress_bar
 
-    layers = chains[0].forwards
-    what = f"a training step of {len(layers)} layer{'s' * (len(layers) > 1)} on {layers[0].x.layout.rows} rows"
+    forwards = [each for chain in given if not isinstance(chain, MatmulProblem) for each in chain.forwards.values()]
+    what = f"a training step on {forwards[0].x.layout.rows} rows" if forwards else "the products of a training step"
     with progress_bar() as progress:
         if progress is None:
             _logger.info("measuring what is fastest for %s; tune=False or %s=off leaves that out", what, TUNE_VARIABLE)
-        _measure(chains, device, what, progress)
+        _measure(given, device, what, progress)
 
 
 def _measure(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from lt_runtime.arguments import by_layer, check_instance, flag, integer, integers, shown
 from lt_runtime.errors import ArgumentError, DeviceError
 from lt_runtime.gpu.devices import current_device, device_count, parse_device
-from lt_runtime.problem import Activation, Chosen, Compute, ComputeName, DType, DTypeLike, activation_of, probability
+from lt_runtime.problem import (
+    Activation,
+    Chosen,
+    Compute,
+    ComputeName,
+    DType,
+    DTypeLike,
+    MatmulProblem,
+    activation_of,
+    probability,
+)
 from lt_runtime.store.keys import Problem
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import LayerChain, chains_of
@@ -16,9 +27,20 @@ from lt_runtime.tuner.explanation import Explanations, explain_chain, explain_pr
 from lt_runtime.tuner.report import TuningReport, progress_bar
 
 
+class Rehearsed(Protocol):
+    """A model, of which `tune` and `explain` need no more than this; see `Block`."""
+
+    @property
+    def device(self) -> Any:
+        """The device of the parameters."""
+
+    def rehearse(self, x: Any) -> list[LayerChain | MatmulProblem]:
+        """The layers and products that run for inputs x, or for a number of rows."""
+
+
 def tune(
-    dims: Sequence[int] | Problem | Sequence[Problem],
-    rows: int | None = None,
+    dims: Sequence[int] | Problem | Sequence[Problem] | Rehearsed,
+    rows: Any = None,
     *,
     activation: Chosen | Sequence[Chosen] | None = None,
     output_activation: Chosen | None = None,
@@ -32,8 +54,9 @@ def tune(
 ) -> TuningReport:
     """Measures how the layers of a training step run fastest, and stores the results in the plan cache.
 
-    The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps. Other problems are given as such,
-    or tuned at their first run within `lt.tuning()`. Problems in the plan cache are not measured again. It takes about
+    The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps; or those of a model, which runs
+    forward and back once, so that its gradients are overwritten. Other problems are given as such, or tuned at their
+    first run within `lt.tuning()`. Problems in the plan cache are not measured again. It takes about
     a second a problem at most on an H200. An interruption (Ctrl-C) keeps the results so far, and the next call goes
     on from there. Problems for which the GPU has not enough memory cost a warning.
 
@@ -43,9 +66,9 @@ def tune(
     which makes the measurements less precise.
 
     Args:
-        dims: inputs of the first layer, then outputs of each; or one or more problems, which leave no room for other
-            arguments about layers.
-        rows: M, the batch.
+        dims: inputs of the first layer, then outputs of each; or an `lt.MLP` or another `lt.Block`, or one or more
+            problems, which leave no room for other arguments about layers.
+        rows: M, the batch. For a model also its inputs, as `Block.forward` takes them.
         activation: of all layers but the last, ReLU if left out; of the only layer, none if left out. A list or tuple
             has one for each layer, the last included.
         output_activation: of the last layer; none if left out, or if there is a sequence of activations.
@@ -54,7 +77,7 @@ def tune(
         dropout: probability after each layer but the last; or a list or tuple with one for each layer.
         bias: whether the layers have a bias; or a list or tuple with one for each layer.
         input_gradient: whether the first layer's dx is wanted; if left out, only where it is the only layer.
-        device: the GPU, as an ordinal, "cuda:N" or a `torch.device`; the current one if None.
+        device: the GPU, as an ordinal, "cuda:N" or a `torch.device`; if None the model's, or the current one.
         progress: show a progress bar, if standard error is a terminal.
 
     Returns:
@@ -68,16 +91,16 @@ def tune(
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     shows = flag("progress", progress)
-    given = _given(dims, rows, activation, output_activation, dtype, compute, dropout, bias, input_gradient)
-    chains = [given] if isinstance(given, LayerChain) else chains_of(given)
-    ordinal = ordinal_of(device)
+    options = activation, output_activation, dtype, compute, dropout, bias, input_gradient
+    given, ordinal = _given(dims, rows, device, *options)
+    chains = [*(each for each in given if isinstance(each, LayerChain)), *chains_of(given)]
     with progress_bar(shown=shows) as show:
         return TuningReport(search.tune_chains(chains, ordinal, progress=show))
 
 
 def explain(
-    dims: Sequence[int] | Problem | Sequence[Problem],
-    rows: int | None = None,
+    dims: Sequence[int] | Problem | Sequence[Problem] | Rehearsed,
+    rows: Any = None,
     *,
     activation: Chosen | Sequence[Chosen] | None = None,
     output_activation: Chosen | None = None,
@@ -104,11 +127,13 @@ def explain(
         ArgumentError, DeviceError: as in `tune`.
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
-    given = _given(dims, rows, activation, output_activation, dtype, compute, dropout, bias, input_gradient)
-    ordinal = ordinal_of(device)
-    if isinstance(given, LayerChain):
-        return explain_chain(given, ordinal)
-    return Explanations(explain_problem(problem, ordinal) for problem in given)
+    options = activation, output_activation, dtype, compute, dropout, bias, input_gradient
+    given, ordinal = _given(dims, rows, device, *options)
+    explained = [
+        explain_chain(each, ordinal) if isinstance(each, LayerChain) else [explain_problem(each, ordinal)]
+        for each in given
+    ]
+    return Explanations(itertools.chain(*explained))
 
 
 def ordinal_of(device: object) -> int:
@@ -126,19 +151,24 @@ def ordinal_of(device: object) -> int:
     return ordinal
 
 
-def _given(dims: Any, rows: int | None, *options: Any) -> LayerChain | list[Problem]:
-    """The layers, or the problems, that the arguments of `tune` or `explain` name."""
+def _given(dims: Any, rows: Any, device: object, *options: Any) -> tuple[list[Any], int]:
+    """The chains of layers, or the problems, that the arguments of `tune` or `explain` name; and the GPU's ordinal."""
+    if hasattr(dims, "rehearse"):
+        if rows is None:
+            raise ArgumentError("rows is missing (None): how many rows shall the model work on?")
+        ordinal = ordinal_of(dims.device if device is None else device)
+        return dims.rehearse(rows), ordinal
     problems = [dims] if isinstance(dims, Problem) else [*dims] if isinstance(dims, Sequence) else []
     if any(isinstance(each, Problem) for each in problems):
         for i, each in enumerate(problems):
             check_instance(f"dims[{i}]", each, get_args(Problem), "a problem, as the first of them")
         if rows is not None:
             raise ArgumentError(f"rows is {shown(rows)}, but a problem says itself how many it has")
-        return problems
+        return problems, ordinal_of(device)
     sizes = integers("dims", dims)
     if rows is None:
         raise ArgumentError(f"rows is missing (None): how many rows do the layers of dims {list(sizes)} work on?")
-    return mlp_chain(sizes, rows, *options)
+    return [mlp_chain(sizes, rows, *options)], ordinal_of(device)
 
 
 def mlp_chain(

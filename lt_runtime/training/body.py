@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lt_runtime import ranges
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.checks import check_one_float32, check_shape, check_weights
 from lt_runtime.arrays.libraries import cupy_stream
@@ -25,15 +23,11 @@ from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import MLP, check_model_type
-from lt_runtime.nn.run import PLACES, Pass
+from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
-from lt_runtime.ops.call import PreparedCall
 from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Tally, scores_of
-
-if TYPE_CHECKING:
-    from lt_runtime.tuner.chain import LayerChain
 
 LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {
     "cross_entropy": (losses.cross_entropy, ("label_smoothing", "class_weights")),
@@ -254,26 +248,15 @@ class StepBody:
             check_model_type(self.model, target)
             _check_rows(target)
 
-    def rehearse(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any) -> list[LayerChain]:
-        """Runs a step without the update; returns the groups of linear layers that it has run, for the tuner.
-
-        A narrow MLP runs layer by layer.
-        """
-        problems: list[Any] = []
-        thread = threading.get_ident()
-
-        def collect(work: Any) -> None:
-            if threading.get_ident() == thread and isinstance(work, PreparedCall):
-                problems.append(work.request.problem)
-
-        ranges.watchers.append(collect)
-        try:
-            runs = [self._run_part(part, i, tally, stream, problems) for i, part in enumerate(parts)]
-        finally:
-            ranges.watchers.remove(collect)
-        return list(dict.fromkeys(chain for run in runs for chain in run.chains))
-
-    def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
+    def run(
+        self,
+        parts: Sequence[tuple[Any, ...]],
+        tally: Tally,
+        stream: Any,
+        *,
+        updates: bool = True,
+        met: Met | None = None,
+    ) -> None:
         """Runs a step.
 
         Args:
@@ -281,9 +264,10 @@ class StepBody:
             tally: receives the losses.
             stream: a handle on a GPU, None on the host.
             updates: whether the optimizer and the averages are updated.
+            met: receives the groups of linear layers that run; a narrow MLP then runs layer by layer.
         """
         for i, part in enumerate(parts):
-            self._run_part(part, i, tally, stream)
+            self._run_part(part, i, tally, stream, met)
         if updates:
             with range_of("optimizer"):
                 self.optimizer.step(stream=stream)
@@ -291,24 +275,22 @@ class StepBody:
                 with range_of("ema"):
                     self.ema.update(stream=stream)
 
-    def _run_part(
-        self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, problems: list[Any] | None = None
-    ) -> Pass:
+    def _run_part(self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, met: Met | None) -> None:
         count, model, loss, scaler = self.arity or 1, self.model, self.loss, self.optimizer.scaler
         xs, (target, *weights) = part[:count], part[count:]
         x = xs[0] if count == 1 else xs
-        is_narrow = isinstance(model, MLP) and problems is None and model.narrow.take(x, backward=True)
+        is_narrow = isinstance(model, MLP) and met is None and model.narrow.take(x, backward=True)
         narrow = model.narrow if isinstance(model, MLP) and is_narrow else None
         scale, share, first = None if scaler is None else scaler.scale, 1.0 / self.parts, index == 0
         options: dict[str, Any] = {"accumulate": not first, "stream": stream}
         run = Pass(self.optimizer.steps, micro_batch=index, frozen=self._frozen, inputs=(x, *xs), **options)
-        run.places, run.problems = self._places, problems
+        run.places, run.met = self._places, met
         if narrow is not None and not weights and loss.elementwise is not None:
             with range_of("backward"):
                 number = narrow.backward(x, target, loss=loss.elementwise, scale=scale, share=share, **options)
             with range_of("loss"):
                 tally.add(number, None, share, first=first, stream=stream)
-            return run
+            return
         with range_of("forward"):
             outputs = model.forward(x, run) if narrow is None else narrow.outputs(x, stream)
         with range_of("loss"):
@@ -334,7 +316,6 @@ class StepBody:
                 else:
                     model.backward(held.pop(), run)
                     run.finish()
-        return run
 
 
 def _check_any(target: Operand, rows: int) -> None:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
@@ -25,14 +25,12 @@ from lt_runtime.gpu.driver import call, check, function, is_capturing, is_curren
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
+from lt_runtime.nn.run import Met
 from lt_runtime.ops._parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import GpuTally, Totals
 from lt_runtime.training.body import Batch, StepBody
-
-if TYPE_CHECKING:
-    from lt_runtime.tuner.chain import LayerChain
 
 MAX_GRAPHS: Final = 8
 """The number of graphs that a training step keeps: one for each set of shapes and types of a batch's arrays. The least
@@ -289,16 +287,17 @@ class GpuStep:
     def _rehearse_first(self, buffers: StepBuffers, stream: int) -> None:
         """Rehearses a step without the update, which makes the plans, and frees the memory of the rehearsal.
 
-        If the step is tuned, the linear layers that the rehearsal has run are then measured where the plan cache does
-        not know them. A step that is neither captured nor tuned needs no rehearsal.
+        If the step is tuned, the layers and products that the rehearsal has run are then measured where the plan cache
+        does not know them. A step that is neither captured nor tuned needs no rehearsal.
         """
         tunes = is_step_tuned(self._tune) and not is_captured(stream)
         if not (tunes or self._captures):
             return
         if self._captures and not self._buffers:  # before the first graph, master copies are checked
             check_masters(self._body.optimizer.parameters, stream)
-        chains = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, reports=tunes)
-        if tunes and before_first_step(chains, self._device, stream) and self._captures:
+        met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=tunes)
+        self._body.model.met.append(met)
+        if tunes and before_first_step(met.to_tune(), self._device, stream) and self._captures:
             self._rehearse(buffers, cupy().cuda.MemoryPool(), stream)
 
     def _capture(self, buffers: StepBuffers, stream: int) -> Graph:
@@ -306,21 +305,22 @@ class GpuStep:
         self._rehearse(buffers, self._pool, stream)
         return self._record(buffers)
 
-    def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int, *, reports: bool = False) -> list[LayerChain]:
+    def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int, *, by_layer: bool = False) -> Met:
         """Runs a step without the update, on the stream of captures if the step is to be captured.
 
         Args:
-            reports: whether to return the linear layers that have run, see `StepBody.rehearse`.
+            by_layer: whether a narrow MLP runs layer by layer.
+
+        Returns:
+            The problems that have run.
         """
         body, tally = self._body, self._rehearsed_tally
         captured = private_stream(self._device, "training") if self._captures else stream
         order_after(captured, stream)
         try:
-            with not_tuning(), _memory_from(pool):
-                if reports:
-                    return body.rehearse(buffers.parts, tally, captured)
-                body.run(buffers.parts, tally, captured, updates=False)
-                return []
+            with not_tuning(), _memory_from(pool), Met() as met:
+                body.run(buffers.parts, tally, captured, updates=False, met=met if by_layer else None)
+            return met
         finally:
             order_after(stream, captured)
 

@@ -251,7 +251,7 @@ def test_what_cannot_be_measured_costs_a_warning(
             raise kind("no luck")
 
         monkeypatch.setattr(own("tuner.search"), "tune_chains", tune_chains)
-        told = r"a training step of 2 layers on 8 rows could not be tuned and runs untuned \(no luck\)"
+        told = r"a training step on 8 rows could not be tuned and runs untuned \(no luck\)"
         with pytest.warns(UserWarning, match=told):
             assert Run(gpu).train() == untuned
         assert Run(gpu).train() == untuned  # the second run must cause no further warning
@@ -305,8 +305,7 @@ def test_a_line_says_what_the_step_waits_for(process: Process, caplog: pytest.Lo
             Run(gpu).train(steps=2)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "measuring what is fastest for a training step of 2 layers on 8 rows; tune=False or LT_RUNTIME_TUNE=off leaves "
-        "that out"
+        "measuring what is fastest for a training step on 8 rows; tune=False or LT_RUNTIME_TUNE=off leaves that out"
     )
 
 
@@ -475,3 +474,83 @@ def test_plan_choices_that_are_too_long_are_left_out(
         with pytest.warns(UserWarning, match=r"the plan choices are \d+: too many for a checkpoint"):
             gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
         assert "plans" not in content(tmp_path / "run")[0]
+
+
+def _own_block(lt: Any) -> Any:
+    class Own(lt.Block):  # type: ignore[misc]
+        """A linear layer with a GELU, and a product of its own."""
+
+        def __init__(self) -> None:
+            self.inputs = self.outputs = 8
+            self.layer, self.mix = (lt.Linear(8, 8, seed=seed, device="cuda") for seed in (1, 2))
+
+        def forward(self, x: Any, run: Any) -> Any:
+            y, ctx = lt.linear_fwd(
+                x, self.layer.weight.data, self.layer.bias.data, activation="gelu", stream=run.stream
+            )
+            run.keep(ctx)
+            return lt.matmul(y, self.mix.weight.data, stream=run.stream)
+
+        def backward(self, dy: Any, run: Any) -> Any:
+            (dw, adds), (db, _) = run.grad(self.layer.weight), run.grad(self.layer.bias)
+            dz = lt.matmul(dy, self.mix.weight.data.T, stream=run.stream)
+            return lt.linear_bwd(dz, run.take(), out_dw=dw, out_db=db, accumulate=adds, stream=run.stream)[0]
+
+    first, last = lt.Linear(8, 8, activation="relu", seed=3, device="cuda"), lt.Linear(8, 3, seed=4, device="cuda")
+    return lt.Chain(first, Own(), lt.Residual(lt.SwiGLU(8, 12, seed=5, device="cuda")), last)
+
+
+def _trained(gpu: FakeGpu, model: Any, steps: int = 2, **options: Any) -> tuple[Any, Any]:
+    lt, factor = gpu.lt, gpu.cp.asarray(np.ones((3, 3), np.float32))
+
+    def loss(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
+        return lt.mse_loss(lt.matmul(outputs, factor, stream=stream), target, out_gradient=gradient, stream=stream).loss
+
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss=loss, **options)
+    gpu.streams.synchronize_all()
+    for _ in range(steps):
+        step(*(gpu.cp.asarray(np.ones((ROWS, n), np.float32)) for n in (8, 3)))
+        gpu.synchronize_all()
+    return step, step.optimizer
+
+
+@pytest.mark.parametrize(("variable", "options", "expected"), [(None, {}, True), ("first-use", {"tune": False}, False)])
+def test_a_block_and_a_loss_of_the_caller_s_are_measured_with_the_step(
+    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: Any, options: Any, expected: bool
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv(VARIABLE, variable)
+    with process() as gpu:
+        _trained(gpu, _own_block(gpu.lt), **options)
+        assert (unmeasured(tmp_path) == []) is expected
+        assert bool(measured(gpu)) is expected
+
+
+def test_any_model_is_tuned_and_explained_before_its_first_step(process: Process, tmp_path: Path) -> None:
+    with process() as gpu:
+        model, lt = _own_block(gpu.lt), gpu.lt
+        report = lt.tune(model, ROWS, progress=False)
+        assert {"MatmulProblem", "ForwardProblem"} <= {type(each).__name__ for row in report for each in row.problems}
+        assert all(each.us is not None for each in lt.explain(model, gpu.cp.zeros((ROWS, 8), np.float32)))
+        count = measured(gpu)
+        step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse")
+        sys.modules[TUNER].tune_chains = None  # type: ignore[attr-defined]
+        step(*(gpu.cp.zeros((ROWS, n), np.float32) for n in (8, 3)))
+        assert measured(gpu) == count
+        assert unmeasured(tmp_path) == []
+        with pytest.raises(lt.errors.ArgumentError, match=r"rows is 0; accepted are positive numbers, and arrays"):
+            lt.tune(model, 0)
+        towers = lt.Parallel(model, lt.Linear(4, 3, device="cuda"))
+        with pytest.raises(lt.errors.ArgumentError, match=r"rows is 8; .*; Parallel does not say how many columns"):
+            lt.tune(towers, ROWS)
+
+
+def test_a_model_is_tuned_as_its_sizes_are(process: Process) -> None:
+    found = []
+    for cache in ("model", "sizes"):
+        with process(cache) as gpu:
+            model = gpu.lt.MLP(DIMS, "gelu", device="cuda")
+            gpu.lt.tune(*([model] if cache == "model" else [DIMS]), ROWS, progress=False, **(
+                {} if cache == "model" else {"activation": "gelu"}))  # fmt: skip
+            found.append(entries(gpu).keys())
+    assert found[0] == found[1]
