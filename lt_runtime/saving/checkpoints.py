@@ -20,12 +20,14 @@ from lt_runtime.arrays.transfer import replace_all, store
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.files import parse_json
 from lt_runtime.gpu.devices import parse_device
+from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import MLP, shapes_of
 from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
 from lt_runtime.ops.optimizer import AdamW, Optimizer, outside, state_arrays, state_ranges
-from lt_runtime.problem import Activation, DType
+from lt_runtime.problem import Activation
 from lt_runtime.saving import checkpoint_file
-from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of, of_others, shortened
+from lt_runtime.saving.checkpoint_file import Kind, Kinds, check_kinds, kind_of, of_others, shortened
+from lt_runtime.saving.descriptions import describe, make, named_parameters, options_of
 from lt_runtime.saving.plan_choices import choices_of, take_choices
 from lt_runtime.schedules import AnySchedule, Table
 
@@ -65,7 +67,7 @@ _NAME: Final = 60
 _CELL: Final = 40
 
 
-def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: Optimizer) -> None:
+def save_checkpoint(path: str | os.PathLike[str], model: Block, optimizer: Optimizer) -> None:
     """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
 
     The plan cache's entries for the model's training steps are saved with them, see `load_checkpoint`. A digest of
@@ -77,7 +79,8 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: Optimiz
         optimizer: an optimizer of parameters of `model`. No other thread may train the model during the call.
 
     Raises:
-        ArgumentError: the optimizer has other parameters.
+        ArgumentError: the optimizer has other parameters, or a block of the model is not of the package: `lt.save`
+            takes such models.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
         FileError: the file cannot be written, for example because the disk is full; it is an OSError too. An older file
             stays unchanged, unless it had been replaced and only the flush of the directory failed.
@@ -94,7 +97,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: Optimiz
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: MLP, optimizer: Optimizer | None = None, *, changed: Collection[str] = ()
+    path: str | os.PathLike[str], model: Block, optimizer: Optimizer | None = None, *, changed: Collection[str] = ()
 ) -> None:
     """Loads a checkpoint's values into a model and an optimizer that were made with the same options.
 
@@ -135,7 +138,7 @@ def load_checkpoint(
     with checkpoint_file.reading(path) as file:
         theirs = _description_of(path, file.text)
         if optimizer is None:
-            _check_options(path, {"model": theirs["model"]}, {"model": model.options}, _OF_TRAINING)
+            _check_options(path, {"model": theirs["model"]}, {"model": _options_of(model)}, _OF_TRAINING)
             _write_saved(path, model, file.load(_value_names(path, file.kinds, _shapes_of(model))))
             return
         plans = theirs.pop(_PLANS, None)
@@ -152,30 +155,31 @@ def load_checkpoint(
     take_choices(path, plans, model)
 
 
-def save_model(path: str | os.PathLike[str], model: MLP) -> None:
+def save_model(path: str | os.PathLike[str], model: Block) -> None:
     """Writes a model to a safetensors file: its parameters' values and its options, for `load_model`.
 
-    If there are FP32 master copies, their values are saved, so that training can continue from the file. Other tools
-    find them as "layer0.weight", "layer0.bias" and so on. An older file is replaced as by `save_checkpoint`. Waits for
-    the GPU.
+    The model is an `lt.MLP`, or made of the package's blocks, which may share weights. If there are FP32 master copies,
+    their values are saved, so that training can continue from the file. Other tools find them as "layer0.weight",
+    "layer0.bias" and so on. An older file is replaced as by `save_checkpoint`. Waits for the GPU.
 
     Raises:
+        ArgumentError: the model has a block that is not of the package; `lt.save` takes such models.
         OperandError: a parameter's data are not the rounding of its master copy, see `Parameter.assign`.
         FileError: the file cannot be written; it is an OSError too. An older file stays unchanged, unless it had been
             replaced and only the flush of the directory failed.
     """
     _check_kinds(path, model)
     model.device.synchronize()
-    values = {}
-    for each in model.parameters():
-        values[each.name] = data = model.device.to_host(each.data)
+    described, values = json.dumps({"format": _FORMAT, "model": _options_of(model)}), {}
+    for name, each in named_parameters(model).items():
+        values[name] = data = model.device.to_host(each.data)
         if each.master is not None:
-            values[each.name] = master = model.device.to_host(each.master)
-            check_rounding(each.name, data, master)
-    checkpoint_file.write(path, values, json.dumps({"format": _FORMAT, "model": _options_of(model)}))
+            values[name] = master = model.device.to_host(each.master)
+            check_rounding(name, data, master)
+    checkpoint_file.write(path, values, described)
 
 
-def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
+def load_model(path: str | os.PathLike[str], device: object = "auto") -> Any:
     """Makes the model of a file that `save_model` or `save_checkpoint` has written.
 
     The file's digest is checked as by `load_checkpoint`. The model is made only after the file has been found to hold
@@ -195,22 +199,27 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     place = parse_device(device)
     with checkpoint_file.reading(path) as file:
-        options = _description_of(path, file.text)["model"]
-        # The file's arrays are compared with its `dims` before a model is made, in case the file claims huge sizes.
-        names = _value_names(path, file.kinds, _shapes(path, options, file.kinds))
+        described = _description_of(path, file.text)["model"]
         # twice the size of the arrays: a model has values and gradients
-        file.require_memory(2 * sum(checkpoint_file.size_of(file.kinds[name]) for name in names))
+        file.require_memory(2 * sum(map(checkpoint_file.size_of, _values_in(file.kinds))))
+
+        def check_mlp(options: Mapping[str, Any], kinds: Kinds) -> None:
+            """Compares a file's arrays with the `dims` of an MLP, in case the file claims huge sizes."""
+            _value_names(path, kinds, _shapes(path, options, kinds))
+
         try:
-            model = MLP(**options, device="cpu" if place is None else place)
-        except (ArgumentError, OperandError, TypeError, RecursionError) as error:
+            model = make({"block": "MLP", **described}, file.kinds, "cpu" if place is None else place, check_mlp)
+        except CheckpointError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
-        # compares again with the model itself, including which layers have a bias
-        _value_names(path, file.kinds, _shapes_of(model))
+        # compares the file with the model itself, including which layers have a bias
+        names = _value_names(path, file.kinds, _shapes_of(model))
         _fill(path, file, model, names)
     return model
 
 
-def _fill(path: str | os.PathLike[str], file: checkpoint_file.OpenFile, model: MLP, names: Collection[str]) -> None:
+def _fill(path: str | os.PathLike[str], file: checkpoint_file.OpenFile, model: Block, names: Collection[str]) -> None:
     """Reads the named arrays of a file into a new model; raises `CheckpointError` if the model's type is too small."""
     writer = _Writer(model, names)
     file.scan(writer.write)
@@ -225,9 +234,9 @@ class _Writer:
         fault: the first finite number that the model's type does not hold, in words; empty if there is none.
     """
 
-    def __init__(self, model: MLP, names: Collection[str]) -> None:
+    def __init__(self, model: Block, names: Collection[str]) -> None:
         self.fault = ""
-        parameters, ordinal = {each.name: each for each in model.parameters()}, model.device.ordinal
+        parameters, ordinal = named_parameters(model), model.device.ordinal
         self._parameters = {name: parameters[name.removesuffix(MASTER)] for name in names}
         self._stream = 0 if ordinal is None else CUPY.current_stream(ordinal)
 
@@ -250,10 +259,10 @@ class _Writer:
 
 def _check_kinds(path: object, model: object) -> None:
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
-    check_instance("model", model, MLP, "an lt.MLP")
+    check_instance("model", model, Block, "an lt.MLP or another lt.Block")
 
 
-def _arrays(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
+def _arrays(model: Block, optimizer: Optimizer) -> dict[str, Any]:
     """All arrays that training changes, by their names in a checkpoint."""
     known = {id(parameter) for parameter in model.parameters()}
     for parameter in optimizer.parameters:
@@ -266,7 +275,7 @@ def _arrays(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _description(model: MLP, optimizer: Optimizer) -> dict[str, Any]:
+def _description(model: Block, optimizer: Optimizer) -> dict[str, Any]:
     """The options that must be equal to continue training, as the values that JSON makes of them."""
     scaler = optimizer.scaler
     described = {
@@ -344,7 +353,7 @@ def check_values(
             raise CheckpointError(f"{complaint}: {found}")
 
 
-def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP, optimizer: Optimizer) -> None:
+def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: Block, optimizer: Optimizer) -> None:
     bounds = {_STATE.get(name, name): each for name, each in state_ranges(optimizer).items()}
     if optimizer.grad_norm is not None:
         bounds[_GRAD_NORM] = 0.0, math.inf
@@ -404,10 +413,9 @@ def differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, s
         yield name, shown(theirs), shown(ours)
 
 
-def _options_of(model: MLP) -> dict[str, Any]:
-    """The options of a model; `master_weights` is also true if an optimizer has made the master copies."""
-    has_masters = model.dtype is not DType.BFLOAT16 or any(each.master is not None for each in model.parameters())
-    return {**model.options, "master_weights": has_masters}
+def _options_of(model: Block) -> Any:
+    """The options of an MLP, or the description of another model."""
+    return options_of(model) if isinstance(model, MLP) else plain(describe(model))
 
 
 def description_of(path: str | os.PathLike[str], text: str, version: int) -> dict[str, Any]:
@@ -436,7 +444,8 @@ def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
     description = description_of(path, text, _FORMAT)
     if not isinstance(description.get("model"), dict):
         raise of_others(path)
-    return {**description, "model": {**_DEFAULTS, **description["model"]}}
+    is_mlp = "block" not in description["model"]
+    return {**description, "model": {**(_DEFAULTS if is_mlp else {}), **description["model"]}}
 
 
 def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -458,7 +467,14 @@ def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str
     return [name + MASTER if name + MASTER in kinds else name for name in shapes]
 
 
-def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
+def _values_in(kinds: Kinds) -> Iterator[Kind]:
+    """The arrays that may be the most accurate values of parameters."""
+    for name, kind in kinds.items():
+        if name.rpartition(".")[2] not in _MOMENTS and name + MASTER not in kinds:
+            yield kind
+
+
+def _write_saved(path: str | os.PathLike[str], model: Block, values: Mapping[str, NDArray[Any]]) -> None:
     """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
 
     Raises:
@@ -466,14 +482,14 @@ def _write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, 
     """
     found = {name.removesuffix(MASTER): array for name, array in values.items()}
     try:
-        assigned = [(each, values_for(each, each.name, found[each.name])) for each in model.parameters()]
+        assigned = [(each, values_for(each, name, found[name])) for name, each in named_parameters(model).items()]
     except ArgumentError as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
     write_values(assigned)
 
 
-def _shapes_of(model: MLP) -> dict[str, tuple[int, ...]]:
-    return {each.name: tuple(each.data.shape) for each in model.parameters()}
+def _shapes_of(model: Block) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(each.data.shape) for name, each in named_parameters(model).items()}
 
 
 def _shapes(path: str | os.PathLike[str], options: Mapping[str, Any], kinds: Kinds) -> dict[str, tuple[int, ...]]:

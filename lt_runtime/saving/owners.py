@@ -18,6 +18,7 @@ from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.optimizer import AdamW, Optimizer, state_arrays, state_ranges
 from lt_runtime.problem import Activation
 from lt_runtime.saving.checkpoints import MASTER, options_of_all_groups, plain
+from lt_runtime.saving.descriptions import named_parameters
 from lt_runtime.schedules import Schedule, Table
 from lt_runtime.training.averages import EMA
 from lt_runtime.training.step import TrainStep
@@ -60,7 +61,7 @@ def state_of(owners: Mapping[str, Any]) -> State:
             raise ArgumentError(f"{shown(keyword)} is no keyword for an object to save; take another, such as 'model'")
         parts: tuple[Mapping[str, Any], ...]
         if isinstance(each, Block):
-            parameters = _by_name(each)
+            parameters = named_parameters(each)
             parts = _arrays(parameters), _options_of_model(each)
             for name, parameter in parameters.items():
                 named.setdefault(id(parameter), (keyword, name))
@@ -68,7 +69,7 @@ def state_of(owners: Mapping[str, Any]) -> State:
             names = state.names[keyword] = _names(keyword, each.parameters, named)
             parts = state_arrays(each, names), _options_of_optimizer(each, names), state_ranges(each, names)
         elif isinstance(each, EMA):
-            averages = dict(zip(_by_name(each.model), each.averages.values(), strict=True))
+            averages = dict(zip(named_parameters(each.model), each.averages.values(), strict=True))
             parts = averages, {"kind": "EMA", "decay": each.decay}
         elif isinstance(each, TrainStep):
             options = {name: getattr(each, name) for name in ("loss", "batch_size", "accumulate")}
@@ -119,11 +120,6 @@ def settings_of(
             has_none = value is None and setting == "weight_decay"
             made.append((parameter, setting, None if has_none else not_negative(f"{name}.{setting}", value)))
     return made
-
-
-def _by_name(model: Block) -> dict[str, Parameter]:
-    """The parameters of a model, by their names within it."""
-    return {each.name[_start(model) :]: each for each in model.parameters()}
 
 
 def _start(model: Block) -> int:

@@ -20,6 +20,7 @@ from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, read
 from lt_runtime.arrays.transfer import fetch, replace_all
 from lt_runtime.errors import ArgumentError, CheckpointError
 from lt_runtime.files import parse_json
+from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.saving import checkpoint_file
@@ -35,7 +36,9 @@ from lt_runtime.saving.checkpoints import (
     refuse_differences,
 )
 from lt_runtime.saving.owners import PLAIN, State, settings_of, state_of
+from lt_runtime.saving.plan_choices import choices_of, take_choices
 from lt_runtime.schedules import Table
+from lt_runtime.training.step import TrainStep
 
 _SETTINGS: Final = ("lr", "lr_scale", "schedule", "weight_decay")
 """Options that `settings="file"` takes from the file."""
@@ -47,7 +50,7 @@ def save(path: str | os.PathLike[str], **owners: Any) -> None:
 
     The file holds all values that training changes, by name, the options that decide how training goes on. An array
     that is found several times is written once. The file has a digest and is replaced in one step, as by
-    `save_checkpoint`, but has no plan choices. Waits for the GPU::
+    `save_checkpoint`, and has the plan choices of the models' steps. Waits for the GPU::
 
         lt.save("run.safetensors", model=net, head=optimizer, ema=ema, epoch=3)
         epoch = lt.load("run.safetensors", model=net, head=optimizer, ema=ema)["epoch"]
@@ -78,7 +81,9 @@ def save(path: str | os.PathLike[str], **owners: Any) -> None:
         if isinstance(each, Optimizer) and isinstance(each.schedule, Table):
             host[f"{keyword}/schedule"] = np.array(each.schedule.values, np.float32)
     shared = {key: first for key, first in firsts.items() if key != first}
+    plans = [text for text in map(choices_of, _models(objects)) if text is not None]
     described = {"format": STATE_FORMAT, "options": state.options, "shared": shared, "values": plain(values)}
+    described |= {"plans": plans} if plans else {}
     try:
         text = json.dumps(described)
         parse_json(text.encode())
@@ -125,7 +130,7 @@ def load(
     state, operands, firsts = _read(owners)
     like = {key: Kind(operand.dtype, operand.shape) for key, (operand, _) in operands.items()}
     with checkpoint_file.reading(path) as file:
-        options, shared, values = _described(path, file.text)
+        options, shared, values, plans = _described(path, file.text)
         _check_options(path, options, state.options, {*owners}, kept | taken)
         sources = _sources(path, file.kinds, shared, {*map(_keyword, options)}, owners)
         for key in (f"{keyword}/schedule" for keyword in state.names):
@@ -146,7 +151,16 @@ def load(
     replace_all([(operand, saved[key], stream) for key, (operand, stream) in operands.items() if firsts[key] == key])
     for assignment in made:
         setattr(*assignment)
+    for model in _models(owners):
+        for text in plans:
+            take_choices(path, text, model)
     return values
+
+
+def _models(owners: Mapping[str, Any]) -> list[Block]:
+    """The models among objects, and those of their steps, each once."""
+    models = (each.model if isinstance(each, TrainStep) else each for each in owners.values())
+    return [*dict.fromkeys(each for each in models if isinstance(each, Block))]
 
 
 def _read(owners: Mapping[str, Any]) -> tuple[State, dict[str, tuple[Operand, int]], dict[str, str]]:
@@ -184,11 +198,14 @@ def _check(complaint: str, arrays: Mapping[str, NDArray[Any]], state: State) -> 
 
 def _described(
     path: str | os.PathLike[str], text: str
-) -> tuple[dict[str, Any], dict[str, str], dict[str, int | float | str]]:
-    """A file's options by key, the first keys of shared arrays, and the plain values."""
+) -> tuple[dict[str, Any], dict[str, str], dict[str, int | float | str], list[Any]]:
+    """A file's options by key, the first keys of shared arrays, the plain values, and the texts of plan choices."""
     described = description_of(path, text, STATE_FORMAT)
     options, shared, values = (described.get(name) for name in ("options", "shared", "values"))
-    if not (isinstance(options, dict) and isinstance(shared, dict) and isinstance(values, dict)):
+    plans = described.get("plans", [])
+    if not (
+        isinstance(plans, list) and isinstance(options, dict) and isinstance(shared, dict) and isinstance(values, dict)
+    ):
         raise of_others(path)
     try:
         values = {key: float(each["float"]) if isinstance(each, dict) else each for key, each in values.items()}
@@ -196,7 +213,7 @@ def _described(
         raise of_others(path) from error
     if not all(isinstance(each, (int, float, str)) for each in (*values.values(), *shared.values())):
         raise of_others(path)
-    return options, shared, values
+    return options, shared, values, plans
 
 
 def _check_options(

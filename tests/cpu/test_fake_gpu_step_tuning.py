@@ -179,7 +179,7 @@ def test_a_narrow_mlp_is_measured_as_a_whole_once_its_layers_are_known(process: 
     dims = (16, 16, 16)
     with process() as gpu:
         model = gpu.lt.MLP(dims, "gelu", dtype="bfloat16", device="cuda")
-        chain = own("saving.plan_choices").chain_of(model, ROWS)
+        (chain,) = model.rehearse(ROWS)
         is_measured = own("ops.first_use").is_measured
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(own("tuner.chain"), "supports", lambda *_: False)
@@ -430,34 +430,30 @@ def test_plan_choices_of_other_models_stay_where_they_are(process: Process, tmp_
         assert "plans" not in content(tmp_path / "run")[0]
 
 
-def test_a_checkpoint_brings_no_plans_of_other_models(process: Process, tmp_path: Path) -> None:
+def test_a_file_of_any_model_takes_the_plan_choices_to_an_empty_cache(process: Process, tmp_path: Path) -> None:
     with process() as gpu:
-        run = Run(gpu, (8, 3))
-        run.train()
-        gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        described, values = content(tmp_path / "run")
-        plans = own("store.document").Document.parse(described["plans"].encode())
-        expected = plans.raw.keys() | set()
-        Run(gpu, (16, 5)).train()
-        plans.absorb(own("store.document").Document(plans.fingerprint, entries(gpu)))
-        assert expected < plans.raw.keys()
-        own("saving.checkpoint_file").write(
-            tmp_path / "run", values, json.dumps(described | {"plans": plans.render().decode()})
-        )
+        model = _own_block(gpu.lt)
+        step, optimizer = _trained(gpu, model)
+        gpu.lt.save(tmp_path / "run", step=step, opt=optimizer)
+        chosen = choices(gpu)
     with process("elsewhere") as gpu:
-        run = Run(gpu, (8, 3))
-        gpu.lt.load_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        assert entries(gpu).keys() == expected
+        model = _own_block(gpu.lt)
+        gpu.lt.load(tmp_path / "run", opt=gpu.lt.AdamW(model.parameters(), lr=1e-2), step=_step_of(gpu, model))
+        brought = choices(gpu)
+        _trained(gpu, model)
+        assert TUNER not in sys.modules
+        assert unmeasured(tmp_path) == []
+        assert choices(gpu) == {key: chosen[key] for key in brought}
 
 
 def test_of_many_sizes_of_batch_the_latest_are_taken_along(
     process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with process() as gpu:
+        monkeypatch.setattr(own("nn.block"), "_MOST_SIZES", 2)
         run = Run(gpu, (8, 3))
         for rows in (5, 6, 7):
             run.train(rows, steps=1)
-        monkeypatch.setattr(own("saving.plan_choices"), "_MOST_SIZES", 2)
         gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
         # Removes escapes: keys are JSON strings within JSON.
         plans = content(tmp_path / "run")[0]["plans"].replace("\\", "")
@@ -500,7 +496,7 @@ def _own_block(lt: Any) -> Any:
     return lt.Chain(first, Own(), lt.Residual(lt.SwiGLU(8, 12, seed=5, device="cuda")), last)
 
 
-def _trained(gpu: FakeGpu, model: Any, steps: int = 2, **options: Any) -> tuple[Any, Any]:
+def _step_of(gpu: FakeGpu, model: Any, **options: Any) -> Any:
     lt, factor = gpu.lt, gpu.cp.asarray(np.ones((3, 3), np.float32))
 
     def loss(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
@@ -508,7 +504,12 @@ def _trained(gpu: FakeGpu, model: Any, steps: int = 2, **options: Any) -> tuple[
 
     step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss=loss, **options)
     gpu.streams.synchronize_all()
-    for _ in range(steps):
+    return step
+
+
+def _trained(gpu: FakeGpu, model: Any, **options: Any) -> tuple[Any, Any]:
+    step = _step_of(gpu, model, **options)
+    for _ in range(2):
         step(*(gpu.cp.asarray(np.ones((ROWS, n), np.float32)) for n in (8, 3)))
         gpu.synchronize_all()
     return step, step.optimizer

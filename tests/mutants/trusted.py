@@ -178,11 +178,6 @@ FAULTS: Final[Table] = {
             "if key}",
             f"{_TUNED_STEPS}::test_what_is_measured_here_is_not_taken_from_a_checkpoint",
         ),
-        "a checkpoint brings plans of other models": (
-            "lacking.keys() & _keys(model, sizes, device, store)",
-            "{*lacking}",
-            f"{_TUNED_STEPS}::test_a_checkpoint_brings_no_plans_of_other_models",
-        ),
         "a checkpoint has no algorithms of products": (
             "                yield from _products(problem, device)\n",
             "                pass\n",

@@ -318,3 +318,125 @@ def test_holes_are_no_memory(tmp_path: Path, dims: list[int], huge: str, message
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + 4 * side * side)
     refused(path, message)
+
+
+# Tests of models that are made of blocks.
+
+CPU: dict[str, Any] = {"device": "cpu"}
+
+
+def _tied() -> lt.Block:
+    first = lt.Linear(6, 8, activation=lt.Activation("leaky_relu", 0.3), dropout=0.25, seed=1, **CPU)
+    again = lt.Linear(6, 8, weight=first.weight, bias=False, activation="gelu", seed=2)
+    return lt.Chain(first, lt.Linear(8, 6, weight=first.weight.T, seed=3), again)
+
+
+def _stack(**options: Any) -> lt.Block:
+    gated = lt.SwiGLU(8, 12, dropout=0.25, seed=4, bias=True, **options, **CPU)
+    norm = lt.LayerNorm(8, eps=1e-3, bias=False, **options, **CPU)
+    mlp = lt.MLP([8, 5, 8], ["tanh", "none"], dropout=[0.25, 0], bias=[True, False], seed=6, **options, **CPU)
+    blocks = (lt.Residual(lt.Chain(lt.RMSNorm(8, **options, **CPU), gated)), lt.Dropout(0.5, seed=5), norm, mlp)
+    return lt.Chain(lt.Linear(6, 8, seed=7, **options, **CPU), *blocks)
+
+
+def _towers() -> lt.Block:
+    first, second = lt.Linear(6, 4, seed=1, compute="tf32", **CPU), lt.Gated(6, 3, seed=2, activation="tanh", **CPU)
+    return lt.Chain(
+        lt.Parallel(first, second, first, split=False), lt.LayerNorm(14, **CPU), lt.GEGLU(14, 3, seed=3, **CPU)
+    )
+
+
+MODELS: dict[str, Callable[[], lt.Block]] = {
+    "tied": _tied,
+    "stack": _stack,
+    "stack of 16-bit": lambda: _stack(dtype="bfloat16"),
+    "no masters": lambda: lt.Linear(6, 3, seed=1, dtype="bfloat16", master_weights=False, **CPU),
+    "a block twice": _towers,
+    "sum": lambda: lt.Parallel(lt.RMSNorm(6, **CPU), lt.ReGLU(6, 4, seed=1, **CPU), join="sum", split=False),
+}
+
+
+def _outputs(model: Any) -> bytes:
+    """Outputs in training, with dropout."""
+    outputs: bytes = model.forward(X.astype(model.dtype.numpy), lt.Pass(3)).tobytes()
+    return outputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_blocks_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
+    path, model = tmp_path / "model", MODELS[name]()
+    for each in model.parameters():
+        each.assign(np.random.default_rng(8).standard_normal(each.data.shape))
+    lt.save_model(path, model)
+    again = lt.load_model(path, device="cpu")
+    assert_same(values_of(again), values_of(model))  # also the names, and so what is shared
+    assert _outputs(again) == _outputs(model)
+    lt.save(tmp_path / "state", model=model)
+    lt.load(tmp_path / "state", model=again)  # all options are the same
+    target = X[:, : model.outputs].astype(model.dtype.numpy)
+    runs = [(each, lt.AdamW(each.parameters(), lr=1e-2)) for each in (model, again, MODELS[name]())]
+    steps = [lt.TrainStep(*run, loss=_square) for run in runs]
+    for step in steps[:2]:
+        step(X.astype(model.dtype.numpy), target)
+    assert_same(values_of(again), values_of(model))
+    lt.save_checkpoint(path, *runs[0])
+    lt.load_checkpoint(path, *runs[2])
+    assert_same(values_of(lt.load_model(path, device="cpu")), values_of(model))
+    for step in (steps[0], steps[2]):
+        step(X.astype(model.dtype.numpy), target)
+    assert_same(values_of(runs[2][0]), values_of(model))
+
+
+def _square(outputs: Array, target: Array, gradient: Array, stream: None) -> Array:
+    gradient[...] = outputs
+    return np.square(outputs.astype(np.float32)).mean()  # type: ignore[no-any-return]
+
+
+class Own(lt.Linear):
+    """A block of the caller's own."""
+
+
+def test_models_that_no_file_describes(tmp_path: Path) -> None:
+    gated, linear = lt.SwiGLU(6, 3, **CPU), lt.Linear(6, 6, **CPU)
+    gated.up.weight = linear.weight
+    for model, complaint in (
+        (
+            lt.Chain(linear, lt.Residual(Own(6, 6, **CPU))),
+            r"^1.inner \(Own\) is no block of the package.*lt.save, make",
+        ),
+        (Own(6, 6, **CPU), r"^the model \(Own\) is no block"),
+        (lt.Chain(linear, gated), r"^1 \(SwiGLU\) shares a parameter that its constructor does not take"),
+        (lt.Linear(6, 3, weight=lt.Linear(3, 6, **CPU).weight.T), r"^the model \(Linear\) shares a parameter"),
+    ):
+        with pytest.raises(ArgumentError, match=complaint):
+            lt.save_model(tmp_path / "model", model)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda arrays, _: arrays.pop("0.weight"), "describes no model: '0.weight'"),
+        (lambda arrays, _: arrays.pop("1.inner.1.down.weight"), "has no 1.inner.1.down.weight"),
+        (
+            lambda arrays, _: arrays.update({"9.weight": np.ones(2, np.float32)}),
+            "has 9.weight, which there is not here",
+        ),
+        (lambda arrays, _: arrays.update({"1.inner.1.up.weight": np.ones((4, 8), np.float32)}), "here its shape is"),
+        (lambda arrays, _: arrays.update({"0.weight": np.ones((8, 0), np.float32)}), "no model: inputs is 0"),
+        (lambda _, options: options["parts"]["4"].update(dims=[8, 10**9, 8]), "layer0.* here its shape is"),
+        (lambda _, options: options["parts"]["0"].update(block="Pass"), "describes no model: 'Pass'"),
+        (lambda _, options: options["parts"].update({"0": "7."}), "describes no model: '7.'"),
+        (lambda _, options: options["parts"].update({"0": 7}), "describes no model"),
+        (lambda _, options: options["parts"]["0"].update(inputs=10**12), "describes no model: .*inputs"),
+        (lambda _, options: options["parts"]["0"].update(weight="1.weight"), "describes no model: '1.weight'"),
+        (lambda _, options: options["parts"].pop("0"), "has no [0-9]"),
+        (lambda _, options: options.pop("parts"), "describes no model: 'parts'"),
+    ],
+    ids=range(13),
+)
+def test_forged_models_of_blocks(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "model"
+    lt.save_model(path, _stack())
+    forge(path, change)
+    refused(path, message)
