@@ -26,11 +26,11 @@ namespace lt {
 constexpr bool kShort = ALIGNED && sizeof(SCALAR) == 2, kAhead = kShort && !LONG;
 constexpr int kOctets = kShort && LONG ? 4 : 2;  // octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same
 constexpr int kSums = 1 + MEAN;  // numbers that are summed up for each row; gradients that are summed up for each column
-// Launch bounds: blocks that a multiprocessor shall hold. A thread of norm_bwd has 128 registers. A thread of norm_fwd has 40 in
-// small blocks of aligned 16-bit numbers, 48 if it holds a bias besides, 64 if weights are FP32 or blocks or numbers are larger,
-// and all that it needs if rows are long or not aligned.
+// Launch bounds: blocks that a multiprocessor shall hold. A thread of norm_bwd has 128 registers. A thread of norm_fwd has 32 in
+// small blocks of aligned 16-bit numbers, 40 in LayerNorm, 64 if weights are FP32 or blocks or numbers are larger, and all that it
+// needs if rows are long or not aligned.
 constexpr bool kDense = kAhead && sizeof(WEIGHT) == 2 && FORWARD_THREADS == 256;
-constexpr int kForwardThreads = kDense ? (MEAN ? 1280 : 1536) : ALIGNED ? 1024 : 512;
+constexpr int kForwardThreads = kDense ? (MEAN ? 1536 : 2048) : ALIGNED ? 1024 : 512;
 constexpr int kForwardBlocks = LONG ? 1 : kForwardThreads / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
 
 #if LONG
@@ -100,6 +100,7 @@ struct Place {
   static __device__ Index width() { return static_cast<Index>(kOctets * kOctet) * blockDim.x; }  // columns of a part
   static __device__ Index last(int64 cols) { return LONG ? (cols - 1) / width() : 0; }           // last part of a row
   __device__ Index col(int k) const { return first + static_cast<Index>(k * kOctet) * blockDim.x; }
+  __device__ Index first_of_warp() const { return first - static_cast<Index>(threadIdx.x % kWarp * kOctet); }
   __device__ int count(int k) const { return octet_count(col(k), cols); }
 
   // Calls `use(k)` for each octet that has elements.
@@ -143,10 +144,18 @@ struct Held {
   __device__ Octet operator[](int k) const { return unpack(raw[k]); }
 };
 
-// Octets of a row of x and of another matrix, and the row's statistics in backward.
-struct Row {
-  Held<SCALAR> x, other;
+struct Statistics {
   float mean, rstd;
+
+  __device__ void load(const NormBwdParams& p, const Place& at) {
+    mean = MEAN && at.cols ? p.mean[at.row] : 0.0f;
+    rstd = at.cols ? p.rstd[at.row] : 0.0f;
+  }
+};
+
+// Octets of a row of x and of another matrix, and the row's statistics in backward.
+struct Row : Statistics {
+  Held<SCALAR> x, other;
 
   __device__ void load(const NormFwdParams& p, const Place& at) {
     x.load(p.x, at);
@@ -155,30 +164,104 @@ struct Row {
   __device__ void load(const NormBwdParams& p, const Place& at) {
     x.load(p.x, at);
     other.load(p.dy, at);
-    mean = MEAN && at.cols ? p.mean[at.row] : 0.0f;
-    rstd = at.cols ? p.rstd[at.row] : 0.0f;
+    Statistics::load(p, at);
   }
 };
 
-// Adds up numbers over the threads of a row; all get the sums. `turn` alternates between two halves of the shared memory, so that
-// one barrier suffices: a warp may write its next numbers while another warp still reads these.
+// The next row of x and dy on its way to shared memory. A thread copies the octets that it will read, so that no thread waits
+// for another.
+struct Ahead : Statistics {
+  Packed<SCALAR>* const own;
+  const int threads;
+  int slot = 0;  // of the row that was begun before the latest
+
+  __device__ explicit Ahead(float4* memory)
+      : own(reinterpret_cast<Packed<SCALAR>*>(memory) + threadIdx.y * blockDim.x + threadIdx.x),
+        threads(static_cast<int>(blockDim.x * blockDim.y)) {}
+
+  __device__ Packed<SCALAR>& octet(int operand, int k) const { return own[((2 * slot + operand) * kOctets + k) * threads]; }
+  __device__ void copy(const Matrix& m, int operand, const Place& at) const {
+    const SCALAR* const data = element<SCALAR>(m, at.row, 0);
+    at.each([&](int k) { copy_async(&octet(operand, k), at.element(data, 1, k)); });
+  }
+  __device__ void begin(const NormBwdParams& p, const Place& at) {
+    copy(p.x, 0, at);
+    copy(p.dy, 1, at);
+    end_copies();
+    slot ^= 1;
+    load(p, at);
+  }
+  // Waits for the row that was begun before the latest.
+  __device__ void take(Row& row) const {
+    wait_for_copies<1>();
+#pragma unroll
+    for (int k = 0; k < kOctets; ++k) row.x.raw[k] = octet(0, k), row.other.raw[k] = octet(1, k);
+  }
+};
+
+// Adds up numbers over those threads of a row that are in the calling thread's warp; all of them get the sums.
 template <int kCount>
+__device__ inline void sum_over_warp(float (&values)[kCount]) {
+#pragma unroll
+  for (float& value : values) {
+#pragma unroll
+    for (uint32 step = kWarp / 2; step > 0; step /= 2) {
+      // No branch around the shuffle, because it took longer than the shuffle.
+      const float other = __shfl_xor_sync(0xFFFFFFFF, value, step);
+      if (step < blockDim.x) value += other;
+    }
+  }
+}
+
+// Adds up numbers over all threads of a row, in a block of at most `kThreads`. `turn` alternates between two halves of the shared
+// memory, so that one barrier suffices: a warp may write its next numbers while another warp still reads these.
+template <int kThreads, int kCount>
 __device__ inline void sum_over_row(float (&values)[kCount], uint32& turn) {
-  __shared__ float scratch[2][kSums][kMaxWarps];
-  const uint32 lanes = blockDim.x, first = threadIdx.y * lanes / kWarp;
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ float scratch[2][kCount][kWarps];
+  sum_over_warp(values);
+  if (blockDim.x <= kWarp) return;
+  const int warps = static_cast<int>(blockDim.x / kWarp), first = static_cast<int>(threadIdx.y) * warps;
   turn ^= 1;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-#pragma unroll
-    for (uint32 step = kWarp / 2; step > 0; step /= 2) {
-      if (step < lanes) values[j] += __shfl_xor_sync(0xFFFFFFFF, values[j], step);
-    }
-    if (threadIdx.x % kWarp == 0 && lanes > kWarp) scratch[turn][j][first + threadIdx.x / kWarp] = values[j];
+    if (threadIdx.x % kWarp == 0) scratch[turn][j][first + threadIdx.x / kWarp] = values[j];
+    values[j] = 0.0f;
   }
-  if (lanes <= kWarp) return;
   __syncthreads();
+  // As many reads as a block may have warps, so that all are under way at once.
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) values[j] = sum_column(&scratch[turn][j][first], 1, static_cast<int>(lanes / kWarp));
+  for (int i = 0; i < kWarps; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (i < warps) values[j] += scratch[turn][j][first + i];
+    }
+  }
+}
+
+// Adds up sums of squares and of differences to `shift` over all threads of a row of LayerNorm. Each warp comes with a shift of its
+// own, so that it needs no barrier before; all leave with that of the row's first warp.
+template <int kThreads>
+__device__ inline void merge_over_row(float (&sums)[kSums], float& shift, Index cols) {
+  constexpr Index kHeld = kWarp * kOctet;
+  __shared__ float scratch[kSums + 1][kThreads / kWarp];
+  sum_over_warp(sums);
+  if (blockDim.x <= kWarp) return;
+  const uint32 lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, first = threadIdx.y * warps;
+  if (lane == 0) {
+    const uint32 warp = first + threadIdx.x / kWarp;
+    scratch[0][warp] = sums[0], scratch[MEAN][warp] = sums[MEAN], scratch[kSums][warp] = shift;
+  }
+  // Each lane moves the sums of one warp, which has `columns` columns of the row.
+  const Index width = static_cast<Index>(blockDim.x) * kOctet, rest = cols % width - static_cast<Index>(lane) * kHeld;
+  const float columns = static_cast<float>(cols / width * kHeld + (rest < 0 ? 0 : rest < kHeld ? rest : kHeld));
+  __syncthreads();
+  shift = scratch[kSums][first];
+  const uint32 warp = lane < warps ? first + lane : first;
+  const float squares = scratch[0][warp], differences = scratch[MEAN][warp], move = scratch[kSums][warp] - shift;
+  sums[0] = lane < warps ? squares + move * (2.0f * differences + columns * move) : 0.0f;
+  sums[MEAN] = lane < warps ? differences + columns * move : 0.0f;
+  sum_over_warp(sums);
 }
 
 }  // namespace lt
@@ -187,13 +270,13 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
   using namespace lt;
   const int64 row = static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y;
   const Index last = Place::last(p.cols);
-  const float n = static_cast<float>(p.cols);
-  // The variance is computed from differences to the mean of the columns that are read first, so that no digits cancel.
-  float shift = 0.0f, sums[kSums] = {};
+  const float share = 1.0f / static_cast<float>(p.cols);
   uint32 turn = 0;
+  float sums[kSums] = {};
   Row now;
-  Held<WEIGHT> weight, bias;
   wait_for_predecessor();
+  // The variance is computed from differences to the mean of the octets that a warp reads first, so that no digits cancel.
+  float shift = 0.0f;
 #pragma unroll 1
   for (Index part = 0; part <= last; ++part) {
     const Place at(p, row, part);
@@ -205,17 +288,14 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
       now.x.raw[k] = pack<SCALAR>(total);
       at.store(p.total, k, total);
     });
-    // The weight is on its way while threads wait for each other's sums.
-    if (kAhead) weight.load(p.weight, 1, at);
-    if (MEAN && part == 0) {
+    if (MEAN && part == 0 && at.first_of_warp() < at.cols) {
       float first[1] = {};
-      at.each([&](int k) {
-        const Octet octet = now.x[k];
+      const Octet octet = now.x[0];
 #pragma unroll
-        for (const float& each : octet.v) first[0] += each;
-      });
-      sum_over_row(first, turn);
-      shift = first[0] / (last ? static_cast<float>(Place::width()) : n);
+      for (const float& each : octet.v) first[0] += each;
+      sum_over_warp(first);
+      const Index most = kOctet * static_cast<Index>(blockDim.x < kWarp ? blockDim.x : kWarp), rest = at.cols - at.first_of_warp();
+      shift = first[0] / static_cast<float>(rest < most ? rest : most);
     }
     at.each([&](int k) {
       const Octet octet = now.x[k];
@@ -228,8 +308,12 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
       }
     });
   }
-  sum_over_row(sums, turn);
-  const float offset = MEAN ? sums[MEAN] / n : 0.0f, mean = shift + offset, variance = sums[0] / n - offset * offset;
+  if (MEAN) {
+    merge_over_row<FORWARD_THREADS>(sums, shift, static_cast<Index>(p.cols));
+  } else {
+    sum_over_row<FORWARD_THREADS>(sums, turn);
+  }
+  const float offset = MEAN ? sums[MEAN] * share : 0.0f, mean = shift + offset, variance = sums[0] * share - offset * offset;
   const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
   if (threadIdx.x == 0 && row < p.rows) {
     if (MEAN) p.mean[row] = mean;
@@ -239,13 +323,12 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
   for (Index part = last; part >= 0; --part) {
     const Place at(p, row, part);
     if (part < last) now.x.load(p.add.data ? p.total : p.x, at);
-    if (MEAN && kAhead) bias.load(p.bias, 1, at);
     at.each([&](int k) {
-      const Octet factors = kAhead ? weight[k] : at.load(p.weight, k);
+      const Octet factors = at.load(p.weight, k);
       Octet y = now.x[k];
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) y.v[i] = (y.v[i] - mean) * rstd * factors.v[i];
-      if (MEAN && p.bias) y += kAhead ? bias[k] : at.load(p.bias, k);
+      if (MEAN && p.bias) y += at.load(p.bias, k);
       at.store(p.out, k, y);
     });
   }
@@ -262,18 +345,23 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
   float* const long_sums = p.holds_sums ? &memory->x : partial;
   const int64 own = threadIdx.x * kOctet, own_step = static_cast<int64>(kOctet) * blockDim.x;
   const int64 end = LONG && partial ? kSums * p.pitch : 0;
+  const float share = 1.0f / static_cast<float>(p.cols);
   Octet sums[kSums][kOctets] = {};
   uint32 turn = 0;
-  Row now, next;
+  Row now;
   Held<SCALAR> added;
+  Held<WEIGHT> weights;
+  Ahead ahead(memory);
   wait_for_predecessor();
+  if (kAhead) weights.load(p.weight, 1, Place(p, 0, 0));
   for (int64 at = own; at < end; at += own_step) store_packed(long_sums + at, Packed<float>{});
   int64 row = static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (kAhead) next.load(p, Place(p, row, 0));
+  if (kAhead) ahead.begin(p, Place(p, row, 0));
   for (; row - threadIdx.y < p.rows; row += step) {
     if (kAhead) {
-      now = next;
-      next.load(p, Place(p, row + step, 0));
+      now.mean = ahead.mean, now.rstd = ahead.rstd;
+      ahead.begin(p, Place(p, row + step, 0));
+      ahead.take(now);
     }
     float means[kSums] = {};
 #pragma unroll 1
@@ -282,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
       if (!kAhead) now.load(p, at);
       if (!LONG) added.load(p.add, at);
       at.each([&](int k) {
-        const Octet dy = now.other[k], weight = at.load(p.weight, k);
+        const Octet dy = now.other[k], weight = kAhead ? weights[k] : at.load(p.weight, k);
         Octet terms[2] = {now.x[k], dy};
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
@@ -302,21 +390,21 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
       });
     }
     if (!p.dx.data) continue;
-    sum_over_row(means, turn);
-    const float n = static_cast<float>(p.cols), product = means[0] / n, centre = MEAN ? means[MEAN] / n : 0.0f;
+    sum_over_row<BACKWARD_THREADS>(means, turn);
+    const float scale = -now.rstd * share, slope = scale * now.rstd * means[0], constant = MEAN ? scale * means[MEAN] : 0.0f;
 #pragma unroll 1
     for (Index part = last; part >= 0; --part) {
       const Place at(p, row, part);
       if (part < last) now.load(p, at);
       if (LONG) added.load(p.add, at);
       at.each([&](int k) {
-        const Octet x = now.x[k], weight = at.load(p.weight, k);
+        const Octet x = now.x[k], weight = kAhead ? weights[k] : at.load(p.weight, k);
         Octet dx = now.other[k];
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
-          dx.v[i] = now.rstd * (dx.v[i] * weight.v[i] - centre - (x.v[i] - now.mean) * now.rstd * product);
+          dx.v[i] = now.rstd * (dx.v[i] * weight.v[i]) + (slope * (x.v[i] - now.mean) + constant);
         }
-        dx += added[k];
+        if (p.add.data) dx += added[k];
         at.store(p.dx, k, dx);
       });
     }

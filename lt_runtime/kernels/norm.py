@@ -24,6 +24,8 @@ _LONG_OCTETS: Final = 4
 # of norm.cu let a multiprocessor run at least as many at a time as a wide row's block may have, or a long row's.
 _FORWARD_THREADS: Final = {True: (256, 1024, 512), False: (256, 512, 256)}
 _BACKWARD_THREADS: Final = (256, 512, 512)
+# Rows of shared memory by which norm_bwd loads ahead: the present row and the next, of x and of dy.
+_AHEAD: Final = 4
 # Threads in x and y of a block that adds up partial sums: 32 columns, so that a warp reads whole lines of 128 bytes.
 _SUMS_BLOCK: Final = (4, 64)
 # Bytes of shared memory that norm_bwd uses besides the sums of long rows.
@@ -80,6 +82,7 @@ class _Rows:
     Attributes:
         shape: rows and columns.
         pitch: number of columns, rounded up to a multiple of the columns that a block's threads hold at a time.
+        ahead_bytes: shared memory of a backward pass for rows of x and dy that are loaded ahead.
     """
 
     def __init__(self, norm: Norm, matrices: Matrices, vectors: int, device: int, *, forward: bool) -> None:
@@ -102,6 +105,8 @@ class _Rows:
         self.macros = norm_macros(norm, aligned=aligned, width=width)
         held = lanes * OCTET * octets
         self.pitch = -(-layout.cols // held) * held
+        is_ahead = aligned and width is not Width.LONG and norm.dtype.itemsize == 2
+        self.ahead_bytes = is_ahead * _AHEAD * _OCTETS * VECTOR_BYTES * lanes * rows
 
 
 class NormForwardPass:
@@ -154,7 +159,7 @@ class NormBackwardPass:
         holds = sums and rows.width is Width.LONG and own_bytes <= room
         params = NORM_BWD.params(*map(Matrix.of, matrices), pitch=pitch, holds_sums=holds)
         params.rows, params.cols = rows.shape
-        shared = own_bytes if holds else 0
+        shared = own_bytes if holds else rows.ahead_bytes
         # Without rows only the gradients of weight and bias have elements, and all are 0.
         self._launches = Launches(NORM_BWD, rows.macros, device, rows.tiling, params, shared=shared) if blocks else None
         adding = NORM_SUMS.params(parts=blocks, cols=cols, pitch=pitch, accumulate=accumulate)
