@@ -12,8 +12,7 @@
 // A block has blockDim.y rows at a time, and blockDim.x threads for each row: a power of two up to a warp, or whole warps. A
 // thread has one octet in each 8 · blockDim.x columns. A block of norm_fwd has no later rows: while it waits for its sums, the
 // multiprocessor runs other blocks. A block of norm_bwd goes on to later rows, because it adds up gradients over them. Its
-// threads load their octets of the next row while they compute, if these are aligned 16-bit numbers: there are registers for
-// them.
+// threads copy their octets of the next row to shared memory while they compute, if these are aligned 16-bit numbers.
 //
 // A result may lie where an operand lies, because the thread that writes an element is the only one that reads it. So nothing
 // here may promise the compiler that operands do not overlap or are only read (`__restrict__`, `__ldg`).
@@ -288,14 +287,14 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
       now.x.raw[k] = pack<SCALAR>(total);
       at.store(p.total, k, total);
     });
-    if (MEAN && part == 0 && at.first_of_warp() < at.cols) {
+    if (MEAN && part == 0) {
       float first[1] = {};
       const Octet octet = now.x[0];
 #pragma unroll
       for (const float& each : octet.v) first[0] += each;
       sum_over_warp(first);
       const Index most = kOctet * static_cast<Index>(blockDim.x < kWarp ? blockDim.x : kWarp), rest = at.cols - at.first_of_warp();
-      shift = first[0] / static_cast<float>(rest < most ? rest : most);
+      if (rest > 0) shift = first[0] / static_cast<float>(rest < most ? rest : most);
     }
     at.each([&](int k) {
       const Octet octet = now.x[k];
