@@ -14,6 +14,7 @@ GUIDES: Final = {
     "training": "models and training steps: freezing, averages, losses, the optimizer's options",
     "models": "models of blocks: residual nets, towers, tied weights, blocks and loops of your own",
     "own-loops": "loops and losses of your own: layers, streams, buffers, graphs, raw addresses, cuBLASLt itself",
+    "pytorch": "layers, norms and functions with autograd for PyTorch models",
     "weights": "weights from and for PyTorch, model files, checkpoints, files of any models and optimizers",
     "tuning": "what is measured when, the command line for it, where results are kept, which files are trusted",
     "profiling": "where the time of a step goes",

@@ -59,7 +59,7 @@ Tests under sanitizers take long: at the end, the other processes would be idle.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FIRST.get(f"{item.path.parent.name}/{item.path.name}", 2))
     for item in items:
-        if item.path.parent == Path(__file__).parent / "gpu":
+        if Path(__file__).parent / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if "LT_TEST_EXAMPLES" in os.environ:
             _limit_examples(item, int(os.environ["LT_TEST_EXAMPLES"]))

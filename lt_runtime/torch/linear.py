@@ -11,9 +11,9 @@ import torch
 
 from lt_runtime import reference
 from lt_runtime.errors import OperandError, ShapeError
-from lt_runtime.ops._linear import FORWARD, Layer, LinearContext
+from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
 from lt_runtime.ops.call import perform
-from lt_runtime.ops.linear import linear_bwd, linear_fwd
+from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
 from lt_runtime.torch.operators import (
     Operator,
@@ -76,7 +76,7 @@ class LinearLayers(Operator):
         if not operands[0].is_cuda:
             return super().eager(operands, options, training=training)
         try:
-            return (_OnGpu.apply(options, *operands) if training else _infer(options, *operands),)
+            return (_apply_on_gpu(options, *operands) if training else _infer(options, *operands),)
         except OperandError:  # the package has other names for the operands
             self.check(operands, (*options, training))
             raise
@@ -181,19 +181,10 @@ class _OnGpu(torch.autograd.Function):
         y, last, compute = as_rows(x), len(options[0]) - 1, compute_of(x.dtype)
         kept, ctx.layers = [x if last or ctx.needs_input_grad[4] else None, key], []
         for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
-            weight, bias = parameters[2 * i], parameters[2 * i + 1]
-            y, context = linear_fwd(
-                y,
-                weight,
-                bias,
-                activation=activation,
-                negative_slope=slope,
-                dropout=p,
-                rng=masks_of(p, i, key),
-                compute=compute,
-                add=add if i == last else None,
-            )
-            kept += weight, context.saved, None if i == last else y
+            arrays = y, parameters[2 * i], parameters[2 * i + 1], None, None, add if i == last else None
+            call = (activation, slope, p, compute, False, True), (masks_of(p, i, key) if p else None, None), None
+            y, context = perform(FORWARD, arrays, *call)
+            kept += parameters[2 * i], context.saved, None if i == last else y
             ctx.layers.append(context.layer)
         ctx.save_for_backward(*kept)
         return y
@@ -202,36 +193,40 @@ class _OnGpu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         """The gradients of x, `add` and the parameters."""
         check_first_derivative("linear")
-        x, key, *kept = ctx.saved_tensors
-        needs, layers, contexts, last = ctx.needs_input_grad, ctx.layers, [], len(ctx.layers) - 1
-        x = dy.new_empty((*dy.shape[:-1], layers[0].shape[2])) if x is None else as_rows(x)
-        for i, layer in enumerate(layers):
-            weight, saved, y = kept[3 * i : 3 * i + 3]
-            contexts.append(LinearContext(layer, x, weight, saved, None, masks_of(layer.dropout, i, key), y))
-            x = y
-        made = [None] * len(needs)
-        made[2], dy = dy if needs[2] else None, as_rows(dy)
+        layers, needs, (x, key, *kept) = ctx.layers, ctx.needs_input_grad, ctx.saved_tensors
+        made: list[Tensor] = [None, None, dy if needs[2] else None, None] + [None] * (2 * len(layers))
+        dy, last = as_rows(dy), len(layers) - 1
         for i in range(last, -1, -1):
-            at, weight = 4 + 2 * i, contexts[i].w
-            goes_on = i > 0 and (needs[1] or True in needs[4:at])
-            dy, made[at], db, *below = linear_bwd(
-                dy,
-                contexts[i],
-                through=contexts[i - 1] if goes_on else None,
-                need_dx=goes_on or (i == 0 and needs[1]),
-                need_dw=needs[at],
-                need_db=needs[at + 1] and i == last,
-                need_db_below=goes_on and needs[at - 1],
-                before_activation=i < last,
-                out_dw=None if weight.is_contiguous() or not needs[at] else torch.empty_like(weight),
+            layer, weight, at, is_last = layers[i], kept[3 * i], 4 + 2 * i, i == last
+            if i:
+                y_below = kept[3 * i - 1]
+            else:  # x is not kept if the weight is frozen: then only its shape matters
+                y_below = dy.new_empty((*dy.shape[:-1], layer.shape[2])) if x is None else as_rows(x)
+            below = layers[i - 1] if i and (needs[1] or True in needs[4:at]) else None
+            wanted = below is not None or (i == 0 and needs[1]), needs[at], is_last and needs[at + 1]
+            out_dw = None if weight.is_contiguous() else torch.empty_like(weight)
+            saved = kept[3 * i + 1] if is_last else None, None if below is None else kept[3 * i - 2]
+            dy, made[at], db, *db_below = perform(
+                BACKWARD,
+                (dy, y_below, weight, *saved, None, out_dw if wanted[1] else None, None, None, None),
+                (layer, below, not is_last, *wanted, below is not None and needs[at - 1], False, True, False),
+                (_masks(layer, i, key), None if below is None else _masks(below, i - 1, key)),
+                None,
             )
-            if i == last:
-                made[at + 1] = db
-            if not goes_on:
+            made[at + 1] = db if is_last else made[at + 1]
+            if below is None:
                 break
-            (made[at - 1],) = below
+            (made[at - 1],) = db_below
         made[1] = dy if needs[1] else None
         return tuple(made)
+
+
+def _masks(layer: Layer, place: int, key: Tensor) -> Philox | None:
+    return masks_of(layer.dropout, place, key) if layer.dropout else None
+
+
+_apply_on_gpu: Final = super(torch.autograd.Function, _OnGpu).apply
+"""`_OnGpu.apply` without its search for tensors of `torch.func`, which have been refused: that takes 5 µs."""
 
 
 def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., out_features) for x (..., in_features) and add (..., out_features)."""
-        return _chained([self], x, add)
+        options = (self.activation,), (self.negative_slope,), (self.dropout if self.training else 0.0,)
+        return linear_layers(x, (self.weight, self.bias), options, add)
 
     def extra_repr(self) -> str:
         """The options, for `repr`."""

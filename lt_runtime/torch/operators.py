@@ -91,6 +91,10 @@ class Operator(ABC):
             LtError: see `check`.
         """
         if _is_eager(operands):
+            x = operands[0]
+            if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():  # else each call would be planned anew
+                with torch.cuda.device(x.device):
+                    return self(operands, options)
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
         else:

@@ -1,0 +1,145 @@
+"""Modules and functions for PyTorch on a GPU: results, captures, compilation, autocast, streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: N812
+
+import lt_runtime.torch as ltt
+
+ACTIVATIONS = {"none": lambda z: z, "relu": torch.relu, "gelu": lambda z: F.gelu(z, approximate="tanh"), "silu": F.silu}
+
+
+def leaves_of(*shapes: tuple[int, ...], dtype: Any) -> list[Any]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    made = [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
+    return [each.div(each.shape[-1] ** 0.5).to(dtype).requires_grad_() for each in made]
+
+
+def gradients(y: Any, leaves: list[Any]) -> list[Any]:
+    generator = torch.Generator("cuda").manual_seed(2)
+    dy = torch.randn(y.shape, generator=generator, device="cuda").to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def check_as_exact_as_pytorch(ours: list[Any], theirs: list[Any], exact: list[Any]) -> None:
+    """Each result is no farther from float64 than PyTorch's in the same type, times 1.2, and half of a rounding."""
+    for our, their, right in zip(ours, theirs, exact, strict=True):
+        assert (our.dtype, our.shape) == (their.dtype, their.shape)
+        error, allowed = (our.double() - right).norm(), (their.double() - right).norm()
+        assert error <= 1.2 * allowed + 0.5 * torch.finfo(our.dtype).eps * right.norm()
+
+
+def feed_forward(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, add: Any, activation: Any) -> Any:
+    return F.linear(ACTIVATIONS[activation](F.linear(x, w1, b1)), w2, b2) + add
+
+
+SHAPES = (3, 43, 64), (200, 64), (200,), (56, 200), (56,), (3, 43, 56)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_layers_are_as_exact_as_pytorch_s_and_stay_so_when_repeated(activation: Any, dtype: Any) -> None:
+    leaves = leaves_of(*SHAPES, dtype=dtype)
+    doubles = [each.detach().double().requires_grad_() for each in leaves]
+    theirs = gradients(feed_forward(*leaves, activation), leaves)
+    exact = gradients(feed_forward(*doubles, activation), doubles)
+    x, w1, b1, w2, b2, add = leaves
+    options = (activation, "none"), (0.01,) * 2, (0.0,) * 2
+    for _ in range(5):  # the third call of equal addresses is captured
+        y = ltt.functional.linear_layers(x, (w1, b1, w2, b2), options, add)
+        check_as_exact_as_pytorch(gradients(y, leaves), theirs, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_blocks_and_norms_are_as_exact_as_pytorch_s(dtype: Any) -> None:
+    def theirs_of(x: Any, weight: Any, gate: Any, up: Any, down: Any) -> Any:
+        y = F.rms_norm(x + x, (64,), weight, 1e-6)
+        return F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down) + x + x
+
+    def ours_of(x: Any, weight: Any, gate: Any, up: Any, down: Any) -> Any:
+        y, total = ltt.functional.rms_norm(x, weight, add=x)
+        return ltt.functional.gated(y, gate, up, down, add=total)
+
+    leaves = leaves_of((3, 43, 64), (64,), (176, 64), (176, 64), (64, 176), dtype=dtype)
+    doubles = [each.detach().double().requires_grad_() for each in leaves]
+    exact = gradients(theirs_of(*doubles), doubles)
+    check_as_exact_as_pytorch(gradients(ours_of(*leaves), leaves), gradients(theirs_of(*leaves), leaves), exact)
+
+
+def step_of(model: Any, x: Any) -> Any:
+    """A function that makes a step's gradients and returns the loss."""
+
+    def step() -> Any:
+        for each in model.parameters():
+            each.grad = None
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    return step
+
+
+def test_a_captured_step_has_new_masks_in_each_replay() -> None:
+    model = ltt.MLP([64, 256, 32], "relu", dropout=0.5, device="cuda", dtype=torch.bfloat16)
+    step, stream, graph = (
+        step_of(model, torch.randn(96, 64, device="cuda", dtype=torch.bfloat16)),
+        torch.cuda.Stream(),
+        torch.cuda.CUDAGraph(),
+    )
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            loss = step()
+        losses = [(graph.replay(), loss.item())[1] for _ in range(4)]
+    assert len(set(losses)) == 4
+    assert all(torch.isfinite(each.grad).all() for each in model.parameters())
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_compiled_model_computes_what_it_computes_eager(mode: Any) -> None:
+    model = torch.nn.Sequential(ltt.FeedForward(64, 256, device="cuda"), ltt.LayerNorm(64, device="cuda"))
+    x = torch.randn(96, 64, device="cuda")
+    expected = [step_of(model, x)(), *[each.grad.clone() for each in model.parameters()]]
+    compiled = step_of(torch.compile(model, fullgraph=True, mode=mode), x)
+    for _ in range(4):
+        loss = compiled().clone()
+    torch.testing.assert_close([loss, *[each.grad for each in model.parameters()]], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_and_a_grad_scaler_train_fp32_parameters_in_fp16() -> None:
+    model, x = ltt.MLP([64, 128, 8], "gelu", device="cuda"), torch.randn(96, 64, device="cuda")
+    optimizer, scaler, losses = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler(), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            y = model(x)
+            loss = (y.float() - 1).square().mean()
+        assert y.dtype is torch.float16
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_work_is_ordered_with_the_current_stream() -> None:
+    layer, x = ltt.Linear(1024, 1024, device="cuda"), torch.zeros(1024, 1024, device="cuda")
+    expected = F.linear(torch.ones_like(x), layer.weight, layer.bias)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)
+        y = layer(x.fill_(1.0))
+        torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_tensor_on_the_cpu_beside_one_on_a_gpu_is_named() -> None:
+    with pytest.raises(ValueError, match="weight is on cuda:0 but x on cpu"):
+        ltt.Linear(8, 8, device="cuda")(torch.ones(2, 8))
