@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -187,12 +188,13 @@ class AdamW(torch.optim.AdamW):
         parameters = [each for each in self._parameters() if each.grad is not None]
         if not parameters:
             return loss
-        prepared = self._prepared.get(self._key()) or self._prepare()
+        key, addresses = self._key()
+        prepared = self._prepared.get(key) or self._prepare()
         if _is_capturing(parameters[0]):
             self._captured.append(prepared)
         for bucket in prepared.buckets:
             bucket.refresh_masters()
-        prepared.run(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        prepared.run(addresses, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         torch.autograd.graph.increment_version(parameters)
         for bucket in prepared.buckets:
             bucket.note_versions()
@@ -203,9 +205,10 @@ class AdamW(torch.optim.AdamW):
     def _parameters(self) -> Iterator[Tensor]:
         return (each for group in self.param_groups for each in group["params"])
 
-    def _key(self) -> tuple[Any, ...]:
-        """Everything that the tables of addresses and the prepared launches depend on."""
+    def _key(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """Everything that a prepared step depends on, and the addresses of gradients, which are new in many steps."""
         key: list[Any] = []
+        addresses: list[int] = []
         for group in self.param_groups:
             key.append((*group["betas"], group["eps"], group["amsgrad"]))
             for parameter in group["params"]:
@@ -213,10 +216,11 @@ class AdamW(torch.optim.AdamW):
                 if grad is None:
                     continue
                 if grad.layout is not torch.strided:
-                    return ()  # no key of a step that was prepared: `_check` refuses the gradient by name
-                addresses = [_local(each).data_ptr() for each in self.state.get(parameter, {}).values()]
-                key.append((_local(parameter).data_ptr(), grad.data_ptr(), grad.dtype, grad.stride(), *addresses))
-        return tuple(key)
+                    return (), ()  # no key of a step that was prepared: `_check` refuses the gradient by name
+                kept = [_local(each).data_ptr() for each in self.state.get(parameter, {}).values()]
+                key.append((_local(parameter).data_ptr(), grad.dtype, grad.stride(), *kept))
+                addresses.append(grad.data_ptr())
+        return tuple(key), tuple(addresses)
 
     def _prepare(self) -> _Prepared:
         """Sorts the parameters that have gradients into buckets, and prepares the launches for their addresses."""
@@ -233,10 +237,9 @@ class AdamW(torch.optim.AdamW):
             raise CaptureError("a parameter gets its first gradient in a capture; run a step with all gradients before")
         self._fill_buckets(active)
         buckets = [*dict.fromkeys(self._bucket_of[each] for each in parameters)]
-        prepared = (_PreparedOnGpu if _is_on_gpu(parameters[0]) else _Prepared)(buckets, self._options)
-        if len(self._prepared) >= _MOST_PREPARED:
-            self._prepared.pop(next(iter(self._prepared)))
-        self._prepared[self._key()] = prepared
+        kind = _PreparedOnGpu if _is_on_gpu(parameters[0]) else _Prepared
+        prepared = kind(buckets, self._options, {id(each): i for i, each in enumerate(parameters)})
+        _remember(self._prepared, self._key()[0], prepared)
         return prepared
 
     def _dissolve(self, bucket: _Bucket) -> None:
@@ -341,8 +344,6 @@ class _Bucket:
         self.steps, self.nonfinite = (self.words[_STATE.index(name)] for name in ("steps", "nonfinite"))
         self.norm, self.scale = floats[_STATE.index("norm")], floats[-2]
         self.lr, self.weight_decays = floats[_SETTINGS], floats[-2 - count : -2]
-        self._fixed: list[kernels.Tensor] | None = None
-        self._bases: tuple[NDArray[Any], NDArray[Any]]
 
     @property
     def moments(self) -> DType:
@@ -389,24 +390,17 @@ class _Bucket:
         self.weight_decays.fill_(decay)
         self._written = wanted
 
-    def tables(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The tables of the update and of the norm, with the present addresses.
-
-        Gradients have new addresses in most eager steps. So the tables are made once, with gradients at address 0.
-        """
-        fixed, addresses = [], []
+    def rows(self) -> list[kernels.Tensor]:
+        """The entries of the kernels' tables, with gradients at address 0."""
+        made = []
         for parameter, state in self.pairs():
-            grad, value = _local(parameter.grad), _typed(state.get("master", parameter))
-            arrays = {"value": value, "gradient": (0, _DTYPES[grad.dtype])}
+            value, dtype = _typed(state.get("master", parameter)), _DTYPES[parameter.grad.dtype]
+            arrays = {"value": value, "gradient": (0, dtype)}
             if "master" in state:
                 arrays["copy"] = _typed(parameter)
             arrays |= {_MOMENTS[name]: _typed(each) for name, each in state.items() if name in _MOMENTS}
-            fixed.append(kernels.Tensor(grad.numel(), arrays))
-            addresses += [grad.data_ptr()] if grad.numel() else []
-        if fixed != self._fixed:
-            self._fixed, self._bases = fixed, (kernels.update_table(fixed, self.first), kernels.norm_table(fixed))
-        update, norm = self._bases
-        return _with_gradients(update, "gradient", addresses), _with_gradients(norm, "data", addresses)
+            made.append(kernels.Tensor(_local(parameter).numel(), arrays))
+        return made
 
     def averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter's average, and the tensor that it averages."""
@@ -447,15 +441,20 @@ class _Bucket:
 
 
 class _Prepared:
-    """A step of some buckets on the CPU, by the reference."""
+    """A step of some buckets on the CPU, by the reference.
 
-    def __init__(self, buckets: list[_Bucket], options: _Options) -> None:
+    Args:
+        places: the number of each parameter among all that have gradients, by the parameter's id.
+    """
+
+    def __init__(self, buckets: list[_Bucket], options: _Options, places: dict[int, int]) -> None:
         self.buckets, self.options = buckets, options
 
-    def run(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, addresses: tuple[int, ...], scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Updates the parameters.
 
         Args:
+            addresses: of the gradients of all parameters that have one.
             scale: the loss scale that the gradients are divided by; None for 1.
             found_inf: not 0 to leave the update out; None for 0.
         """
@@ -496,67 +495,90 @@ class _Prepared:
 class _PreparedOnGpu(_Prepared):
     """A step of some buckets on a GPU: a launch for each bucket, one for the norm, and one for the averages."""
 
-    def __init__(self, buckets: list[_Bucket], options: _Options) -> None:
-        super().__init__(buckets, options)
-        self._like = words = buckets[0].words
-        self._device, tables = words.device.index or 0, [each.tables() for each in buckets]
-        self._tables = [_upload(update, words) for update, _ in tables]
+    def __init__(self, buckets: list[_Bucket], options: _Options, places: dict[int, int]) -> None:
+        super().__init__(buckets, options, places)
+        words = buckets[0].words
+        self._device, rows = words.device.index or 0, [each.rows() for each in buckets]
+        own = [[places[id(p)] for p in each.parameters if _local(p).numel()] for each in buckets]
+        updates = [kernels.update_table(each, bucket.first) for each, bucket in zip(rows, buckets, strict=True)]
+        self._tables = [_Table(each, "gradient", at, words) for each, at in zip(updates, own, strict=True)]
         with activated(self._device):
-            self._updates = [
-                bucket.launches(len(update), self._device) for bucket, (update, _) in zip(buckets, tables, strict=True)
-            ]
+            sizes = map(len, updates)
+            self._updates = [each.launches(size, self._device) for each, size in zip(buckets, sizes, strict=True)]
             if options.max_norm is not None:
-                self._norm = self._by_row(kernels.GRADIENT_NORM, np.concatenate([norm for _, norm in tables]))
+                norms = kernels.norm_table([*itertools.chain(*rows)])
+                self._norms = _Table(norms, "data", [*itertools.chain(*own)], words)
+                self._partial = torch.empty(len(norms), device=words.device)
+                params = kernels.GRADIENT_NORM.params(partial=self._partial.data_ptr(), state=words.data_ptr())
+                self._norm = kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(norms), self._device)
             if options.ema_decay is not None:
                 pairs = [each for bucket in buckets for each in bucket.averaged()]
                 arrays = [{"average": _typed(average), "value": _typed(value)} for average, value in pairs]
-                sizes = [_local(value).numel() for _, value in pairs]
-                self._ema = self._by_row(kernels.EMA, kernels.ema_table([*map(kernels.Tensor, sizes, arrays)]))
+                counts = [_local(value).numel() for _, value in pairs]
+                table = kernels.ema_table([*map(kernels.Tensor, counts, arrays)])
+                self._averages = _upload(table, words)
+                params = kernels.EMA.params(self._averages.data_ptr(), 1.0 - options.ema_decay)
+                self._ema = kernels.launches_by_row(kernels.EMA, params, len(table), self._device)
 
-    def _by_row(self, entry: Any, table: NDArray[Any]) -> tuple[Launches, Tensor, Tensor]:
-        """The launch of a kernel with a block for each row of its table, the table, and scratch memory for the norm."""
-        uploaded = _upload(table, self._like)
-        launches = kernels.launches_by_row(entry, entry.params(uploaded.data_ptr()), len(table), self._device)
-        return launches, uploaded, torch.empty(len(table), device=self._like.device)
-
-    def run(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, addresses: tuple[int, ...], scale: Tensor | None, found_inf: Tensor | None) -> None:
         """See `_Prepared`; puts the launches on PyTorch's current stream."""
-        first, *others = self.buckets
         with activated(self._device):
             stream = TORCH.current_stream(self._device)
             for bucket in self.buckets:
                 bucket.apply_settings()
             scales = [bucket.set_scale(scale, found_inf) for bucket in self.buckets]
             if self.options.max_norm is not None:
-                launches, _, partial = self._norm
-                params, launch = launches[stream]
-                params.partial, params.state, params.scale = partial.data_ptr(), first.words.data_ptr(), scales[0]
+                params, launch = self._norm[stream]
+                params.chunks, params.scale = self._norms.at(addresses, stream), scales[0]
                 launch()
-                for bucket in others:
-                    bucket.norm.copy_(first.norm)
+                for bucket in self.buckets[1:]:
+                    bucket.norm.copy_(self.buckets[0].norm)
             for bucket, launches, table, address in zip(self.buckets, self._updates, self._tables, scales, strict=True):
                 params, launch = launches[stream]
-                params.chunks, params.scale, params.skip_nonfinite = table.data_ptr(), address, found_inf is not None
+                params.chunks, params.scale = table.at(addresses, stream), address
+                params.skip_nonfinite = found_inf is not None
                 launch()
                 bucket.step.copy_(bucket.steps)
             if self.options.ema_decay is not None:
-                params, launch = self._ema[0][stream]
-                params.weight = 1.0 - self.options.ema_decay
+                _, launch = self._ema[stream]
                 launch()
 
 
-def _with_gradients(base: NDArray[Any], column: str, addresses: Sequence[int]) -> NDArray[Any]:
-    """A table whose gradients lie at the given addresses, made of one whose gradients begin at address 0.
+class _Table:
+    """A kernel's table on a GPU, for the latest addresses of gradients.
 
     Args:
-        column: the column of the gradients' addresses. A tensor's first row has offset 0 in it.
-        addresses: of the tensors that are not empty.
+        base: the table with each gradient at address 0, so that the rows have the offsets.
+        column: the column of the gradients' addresses.
+        places: the numbers of the tensors that are not empty, among all that have gradients.
+        like: a tensor on the GPU.
     """
-    table, tensor = base.copy(), np.cumsum(base[column] == 0) - 1
-    starts = np.array([*addresses] or [0], np.uint64)[tensor]
-    table[column] += starts
-    table["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)
-    return table
+
+    def __init__(self, base: NDArray[Any], column: str, places: list[int], like: Tensor) -> None:
+        self._base, self._column, self._like = base, column, like
+        self._places = np.array(places or [0])[np.cumsum(base[column] == 0) - 1]  # a tensor's first row has offset 0
+        self._uploaded: dict[Any, Tensor] = {}
+        self._captured: list[Tensor] = []  # tables that captured graphs read
+
+    def at(self, addresses: tuple[int, ...], stream: int) -> int:
+        """The address of the table for the given addresses of all gradients, in the order of a stream."""
+        table = self._uploaded.get((addresses, stream))
+        if table is None:
+            rows, starts = self._base.copy(), np.array(addresses, np.uint64)[self._places]
+            rows[self._column] += starts
+            rows["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)
+            table = _upload(rows, self._like)
+            _remember(self._uploaded, (addresses, stream), table)
+        if _is_capturing(self._like):
+            self._captured.append(table)
+        return int(table.data_ptr())
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Puts an entry into a cache, and drops the oldest if there are many."""
+    if len(cache) >= _MOST_PREPARED:
+        cache.pop(next(iter(cache)))
+    cache[key] = value
 
 
 def _upload(table: NDArray[Any], like: Tensor) -> Tensor:

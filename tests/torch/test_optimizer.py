@@ -6,12 +6,16 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError, MissingLibraryError
 from lt_runtime.gpu.compiler import runtime_headers
@@ -231,6 +235,28 @@ def test_averages_follow_the_parameters(path: str, dtype: Any) -> None:
         train(made, ours, range(step, step + 1))
         wanted = [0.75 * mean + 0.25 * each.detach().float() for mean, each in zip(wanted, ours, strict=True)]
     assert_close([made.state[each]["ema"] for each in ours], wanted)
+
+
+def test_sharded_parameters_are_updated_by_their_shards(path: str, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        results = []
+        for kind, more in ((AdamW, {"ema_decay": 0.5}), (torch.optim.AdamW, {})):
+            model = fully_shard(torch.nn.Linear(5, 3, bias=False), mesh=mesh)
+            torch.nn.init.ones_(model.weight.to_local())
+            made = kind(model.parameters(), 1e-2, **more)
+            for step in range(3):
+                made.zero_grad()
+                model(torch.full((2, 5), 1.0 + step)).square().mean().backward()
+                made.step()
+            results.append([model.weight.to_local().detach()])
+        assert_close(*results)
+        sharded = AdamW(model.parameters(), max_norm=1.0)
+        with pytest.raises(ArgumentError, match="sharded"):
+            sharded.step()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_capture_needs_a_step_before_and_no_changed_settings(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
