@@ -34,6 +34,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         for name in ("linear", "loss_of", "matmul"):
             monkeypatch.setattr(losses, name, over_numpy(getattr(losses, name)))
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the device of tensors on the CPU
     return str(request.param)
 
 

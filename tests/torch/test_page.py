@@ -1,4 +1,4 @@
-"""The example of docs/pytorch.md runs."""
+"""The examples of docs/pytorch.md run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+PAGE = (Path(__file__).parents[2] / "docs/pytorch.md").read_text()
+EXAMPLES = re.findall(r"<!-- torch example -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 
-def test_the_example_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs/pytorch.md").read_text()
-    (example,) = re.findall(r"<!-- torch example -->\n```python\n(.*?)```", page, re.DOTALL)
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_of_the_page_runs(example: str) -> None:
     names: dict[str, object] = {}
     exec(compile(example, "pytorch.md", "exec"), names)
     assert all(each.grad is not None for each in names["block"].parameters())
