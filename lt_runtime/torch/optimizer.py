@@ -141,7 +141,8 @@ class AdamW(torch.optim.AdamW):
         states = packed["state"].items()
         steps = {id(each["step"]): float(each["step"]) for _, each in states if "step" in each}
         for i, state in states:
-            packed["state"][i] = {k: torch.tensor(steps[id(t)]) if k == "step" else t for k, t in state.items()}
+            own = {"step": torch.tensor(steps[id(state["step"])], dtype=torch.float32)} if "step" in state else {}
+            packed["state"][i] = {**state, **own}
         return packed
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -210,7 +211,7 @@ class AdamW(torch.optim.AdamW):
         key: list[Any] = []
         addresses: list[int] = []
         for group in self.param_groups:
-            key.append((*group["betas"], group["eps"], group["amsgrad"]))
+            key.append(group["amsgrad"])
             for parameter in group["params"]:
                 grad = _local(parameter.grad)
                 if grad is None:
@@ -332,10 +333,10 @@ class _Bucket:
         self.parameters, self.states, self.group, self.first = parameters, states, group, first
         self.options, self._versions = options, [-1] * len(parameters)
         device, count = parameters[0].device, first + len(parameters)
-        self.step = torch.tensor(step, device=device)
+        self.step = torch.tensor(step, dtype=torch.float32, device=device)
         for state in states:
             state["step"] = self.step
-        settings = kernels.settings_words(self._kernel_options(), [(1.0, 0.0)] * count)
+        settings = kernels.settings_words(self.kernel_options(), [(1.0, 0.0)] * count)
         words = np.concatenate([np.zeros(_SETTINGS, np.uint32), settings, np.zeros(2, np.uint32)])
         words[_STATE.index("steps")] = int(step)
         self.words = torch.from_numpy(words.view(np.int32)).to(device)
@@ -356,7 +357,8 @@ class _Bucket:
         kind = AMSGrad if self.group["amsgrad"] else AdamWRule
         return kind(0.0, self.group["betas"], self.group["eps"], 0.0)
 
-    def _kernel_options(self) -> kernels.Options:
+    def kernel_options(self) -> kernels.Options:
+        """The options that the kernel's settings and argument block are made of."""
         max_norm, seed = self.options.max_norm, self.options.seed
         return kernels.Options((self.rule,), constant(), max_norm, False, None, self.moments, True, seed)
 
@@ -409,19 +411,6 @@ class _Bucket:
     def pairs(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Each parameter with its state."""
         return zip(self.parameters, self.states, strict=True)
-
-    def launches(self, rows: int, device: int) -> Launches:
-        """The launch of the update, for a table of `rows` rows."""
-        start, size = self.words.data_ptr(), kernels.WORD_BYTES
-        count = self.first + len(self.parameters)
-        params = kernels.update_params(self._kernel_options(), 0, start + _SETTINGS * size, count)
-        params.state, params.tickets = start, start + len(_STATE) * size
-        # PyTorch's GradScaler moves the scale: the kernel's own rule is made to keep it.
-        params.growth_factor = params.backoff_factor = 1.0
-        params.growth_interval, params.growth_tracker = _NEVER, start + (self.words.numel() - 1) * size
-        stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.pairs())
-        macros = kernels.update_macros(self.rule, self.moments, stochastic=stochastic)
-        return Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
 
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
         """Writes what PyTorch's GradScaler found. Returns the address of the scale; 0 for a scale of 1.
@@ -503,12 +492,13 @@ class _PreparedOnGpu(_Prepared):
         updates = [kernels.update_table(each, bucket.first) for each, bucket in zip(rows, buckets, strict=True)]
         self._tables = [_Table(each, "gradient", at, words) for each, at in zip(updates, own, strict=True)]
         with activated(self._device):
-            sizes = map(len, updates)
-            self._updates = [each.launches(size, self._device) for each, size in zip(buckets, sizes, strict=True)]
+            self._updates = [
+                _Update(each, len(table), self._device) for each, table in zip(buckets, updates, strict=True)
+            ]
             if options.max_norm is not None:
                 norms = kernels.norm_table([*itertools.chain(*rows)])
                 self._norms = _Table(norms, "data", [*itertools.chain(*own)], words)
-                self._partial = torch.empty(len(norms), device=words.device)
+                self._partial = torch.empty(len(norms), dtype=torch.float32, device=words.device)
                 params = kernels.GRADIENT_NORM.params(partial=self._partial.data_ptr(), state=words.data_ptr())
                 self._norm = kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(norms), self._device)
             if options.ema_decay is not None:
@@ -533,8 +523,8 @@ class _PreparedOnGpu(_Prepared):
                 launch()
                 for bucket in self.buckets[1:]:
                     bucket.norm.copy_(self.buckets[0].norm)
-            for bucket, launches, table, address in zip(self.buckets, self._updates, self._tables, scales, strict=True):
-                params, launch = launches[stream]
+            for bucket, update, table, address in zip(self.buckets, self._updates, self._tables, scales, strict=True):
+                params, launch = update.launches()[stream]
                 params.chunks, params.scale = table.at(addresses, stream), address
                 params.skip_nonfinite = found_inf is not None
                 launch()
@@ -542,6 +532,33 @@ class _PreparedOnGpu(_Prepared):
             if self.options.ema_decay is not None:
                 _, launch = self._ema[stream]
                 launch()
+
+
+class _Update:
+    """The launch of a bucket's update, for a table of `rows` rows."""
+
+    def __init__(self, bucket: _Bucket, rows: int, device: int) -> None:
+        self._bucket, self._rows, self._device = bucket, rows, device
+        self._rule: AdamWRule | None = None
+        self._launches: Launches
+        self.launches()
+
+    def launches(self) -> Launches:
+        """The launch for each stream, with the group's present betas and epsilon."""
+        bucket, rule = self._bucket, self._bucket.rule
+        if rule == self._rule:
+            return self._launches
+        start, size, count = bucket.words.data_ptr(), kernels.WORD_BYTES, bucket.first + len(bucket.parameters)
+        params = kernels.update_params(bucket.kernel_options(), 0, start + _SETTINGS * size, count)
+        params.state, params.tickets = start, start + len(_STATE) * size
+        # PyTorch's GradScaler moves the scale: the kernel's own rule is made to keep it.
+        params.growth_factor = params.backoff_factor = 1.0
+        params.growth_interval, params.growth_tracker = _NEVER, start + (bucket.words.numel() - 1) * size
+        stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in bucket.pairs())
+        macros = kernels.update_macros(rule, bucket.moments, stochastic=stochastic)
+        tiling = kernels.update_tiling(self._rows)
+        self._rule, self._launches = rule, Launches(kernels.UPDATE, macros, self._device, tiling, params)
+        return self._launches
 
 
 class _Table:

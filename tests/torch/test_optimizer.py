@@ -204,11 +204,23 @@ def test_a_group_may_be_added_and_schedules_act(path: str) -> None:
     assert_close(ours, theirs)
 
 
-def test_the_loss_scale_is_pytorchs(path: str) -> None:
+def test_a_schedule_may_move_the_betas(path: str) -> None:
+    ours, theirs = parameters(), parameters()
+    for kind, given in ((AdamW, ours), (torch.optim.AdamW, theirs)):
+        made = kind(given, 1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(made, 1e-1, total_steps=8)
+        for step in range(6):
+            train(made, given, range(step, step + 1))
+            schedule.step()
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_loss_scale_is_pytorchs(path: str, clip: float | None) -> None:
     results = []
-    for kind in (AdamW, torch.optim.AdamW):
+    for kind, more in ((AdamW, {"max_norm": clip}), (torch.optim.AdamW, {})):
         given = parameters()
-        made = kind([{"params": given[:2], "maximize": True}, {"params": given[2:]}], 1e-2, fused=True)
+        made = kind([{"params": given[:2], "maximize": True}, {"params": given[2:]}], 1e-2, fused=True, **more)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         for step in range(6):
             set_gradients(given, step)
@@ -216,8 +228,10 @@ def test_the_loss_scale_is_pytorchs(path: str) -> None:
                 each.grad *= scaler.scale(torch.tensor(1.0))
             if step == 3:
                 given[1].grad[7] = float("inf")
-            if step == 4:
+            if step == 4 or (clip and not more):
                 scaler.unscale_(made)
+            if clip and not more:
+                torch.nn.utils.clip_grad_norm_(given, clip)
             scaler.step(made)
             scaler.update()
         steps = {float(each["step"]) for each in made.state_dict()["state"].values()}
