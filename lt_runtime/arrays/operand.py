@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +32,8 @@ _DLPACK_CUDA: Final = (2, 13)  # DLPack's device types kDLCUDA and kDLCUDAManage
 _Source: TypeAlias = "tuple[int, Library, Callable[[str, Any, int, int], Operand]]"
 HOST: Final = -1
 """The device of NumPy arrays, in place of a GPU's ordinal."""
+fp64_on_host: Final[ContextVar[bool]] = ContextVar("lt_runtime_fp64_on_host", default=False)
+"""Whether the thread's operations take FP64 NumPy arrays, as for PyTorch's tensors on the CPU."""
 CUPY: Final = libraries.CupyLibrary()
 NUMPY: Final = libraries.NumpyLibrary()
 TORCH: Final = libraries.TorchLibrary()
@@ -74,7 +77,7 @@ class Operand:
     def element_type(self, *, fp64: bool = False) -> DType:
         """The elements' type as a `DType`; raises `DTypeError`, with a remedy, as `DType.parse`."""
         try:
-            return DType.parse(self.name, self.dtype, fp64=fp64)
+            return DType.parse(self.name, self.dtype, fp64=fp64 or (self.device == HOST and fp64_on_host.get()))
         except DTypeError as error:
             raise DTypeError(f"{error}; convert it: {self.converted('float32')}") from None
 

@@ -7,26 +7,23 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
-from lt_runtime import reference
 from lt_runtime.errors import OperandError, ShapeError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
 from lt_runtime.ops.call import perform
-from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
 from lt_runtime.torch.operators import (
     Operator,
     Options,
     Tensor,
     Tensors,
-    as_matrix,
-    as_numpy,
     as_rows,
     check_first_derivative,
     check_operands,
     check_shape,
-    store,
+    placed,
 )
 
 _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
@@ -103,37 +100,39 @@ class LinearLayers(Operator):
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
         x, add, _, *parameters = operands
-        shapes = [(*x.shape[:-1], weight.shape[0]) for weight in parameters[::2]]
+        *shapes, last = [(*x.shape[:-1], weight.shape[0]) for weight in parameters[::2]]
         if options[-1]:
-            forms = forms_of(*options[:3], add is not None)
-            shapes += [shape for shape, form in zip(shapes, forms, strict=True) if form.saved is Saved.PREACTIVATION]
-        return [x.new_empty(shapes[i]) for i in _outputs_first(len(shapes), len(parameters) // 2, options[-1])]
+            pairs = zip([*shapes, last], forms_of(*options[:3], add is not None), strict=True)
+            shapes += [shape for shape, form in pairs if form.saved is Saved.PREACTIVATION]
+        return [x.new_empty(shape) for shape in (last, *(shapes if options[-1] else ()))]
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
-        x, add, key, *parameters = operands
+        y, *others = placed(outputs)
+        x, add, key, *parameters = placed(operands)
         forms = forms_of(*options[:3], add is not None)
         last = len(forms) - 1
-        hidden, kept = (outputs[1 : last + 1], iter(outputs[last + 1 :])) if options[-1] else ((), iter(()))
-        apply = _forward_on_gpu if x.is_cuda else _forward_on_host
-        for i, form in enumerate(forms):
-            weight, bias = parameters[2 * i : 2 * i + 2]
+        outs, kept = [*(others[:last] or [None] * last), y], iter(others[last:])
+        for i, (form, out) in enumerate(zip(forms, outs, strict=True)):
             z = next(kept, None) if form.saved is Saved.PREACTIVATION else None
-            y = outputs[0] if i == last else hidden[i] if hidden else x.new_empty((*x.shape[:-1], weight.shape[0]))
-            apply(as_rows(x), weight, bias, y, z, add if i == last else None, form, masks_of(form.dropout, i, key))
-            x = y
+            arrays = x, *parameters[2 * i : 2 * i + 2], out, z, add if i == last else None
+            # The problem is one for training only if it keeps z: otherwise its plan could make a mask.
+            chosen = form.activation, 0.01, form.dropout, compute_of(x.dtype), False, z is not None
+            made = perform(FORWARD, arrays, chosen, (masks_of(form.dropout, i, key), None), None)
+            x = made if z is None else made[0]
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
-        """See `Operator`: x, key, the weights, the hidden outputs, y if it is needed, and pre-activations or None.
+        """See `Operator`: key, the weights, x, the hidden outputs, y, and pre-activations; None for unneeded ones.
 
-        The x of a single layer is not kept if the weight is frozen.
+        The x of a single layer is not needed if the weight is frozen.
         """
         x, add, key, *parameters = operands
         forms = forms_of(*options[:3], add is not None)
-        layers, kept = len(forms), iter(outputs[len(forms) :])
+        count = len(forms)
+        kept = iter(outputs[count:])
         zs = [next(kept) if form.saved is Saved.PREACTIVATION else None for form in forms]
         y = outputs[0] if forms[-1].saved is Saved.OUTPUT else None
-        return x if needs[3] else None, key, *parameters[::2], *outputs[1:layers], y, *zs
+        return key, *parameters[::2], x if needs[3] or count > 1 else None, *outputs[1:count], y, *zs
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
         """See `Operator`. The gradient of `add` is dy itself, which the operator may not return."""
@@ -143,7 +142,7 @@ class LinearLayers(Operator):
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
         """See `Operator`."""
-        weights = saved[2 : 2 + len(options[0])]
+        weights = saved[1 : 1 + len(options[0])]
         made = [weights[0].new_empty((*dys[0].shape[:-1], weights[0].shape[1]))] if needs[0] else []
         for i, weight in enumerate(weights):
             made += [torch.empty_like(weight)] if needs[3 + 2 * i] else []
@@ -153,23 +152,65 @@ class LinearLayers(Operator):
     def fill_gradients(
         self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
     ) -> None:
-        """See `Operator`. Each layer's backward computes the gradient of the layer below before its activation."""
-        last, (dy,), gradients = len(options[0]) - 1, dys, iter(made)
-        dx, _, _, *wanted = [next(gradients) if need else None for need in needs]
-        contexts = _contexts(dy, saved, wanted[1::2], options)
-        apply = _backward_on_gpu if dy.is_cuda else _backward_on_host
-        for i in range(last, -1, -1):
-            goes_on = i > 0 and (dx is not None or any(each is not None for each in wanted[: 2 * i]))
-            outs = (
-                None if i else dx,
-                wanted[2 * i],
-                wanted[-1] if i == last else None,
-                wanted[2 * i - 1] if goes_on else None,
-            )
-            if goes_on or any(each is not None for each in outs):
-                dy = apply(dy, contexts[i], contexts[i - 1] if goes_on else None, i < last, outs)
-            if not goes_on:
-                break
+        """See `Operator`."""
+        forms, gradients = forms_of(*options[:3], False), iter(placed(made))
+        count, outs = len(forms), [next(gradients) if need else None for need in (needs[0], *needs[3:])]
+        (dy,), (key, *saved) = placed(dys), placed(saved)
+        weights, ys, zs, layers, kept = saved[:count], saved[count : 2 * count], saved[2 * count + 1 :], [], []
+        name, compute = str(dy.dtype).removeprefix("torch."), compute_of(dy.dtype)
+        for form, weight, y, z in zip(forms, weights, saved[count + 1 : 2 * count + 1], zs, strict=True):
+            shape, kind = (math.prod(dy.shape[:-1]), *weight.shape), form.saved if z is None else Saved.PREACTIVATION
+            layers.append(_make_layer(shape, kind, None, form.activation, form.dropout, compute, name, True))
+            kept.append(y if kind is Saved.OUTPUT else z)
+        _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), outs)
+
+
+def _descend(
+    dy: Any,
+    xs: Sequence[Any],
+    weights: Sequence[Any],
+    saved: Sequence[Any],
+    layers: Sequence[Layer],
+    key: Any,
+    needs: Sequence[bool],
+    outs: Sequence[Any],
+) -> list[Any]:
+    """The gradients of x and of each layer's weight and bias.
+
+    Each layer's backward takes the gradient of its input through the layer below, and makes that layer's bias gradient.
+
+    Args:
+        xs: the input of each layer; None for the first if only its shape matters.
+        saved: of each layer, the tensor for its activation's derivative.
+        needs, outs: of each gradient, whether it is wanted, and its buffer or None.
+    """
+    made, last = [None] * len(needs), len(layers) - 1
+    for i in range(last, -1, -1):
+        at, layer, x, is_last = 1 + 2 * i, layers[i], xs[i], i == last
+        if x is None:
+            x = _scratch(dy, (*dy.shape[:-1], layer.shape[2]))
+        below = layers[i - 1] if i and True in needs[:at] else None
+        goes_on = below is not None
+        wanted = goes_on or (i == 0 and needs[0]), needs[at], is_last and needs[at + 1], goes_on and needs[at - 1]
+        buffers = None if i else outs[0], outs[at], outs[at + 1] if is_last else None, None, outs[at - 1] if i else None
+        dy, made[at], db, *db_below = perform(
+            BACKWARD,
+            (dy, x, weights[i], saved[i] if is_last else None, saved[i - 1] if goes_on else None, *buffers),
+            (layer, below, not is_last, *wanted, False, True, False),
+            (masks_of(layer.dropout, i, key), masks_of(below.dropout, i - 1, key) if below else None),
+            None,
+        )
+        made[at + 1] = db if is_last else made[at + 1]
+        if not goes_on:
+            break
+        (made[at - 1],) = db_below
+    made[0] = dy if needs[0] else None
+    return made
+
+
+def _scratch(like: Any, shape: tuple[int, ...]) -> Any:
+    """An uninitialised array of the kind and type of another."""
+    return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 
 
 class _OnGpu(torch.autograd.Function):
@@ -179,50 +220,32 @@ class _OnGpu(torch.autograd.Function):
     def forward(ctx: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
         """y, the output of the last layer."""
         y, last, compute = as_rows(x), len(options[0]) - 1, compute_of(x.dtype)
-        kept, ctx.layers = [x if last or ctx.needs_input_grad[4] else None, key], []
+        xs, saved, ctx.layers = [x if last or ctx.needs_input_grad[4] else None], [], []
         for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
             arrays = y, parameters[2 * i], parameters[2 * i + 1], None, None, add if i == last else None
-            call = (activation, slope, p, compute, False, True), (masks_of(p, i, key) if p else None, None), None
-            y, context = perform(FORWARD, arrays, *call)
-            kept += parameters[2 * i], context.saved, None if i == last else y
+            chosen = activation, slope, p, compute, False, True
+            y, context = perform(FORWARD, arrays, chosen, (masks_of(p, i, key), None), None)
+            xs.append(y)
+            saved.append(context.saved)
             ctx.layers.append(context.layer)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(key, *parameters[::2], *xs[:-1], *saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         """The gradients of x, `add` and the parameters."""
         check_first_derivative("linear")
-        layers, needs, (x, key, *kept) = ctx.layers, ctx.needs_input_grad, ctx.saved_tensors
-        made: list[Tensor] = [None, None, dy if needs[2] else None, None] + [None] * (2 * len(layers))
-        dy, last = as_rows(dy), len(layers) - 1
-        for i in range(last, -1, -1):
-            layer, weight, at, is_last = layers[i], kept[3 * i], 4 + 2 * i, i == last
-            if i:
-                y_below = kept[3 * i - 1]
-            else:  # x is not kept if the weight is frozen: then only its shape matters
-                y_below = dy.new_empty((*dy.shape[:-1], layer.shape[2])) if x is None else as_rows(x)
-            below = layers[i - 1] if i and (needs[1] or True in needs[4:at]) else None
-            wanted = below is not None or (i == 0 and needs[1]), needs[at], is_last and needs[at + 1]
-            out_dw = None if weight.is_contiguous() else torch.empty_like(weight)
-            saved = kept[3 * i + 1] if is_last else None, None if below is None else kept[3 * i - 2]
-            dy, made[at], db, *db_below = perform(
-                BACKWARD,
-                (dy, y_below, weight, *saved, None, out_dw if wanted[1] else None, None, None, None),
-                (layer, below, not is_last, *wanted, below is not None and needs[at - 1], False, True, False),
-                (_masks(layer, i, key), None if below is None else _masks(below, i - 1, key)),
-                None,
-            )
-            made[at + 1] = db if is_last else made[at + 1]
-            if below is None:
-                break
-            (made[at - 1],) = db_below
-        made[1] = dy if needs[1] else None
-        return tuple(made)
-
-
-def _masks(layer: Layer, place: int, key: Tensor) -> Philox | None:
-    return masks_of(layer.dropout, place, key) if layer.dropout else None
+        layers, needs, (key, *kept) = ctx.layers, ctx.needs_input_grad, ctx.saved_tensors
+        count = len(layers)
+        weights, xs = kept[:count], kept[count : 2 * count]
+        xs[0] = xs[0] if xs[0] is None else as_rows(xs[0])
+        outs = [None] * (1 + 2 * count)
+        for i, weight in enumerate(weights):
+            if needs[4 + 2 * i] and not weight.is_contiguous():
+                outs[1 + 2 * i] = torch.empty_like(weight)
+        wanted = needs[1], *needs[4:]
+        dx, *of_parameters = _descend(as_rows(dy), xs, weights, kept[2 * count :], layers, key, wanted, outs)
+        return None, dx, dy if needs[2] else None, None, *of_parameters
 
 
 _apply_on_gpu: Final = super(torch.autograd.Function, _OnGpu).apply
@@ -238,17 +261,9 @@ def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: T
     return x
 
 
-def _outputs_first(count: int, layers: int, training: bool) -> list[int]:
-    """The order of outputs: the last layer's, then the hidden layers', then the pre-activations."""
-    return [layers - 1, *range(layers - 1), *range(layers, count)] if training else [layers - 1]
-
-
-def masks_of(p: float, layer: int, key: Tensor) -> Philox | None:
+def masks_of(p: float, layer: int, key: Any) -> Philox | None:
     """The source of a layer's dropout mask; None without dropout."""
-    if not p:
-        return None
-    step = key.view(torch.uint32)
-    return Philox(0, layer, step if key.is_cuda else as_numpy(step))
+    return Philox(0, layer, key.view(np.uint32 if isinstance(key, np.ndarray) else torch.uint32)) if p else None
 
 
 def compute_of(dtype: Any) -> ComputeName:
@@ -257,86 +272,8 @@ def compute_of(dtype: Any) -> ComputeName:
     return "tf32" if is_tf32 else "float32"
 
 
-_compute = compute_of
-
-
-def _forward_on_gpu(
-    x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, z: Tensor, add: Tensor, form: Form, rng: Philox | None
-) -> None:
-    # The forward problem is one for training only if it keeps a pre-activation: otherwise its plan could keep a mask.
-    options = form.activation, 0.01, form.dropout, compute_of(x.dtype), False, z is not None
-    perform(FORWARD, (x, weight, bias, y, z, add), options, (rng, None), None)
-
-
-def _forward_on_host(
-    x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, z: Tensor, add: Tensor, form: Form, rng: Philox | None
-) -> None:
-    factors = reference.dropout_factors(as_matrix(y).shape, form.dropout, rng)
-    exact = reference.linear_fwd(
-        as_matrix(x), as_numpy(weight), as_numpy(bias), form.activation, factors, as_matrix(add)
-    )
-    store(y, exact[0])
-    store(z, exact[1])
-
-
-def _contexts(dy: Tensor, saved: Tensors, dbs: Tensors, options: Options) -> list[LinearContext]:
-    """The contexts of the layers for backward, made of the tensors that `LinearLayers.saved` chose."""
-    forms = forms_of(*options[:3], False)
-    count = len(forms)
-    x, key, weights, ys, zs = saved[0], saved[1], saved[2 : 2 + count], saved[2 + count : -count], saved[-count:]
-    if x is None:  # the gradient of the weight is not wanted: only the shape of x matters
-        x = dy.new_empty((*dy.shape[:-1], weights[0].shape[1]))
-    dtype, compute, contexts = str(dy.dtype).removeprefix("torch."), compute_of(dy.dtype), []
-    for i, (form, weight, y, z, db) in enumerate(zip(forms, weights, ys, zs, dbs, strict=True)):
-        shape = math.prod(x.shape[:-1]), *weight.shape
-        kind = form.saved if z is None else Saved.PREACTIVATION
-        layer = _make_layer(shape, kind, None, form.activation, form.dropout, compute, dtype, db is not None)
-        kept, rng = y if kind is Saved.OUTPUT else z, masks_of(form.dropout, i, key)
-        contexts.append(LinearContext(layer, as_rows(x), weight, kept, z, rng, y))
-        x = y
-    return contexts
-
-
-def plain_context(x: Tensor, weight: Tensor, *, has_bias: bool) -> LinearContext:
-    """The context of a layer without activation and dropout."""
+def plain_context(x: Any, weight: Any) -> LinearContext:
+    """The context of a layer with a bias, without activation and dropout."""
     shape, dtype = (math.prod(x.shape[:-1]), *weight.shape), str(x.dtype).removeprefix("torch.")
-    layer = _make_layer(shape, Saved.NOTHING, None, Activation(), 0.0, compute_of(x.dtype), dtype, has_bias)
+    layer = _make_layer(shape, Saved.NOTHING, None, Activation(), 0.0, compute_of(x.dtype), dtype, True)
     return LinearContext(layer, x, weight, None, None, None, None)
-
-
-def _backward_on_gpu(
-    dy: Tensor, context: LinearContext, below: LinearContext | None, before_activation: bool, outs: Tensors
-) -> Tensor:
-    dx, dw, db, db_below = outs
-    buffers = {"out_dx": dx, "out_dw": dw, "out_db": db, "out_db_below": db_below}
-    needs = {f"need_{name[4:]}": each is not None for name, each in buffers.items()}
-    needs["need_dx"] |= below is not None
-    made = linear_bwd(dy, context, through=below, before_activation=before_activation, **buffers, **needs)
-    return made[0]
-
-
-def _backward_on_host(
-    dy: Tensor, context: LinearContext, below: LinearContext | None, before_activation: bool, outs: Tensors
-) -> Tensor:
-    dx, dw, db, db_below = outs
-    exact_dy, x, weight, layer = as_matrix(dy), as_matrix(context.x), as_numpy(context.w), context.layer
-    if before_activation:
-        exact = reference.linear_bwd(exact_dy, x, weight, exact_dy)
-    else:
-        z = exact_dy if context.saved is None else as_matrix(context.saved)
-        factors = reference.dropout_factors(z.shape, layer.dropout, context.rng)
-        exact = reference.linear_bwd(exact_dy, x, weight, z, layer.activation, factors)
-    store(dw, exact.dw)
-    store(db, exact.db)
-    if below is None:
-        store(dx, exact.dx)
-        return None
-    z = exact.dx if below.saved is None else as_matrix(below.saved)
-    factors = reference.dropout_factors(z.shape, below.layer.dropout, below.rng)
-    exact_dz, dz = (
-        reference.through_activation(exact.dx, z, below.layer.activation, factors),
-        torch.empty_like(context.x),
-    )
-    store(dz, exact_dz)
-    store(db_below, exact_dz.sum(axis=0))
-    return dz

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from lt_runtime import reference
 from lt_runtime.arguments import not_negative
 from lt_runtime.errors import DTypeError, ShapeError
 from lt_runtime.ops import norm
@@ -19,12 +18,9 @@ from lt_runtime.torch.operators import (
     Options,
     Tensor,
     Tensors,
-    as_matrix,
-    as_numpy,
-    as_rows,
     check_operands,
     check_shape,
-    store,
+    placed,
 )
 
 
@@ -63,35 +59,21 @@ class Norm(Operator):
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
         x = operands[0]
-        rows, exact = (x.shape[:-1].numel(),), x.dtype if x.dtype is torch.float64 else torch.float32
+        rows = (x.shape[:-1].numel(),)
         made = [x.new_empty(x.shape) for _ in range(1 + self.has_add)]
-        return made + [x.new_empty(rows, dtype=exact) for _ in range((1 + self.has_mean) * options[-1])]
+        return made + [x.new_empty(rows, dtype=torch.float32) for _ in range((1 + self.has_mean) * options[-1])]
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
-        x, add, weight, bias = operands
-        eps = options[0]
-        total, statistics = outputs[1] if self.has_add else None, outputs[self.visible :]
-        mean, rstd = _mean_and_rstd(statistics)
-        if x.is_cuda:
-            x, add = as_rows(x), add if add is None else as_rows(add)
-            buffers = {"eps": eps, "add": add, "out": outputs[0], "out_sum": total, "out_rstd": rstd}
-            if self.has_mean:
-                norm.layer_norm_fwd(x, weight, bias, **buffers, out_mean=mean)
-            else:
-                norm.rms_norm_fwd(x, weight, **buffers)
-            return
-        if self.has_add:
-            store(total, as_numpy(x).astype("float64") + as_numpy(add).astype("float64"))
-            x = total
-        exact_x, exact_weight = as_matrix(x), as_numpy(weight)
+        x, add, weight, bias = placed(operands)
+        y, *others = placed(outputs)
+        mean, rstd = _mean_and_rstd(others[self.has_add :])
+        buffers = {"eps": options[0], "add": add, "out": y, "out_rstd": rstd}
+        buffers["out_sum"] = others[0] if self.has_add else None
         if self.has_mean:
-            made = reference.layer_norm_fwd(exact_x, exact_weight, as_numpy(bias), eps=eps)
-            store(mean, made.mean)
+            norm.layer_norm_fwd(x, weight, bias, **buffers, out_mean=mean)
         else:
-            made = reference.rms_norm_fwd(exact_x, exact_weight, eps=eps)
-        store(outputs[0], made.y)
-        store(rstd, made.rstd)
+            norm.rms_norm_fwd(x, weight, **buffers)
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
         """See `Operator`: the normalised array, weight, and the statistics."""
@@ -113,30 +95,23 @@ class Norm(Operator):
         self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
     ) -> None:
         """See `Operator`."""
-        gradients = iter(made)
+        gradients = iter(placed(made))
         dx, _, dweight, dbias = [next(gradients) if need else None for need in needs]
-        x, weight, *statistics = saved
-        mean, rstd = _mean_and_rstd(statistics)
-        dy, dsum = (*dys, None)[:2]
-        if dy.is_cuda:
-            context = norm.NormContext(as_rows(x), weight, mean, rstd, dbias is not None)
-            buffers: dict[str, Any] = {"out_dx": dx, "out_dweight": dweight}
-            buffers |= {"need_dx": dx is not None, "need_dweight": dweight is not None, "add": dsum}
-            if self.has_mean:
-                norm.layer_norm_bwd(dy, context, **buffers, out_dbias=dbias)
-            else:
-                norm.rms_norm_bwd(dy, context, **buffers)
-            return
-        arrays = as_matrix(dy), as_matrix(x), as_numpy(weight), as_numpy(mean), as_numpy(rstd)
-        exact = reference.norm_bwd(*arrays)
-        store(dx, exact.dx if dsum is None else exact.dx + as_matrix(dsum).astype("float64"))
-        store(dweight, exact.dweight)
-        store(dbias, exact.dbias)
+        x, weight, *statistics = placed(saved)
+        dy, dsum = (*placed(dys), None)[:2]
+        context = norm.NormContext(x, weight, *_mean_and_rstd(statistics), has_bias=dbias is not None)
+        buffers: dict[str, Any] = {"out_dx": dx, "out_dweight": dweight, "add": dsum if needs[0] else None}
+        wanted = {"need_dx": dx is not None, "need_dweight": dweight is not None}
+        if self.has_mean:
+            norm.layer_norm_bwd(dy, context, **buffers, **wanted, out_dbias=dbias)
+        else:
+            norm.rms_norm_bwd(dy, context, **buffers, **wanted)
 
 
-def _mean_and_rstd(statistics: Tensors) -> Tensors:
+def _mean_and_rstd(statistics: Tensors) -> tuple[Any, Any]:
     """The rows' statistics, None for those that are not kept."""
-    return (None, None, *statistics)[-2:]
+    mean, rstd = (None, None, *statistics)[-2:]
+    return mean, rstd
 
 
 class Dropout(Operator):
@@ -157,12 +132,8 @@ class Dropout(Operator):
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
-        x, key = operands
-        rng = masks_of(options[0], 0, key)
-        if x.is_cuda:
-            dropout(as_rows(x), options[0], rng, out=outputs[0])
-        else:
-            store(outputs[0], as_numpy(x) * reference.dropout_factors(tuple(x.shape), options[0], rng))
+        x, key = placed(operands)
+        dropout(x, options[0], masks_of(options[0], 0, key), out=placed(outputs)[0])
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
         """See `Operator`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
 
+from lt_runtime.arrays.operand import fp64_on_host
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, OperandError, ShapeError
 from lt_runtime.layout import layout_of
 from lt_runtime.problem import DType
@@ -91,9 +92,9 @@ class Operator(ABC):
             LtError: see `check`.
         """
         if _is_eager(operands):
-            x = operands[0]
-            if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():  # else each call would be planned anew
-                with torch.cuda.device(x.device):
+            device = operands[0].get_device()  # -1 for the CPU
+            if device >= 0 and device != torch._C._cuda_getDevice():  # each call would be planned anew
+                with torch.cuda.device(device):
                     return self(operands, options)
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
@@ -116,7 +117,8 @@ class Operator(ABC):
             self.check(operands, options)
         try:
             outputs = self.outputs(operands, options)
-            self.fill(outputs, operands, options)
+            with _accepting_fp64(operands[0]):
+                self.fill(outputs, operands, options)
         except Exception:  # operands on a GPU are checked by the package, which has other names for them
             self.check(operands, options)
             raise
@@ -130,7 +132,8 @@ class Operator(ABC):
         """Computes the gradients of the operands that need one, past the dispatcher."""
         dys = [each if each is None else as_rows(each) for each in dys]
         made = self.gradients(dys, saved, needs, options)
-        self.fill_gradients(made, dys, saved, needs, options)
+        with _accepting_fp64(next(each for each in dys if each is not None)):
+            self.fill_gradients(made, dys, saved, needs, options)
         return made
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
@@ -286,9 +289,19 @@ def as_numpy(tensor: Tensor) -> Any:
     return tensor.numpy()
 
 
-def as_matrix(tensor: Tensor) -> Any:
-    """`as_numpy` with all axes but the last as rows; None for None."""
-    return None if tensor is None else as_numpy(tensor).reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+def placed(tensors: Tensors) -> list[Any]:
+    """Tensors as the package's operations take them: those on the CPU as NumPy arrays; see `as_rows`."""
+    return [each if each is None else as_rows(each) if each.is_cuda else as_numpy(as_rows(each)) for each in tensors]
+
+
+@contextlib.contextmanager
+def _accepting_fp64(tensor: Tensor) -> Iterator[None]:
+    """Lets the package's operations take FP64 where a tensor is on the CPU."""
+    token = fp64_on_host.set(not tensor.is_cuda)
+    try:
+        yield
+    finally:
+        fp64_on_host.reset(token)
 
 
 def store(tensor: Tensor, exact: Any) -> None:
