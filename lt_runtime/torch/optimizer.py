@@ -189,13 +189,12 @@ class AdamW(torch.optim.AdamW):
         parameters = [each for each in self._parameters() if each.grad is not None]
         if not parameters:
             return loss
-        key, addresses = self._key()
-        prepared = self._prepared.get(key) or self._prepare()
+        prepared = self._prepared.get(self._key()) or self._prepare()
         if _is_capturing(parameters[0]):
             self._captured.append(prepared)
         for bucket in prepared.buckets:
             bucket.refresh_masters()
-        prepared.run(addresses, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        prepared.run(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         torch.autograd.graph.increment_version(parameters)
         for bucket in prepared.buckets:
             bucket.note_versions()
@@ -206,10 +205,9 @@ class AdamW(torch.optim.AdamW):
     def _parameters(self) -> Iterator[Tensor]:
         return (each for group in self.param_groups for each in group["params"])
 
-    def _key(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Everything that a prepared step depends on, and the addresses of gradients, which are new in many steps."""
+    def _key(self) -> tuple[Any, ...]:
+        """Everything that a prepared step depends on; not the addresses of gradients, which are new in many steps."""
         key: list[Any] = []
-        addresses: list[int] = []
         for group in self.param_groups:
             key.append(group["amsgrad"])
             for parameter in group["params"]:
@@ -217,11 +215,10 @@ class AdamW(torch.optim.AdamW):
                 if grad is None:
                     continue
                 if grad.layout is not torch.strided:
-                    return (), ()  # no key of a step that was prepared: `_check` refuses the gradient by name
+                    return ()  # no key of a step that was prepared: `_check` refuses the gradient by name
                 kept = [_local(each).data_ptr() for each in self.state.get(parameter, {}).values()]
                 key.append((_local(parameter).data_ptr(), grad.dtype, grad.stride(), *kept))
-                addresses.append(grad.data_ptr())
-        return tuple(key), tuple(addresses)
+        return tuple(key)
 
     def _prepare(self) -> _Prepared:
         """Sorts the parameters that have gradients into buckets, and prepares the launches for their addresses."""
@@ -238,9 +235,8 @@ class AdamW(torch.optim.AdamW):
             raise CaptureError("a parameter gets its first gradient in a capture; run a step with all gradients before")
         self._fill_buckets(active)
         buckets = [*dict.fromkeys(self._bucket_of[each] for each in parameters)]
-        kind = _PreparedOnGpu if _is_on_gpu(parameters[0]) else _Prepared
-        prepared = kind(buckets, self._options, {id(each): i for i, each in enumerate(parameters)})
-        _remember(self._prepared, self._key()[0], prepared)
+        prepared = (_PreparedOnGpu if _is_on_gpu(parameters[0]) else _Prepared)(buckets, self._options)
+        _remember(self._prepared, self._key(), prepared)
         return prepared
 
     def _dissolve(self, bucket: _Bucket) -> None:
@@ -336,7 +332,7 @@ class _Bucket:
         self.step = torch.tensor(step, dtype=torch.float32, device=device)
         for state in states:
             state["step"] = self.step
-        settings = kernels.settings_words(self.kernel_options(), [(1.0, 0.0)] * count)
+        settings = kernels.settings_words(self._kernel_options(), [(1.0, 0.0)] * count)
         words = np.concatenate([np.zeros(_SETTINGS, np.uint32), settings, np.zeros(2, np.uint32)])
         words[_STATE.index("steps")] = int(step)
         self.words = torch.from_numpy(words.view(np.int32)).to(device)
@@ -357,8 +353,7 @@ class _Bucket:
         kind = AMSGrad if self.group["amsgrad"] else AdamWRule
         return kind(0.0, self.group["betas"], self.group["eps"], 0.0)
 
-    def kernel_options(self) -> kernels.Options:
-        """The options that the kernel's settings and argument block are made of."""
+    def _kernel_options(self) -> kernels.Options:
         max_norm, seed = self.options.max_norm, self.options.seed
         return kernels.Options((self.rule,), constant(), max_norm, False, None, self.moments, True, seed)
 
@@ -404,6 +399,23 @@ class _Bucket:
             made.append(kernels.Tensor(_local(parameter).numel(), arrays))
         return made
 
+    def addresses(self) -> tuple[int, ...]:
+        """The addresses of the gradients that are not empty."""
+        grads = [_local(each.grad) for each in self.parameters]
+        return tuple([each.data_ptr() for each in grads if each.numel()])
+
+    def launches(self, rows: int, device: int) -> Launches:
+        """The launch of the update for each stream, for a table of `rows` rows."""
+        start, size, count = self.words.data_ptr(), kernels.WORD_BYTES, self.first + len(self.parameters)
+        params = kernels.update_params(self._kernel_options(), 0, start + _SETTINGS * size, count)
+        params.state, params.tickets = start, start + len(_STATE) * size
+        # PyTorch's GradScaler moves the scale: the kernel's own rule is made to keep it.
+        params.growth_factor = params.backoff_factor = 1.0
+        params.growth_interval, params.growth_tracker = _NEVER, start + (self.words.numel() - 1) * size
+        stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.pairs())
+        macros = kernels.update_macros(self.rule, self.moments, stochastic=stochastic)
+        return Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
+
     def averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter's average, and the tensor that it averages."""
         return ((state["ema"], state.get("master", parameter)) for parameter, state in self.pairs())
@@ -430,20 +442,15 @@ class _Bucket:
 
 
 class _Prepared:
-    """A step of some buckets on the CPU, by the reference.
+    """A step of some buckets on the CPU, by the reference."""
 
-    Args:
-        places: the number of each parameter among all that have gradients, by the parameter's id.
-    """
-
-    def __init__(self, buckets: list[_Bucket], options: _Options, places: dict[int, int]) -> None:
+    def __init__(self, buckets: list[_Bucket], options: _Options) -> None:
         self.buckets, self.options = buckets, options
 
-    def run(self, addresses: tuple[int, ...], scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Updates the parameters.
 
         Args:
-            addresses: of the gradients of all parameters that have one.
             scale: the loss scale that the gradients are divided by; None for 1.
             found_inf: not 0 to leave the update out; None for 0.
         """
@@ -484,20 +491,19 @@ class _Prepared:
 class _PreparedOnGpu(_Prepared):
     """A step of some buckets on a GPU: a launch for each bucket, one for the norm, and one for the averages."""
 
-    def __init__(self, buckets: list[_Bucket], options: _Options, places: dict[int, int]) -> None:
-        super().__init__(buckets, options, places)
+    def __init__(self, buckets: list[_Bucket], options: _Options) -> None:
+        super().__init__(buckets, options)
         words = buckets[0].words
         self._device, rows = words.device.index or 0, [each.rows() for each in buckets]
-        own = [[places[id(p)] for p in each.parameters if _local(p).numel()] for each in buckets]
         updates = [kernels.update_table(each, bucket.first) for each, bucket in zip(rows, buckets, strict=True)]
-        self._tables = [_Table(each, "gradient", at, words) for each, at in zip(updates, own, strict=True)]
+        self._tables, self._sizes = [_Table(each, "gradient", words) for each in updates], [*map(len, updates)]
+        self._updates: list[dict[AdamWRule, Launches]] = [{} for _ in buckets]
         with activated(self._device):
-            self._updates = [
-                _Update(each, len(table), self._device) for each, table in zip(buckets, updates, strict=True)
-            ]
+            for i in range(len(buckets)):
+                self._update_of(i)
             if options.max_norm is not None:
                 norms = kernels.norm_table([*itertools.chain(*rows)])
-                self._norms = _Table(norms, "data", [*itertools.chain(*own)], words)
+                self._norms = _Table(norms, "data", words)
                 self._partial = torch.empty(len(norms), dtype=torch.float32, device=words.device)
                 params = kernels.GRADIENT_NORM.params(partial=self._partial.data_ptr(), state=words.data_ptr())
                 self._norm = kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(norms), self._device)
@@ -510,22 +516,23 @@ class _PreparedOnGpu(_Prepared):
                 params = kernels.EMA.params(self._averages.data_ptr(), 1.0 - options.ema_decay)
                 self._ema = kernels.launches_by_row(kernels.EMA, params, len(table), self._device)
 
-    def run(self, addresses: tuple[int, ...], scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def run(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """See `_Prepared`; puts the launches on PyTorch's current stream."""
         with activated(self._device):
             stream = TORCH.current_stream(self._device)
             for bucket in self.buckets:
                 bucket.apply_settings()
             scales = [bucket.set_scale(scale, found_inf) for bucket in self.buckets]
+            addresses = [bucket.addresses() for bucket in self.buckets]
             if self.options.max_norm is not None:
                 params, launch = self._norm[stream]
-                params.chunks, params.scale = self._norms.at(addresses, stream), scales[0]
+                params.chunks, params.scale = self._norms.at(tuple(itertools.chain(*addresses)), stream), scales[0]
                 launch()
                 for bucket in self.buckets[1:]:
                     bucket.norm.copy_(self.buckets[0].norm)
-            for bucket, update, table, address in zip(self.buckets, self._updates, self._tables, scales, strict=True):
-                params, launch = update.launches()[stream]
-                params.chunks, params.scale = table.at(addresses, stream), address
+            for i, bucket in enumerate(self.buckets):
+                params, launch = self._update_of(i)[stream]
+                params.chunks, params.scale = self._tables[i].at(addresses[i], stream), scales[i]
                 params.skip_nonfinite = found_inf is not None
                 launch()
                 bucket.step.copy_(bucket.steps)
@@ -533,32 +540,12 @@ class _PreparedOnGpu(_Prepared):
                 _, launch = self._ema[stream]
                 launch()
 
-
-class _Update:
-    """The launch of a bucket's update, for a table of `rows` rows."""
-
-    def __init__(self, bucket: _Bucket, rows: int, device: int) -> None:
-        self._bucket, self._rows, self._device = bucket, rows, device
-        self._rule: AdamWRule | None = None
-        self._launches: Launches
-        self.launches()
-
-    def launches(self) -> Launches:
-        """The launch for each stream, with the group's present betas and epsilon."""
-        bucket, rule = self._bucket, self._bucket.rule
-        if rule == self._rule:
-            return self._launches
-        start, size, count = bucket.words.data_ptr(), kernels.WORD_BYTES, bucket.first + len(bucket.parameters)
-        params = kernels.update_params(bucket.kernel_options(), 0, start + _SETTINGS * size, count)
-        params.state, params.tickets = start, start + len(_STATE) * size
-        # PyTorch's GradScaler moves the scale: the kernel's own rule is made to keep it.
-        params.growth_factor = params.backoff_factor = 1.0
-        params.growth_interval, params.growth_tracker = _NEVER, start + (bucket.words.numel() - 1) * size
-        stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in bucket.pairs())
-        macros = kernels.update_macros(rule, bucket.moments, stochastic=stochastic)
-        tiling = kernels.update_tiling(self._rows)
-        self._rule, self._launches = rule, Launches(kernels.UPDATE, macros, self._device, tiling, params)
-        return self._launches
+    def _update_of(self, index: int) -> Launches:
+        """The launch of a bucket's update for each stream, with its group's present betas and epsilon."""
+        rule = self.buckets[index].rule
+        if rule not in self._updates[index]:
+            self._updates[index] = {rule: self.buckets[index].launches(self._sizes[index], self._device)}
+        return self._updates[index][rule]
 
 
 class _Table:
@@ -567,21 +554,20 @@ class _Table:
     Args:
         base: the table with each gradient at address 0, so that the rows have the offsets.
         column: the column of the gradients' addresses.
-        places: the numbers of the tensors that are not empty, among all that have gradients.
         like: a tensor on the GPU.
     """
 
-    def __init__(self, base: NDArray[Any], column: str, places: list[int], like: Tensor) -> None:
+    def __init__(self, base: NDArray[Any], column: str, like: Tensor) -> None:
         self._base, self._column, self._like = base, column, like
-        self._places = np.array(places or [0])[np.cumsum(base[column] == 0) - 1]  # a tensor's first row has offset 0
+        self._tensor = np.cumsum(base[column] == 0) - 1  # a tensor's first row has offset 0
         self._uploaded: dict[Any, Tensor] = {}
         self._captured: list[Tensor] = []  # tables that captured graphs read
 
     def at(self, addresses: tuple[int, ...], stream: int) -> int:
-        """The address of the table for the given addresses of all gradients, in the order of a stream."""
+        """The address of the table for the addresses of the gradients that are not empty, in the order of a stream."""
         table = self._uploaded.get((addresses, stream))
         if table is None:
-            rows, starts = self._base.copy(), np.array(addresses, np.uint64)[self._places]
+            rows, starts = self._base.copy(), np.array(addresses or (0,), np.uint64)[self._tensor]
             rows[self._column] += starts
             rows["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)
             table = _upload(rows, self._like)
