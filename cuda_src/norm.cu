@@ -252,14 +252,17 @@ __device__ inline void merge_over_row(float (&sums)[kSums], float& shift, Index 
     scratch[0][warp] = sums[0], scratch[MEAN][warp] = sums[MEAN], scratch[kSums][warp] = shift;
   }
   // Each lane moves the sums of one warp, which has `columns` columns of the row.
-  const Index width = static_cast<Index>(blockDim.x) * kOctet, rest = cols % width - static_cast<Index>(lane) * kHeld;
-  const float columns = static_cast<float>(cols / width * kHeld + (rest < 0 ? 0 : rest < kHeld ? rest : kHeld));
+  Index columns = 0;
+  for (Index from = static_cast<Index>(lane) * kHeld; from < cols; from += static_cast<Index>(blockDim.x) * kOctet) {
+    columns += cols - from < kHeld ? cols - from : kHeld;
+  }
   __syncthreads();
   shift = scratch[kSums][first];
   const uint32 warp = lane < warps ? first + lane : first;
   const float squares = scratch[0][warp], differences = scratch[MEAN][warp], move = scratch[kSums][warp] - shift;
-  sums[0] = lane < warps ? squares + move * (2.0f * differences + columns * move) : 0.0f;
-  sums[MEAN] = lane < warps ? differences + columns * move : 0.0f;
+  const float added = static_cast<float>(columns) * move;
+  sums[0] = lane < warps ? squares + move * (2.0f * differences + added) : 0.0f;
+  sums[MEAN] = lane < warps ? differences + added : 0.0f;
   sum_over_warp(sums);
 }
 
@@ -294,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
       for (const float& each : octet.v) first[0] += each;
       sum_over_warp(first);
       const Index most = kOctet * static_cast<Index>(blockDim.x < kWarp ? blockDim.x : kWarp), rest = at.cols - at.first_of_warp();
-      if (rest > 0) shift = first[0] / static_cast<float>(rest < most ? rest : most);
+      if (rest > 0) shift = first[0] * reciprocal_approx(static_cast<float>(rest < most ? rest : most));
     }
     at.each([&](int k) {
       const Octet octet = now.x[k];

@@ -162,7 +162,7 @@ def test_a_model_meets_its_chain_s_problems(process: Process, tmp_path: Path, ac
         kinds, key, chains = own("problem"), own("store.keys").problem_key, own("tuner.chain")
         options = kinds.Activation(activation), kinds.DType.FLOAT32, kinds.Compute.FLOAT32
         chain = chains.LayerChain.of_mlp(ROWS, dims, *options, dropout=dropout > 0)
-        expected = chain.keeping({index: ctx.saved_as for index, ctx in enumerate(contexts)})
+        expected = chain.keeping({index: ctx.layer.saved_as for index, ctx in enumerate(contexts)})
         met = own("store.recording").read_recorded(tmp_path / "met.jsonl")
         assert {*map(key, met)} == {*map(key, expected.problems)}
         assert chains.chains_of(met) == [expected]

@@ -40,7 +40,7 @@ def test_a_layer_without_inputs(dtype: DType, activation: str, dropout: float, s
     dz = cp.empty(shape, dtype.numpy)
     db = lt.linear_bwd(cp.asarray(dy), context, need_dx=False, need_dw=False, out_dz=dz).db
 
-    assert (context.saved_as is Saved.NOTHING) == (activation == "none")
+    assert (context.layer.saved_as is Saved.NOTHING) == (activation == "none")
     epsilon = 4 * EPSILON[dtype]
     assert_close("y", to_host(y), expected, epsilon * (np.abs(expected) + _SLOPE * np.abs(z) * factors) + _TINY)
     tolerance = np.abs(dy.astype(np.float64)) * factors * (epsilon * (_SLOPE + np.abs(z)) + _TINY) + _TINY * 1e-2
