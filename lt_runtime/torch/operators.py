@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 
 from lt_runtime.arrays.operand import fp64_on_host
@@ -22,6 +24,7 @@ Options: TypeAlias = tuple[Any, ...]
 
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
+_NOTHING: Final = contextlib.nullcontext()
 _DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 
 
@@ -57,6 +60,7 @@ class Operator(ABC):
             f"{self.name}_bwd{schemas[1]} -> Tensor[]", self._grouped, self.run_backward, self.gradients
         )
         LIBRARY.impl(f"{self.name}_fwd", self._traced, "Autograd")
+        self._differentiable = named(_Differentiable, self.name)
 
     @abstractmethod
     def check(self, operands: Tensors, options: Options) -> None:
@@ -107,7 +111,7 @@ class Operator(ABC):
         """Computes all outputs past the dispatcher; `training` says whether a gradient will be computed."""
         options = (*options, training)
         outputs: Tensors = (
-            _Differentiable.apply(self, self.run, options, *operands) if training else self.run(operands, options)
+            self._differentiable.apply(self, self.run, options, *operands) if training else self.run(operands, options)
         )
         return outputs
 
@@ -117,7 +121,7 @@ class Operator(ABC):
             self.check(operands, options)
         try:
             outputs = self.outputs(operands, options)
-            with _accepting_fp64(operands[0]):
+            with _NOTHING if operands[0].is_cuda else _accepting_fp64():
                 self.fill(outputs, operands, options)
         except Exception:  # operands on a GPU are checked by the package, which has other names for them
             self.check(operands, options)
@@ -132,7 +136,8 @@ class Operator(ABC):
         """Computes the gradients of the operands that need one, past the dispatcher."""
         dys = [each if each is None else as_rows(each) for each in dys]
         made = self.gradients(dys, saved, needs, options)
-        with _accepting_fp64(next(each for each in dys if each is not None)):
+        is_cuda = any(each is not None and each.is_cuda for each in dys)
+        with _NOTHING if is_cuda else _accepting_fp64():
             self.fill_gradients(made, dys, saved, needs, options)
         return made
 
@@ -149,7 +154,7 @@ class Operator(ABC):
         operands, options = self._unpacked(arguments)
         if not options[-1]:
             return self._below_autograd(operands, options)
-        return [*_Differentiable.apply(self, self._below_autograd, options, *operands)]
+        return [*self._differentiable.apply(self, self._below_autograd, options, *operands)]
 
     def _below_autograd(self, operands: Tensors, options: Options) -> list[Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
@@ -205,6 +210,11 @@ class _Differentiable(torch.autograd.Function):
         if all(dy is None for dy in dys):
             return (None,) * (3 + len(needs))
         return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, ctx.options)
+
+
+def named(function: Any, name: str) -> Any:
+    """A function of autograd's under the name that profilers show."""
+    return type(f"lt_runtime::{name}", (function,), {})
 
 
 def check_first_derivative(name: str) -> None:
@@ -280,13 +290,20 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) 
 
 
 def as_numpy(tensor: Tensor) -> Any:
-    """A NumPy array over the memory of a tensor on the CPU; None for None. BF16 is `ml_dtypes.bfloat16`."""
+    """A NumPy array over the memory of a tensor on the CPU; None for None. BF16 is `ml_dtypes.bfloat16`.
+
+    `Tensor.numpy` is not called: it makes the memory unresizable, and FSDP resizes that of parameters.
+    """
     if tensor is None:
         return None
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(DType.BFLOAT16.numpy)
-    return tensor.numpy()
+    shape, size, name = tuple(tensor.shape), tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
+    dtype = DType.BFLOAT16.numpy if name == "bfloat16" else np.dtype(name)
+    if not tensor.numel():
+        return np.empty(shape, dtype)
+    strides = tuple(stride * size for stride in tensor.stride())
+    interface = {"version": 3, "data": (tensor.data_ptr(), False), "typestr": f"|V{size}", "shape": shape}
+    memory = SimpleNamespace(__array_interface__=interface | {"strides": strides}, tensor=tensor)  # keeps it alive
+    return np.asarray(memory).view(dtype)
 
 
 def placed(tensors: Tensors) -> list[Any]:
@@ -295,9 +312,9 @@ def placed(tensors: Tensors) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _accepting_fp64(tensor: Tensor) -> Iterator[None]:
-    """Lets the package's operations take FP64 where a tensor is on the CPU."""
-    token = fp64_on_host.set(not tensor.is_cuda)
+def _accepting_fp64() -> Iterator[None]:
+    """Within it, the package's operations take FP64 NumPy arrays."""
+    token = fp64_on_host.set(True)
     try:
         yield
     finally:

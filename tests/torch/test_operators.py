@@ -269,6 +269,28 @@ def test_operands_may_lie_in_any_way(place: Any) -> None:
     )
 
 
+def test_profiles_have_names(place: Any) -> None:
+    x, w = leaves_of((3, 4), (5, 4), dtype=place[0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ltt.functional.linear(x, w).sum().backward()
+    assert {"lt_runtime::linear", "lt_runtime::linearBackward"} <= {each.key for each in profile.key_averages()}
+
+
+def test_memory_that_backward_needs_is_watched(place: Any) -> None:
+    x, w = leaves_of((3, 4), (5, 4), dtype=place[0])
+    y = ltt.functional.linear(x, w)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+    y = ltt.functional.linear(x, w)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():
+        assert ltt.functional.linear(x, w, activation="gelu").is_inference()
+
+
 def test_second_derivatives_and_transforms_are_refused() -> None:
     x, w = leaves_of((3, 4), (5, 4))
     y = ltt.functional.linear(x, w)
