@@ -255,6 +255,8 @@ def linear_cross_entropy(
         SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
     """
     options = _options(ignore_index, reduction, label_smoothing)
+    if x.dim() < 1 + shift:
+        raise ShapeError(f"x has shape {tuple(x.shape)}; accepted are (..., K), with shift (..., rows, K)")
     check_shape("labels", labels, tuple(x.shape[:-1]), f"as x has shape {tuple(x.shape)}")
     if shift:
         labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)

@@ -243,14 +243,15 @@ class AdamW(torch.optim.AdamW):
         """Ends a bucket of which only some parameters have gradients: from now on their numbers of updates differ."""
         for parameter in bucket.parameters:
             del self._bucket_of[parameter]
-        self._prepared.clear()
 
     def _fill_buckets(self, active: list[tuple[int, Tensor]]) -> None:
         """Puts parameters that have no bucket into new ones; `active` has each with the number of its group."""
         found: dict[Any, list[Tensor]] = {}
         for i, parameter in active:
             state = self._complete_state(parameter, self.param_groups[i])
-            if parameter not in self._bucket_of:
+            if parameter in self._bucket_of:
+                state["step"] = self._bucket_of[parameter].step  # it may have been replaced by a copy
+            else:
                 found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), []).append(parameter)
         for (i, step, _), parameters in found.items():
             states = [self.state[each] for each in parameters]

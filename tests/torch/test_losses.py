@@ -254,6 +254,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "types": (lambda: linear_cross_entropy(X, W.half(), T), DTypeError, r"weight is torch\.float16"),
     "bias": (lambda: linear_cross_entropy(X, W, T, torch.ones(6)), ShapeError, r"bias has shape \(6,\)"),
     "labels": (lambda: linear_cross_entropy(X, W, T[:7]), ShapeError, r"labels has shape \(7,\)"),
+    "axes": (lambda: linear_cross_entropy(X[0], W, T[0], shift=True), ShapeError, r"x has shape \(6,\)"),
     "chunk": (lambda: linear_cross_entropy(X, W, T, chunk=0), ArgumentError, "chunk is 0"),
 }
 
