@@ -24,6 +24,7 @@ from lt_runtime.torch.operators import (
     check_operands,
     check_shape,
     named,
+    past_transforms,
     placed,
 )
 
@@ -249,8 +250,7 @@ class _OnGpu(torch.autograd.Function):
         return None, dx, dy if needs[2] else None, None, *of_parameters
 
 
-_apply_on_gpu: Final = super(torch.autograd.Function, named(_OnGpu, "linear")).apply
-"""`_OnGpu.apply` without its search for tensors of `torch.func`, which have been refused: that takes 5 µs."""
+_apply_on_gpu: Final = past_transforms(named(_OnGpu, "linear"))
 
 
 def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:

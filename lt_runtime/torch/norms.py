@@ -60,7 +60,7 @@ class Norm(Operator):
         """See `Operator`."""
         x = operands[0]
         rows = (x.shape[:-1].numel(),)
-        made = [x.new_empty(x.shape) for _ in range(1 + self.has_add)]
+        made = [torch.empty_like(x) for _ in range(1 + self.has_add)]
         return made + [x.new_empty(rows, dtype=torch.float32) for _ in range((1 + self.has_mean) * options[-1])]
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
@@ -89,7 +89,7 @@ class Norm(Operator):
     def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
         """See `Operator`."""
         x, weight, *_ = saved
-        return [like.new_empty(like.shape) for need, like in zip(needs, (x, x, weight, weight), strict=True) if need]
+        return [torch.empty_like(like) for need, like in zip(needs, (x, x, weight, weight), strict=True) if need]
 
     def fill_gradients(
         self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options

@@ -61,6 +61,7 @@ class Operator(ABC):
         )
         LIBRARY.impl(f"{self.name}_fwd", self._traced, "Autograd")
         self._differentiable = named(_Differentiable, self.name)
+        self._eagerly = past_transforms(self._differentiable)
 
     @abstractmethod
     def check(self, operands: Tensors, options: Options) -> None:
@@ -111,7 +112,7 @@ class Operator(ABC):
         """Computes all outputs past the dispatcher; `training` says whether a gradient will be computed."""
         options = (*options, training)
         outputs: Tensors = (
-            self._differentiable.apply(self, self.run, options, *operands) if training else self.run(operands, options)
+            self._eagerly(self, self.run, options, *operands) if training else self.run(operands, options)
         )
         return outputs
 
@@ -215,6 +216,12 @@ class _Differentiable(torch.autograd.Function):
 def named(function: Any, name: str) -> Any:
     """A function of autograd's under the name that profilers show."""
     return type(f"lt_runtime::{name}", (function,), {})
+
+
+def past_transforms(function: Any) -> Callable[..., Any]:
+    """`function.apply` without its search for tensors of `torch.func`, which takes 5 µs: `_is_eager` refuses those."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return apply
 
 
 def check_first_derivative(name: str) -> None:
