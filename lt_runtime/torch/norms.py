@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from lt_runtime.arguments import not_negative
-from lt_runtime.errors import DTypeError, ShapeError
+from lt_runtime.errors import DTypeError, OperandError, ShapeError
 from lt_runtime.ops import norm
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.problem import probability
@@ -18,8 +18,12 @@ from lt_runtime.torch.operators import (
     Options,
     Tensor,
     Tensors,
+    as_rows,
+    check_first_derivative,
     check_operands,
     check_shape,
+    named,
+    past_transforms,
     placed,
 )
 
@@ -40,6 +44,17 @@ class Norm(Operator):
         self.name = ("layer_norm" if has_mean else "rms_norm") + ("_add" if has_add else "")
         self.visible = 1 + has_add
         super().__init__()
+
+    def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
+        """See `Operator`."""
+        if not (training and operands[0].is_cuda):
+            return super().eager(operands, options, training=training)
+        try:
+            made = _apply_on_gpu(self.has_mean, *options, *operands)
+        except OperandError:  # the package has other names for the operands
+            self.check(operands, (*options, training))
+            raise
+        return made if self.has_add else (made,)
 
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
@@ -106,6 +121,37 @@ class Norm(Operator):
             norm.layer_norm_bwd(dy, context, **buffers, **wanted, out_dbias=dbias)
         else:
             norm.rms_norm_bwd(dy, context, **buffers, **wanted)
+
+
+class _OnGpu(torch.autograd.Function):
+    """An eager call of a norm on a GPU, in as few steps as possible."""
+
+    @staticmethod
+    def forward(ctx: Any, has_mean: bool, eps: float, x: Tensor, add: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        """y, or with `add` y and the sum."""
+        ctx.set_materialize_grads(False)
+        vectors = (weight, bias) if has_mean else (weight,)
+        y, context = (norm.layer_norm_fwd if has_mean else norm.rms_norm_fwd)(as_rows(x), *vectors, eps=eps, add=add)
+        ctx.save_for_backward(context.x, weight, context.mean, context.rstd)
+        return y if add is None else (y, context.x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dsum: Tensor = None) -> tuple[Tensor, ...]:
+        """The gradients of x, `add`, weight and bias; those of x and `add` are one tensor."""
+        check_first_derivative("norm")
+        of_x, of_add, *of_vectors = ctx.needs_input_grad[2:]
+        dx, dvectors, wanted = dsum, [None, None], of_x or of_add
+        if dy is not None:
+            x, weight, mean, rstd = ctx.saved_tensors
+            context = norm.NormContext(x, weight, mean, rstd, of_vectors[1])
+            options = {"add": as_rows(dsum) if wanted and dsum is not None else None, "need_dx": wanted}
+            backward = norm.rms_norm_bwd if mean is None else norm.layer_norm_bwd
+            dx, *dvectors = backward(as_rows(dy), context, **options, need_dweight=of_vectors[0])
+            dvectors += [None] * (2 - len(dvectors))
+        return None, None, dx if of_x else None, dx if of_add else None, *dvectors
+
+
+_apply_on_gpu: Final = past_transforms(named(_OnGpu, "norm"))
 
 
 def _mean_and_rstd(statistics: Tensors) -> tuple[Any, Any]:

@@ -52,9 +52,9 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
     def outward(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return torch.from_numpy(value)
-        if isinstance(value, LinearContext):
+        if isinstance(value, (LinearContext, NormContext)):
             names = [field.name for field in dataclasses.fields(value)]
-            return LinearContext(**{name: outward(getattr(value, name)) for name in names})
+            return type(value)(**{name: outward(getattr(value, name)) for name in names})
         return type(value)(*map(outward, value)) if hasattr(value, "_fields") else value
 
     made: list[tuple[bool, ...]] = []
