@@ -21,6 +21,8 @@ from lt_runtime.torch.modules import LayerNorm as LayerNorm
 from lt_runtime.torch.modules import Linear as Linear
 from lt_runtime.torch.modules import RMSNorm as RMSNorm
 from lt_runtime.torch.optimizer import AdamW as AdamW
+from lt_runtime.torch.replace import replace as replace
+from lt_runtime.torch.replace import restore as restore
 
 __all__ = [
     "MLP",
@@ -32,4 +34,6 @@ __all__ = [
     "cross_entropy",
     "functional",
     "linear_cross_entropy",
+    "replace",
+    "restore",
 ]

@@ -1,0 +1,309 @@
+"""`ltt.replace` and `ltt.restore`: equal results, parameters and keys, and modules that are left alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch import nn
+
+import lt_runtime.torch as ltt
+from lt_runtime.errors import ArgumentError
+
+MODULE = sys.modules["lt_runtime.torch.replace"]  # of which ltt.replace is the function
+
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}  # some norms and losses are computed in FP32
+IDS = torch.arange(18).reshape(2, 9) * 7 % 60
+SMALL: dict[str, Any] = {"vocab_size": 64}
+BERT_LIKE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+T5: dict[str, Any] = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=32, **SMALL)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**BERT_LIKE, **SMALL))
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**BERT_LIKE, **SMALL))
+
+
+def t5(**options: Any) -> Any:
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **SMALL, **options))
+
+
+def gated_t5() -> Any:
+    return t5(feed_forward_proj="gated-gelu")
+
+
+def vit() -> Any:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**BERT_LIKE, image_size=8, patch_size=4))
+
+
+def sequence() -> Any:
+    inner = nn.LayerNorm(16), nn.Linear(16, 16, bias=False), nn.LeakyReLU(0.2), nn.Linear(16, 4)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), *inner, nn.RMSNorm(4), nn.Softplus())
+
+
+def encoder() -> Any:
+    return nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+
+
+def decoder() -> Any:
+    return nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+
+
+def arguments_of(model: Any) -> dict[str, Any]:
+    """What a model of this page is called with."""
+    torch.manual_seed(1)
+    model = getattr(model, "_orig_mod", model)
+    dtype = next(model.parameters()).dtype
+    if isinstance(model, transformers.ViTForImageClassification):
+        return {"pixel_values": torch.randn(2, 3, 8, 8, dtype=dtype), "labels": torch.tensor([0, 1])}
+    if isinstance(model, transformers.PreTrainedModel):
+        return {"input_ids": IDS, "labels": IDS}
+    x = torch.randn(2, 5, 8, dtype=dtype)
+    if isinstance(model, nn.TransformerDecoderLayer):
+        return {"tgt": x, "memory": x}
+    return {"input" if isinstance(model, nn.Sequential) else "src": x}
+
+
+def step(model: Any, **more: Any) -> list[Any]:
+    """The loss and the gradients of all parameters."""
+    model.zero_grad()
+    out = model(**arguments_of(model), **more)
+    loss = out if isinstance(out, torch.Tensor) else out.loss
+    loss.square().sum().backward()
+    return [loss.detach(), *[each.grad.clone() for each in model.parameters()]]
+
+
+def places(report: Any) -> set[str]:
+    return {f"{each.name}: {each.kind}" for each in report if each.replaced}
+
+
+MODELS: dict[Callable[[], Any], set[str]] = {
+    gpt2: {"transformer.h.0.mlp: GPT2MLP", "transformer.h.0.attn.c_attn: Conv1D", "transformer.ln_f: LayerNorm"},
+    bert: {"bert.encoder.layer.0.intermediate: BertIntermediate", "bert.embeddings.LayerNorm: LayerNorm"},
+    llama: {"model.layers.0.mlp: LlamaMLP", "model.norm: LlamaRMSNorm", "lm_head: Linear"},
+    t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseActDense", "encoder.final_layer_norm: T5LayerNorm"},
+    gated_t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseGatedActDense"},
+    vit: {"vit.layers.0.mlp: ViTMLP", "vit.layers.0.attention.q_proj: Linear"},
+    sequence: {": Sequential", "3: LayerNorm", "7: RMSNorm"},
+    encoder: {": TransformerEncoderLayer", "norm1: LayerNorm", "norm2: LayerNorm"},
+    decoder: {": TransformerDecoderLayer", "norm3: LayerNorm"},
+}
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_model_computes_the_same_and_so_do_its_copies_until_it_is_restored(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = make().double().eval()
+    expected, state, parameters = step(model), model.state_dict(), [*map(id, model.parameters())]
+    report = ltt.replace(model)
+    assert MODELS[make] <= places(report)
+    assert all(each.reason == "not measured" for each in report if each.replaced)
+    assert list(model.state_dict()) == list(state)
+    assert [*map(id, model.parameters())] == parameters
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(step(each), expected, **CLOSE)
+        assert places(ltt.replace(each)) == places(report)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**arguments_of(model))[0], make_like(model, state)(**arguments_of(model))[0])
+    ltt.restore(model)
+    torch.testing.assert_close(step(model), expected, rtol=0, atol=0)
+    assert not any(hasattr(each, "replaces") for each in model.modules())
+
+
+def make_like(model: Any, state: Any) -> Any:
+    """A restored copy with a state."""
+    other = copy.deepcopy(model)
+    ltt.restore(other)
+    other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, sequence])
+def test_a_replaced_model_compiles_without_a_break(make: Callable[[], Any]) -> None:
+    model = make().double().eval()
+    model.loss_type = "ForCausalLM"  # else transformers writes a warning, which is a break
+    ltt.replace(model)
+    expected = step(model)
+    torch.testing.assert_close(step(torch.compile(model, fullgraph=True, backend="aot_eager")), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, t5])
+def test_generation_with_a_cache_gives_the_same_tokens(make: Callable[[], Any]) -> None:
+    model, options = make().double().eval(), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(IDS, attention_mask=torch.ones_like(IDS), **options)
+    ltt.replace(model)
+    assert torch.equal(model.generate(IDS, attention_mask=torch.ones_like(IDS), **options), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("make", [gpt2, bert, gated_t5, sequence])
+def test_under_autocast_types_are_those_of_the_model(make: Callable[[], Any]) -> None:
+    model = make().eval()
+
+    def run() -> list[Any]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(model)
+
+    expected = run()
+    ltt.replace(model)
+    for ours, theirs in zip(run(), expected, strict=True):
+        assert ours.dtype is theirs.dtype
+        assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 1e-6
+
+
+def test_parts_that_get_hooks_or_are_exchanged_later_are_called() -> None:
+    model = sequence().double().eval()
+    ltt.replace(model)
+    x, seen = torch.randn(3, 8, dtype=torch.float64), []
+    expected = model(x)
+    handle = model[1].register_forward_hook(lambda *arguments: seen.append(arguments[2].shape))
+    torch.testing.assert_close(model(x), expected)
+    handle.remove()
+    model[0] = nn.Sequential(model[0], nn.Identity())
+    torch.testing.assert_close(model(x), expected)
+    assert seen == [(3, 16)]
+
+
+def test_dropout_is_applied_in_training_and_ruled_by_the_seed() -> None:
+    model = nn.Sequential(nn.Linear(8, 256), nn.ReLU6(), nn.Linear(256, 256), nn.Dropout(0.25))
+    ltt.replace(model)
+    x, made = torch.randn(4, 8), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        made.append(model(x))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    kept = made[0] != 0
+    assert 0.7 < kept.float().mean() < 0.8
+    torch.testing.assert_close(made[0][kept], model.eval()(x)[kept] / 0.75)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return 2 * super().forward(x)
+
+
+def hooked(module: Any) -> Any:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def with_forward(module: Any) -> Any:
+    module.forward = module.forward
+    return module
+
+
+def with_frozen_type(dtype: Any) -> Any:
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(layer.weight.to(dtype), requires_grad=False)
+    return layer
+
+
+LEFT: dict[str, tuple[Callable[[], Any], str]] = {
+    "subclass": (lambda: Scaled(8, 8), "a subclass of Linear may compute something else"),
+    "parametrized": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), "a subclass of Linear may"),
+    "hook": (lambda: hooked(nn.Linear(8, 8)), "it has hooks"),
+    "forward": (lambda: with_forward(nn.LayerNorm(8)), "its forward was set from outside"),
+    "float8": (lambda: with_frozen_type(torch.float8_e4m3fn), "a parameter is a Parameter of torch.float8_e4m3fn"),
+    "types": (lambda: with_frozen_type(torch.bfloat16), "parameters are torch.bfloat16 on cpu and torch.float32 on"),
+    "axes": (lambda: nn.LayerNorm((3, 8)), "it has no weight, or several axes"),
+    "activation": (lambda: encoder_with(nn.Softplus()), "its parts do not run as one: Linear, Softplus, Dropout"),
+    "part": (lambda: encoder_with(hooked(nn.ReLU())), "ReLU: it has hooks"),
+    "other": (lambda: nn.Conv1d(8, 8, 1), "the package has nothing for it"),
+}
+
+
+def encoder_with(activation: Any) -> Any:
+    return nn.TransformerEncoderLayer(8, 2, 16, activation=activation)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_may_compute_something_else_is_left_alone(name: str) -> None:
+    module = LEFT[name][0]()
+    kind = type(module)
+    entries = {each.name: each for each in ltt.replace(module)}
+    assert not entries[""].replaced
+    assert entries[""].reason.startswith(LEFT[name][1])
+    assert type(module) is kind
+    assert "part" not in name or entries["linear1"].replaced
+
+
+def test_a_block_that_is_left_alone_has_its_layers_replaced() -> None:
+    entries = {each.name: each.replaced for each in ltt.replace(encoder_with(nn.Softplus()))}
+    assert (entries[""], entries["linear1"], entries["linear2"], entries["norm1"]) == (False, True, True, True)
+
+
+def test_modules_that_are_slower_in_a_measurement_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model, seen = nn.Sequential(*[nn.Sequential(each) for each in model]), []
+    model[2].eval()
+    state = copy.deepcopy(model.state_dict())
+
+    def microseconds(function: Any, arguments: Any, leaves: Any) -> float:
+        seen.append([tuple(each.shape) for each in (*arguments, *leaves)])
+        is_ours = hasattr(function.__self__, "replaces")
+        return 3.0 if is_ours and isinstance(function.__self__, nn.LayerNorm) else 1.0 if is_ours else 2.0
+
+    monkeypatch.setattr(MODULE, "_microseconds", microseconds)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: torch.enable_grad())
+    report = ltt.replace(model, torch.randn(5, 8))
+    found = {each.name: each[2:] for each in report}
+    assert found["0.0"] == (False, "slower", 2.0, 3.0)
+    assert found["1.0"] == found["3.0"] == found["4.0"] == (True, "faster", 2.0, 1.0)
+    assert not hasattr(model[0][0], "replaces")
+    assert len(seen) == 3 * 2 * (MODULE._ROUNDS + 1)  # the last two layers are measured together
+    assert seen[0] == [(5, 8), (5, 8), (8,), (8,)]
+    assert [each.training for each in model] == [True, True, False, True, True]
+    assert not any(each._forward_pre_hooks for each in model.modules())
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+    assert [line.split()[:5] for line in str(report).splitlines() if "Linear" in line] == [
+        ["*.*", "3", "Linear", "yes", "faster"]
+    ]
+
+
+def test_the_measurement_restores_a_module_whose_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(8, 8)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises((AssertionError, RuntimeError)):
+        ltt.replace(layer, torch.randn(5, 8))
+    assert type(layer) is nn.Linear
+
+
+def test_wrong_arguments_are_named() -> None:
+    for function in (ltt.replace, ltt.restore):
+        with pytest.raises(TypeError, match=r"model is .*; it must be a torch\.nn\.Module"):
+            function([nn.Linear(8, 8)])  # type: ignore[arg-type]
+    layer = nn.Linear(8, 8)
+    ltt.replace(layer)
+    layer.__class__ = type("Wrapped", (type(layer),), {})
+    with pytest.raises(ArgumentError, match=r"model is a Wrapped now; undo that before ltt\.restore"):
+        ltt.restore(layer)
