@@ -13,6 +13,7 @@ except ImportError as error:
     raise MissingLibraryError("PyTorch is not installed: pip install 'lt_runtime[torch]'") from error
 
 from lt_runtime.torch import functional as functional
+from lt_runtime.torch.capture import capture as capture
 from lt_runtime.torch.losses import cross_entropy as cross_entropy
 from lt_runtime.torch.losses import linear_cross_entropy as linear_cross_entropy
 from lt_runtime.torch.modules import MLP as MLP
@@ -31,6 +32,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "RMSNorm",
+    "capture",
     "cross_entropy",
     "functional",
     "linear_cross_entropy",

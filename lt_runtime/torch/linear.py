@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from lt_runtime.errors import ShapeError
+from lt_runtime.errors import OperandError, ShapeError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
@@ -70,11 +70,15 @@ class LinearLayers(Operator):
     tensors = "Tensor x, Tensor? add, Tensor? key, Tensor?[] parameters"
     options = "str[] activations, float[] slopes, float[] dropouts"
 
-    def eager(self, operands: Tensors, options: Options) -> Tensors:
+    def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """See `Operator`. On a GPU the plan of each layer decides which tensor is kept for backward."""
         if not operands[0].is_cuda:
-            return super().eager(operands, options)
-        return ((_apply_on_gpu if options[-1] else _infer)(options[:-1], *operands),)
+            return super().eager(operands, options, training=training)
+        try:
+            return (_apply_on_gpu(options, *operands) if training else _infer(options, *operands),)
+        except OperandError:  # the package has other names for the operands
+            self.check(operands, (*options, training))
+            raise
 
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""

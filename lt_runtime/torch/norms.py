@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from lt_runtime.arguments import not_negative
-from lt_runtime.errors import DTypeError, ShapeError
+from lt_runtime.errors import DTypeError, OperandError, ShapeError
 from lt_runtime.ops import norm
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.problem import probability
@@ -45,11 +45,15 @@ class Norm(Operator):
         self.visible = 1 + has_add
         super().__init__()
 
-    def eager(self, operands: Tensors, options: Options) -> Tensors:
+    def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """See `Operator`."""
-        if not (options[-1] and operands[0].is_cuda):
-            return super().eager(operands, options)
-        made: Any = _apply_on_gpu(self.has_mean, options[0], *operands)
+        if not (training and operands[0].is_cuda):
+            return super().eager(operands, options, training=training)
+        try:
+            made = _apply_on_gpu(self.has_mean, *options, *operands)
+        except OperandError:  # the package has other names for the operands
+            self.check(operands, (*options, training))
+            raise
         return made if self.has_add else (made,)
 
     def check(self, operands: Tensors, options: Options) -> None:

@@ -101,31 +101,32 @@ class Operator(ABC):
             if device >= 0 and device != torch._C._cuda_getDevice():  # each call would be planned anew
                 with torch.cuda.device(device):
                     return self(operands, options)
-            options = (*options, torch.is_grad_enabled() and torch._C._any_requires_grad(*operands))
-            if not operands[0].is_cuda:
-                self.check(operands, options)
-            try:
-                outputs = self.eager(operands, options)
-            except Exception:  # operands on a GPU are checked by the package, which has other names for them
-                self.check(operands, options)
-                raise
+            training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
+            outputs = self.eager(operands, options, training=training)
         else:
             needed = [each is not None and each.requires_grad for each in operands]
             outputs = self._forward(*self._packed(operands), *options, torch.is_grad_enabled() and True in needed)
         return outputs[0] if self.visible == 1 else outputs[: self.visible]
 
-    def eager(self, operands: Tensors, options: Options) -> Tensors:
-        """Computes all outputs past the dispatcher."""
-        made: Tensors = (
-            self._eagerly(self, self.run, options, *operands) if options[-1] else self.run(operands, options)
+    def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
+        """Computes all outputs past the dispatcher; `training` says whether a gradient will be computed."""
+        options = (*options, training)
+        outputs: Tensors = (
+            self._eagerly(self, self.run, options, *operands) if training else self.run(operands, options)
         )
-        return made
+        return outputs
 
     def run(self, operands: Tensors, options: Options) -> list[Tensor]:
-        """Computes all outputs of operands that have been checked."""
-        outputs = self.outputs(operands, options)
-        with _NOTHING if operands[0].is_cuda else _accepting_fp64():
-            self.fill(outputs, operands, options)
+        """Computes all outputs, past the dispatcher."""
+        if not operands[0].is_cuda:
+            self.check(operands, options)
+        try:
+            outputs = self.outputs(operands, options)
+            with _NOTHING if operands[0].is_cuda else _accepting_fp64():
+                self.fill(outputs, operands, options)
+        except Exception:  # operands on a GPU are checked by the package, which has other names for them
+            self.check(operands, options)
+            raise
         return outputs
 
     def _fake(self, operands: Tensors, options: Options) -> list[Tensor]:

@@ -156,14 +156,19 @@ class AdamW(torch.optim.AdamW):
                     dtype = self._options.moments_of(parameter) if name in _MOMENTS else torch.float32
                     self.state[parameter][name] = torch.empty_like(parameter, dtype=dtype).copy_(values)
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def apply_settings(self) -> None:
         """Writes changed learning rates and weight decays to the GPU, for graphs that were captured from `step`.
+
+        Values that were written into parameters also go into their master copies.
 
         Raises:
             CaptureError: the current stream is being captured, and settings have been changed.
         """
         for bucket in {*self._bucket_of.values()}:
             bucket.apply_settings()
+            bucket.refresh_masters()
+            bucket.note_versions()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -1,0 +1,373 @@
+"""`capture`: a training step of PyTorch's as CUDA graphs, one for each set of shapes and types of a batch's tensors."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from lt_runtime.arguments import integer, shown
+from lt_runtime.errors import ArgumentError, CaptureError, KindError, LayoutError, LtError, OperandError
+from lt_runtime.gpu.graphs import no_collection
+from lt_runtime.nn.run import Met
+from lt_runtime.ops.call import PreparedCall
+from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
+from lt_runtime.torch.operators import Tensor
+
+_INNER: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""The folders of PyTorch and of this package, whose lines are not the step's own."""
+_REMEDIES: Final = (
+    "a graph holds work on the GPU only: a step must not read a tensor's value (item(), float(), print, `if` on a "
+    "tensor), wait for the GPU, or copy from the host"
+)
+_FOLLOWED: Final = {"lr", "weight_decay"}
+"""The options that the `apply_settings` of an optimizer writes to the GPU."""
+_one_at_a_time: Final = threading.Lock()
+
+
+def capture(
+    step: Callable[..., Any], *example_batch: Any, keep: int = 8, warm_up: int = 2, tune: bool | None = None
+) -> CapturedStep:
+    """Makes a training step run as one CUDA graph: `loss = captured(*batch)` does what `step(*batch)` does.
+
+    Each call is one step, from the first on. The first `warm_up` calls with tensors of new shapes run `step` eagerly;
+    the next call captures it. From then on a call copies the batch into the graph's inputs and launches the graph. So
+    a shape that is rare, such as that of an epoch's last batch, needs no graph.
+
+    Python runs in the eager calls and during the capture. Later calls repeat the work on the GPU: what Python decided
+    then (branches, numbers, train or eval mode) stays as it was, and a tensor that lives from call to call must be
+    written in place. Two kinds of work on the host go on: schedulers of `torch.optim.lr_scheduler` that `step` calls
+    are called after each launch, and `lt_runtime.torch.AdamW` reads its learning rate and weight decay before. Other
+    optimizers need `capturable=True` where they have it, and a learning rate that changes must be a tensor on the GPU.
+    A step that adds to the gradients of earlier calls needs them to stay: `zero_grad(set_to_none=False)`. Otherwise
+    `.grad` is not defined after a call.
+
+    Parameters may be written between calls. After `load_state_dict` of an optimizer, or if a parameter was moved, the
+    graphs are captured anew. Without a GPU all calls run eagerly.
+
+    Args:
+        step: takes a batch; zeroes gradients, and runs forward, backward, optimizer and scheduler. It returns tensors,
+            None, or tuples, lists or dicts of these.
+        example_batch: a batch as `step` takes it, which is checked. Nothing is run. Its first tensor on a GPU decides
+            the GPU of all calls; without one it is PyTorch's current GPU.
+        keep: the number of shapes whose inputs and graphs are kept, at least 1; the least recently used are dropped.
+        warm_up: the number of eager calls for each shape, at least 1. `DistributedDataParallel` needs 11.
+        tune: whether the package's layers are measured in a shape's first call; see `lt_runtime.TrainStep`.
+
+    Raises:
+        ArgumentError: `keep` or `warm_up` is less than 1.
+        KindError: `step` is not callable.
+        OperandError: see `CapturedStep`.
+    """
+    if not callable(step):
+        raise KindError(f"step is {shown(step)}; it must be a function that takes a batch")
+    for name, value in (("keep", keep), ("warm_up", warm_up)):
+        if integer(name, value) < 1:
+            raise ArgumentError(f"{name} is {value}; it must be at least 1")
+    leaves, _ = pytree.tree_flatten(example_batch)
+    _forms(leaves, example_batch)
+    device = _gpu_of(leaves)
+    if device is None:
+        warnings.warn("there is no GPU: capture runs each step eagerly on the CPU", stacklevel=2)
+    return CapturedStep(step, device, (keep, warm_up), tune)
+
+
+@dataclass(eq=False)
+class _Shape:
+    """The shapes and types of a batch: the inputs of their graph, and the graph once it is captured.
+
+    Attributes:
+        inputs: tensors that each batch is copied into; None for None.
+        calls: the number of eager calls.
+        outputs: the result of `step`, which each launch of the graph fills.
+        schedules: the calls of schedulers that `step` makes, to be made after each launch.
+    """
+
+    inputs: list[Tensor]
+    calls: int = 0
+    graph: Any = None
+    outputs: Any = None
+    schedules: list[Callable[[], Any]] = field(default_factory=list)
+
+
+class CapturedStep:
+    """The step that `capture` returns; call it with batches.
+
+    A batch consists of tensors on any device, or None, in tuples, lists and dicts. Tensors in page-locked memory are
+    copied while the host goes on: do not overwrite them before the GPU has read them. Results are new tensors without
+    a gradient, which belong to the caller.
+
+    Raises:
+        OperandError: a batch has something else, or a tensor that is sparse or requires a gradient. Nothing was run.
+        ArgumentError: an optimizer is not capturable, or an option that a graph holds as a number was changed.
+        KindError: `step` returned something other than tensors.
+        CaptureError: `step` does what a graph cannot hold; the message names the line.
+    """
+
+    def __init__(self, step: Callable[..., Any], device: Any, limits: tuple[int, int], tune: bool | None) -> None:
+        self._step, self._device, self._tune = step, device, tune
+        self._keep, self._warm_up = limits
+        self._shapes: collections.OrderedDict[Any, _Shape] = collections.OrderedDict()
+        self._optimizers = _Optimizers(self)
+        self._stream: Any = None if device is None else torch.cuda.Stream(device)
+
+    def __repr__(self) -> str:
+        graphs = sum(each.graph is not None for each in self._shapes.values())
+        return f"CapturedStep({_name_of(self._step)}, {graphs} graphs)"
+
+    def __call__(self, *batch: Any) -> Any:
+        """Takes one step with a batch; see `capture`."""
+        leaves, structure = pytree.tree_flatten(batch)
+        key = structure, _forms(leaves, batch)
+        if self._device is None:
+            return self._results(self._step(*batch))
+        with torch.cuda.device(self._device):
+            if self._optimizers.have_moved():
+                self.forget()
+            shape = self._shapes.get(key) or self._new_shape(key, leaves)
+            self._shapes.move_to_end(key)
+            for into, each in zip(shape.inputs, leaves, strict=True):
+                if each is not None:
+                    into.copy_(each, non_blocking=True)
+            arguments = pytree.tree_unflatten(shape.inputs, structure)
+            if shape.graph is None and shape.calls < self._warm_up:
+                return self._run(shape, arguments)
+            return self._launch(shape, arguments)
+
+    def forget(self) -> None:
+        """Drops all graphs. Call it after a change that they do not follow, such as `model.eval()`."""
+        self._shapes.clear()
+        self._optimizers.numbers.clear()
+
+    def _new_shape(self, key: Any, leaves: list[Tensor]) -> _Shape:
+        while len(self._shapes) >= self._keep:
+            self._shapes.popitem(last=False)
+        made = [None if each is None else torch.empty_like(each, device=self._device) for each in leaves]
+        return self._shapes.setdefault(key, _Shape(made))
+
+    def _run(self, shape: _Shape, arguments: Any) -> Any:
+        """An eager call. It runs on the stream of the captures, because the package's workspace belongs to a stream."""
+        tunes = not shape.calls and is_step_tuned(self._tune)
+        with self._beside(), self._optimizers.watched(), not_tuning(), _Met() as met:
+            made = self._step(*arguments)
+        results = self._results(made)
+        del made  # with it, autograd's graph of the step
+        shape.calls += 1
+        if tunes and met.problems:
+            torch.cuda.empty_cache()  # measurements allocate their memory past PyTorch
+            before_first_step(met.to_tune(), self._device.index, self._stream.cuda_stream)
+        return results
+
+    def _launch(self, shape: _Shape, arguments: Any) -> Any:
+        self._optimizers.apply_settings()
+        if shape.graph is None:
+            self._capture(shape, arguments)
+        self._optimizers.check_numbers()
+        shape.graph.replay()
+        results = self._results(shape.outputs)
+        for each in shape.schedules:
+            each()
+        return results
+
+    def _capture(self, shape: _Shape, arguments: Any) -> None:
+        graph, schedules = torch.cuda.CUDAGraph(), list[Callable[[], Any]]()
+        self._optimizers.note_numbers()
+        # Graphs share a pool of memory, because one runs at a time. A pool whose graphs are all gone cannot be used.
+        pool = next((each.graph.pool() for each in self._shapes.values() if each.graph is not None), None)
+        # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory meanwhile.
+        capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
+        try:
+            with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing:
+                outputs = self._step(*arguments)
+        except Exception as error:
+            raise self._explained(error) from error
+        shape.outputs = pytree.tree_map(lambda each: each if each is None else each.detach(), outputs)
+        shape.graph, shape.schedules = graph, schedules
+        torch.cuda.empty_cache()  # the gradients of the last eager call are no longer used
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Makes the stream of the captures current, and orders it with the caller's."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def _results(self, made: Any) -> Any:
+        """Copies of the tensors that `step` returned."""
+        leaves, structure = pytree.tree_flatten(made)
+        for each in leaves:
+            if each is not None and not isinstance(each, torch.Tensor):
+                found = f"{_name_of(self._step)} returned {shown(each)}"
+                raise KindError(f"{found}; accepted are tensors and None, because a graph repeats other values")
+        return pytree.tree_unflatten([each if each is None else each.detach().clone() for each in leaves], structure)
+
+    def _explained(self, error: Exception) -> CaptureError:
+        """The error of a step that cannot be captured; PyTorch raises another error at the end of a failed capture."""
+        cause = error.__context__ or error
+        frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(_INNER)]
+        place = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+        remedies = "" if isinstance(cause, LtError) else f"; {_REMEDIES}"
+        summary = str(cause).partition("\n")[0]
+        return CaptureError(f"{_name_of(self._step)} cannot be captured{place}: {summary}{remedies}")
+
+
+class _Optimizers:
+    """The optimizers that a step runs, and everything of theirs that its graphs hold.
+
+    Attributes:
+        numbers: the options that the graphs hold as numbers, by optimizer, index of the group, and name.
+    """
+
+    def __init__(self, owner: CapturedStep) -> None:
+        self._forget = weakref.WeakMethod(owner.forget)
+        self._found: list[Any] = []
+        self._addresses: list[int] = []
+        self.numbers: dict[tuple[Any, int, str], Any] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within a `with` block, notes which optimizers take a step."""
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self._note(optimizer))
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._addresses = self._present_addresses()
+
+    def _note(self, optimizer: Any) -> None:
+        """Notes an optimizer before its step, and raises `ArgumentError` if it cannot be captured."""
+        if any(each is optimizer for each in self._found):
+            return
+        for i, group in enumerate(optimizer.param_groups):
+            if not group.get("capturable", True) and not hasattr(optimizer, "apply_settings"):
+                found = f"param_groups[{i}] of {type(optimizer).__name__} has capturable=False"
+                raise ArgumentError(f"{found}; make it with capturable=True, or use lt_runtime.torch.AdamW")
+        self._found.append(optimizer)
+        forget = self._forget
+        optimizer.register_load_state_dict_post_hook(lambda _: (forget() or list)())
+
+    def _present_addresses(self) -> list[int]:
+        groups = [group for optimizer in self._found for group in optimizer.param_groups]
+        return [getattr(each, "_local_tensor", each).data_ptr() for group in groups for each in group["params"]]
+
+    def have_moved(self) -> bool:
+        """Whether a parameter has another address than in the last eager call, or parameters were added."""
+        return self._present_addresses() != self._addresses
+
+    def apply_settings(self) -> None:
+        """Writes changed options to the GPU, of optimizers that can."""
+        for each in self._found:
+            if hasattr(each, "apply_settings"):
+                each.apply_settings()
+
+    def _present_numbers(self) -> dict[tuple[Any, int, str], Any]:
+        return {
+            (optimizer, i, name): group.get(name)
+            for optimizer in self._found
+            for i, group in enumerate(optimizer.param_groups)
+            for name in optimizer.defaults.keys() - (_FOLLOWED if hasattr(optimizer, "apply_settings") else ())
+            if not isinstance(group.get(name), torch.Tensor)
+        }
+
+    def note_numbers(self) -> None:
+        """Notes the numbers of the first graph; all others must have the same."""
+        self.numbers = self.numbers or self._present_numbers()
+
+    def check_numbers(self) -> None:
+        """Raises `ArgumentError` if an option that the graphs hold as a number was changed."""
+        present = self._present_numbers()
+        if present == self.numbers:
+            return
+        (optimizer, i, name), old = next(item for item in self.numbers.items() if item[1] != present.get(item[0]))
+        found = f"{name} of param_groups[{i}] of {type(optimizer).__name__} has changed from {shown(old)}"
+        raise ArgumentError(
+            f"{found}, which a graph holds as a number; make it a tensor on the GPU, use lt_runtime.torch.AdamW, or "
+            "call forget() after the change"
+        )
+
+
+class _Met(Met):
+    """Also notes the problems of backward passes, which PyTorch runs in threads of its own."""
+
+    def _note(self, work: Any) -> None:
+        if isinstance(work, PreparedCall):
+            self.problems.append(work.request.problem)
+
+
+@contextlib.contextmanager
+def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
+    """Within a `with` block, calls of schedulers are added to a list and not made."""
+    found = {kind: vars(kind)["step"] for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)}
+
+    def noting(original: Callable[..., Any]) -> Callable[..., None]:
+        return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
+
+    try:
+        for kind, original in found.items():
+            kind.step = noting(original)
+        yield
+    finally:
+        for kind, original in found.items():
+            kind.step = original
+
+
+def _with_subclasses(kind: Any) -> Iterator[Any]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
+
+
+def _gpu_of(leaves: list[Tensor]) -> Any:
+    """The GPU of the first tensor on one, else PyTorch's current GPU; None on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    devices = (each.device for each in leaves if each is not None and each.is_cuda)
+    return next(devices, None) or torch.device("cuda", torch.cuda.current_device())
+
+
+def _forms(leaves: list[Any], batch: Any) -> tuple[Any, ...]:
+    """Shape and type of each tensor of a batch; None for None.
+
+    Raises:
+        OperandError: something else is in the batch, or a tensor that cannot be copied into the input of a graph.
+    """
+    if not all(each is None or (isinstance(each, torch.Tensor) and _is_copyable(each)) for each in leaves):
+        _refuse(batch)
+    return tuple([each if each is None else (each.shape, each.dtype) for each in leaves])
+
+
+def _is_copyable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.requires_grad
+
+
+def _refuse(batch: Any) -> None:
+    """Raises for the first item of a batch that is refused."""
+    for path, each in pytree.tree_flatten_with_path(batch)[0]:
+        where = f"batch{pytree.keystr(path)}"
+        if each is not None and not isinstance(each, torch.Tensor):
+            found = f"{where} is {shown(each)}"
+            raise OperandError(f"{found}; accepted are tensors and None, in tuples, lists and dicts")
+        if each is not None and each.layout is not torch.strided:
+            raise LayoutError(f"{where} is {each.layout}; accepted are dense tensors: {where}.to_dense()")
+        if each is not None and each.requires_grad:
+            raise OperandError(f"{where} requires a gradient, which a copy would not pass on; give {where}.detach()")
+
+
+def _name_of(step: Callable[..., Any]) -> str:
+    return getattr(step, "__qualname__", type(step).__name__)
