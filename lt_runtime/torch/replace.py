@@ -10,16 +10,18 @@ import functools
 import re
 import statistics
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from lt_runtime.arguments import check_instance
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.tables import rendered, table
 from lt_runtime.torch.functional import gated, layer_norm, linear_layers, rms_norm
+from lt_runtime.torch.losses import cross_entropy
 from lt_runtime.torch.operators import Tensor
 
 Function: TypeAlias = "Callable[..., Any] | str"
@@ -27,7 +29,6 @@ Function: TypeAlias = "Callable[..., Any] | str"
 
 _TYPES: Final = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _ACTIVATIONS: Final[dict[Any, str]] = {
-    "torch.nn.modules.linear.Identity": "none",
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
@@ -37,15 +38,14 @@ _ACTIVATIONS: Final[dict[Any, str]] = {
     "transformers.activations.NewGELUActivation": "gelu",
     "transformers.activations.FastGELUActivation": "gelu",
     "transformers.activations.AccurateGELUActivation": "gelu",
-    "transformers.activations.LinearActivation": "none",
     "transformers.activations.SiLUActivation": "silu",
     F.relu: "relu",
     torch.relu: "relu",
     F.silu: "silu",
     F.gelu: "gelu_erf",
 }
-_LINEAR: Final = "torch.nn.modules.linear.Linear"
-_CONV1D: Final = "transformers.pytorch_utils.Conv1D"
+_LAYERS: Final = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
+_LOSSES: Final = "ForCausalLMLoss", "causal_loss"
 _WITHOUT: Final = ("none",), (0.01,), (0.0,)
 """Options of a linear layer without activation and dropout."""
 _ROUNDS: Final = 5
@@ -90,9 +90,13 @@ class Report(tuple[Replacement, ...]):
         return rendered(table(None, headings, rows, {"modules", "class", "replaced", "why"}))
 
 
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _name_of(part: Any) -> Any:
     """The full name of a module's class, which imports nothing; a function is its own name."""
-    return f"{type(part).__module__}.{type(part).__qualname__}" if isinstance(part, nn.Module) else part
+    return _full_name(type(part)) if isinstance(part, nn.Module) else part
 
 
 def _unusual(module: Any) -> str:
@@ -105,15 +109,15 @@ def _unusual(module: Any) -> str:
 
 def _refused(*parameters: Tensor) -> str:
     """Why parameters are not accepted; "" if they are."""
-    first = parameters[0]
-    for each in parameters:
-        if each is None:
-            continue
+    given = [each for each in parameters if each is not None]
+    for each in given:
         if type(each) not in (nn.Parameter, torch.Tensor) or each.dtype not in _TYPES:
             return f"a parameter is a {type(each).__name__} of {each.dtype}"
-        if each.dtype is not first.dtype or each.device != first.device:
-            return f"parameters are {first.dtype} on {first.device} and {each.dtype} on {each.device}"
-    return "PyTorch computes float64 on GPUs" if first.dtype is torch.float64 and first.is_cuda else ""
+        if each.dtype is not given[0].dtype or each.device != given[0].device:
+            return f"parameters are {given[0].dtype} on {given[0].device} and {each.dtype} on {each.device}"
+        if each.dtype is torch.float64 and each.is_cuda:
+            return "PyTorch computes float64 on GPUs"
+    return ""
 
 
 class _Run:
@@ -122,40 +126,32 @@ class _Run:
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.parameters: list[Tensor] = []
-        self.options: tuple[list[str], list[float], list[float]] = [], [], []
-        self.is_open = False
+        self.options: list[list[Any]] = []  # activation, slope and probability of dropout of each layer
 
     def takes(self, part: Any) -> bool:
         """Appends a part if it may follow here."""
         if isinstance(part, nn.Module) and _unusual(part):
             return False
         name = _name_of(part)
-        if name in (_LINEAR, _CONV1D):
-            weight = part.weight if name == _LINEAR else part.weight.t()
+        if name in _LAYERS:
+            weight = _weight_of(part)
             if _refused(*self.parameters, weight, part.bias):
                 return False
             self.parameters += weight, part.bias
-            for values, value in zip(self.options, ("none", 0.01, 0.0), strict=True):
-                values.append(value)  # type: ignore[attr-defined]
-            self.is_open = True
-        elif not self.parts:
-            return False
-        elif name == "torch.nn.modules.dropout.Dropout" and part.p < 1 and not self.options[2][-1]:
-            self.options[2][-1] = part.p if part.training else 0.0
-            self.is_open = False
+            self.options.append(["none", 0.01, 0.0])
+        elif name == "torch.nn.modules.dropout.Dropout" and self.parts and part.p < 1 and not self.options[-1][2]:
+            self.options[-1][2] = part.p if part.training else 0.0
         else:
             activation = _activation_of(part, name)
-            if activation is None or not self.is_open:
+            if activation is None or not self.parts or _name_of(self.parts[-1]) not in _LAYERS:
                 return False
-            self.options[0][-1], self.options[1][-1] = activation
-            self.is_open = False
+            self.options[-1][:2] = activation
         self.parts.append(part)
         return True
 
     def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y of the last layer, with `add` added."""
-        activations, slopes, dropouts = self.options
-        return linear_layers(x, self.parameters, (tuple(activations), tuple(slopes), tuple(dropouts)), add)
+        return linear_layers(x, self.parameters, tuple(zip(*self.options, strict=True)), add)
 
 
 def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
@@ -184,23 +180,19 @@ def _chain(*parts: Any) -> Function:
     if len(steps) == 1 and type(steps[0]) is _Run:
         run: _Run = steps[0]
         return run
-    return _reason_of(parts)
-
-
-def _reason_of(parts: Iterable[Any]) -> str:
-    """Why parts do not make a run."""
     for part in parts:
-        if isinstance(part, nn.Module):
-            name = type(part).__name__
-            if _unusual(part):
-                return f"{name}: {_unusual(part)}"
-            if hasattr(part, "weight") and _refused(part.weight, part.bias):
-                return _refused(part.weight, part.bias)
+        if isinstance(part, nn.Module) and (why := _unusual(part) or _refused(*part.parameters(recurse=False))):
+            return f"{type(part).__name__}: {why}"
     return f"its parts do not run as one: {', '.join(getattr(each, '__name__', type(each).__name__) for each in parts)}"
 
 
+def _weight_of(layer: Any) -> Tensor:
+    """(outputs, inputs), as a view."""
+    return layer.weight if _name_of(layer) == _LAYERS[0] else layer.weight.t()
+
+
 def _linear(module: Any) -> Function:
-    weight = module.weight if _name_of(module) == _LINEAR else module.weight.t()
+    weight = _weight_of(module)
     return _refused(weight, module.bias) or functools.partial(
         linear_layers, parameters=(weight, module.bias), options=_WITHOUT
     )
@@ -215,32 +207,47 @@ def _sequence(module: Any) -> Function:
 
 def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
     """down(dropout(activation(gate(x)) ∘ up(x)))."""
-    runs = [_chain(gate, activation), _chain(up, *dropout), _chain(down)]
-    if any(isinstance(each, str) for each in runs) or _refused(gate.weight, up.weight, down.weight):
-        return _reason_of((gate, activation, up, *dropout, down))
-    of_gate, of_up, of_down = cast("list[_Run]", runs)
-    weights, biases = zip(of_gate.parameters, of_up.parameters, of_down.parameters, strict=True)
-    (name,), (slope,), _ = of_gate.options
-    options: Any = {"activation": name, "negative_slope": slope, "dropout": of_up.options[2][0]}
-    return lambda x: gated(x, *weights, *biases, **options)
+    run: Any = _chain(gate, activation, up, *dropout, down)  # reads them: their order in a row is as good as any
+    if isinstance(run, str):
+        return run
+    (name, slope, _), (_, _, p), _ = run.options
+    operands = *run.parameters[::2], *run.parameters[1::2]
+    return lambda x: gated(x, *operands, activation=name, negative_slope=slope, dropout=p)
 
 
 def _norm(module: Any) -> Function:
     """LayerNorm or RMSNorm, PyTorch's or of transformers."""
-    is_pytorch, has_mean = hasattr(module, "normalized_shape"), isinstance(module, nn.LayerNorm)
-    weight, bias = module.weight, getattr(module, "bias", None)
+    weight, bias, has_mean = module.weight, getattr(module, "bias", None), isinstance(module, nn.LayerNorm)
     if weight is None or weight.dim() != 1:
         return "it has no weight, or several axes"
     if why := _refused(weight, bias):
         return why
-    eps = module.eps if is_pytorch else module.variance_epsilon
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
     eps = torch.finfo(weight.dtype).eps if eps is None else eps
 
-    def compute(x: Tensor, add: Tensor = None) -> Any:
+    def compute(x: Tensor) -> Any:
         is_cast = x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)
         if is_cast or x.dtype is not weight.dtype:  # PyTorch's result may have another type than x
             return None
-        return layer_norm(x, weight, bias, eps=eps, add=add) if has_mean else rms_norm(x, weight, eps=eps, add=add)
+        return layer_norm(x, weight, bias, eps=eps) if has_mean else rms_norm(x, weight, eps=eps)
+
+    return compute
+
+
+def _residual(*parts: Any) -> Function:
+    """Linear layers in a row, to whose output a residual is added, and a norm of the sum."""
+    *layers, norm = parts
+    run, kind = _chain(*layers), _KINDS.get(_name_of(norm))
+    normalise = _unusual(norm) or (_norm(norm) if kind and kind.read is _norm else "it is no norm")
+    if isinstance(run, str) or isinstance(normalise, str):
+        return run if isinstance(run, str) else f"{type(norm).__name__}: {normalise}"
+
+    def compute(x: Tensor, add: Tensor = None) -> Any:
+        add = x if add is None else add
+        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)  # else the sum has add's type
+        total = run(x, add) if is_exact else run(x) + add
+        y = normalise(total)
+        return norm(total) if y is None else y
 
     return compute
 
@@ -250,7 +257,7 @@ class _Kind(NamedTuple):
 
     Attributes:
         read: takes the module, or its parts.
-        parts: attributes of the module; empty if `read` takes the module itself.
+        parts: attributes of the module, or of modules in it; empty if `read` takes the module itself.
         method: the method that computes it.
     """
 
@@ -260,37 +267,51 @@ class _Kind(NamedTuple):
 
     def function(self, module: Any) -> Function:
         """Computes what the method does, or None if this call needs the method of the class."""
-        return self.read(*[getattr(module, name) for name in self.parts] or [module])
+        for each in self._holders(module):
+            if _name_of(each) not in _KINDS or _unusual(each):
+                return f"{type(each).__name__}: {_unusual(each) or 'it is no part that belongs here'}"
+        return self.read(*self._parts(module) or [module])
 
     def absorbed(self, module: Any) -> list[Any]:
-        """The parts that the function computes too, and that need no replacement."""
+        """Modules whose work the function does too, and that need no replacement."""
         if self.read is _sequence:
             return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
-        return [getattr(module, name) for name in self.parts]
+        return [*self._holders(module), *self._parts(module)]
+
+    def _holders(self, module: Any) -> list[Any]:
+        return [getattr(module, name.partition(".")[0]) for name in self.parts if "." in name]
+
+    def _parts(self, module: Any) -> list[Any]:
+        return [attrgetter(name)(module) for name in self.parts]
 
 
-_ENCODER: Final = _Kind(_chain, ("linear1", "activation", "dropout", "linear2", "dropout2"), "_ff_block")
-_DECODER: Final = _Kind(_chain, ("linear1", "activation", "dropout", "linear2", "dropout3"), "_ff_block")
+def _kind(read: Callable[..., Function], parts: str = "", method: str = "forward") -> _Kind:
+    return _Kind(read, tuple(parts.split()), method)
+
+
+_BERT: Final = "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout output.LayerNorm"
 _KINDS: Final[dict[Any, _Kind]] = {
-    _LINEAR: _Kind(_linear),
-    _CONV1D: _Kind(_linear),
-    "torch.nn.modules.container.Sequential": _Kind(_sequence),
-    "torch.nn.modules.normalization.LayerNorm": _Kind(_norm),
-    "torch.nn.modules.normalization.RMSNorm": _Kind(_norm),
-    "torch.nn.modules.transformer.TransformerEncoderLayer": _ENCODER,
-    "torch.nn.modules.transformer.TransformerDecoderLayer": _DECODER,
-    "transformers.models.bert.modeling_bert.BertIntermediate": _Kind(_chain, ("dense", "intermediate_act_fn")),
-    "transformers.models.gpt2.modeling_gpt2.GPT2MLP": _Kind(_chain, ("c_fc", "act", "c_proj", "dropout")),
-    "transformers.models.llama.modeling_llama.LlamaMLP": _Kind(
-        _gated_block, ("gate_proj", "act_fn", "up_proj", "down_proj")
+    **dict.fromkeys(_LAYERS, _kind(_linear)),
+    "torch.nn.modules.container.Sequential": _kind(_sequence),
+    "torch.nn.modules.normalization.LayerNorm": _kind(_norm),
+    "torch.nn.modules.normalization.RMSNorm": _kind(_norm),
+    "torch.nn.modules.transformer.TransformerEncoderLayer": _kind(
+        _chain, "linear1 activation dropout linear2 dropout2", "_ff_block"
     ),
-    "transformers.models.llama.modeling_llama.LlamaRMSNorm": _Kind(_norm),
-    "transformers.models.t5.modeling_t5.T5DenseActDense": _Kind(_chain, ("wi", "act", "dropout", "wo")),
-    "transformers.models.t5.modeling_t5.T5DenseGatedActDense": _Kind(
-        _gated_block, ("wi_0", "act", "wi_1", "wo", "dropout")
+    "torch.nn.modules.transformer.TransformerDecoderLayer": _kind(
+        _chain, "linear1 activation dropout linear2 dropout3", "_ff_block"
     ),
-    "transformers.models.t5.modeling_t5.T5LayerNorm": _Kind(_norm),
-    "transformers.models.vit.modeling_vit.ViTMLP": _Kind(_chain, ("fc1", "activation_fn", "fc2")),
+    "transformers.models.bert.modeling_bert.BertIntermediate": _kind(_chain, "dense intermediate_act_fn"),
+    "transformers.models.bert.modeling_bert.BertLayer": _kind(_residual, _BERT, "feed_forward_chunk"),
+    "transformers.models.bert.modeling_bert.BertOutput": _kind(_residual, "dense dropout LayerNorm"),
+    "transformers.models.bert.modeling_bert.BertSelfOutput": _kind(_residual, "dense dropout LayerNorm"),
+    "transformers.models.gpt2.modeling_gpt2.GPT2MLP": _kind(_chain, "c_fc act c_proj dropout"),
+    "transformers.models.llama.modeling_llama.LlamaMLP": _kind(_gated_block, "gate_proj act_fn up_proj down_proj"),
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm": _kind(_norm),
+    "transformers.models.t5.modeling_t5.T5DenseActDense": _kind(_chain, "wi act dropout wo"),
+    "transformers.models.t5.modeling_t5.T5DenseGatedActDense": _kind(_gated_block, "wi_0 act wi_1 wo dropout"),
+    "transformers.models.t5.modeling_t5.T5LayerNorm": _kind(_norm),
+    "transformers.models.vit.modeling_vit.ViTMLP": _kind(_chain, "fc1 activation_fn fc2"),
 }
 
 
@@ -314,9 +335,10 @@ def _empty(base: type) -> Any:
 @functools.cache
 def _class_of(base: Any) -> Any:
     """The class of replaced modules of a class."""
-    kind = _KINDS[f"{base.__module__}.{base.__qualname__}"]
+    kind = _KINDS[_full_name(base)]
     original = getattr(base, kind.method)
 
+    @functools.wraps(original)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         function = kind.function(self)
         result = None if isinstance(function, str) else function(*arguments, *keywords.values())
@@ -324,14 +346,6 @@ def _class_of(base: Any) -> Any:
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (_Replaced, base), {**names, "replaces": base, kind.method: method})
-
-
-class _Site(NamedTuple):
-    """A module that can be replaced."""
-
-    name: str
-    module: Any
-    kind: _Kind
 
 
 def replace(model: Any, example_inputs: Any = None) -> Report:
@@ -357,11 +371,16 @@ def replace(model: Any, example_inputs: Any = None) -> Report:
     sites, entries = _sites_of(model)
     inputs = {} if example_inputs is None else _inputs_of(model, sites, example_inputs)
     races: dict[Any, tuple[float, float]] = {}
-    for site in sites:
-        entries[site.name] = _decided(site, inputs.get(site.module), races)
-        if entries[site.name].replaced:
-            own: Any = type(site.module)
-            site.module.__class__ = _class_of(own)
+    for module, name in sites.items():
+        entries[name] = _decided(name, module, inputs.get(module), races)
+        if entries[name].replaced:
+            own: Any = type(module)
+            module.__class__ = _class_of(own)
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and _loss_name(module) in _LOSSES:
+            module.loss_function = causal_loss
+            name = f"{name}.loss_function".removeprefix(".")
+            entries[name] = Replacement(name, "ForCausalLMLoss", True, "not measured")
     return Report(entries.values())
 
 
@@ -378,62 +397,82 @@ def restore(model: Any) -> None:
             raise ArgumentError(f"{name or 'model'} is a {type(module).__name__} now; undo that before ltt.restore")
     for _, module in replaced:
         module.__class__ = module.replaces
+    for module in model.modules():
+        if vars(module).get("_loss_function") is causal_loss:
+            del module._loss_function
 
 
-def _sites_of(model: Any) -> tuple[list[_Site], dict[str, Replacement]]:
-    """The modules that can be replaced, and an entry for them and for each other module with parameters."""
-    sites, entries, absorbed = [], {}, set[int]()
+def _loss_name(module: Any) -> str:
+    return getattr(getattr(module, "loss_function", None), "__name__", "")
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor = None,
+    **_: Any,
+) -> Tensor:
+    """`ForCausalLMLoss` of transformers, without a copy of the logits in FP32."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets, reduction = shift_labels.reshape(-1).to(logits.device), "mean" if num_items_in_batch is None else "sum"
+    loss = cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction)
+    return loss.float() if num_items_in_batch is None else loss.float() / num_items_in_batch
+
+
+def _sites_of(model: Any) -> tuple[dict[Any, str], dict[str, Replacement]]:
+    """The names of modules that can be replaced, and entries for them and for all other modules with parameters."""
+    sites, entries, absorbed = {}, {}, set[int]()
     for name, module in model.named_modules():
+        kind = _KINDS.get(_name_of(module))
         if id(module) in absorbed:
             continue
-        label, kind = type(module).__name__, _KINDS.get(_name_of(module))
         why = _why_not(module, kind)
-        if not why and kind is not None:
+        if kind is not None and not why:
             absorbed |= {id(part) for part in kind.absorbed(module)}
-        if not why and isinstance(module, _Replaced):
-            entries[name] = Replacement(name, label, True, "it was replaced before")
-        elif not why and kind is not None:
-            sites.append(_Site(name, module, kind))
-            entries[name] = Replacement(name, label, True, "")
-        elif (kind is not None and kind.read is not _sequence) or next(
-            module.parameters(recurse=False), None
-        ) is not None:
-            entries[name] = Replacement(name, label, False, why)
+            entries[name] = Replacement(name, type(module).__name__, True, "it was replaced before")
+            if not isinstance(module, _Replaced):
+                sites[module] = name
+        elif (kind and kind.read is not _sequence) or [*module.parameters(recurse=False)]:
+            entries[name] = Replacement(name, type(module).__name__, False, why)
     return sites, entries
 
 
 def _why_not(module: Any, kind: _Kind | None) -> str:
     """Why a module cannot be replaced; "" if it can be."""
     if kind is None:
-        known = [
-            base.__name__ for base in type(module).__mro__[1:] if _KINDS.get(f"{base.__module__}.{base.__qualname__}")
-        ]
+        known = [base.__name__ for base in type(module).__mro__ if _full_name(base) in _KINDS]
         return f"a subclass of {known[0]} may compute something else" if known else "the package has nothing for it"
     function = kind.function(module)
     return _unusual(module) or (function if isinstance(function, str) else "")
 
 
-def _decided(site: _Site, inputs: Any, races: dict[Any, tuple[float, float]]) -> Replacement:
+def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, float]]) -> Replacement:
     """What is done with a module; equal modules share a race."""
-    label = type(site.module).__name__
+    label = type(module).__name__
     if not inputs or not all(each.is_cuda and each.is_floating_point() for each in inputs):
-        return Replacement(site.name, label, True, "not measured")
-    parameters = [(each.shape, each.dtype, each.requires_grad) for each in site.module.parameters()]
-    key = repr(site.module), *map(repr, parameters), *[(each.shape, each.dtype) for each in inputs]
-    if key not in races:
-        races[key] = _race(site, inputs)
-    theirs, ours = races[key]
-    return Replacement(site.name, label, ours <= theirs, "faster" if ours <= theirs else "slower", theirs, ours)
+        return Replacement(name, label, True, "not measured")
+    parameters = [(each.shape, each.dtype, each.requires_grad) for each in module.parameters()]
+    key = repr(module), *map(repr, parameters), *[(each.shape, each.dtype) for each in inputs]
+    try:
+        races[key] = theirs, ours = races.get(key) or _race(module, inputs)
+    except LtError as error:
+        return Replacement(name, label, False, str(error))
+    return Replacement(name, label, ours <= theirs, "faster" if ours <= theirs else "slower", theirs, ours)
 
 
-def _inputs_of(model: Any, sites: list[_Site], example_inputs: Any) -> dict[Any, list[Tensor]]:
+def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[Any, list[Tensor]]:
     """The tensors, without values, that each module is called with first when the model runs on the example inputs."""
     met: dict[Any, list[Tensor]] = {}
     handles = []
-    for site in sites:
-        first = site.module if site.kind.method == "forward" else getattr(site.module, site.kind.parts[0])
+    for each in sites:
+        kind = _KINDS[_name_of(each)]
+        first = each if kind.method == "forward" else attrgetter(kind.parts[0])(each)
 
-        def note(_: Any, arguments: Any, module: Any = site.module) -> None:
+        def note(_: Any, arguments: Any, module: Any = each) -> None:
             if all(isinstance(each, torch.Tensor) for each in arguments):
                 met.setdefault(module, [each.new_empty(()).expand(each.shape) for each in arguments])  # takes no memory
 
@@ -455,21 +494,25 @@ def _inputs_of(model: Any, sites: list[_Site], example_inputs: Any) -> dict[Any,
     return met
 
 
-def _race(site: _Site, inputs: list[Tensor]) -> tuple[float, float]:
+def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
     """Microseconds of forward and backward by PyTorch and by the package: medians of rounds in turns."""
-    module, own = site.module, cast("Any", type(site.module))
+    own: Any = type(module)
+    buffers = [(each, each.clone()) for each in module.buffers()]
     arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
     leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
     try:
-        with torch.random.fork_rng(devices=[arguments[0].device]):
+        # Backward in this thread: `lt.tuning` acts in the calling thread.
+        with torch.random.fork_rng(devices=[arguments[0].device]), torch.autograd.set_multithreading_enabled(False):
             for round_ in range(_ROUNDS + 1):
                 for taken, found in times.items():
                     module.__class__ = taken
-                    time = _microseconds(getattr(module, site.kind.method), arguments, leaves)
+                    time = _microseconds(getattr(module, _KINDS[_full_name(own)].method), arguments, leaves)
                     found += [time] if round_ else []
     finally:
         module.__class__ = own
+        for buffer, value in buffers:  # such as BatchNorm's averages
+            buffer.copy_(value)
     theirs, ours = (statistics.median(found) for found in times.values())
     return theirs, ours
 

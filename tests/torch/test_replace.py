@@ -107,8 +107,17 @@ def places(report: Any) -> set[str]:
 
 MODELS: dict[Callable[[], Any], set[str]] = {
     gpt2: {"transformer.h.0.mlp: GPT2MLP", "transformer.h.0.attn.c_attn: Conv1D", "transformer.ln_f: LayerNorm"},
-    bert: {"bert.encoder.layer.0.intermediate: BertIntermediate", "bert.embeddings.LayerNorm: LayerNorm"},
-    llama: {"model.layers.0.mlp: LlamaMLP", "model.norm: LlamaRMSNorm", "lm_head: Linear"},
+    bert: {
+        "bert.encoder.layer.0: BertLayer",
+        "bert.encoder.layer.0.attention.output: BertSelfOutput",
+        "bert.embeddings.LayerNorm: LayerNorm",
+    },
+    llama: {
+        "model.layers.0.mlp: LlamaMLP",
+        "model.norm: LlamaRMSNorm",
+        "lm_head: Linear",
+        "loss_function: ForCausalLMLoss",
+    },
     t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseActDense", "encoder.final_layer_norm: T5LayerNorm"},
     gated_t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseGatedActDense"},
     vit: {"vit.layers.0.mlp: ViTMLP", "vit.layers.0.attention.q_proj: Linear"},
@@ -206,6 +215,19 @@ def test_dropout_is_applied_in_training_and_ruled_by_the_seed() -> None:
     torch.testing.assert_close(made[0][kept], model.eval()(x)[kept] / 0.75)
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": IDS}, {"ignore_index": 7}]
+)
+def test_the_loss_of_a_language_model_is_that_of_transformers(more: dict[str, Any]) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits = torch.randn(2, 9, 64, dtype=torch.bfloat16, requires_grad=True)
+    expected, ours = (function(logits, IDS, 64, **more) for function in (ForCausalLMLoss, MODULE.causal_loss))
+    torch.testing.assert_close(ours, expected)
+    gradients = [torch.autograd.grad(each, logits)[0] for each in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=1e-5)
+
+
 class Scaled(nn.Linear):
     def forward(self, x: Any) -> Any:
         return 2 * super().forward(x)
@@ -237,8 +259,19 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "axes": (lambda: nn.LayerNorm((3, 8)), "it has no weight, or several axes"),
     "activation": (lambda: encoder_with(nn.Softplus()), "its parts do not run as one: Linear, Softplus, Dropout"),
     "part": (lambda: encoder_with(hooked(nn.ReLU())), "ReLU: it has hooks"),
+    "residual": (lambda: with_part(bert_layer(), "output.LayerNorm", nn.Identity()), "Identity: it is no norm"),
+    "holder": (lambda: with_part(bert_layer(), "intermediate", nn.Identity()), "Identity: it is no part that belongs"),
     "other": (lambda: nn.Conv1d(8, 8, 1), "the package has nothing for it"),
 }
+
+
+def bert_layer() -> Any:
+    return bert().bert.encoder.layer[0]
+
+
+def with_part(module: Any, name: str, part: Any) -> Any:
+    module.set_submodule(name, part)
+    return module
 
 
 def encoder_with(activation: Any) -> Any:
