@@ -107,14 +107,15 @@ def _unusual(module: Any) -> str:
     return "it has hooks" if hooks else ""
 
 
-def _refused(*parameters: Tensor) -> str:
-    """Why parameters are not accepted; "" if they are."""
-    given = [each for each in parameters if each is not None]
-    for each in given:
-        if type(each) not in (nn.Parameter, torch.Tensor) or each.dtype not in _TYPES:
+def _refused(parts: Iterable[Any]) -> str:
+    """Why the parameters of modules are not accepted; "" if they are."""
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    parameters = [each for module in modules for each in module.parameters(recurse=False)]
+    for each in parameters:
+        if type(each) is not nn.Parameter or each.dtype not in _TYPES:
             return f"a parameter is a {type(each).__name__} of {each.dtype}"
-        if each.dtype is not given[0].dtype or each.device != given[0].device:
-            return f"parameters are {given[0].dtype} on {given[0].device} and {each.dtype} on {each.device}"
+        if (each.dtype, each.device) != (parameters[0].dtype, parameters[0].device):
+            return f"parameters are {parameters[0].dtype} on {parameters[0].device} and {each.dtype} on {each.device}"
         if each.dtype is torch.float64 and each.is_cuda:
             return "PyTorch computes float64 on GPUs"
     return ""
@@ -134,10 +135,7 @@ class _Run:
             return False
         name = _name_of(part)
         if name in _LAYERS:
-            weight = _weight_of(part)
-            if _refused(*self.parameters, weight, part.bias):
-                return False
-            self.parameters += weight, part.bias
+            self.parameters += _parameters_of(part)
             self.options.append(["none", 0.01, 0.0])
         elif name == "torch.nn.modules.dropout.Dropout" and self.parts and part.p < 1 and not self.options[-1][2]:
             self.options[-1][2] = part.p if part.training else 0.0
@@ -181,21 +179,18 @@ def _chain(*parts: Any) -> Function:
         run: _Run = steps[0]
         return run
     for part in parts:
-        if isinstance(part, nn.Module) and (why := _unusual(part) or _refused(*part.parameters(recurse=False))):
+        if isinstance(part, nn.Module) and (why := _unusual(part)):
             return f"{type(part).__name__}: {why}"
     return f"its parts do not run as one: {', '.join(getattr(each, '__name__', type(each).__name__) for each in parts)}"
 
 
-def _weight_of(layer: Any) -> Tensor:
-    """(outputs, inputs), as a view."""
-    return layer.weight if _name_of(layer) == _LAYERS[0] else layer.weight.t()
+def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """The weight (outputs, inputs), as a view, and the bias or None."""
+    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.t(), layer.bias
 
 
 def _linear(module: Any) -> Function:
-    weight = _weight_of(module)
-    return _refused(weight, module.bias) or functools.partial(
-        linear_layers, parameters=(weight, module.bias), options=_WITHOUT
-    )
+    return functools.partial(linear_layers, parameters=_parameters_of(module), options=_WITHOUT)
 
 
 def _sequence(module: Any) -> Function:
@@ -220,10 +215,9 @@ def _norm(module: Any) -> Function:
     weight, bias, has_mean = module.weight, getattr(module, "bias", None), isinstance(module, nn.LayerNorm)
     if weight is None or weight.dim() != 1:
         return "it has no weight, or several axes"
-    if why := _refused(weight, bias):
-        return why
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    eps = torch.finfo(weight.dtype).eps if eps is None else eps
+    if eps is None:  # PyTorch takes that of the type in which it computes
+        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
 
     def compute(x: Tensor) -> Any:
         is_cast = x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)
@@ -267,10 +261,12 @@ class _Kind(NamedTuple):
 
     def function(self, module: Any) -> Function:
         """Computes what the method does, or None if this call needs the method of the class."""
+        if not self.parts:
+            return self.read(module)
         for each in self._holders(module):
             if _name_of(each) not in _KINDS or _unusual(each):
                 return f"{type(each).__name__}: {_unusual(each) or 'it is no part that belongs here'}"
-        return self.read(*self._parts(module) or [module])
+        return self.read(*self._parts(module))
 
     def absorbed(self, module: Any) -> list[Any]:
         """Modules whose work the function does too, and that need no replacement."""
@@ -336,11 +332,11 @@ def _empty(base: type) -> Any:
 def _class_of(base: Any) -> Any:
     """The class of replaced modules of a class."""
     kind = _KINDS[_full_name(base)]
-    original = getattr(base, kind.method)
+    original, read = getattr(base, kind.method), kind.function if kind.parts else kind.read
 
     @functools.wraps(original)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        function = kind.function(self)
+        function = read(self)
         result = None if isinstance(function, str) else function(*arguments, *keywords.values())
         return original(self, *arguments, **keywords) if result is None else result
 
@@ -447,7 +443,8 @@ def _why_not(module: Any, kind: _Kind | None) -> str:
         known = [base.__name__ for base in type(module).__mro__ if _full_name(base) in _KINDS]
         return f"a subclass of {known[0]} may compute something else" if known else "the package has nothing for it"
     function = kind.function(module)
-    return _unusual(module) or (function if isinstance(function, str) else "")
+    why = function if isinstance(function, str) else _refused((module, *kind.absorbed(module)))
+    return _unusual(module) or why
 
 
 def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, float]]) -> Replacement:
