@@ -364,14 +364,19 @@ def replace(model: Any, example_inputs: Any = None) -> Report:
         ArgumentError: model is not a module.
     """
     check_instance("model", model, nn.Module, "a torch.nn.Module")
-    sites, entries = _sites_of(model)
-    inputs = {} if example_inputs is None else _inputs_of(model, sites, example_inputs)
     races: dict[Any, tuple[float, float]] = {}
-    for module, name in sites.items():
-        entries[name] = _decided(name, module, inputs.get(module), races)
-        if entries[name].replaced:
-            own: Any = type(module)
-            module.__class__ = _class_of(own)
+    declined: dict[Any, Replacement] = {}
+    while True:
+        sites, entries = _sites_of(model, declined)
+        inputs = {} if example_inputs is None else _inputs_of(model, sites, example_inputs)
+        decided = {module: _decided(name, module, inputs.get(module), races) for module, name in sites.items()}
+        slower = {module: each for module, each in decided.items() if not each.replaced}
+        if not slower:
+            break
+        declined |= slower  # the parts of a block that is slower as a whole may be faster one by one
+    for module, each in decided.items():
+        own: Any = type(module)
+        entries[each.name], module.__class__ = each, _class_of(own)
     for name, module in model.named_modules():
         if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and _loss_name(module) in _LOSSES:
             module.loss_function = causal_loss
@@ -419,12 +424,15 @@ def causal_loss(
     return loss.float() if num_items_in_batch is None else loss.float() / num_items_in_batch
 
 
-def _sites_of(model: Any) -> tuple[dict[Any, str], dict[str, Replacement]]:
+def _sites_of(model: Any, declined: dict[Any, Replacement]) -> tuple[dict[Any, str], dict[str, Replacement]]:
     """The names of modules that can be replaced, and entries for them and for all other modules with parameters."""
     sites, entries, absorbed = {}, {}, set[int]()
     for name, module in model.named_modules():
         kind = _KINDS.get(_name_of(module))
         if id(module) in absorbed:
+            continue
+        if module in declined:
+            entries[name] = declined[module]
             continue
         why = _why_not(module, kind)
         if kind is not None and not why:

@@ -295,31 +295,42 @@ def test_a_block_that_is_left_alone_has_its_layers_replaced() -> None:
 
 
 def test_modules_that_are_slower_in_a_measurement_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 16))
-    model, seen = nn.Sequential(*[nn.Sequential(each) for each in model]), []
+    layers = nn.LayerNorm(8), nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 16)
+    slower = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.BatchNorm1d(8))
+    model, seen = nn.Sequential(*[nn.Sequential(each) for each in layers], slower), []
     model[2].eval()
     state = copy.deepcopy(model.state_dict())
 
     def microseconds(function: Any, arguments: Any, leaves: Any) -> float:
         seen.append([tuple(each.shape) for each in (*arguments, *leaves)])
-        is_ours = hasattr(function.__self__, "replaces")
-        return 3.0 if is_ours and isinstance(function.__self__, nn.LayerNorm) else 1.0 if is_ours else 2.0
+        if not hasattr(function.__self__, "replaces"):
+            function(*arguments)
+            return 2.0
+        return 1.0 if isinstance(function.__self__, nn.Linear) else 3.0
 
     monkeypatch.setattr(MODULE, "_microseconds", microseconds)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: torch.enable_grad())
     report = ltt.replace(model, torch.randn(5, 8))
     found = {each.name: each[2:] for each in report}
-    assert found["0.0"] == (False, "slower", 2.0, 3.0)
-    assert found["1.0"] == found["3.0"] == found["4.0"] == (True, "faster", 2.0, 1.0)
-    assert not hasattr(model[0][0], "replaces")
-    assert len(seen) == 3 * 2 * (MODULE._ROUNDS + 1)  # the last two layers are measured together
+    assert found["0.0"] == found["5"] == (False, "slower", 2.0, 3.0)
+    assert found["1.0"] == found["3.0"] == found["4.0"] == found["5.0"] == (True, "faster", 2.0, 1.0)
+    assert found["2.0"][0] is found["5.2"][0] is False
+    assert [each[0].__class__.__bases__[0] is MODULE._Replaced for each in model] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert len(seen) == 5 * 2 * (MODULE._ROUNDS + 1)  # the layers of 16 by 16 are measured together
     assert seen[0] == [(5, 8), (5, 8), (8,), (8,)]
-    assert [each.training for each in model] == [True, True, False, True, True]
+    assert [each.training for each in model] == [True, True, False, True, True, True]
     assert not any(each._forward_pre_hooks for each in model.modules())
     torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
     assert [line.split()[:5] for line in str(report).splitlines() if "Linear" in line] == [
-        ["*.*", "3", "Linear", "yes", "faster"]
+        ["*.*", "4", "Linear", "yes", "faster"]
     ]
 
 
