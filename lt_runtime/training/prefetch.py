@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,32 +18,36 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from lt_runtime.arguments import integer, shown
-from lt_runtime.arrays.libraries import cupy, cupy_stream
+from lt_runtime.arrays.libraries import TorchLibrary, cupy, cupy_stream, is_from
 from lt_runtime.arrays.operand import HOST, check_plain
 from lt_runtime.errors import ArgumentError, DriverError, KindError, OperandError
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import aligned
-from lt_runtime.gpu.streams import order_after, private_stream, stream_handle
+from lt_runtime.gpu.streams import cupy_current, order_after, private_stream, stream_handle
 from lt_runtime.nn.device import ComputeDevice
 
 Batch: TypeAlias = Any
-"""A NumPy array, or a tuple, list or dict of batches."""
+"""A NumPy array or a PyTorch tensor on the CPU, or a tuple, list or dict of batches."""
 
 _MEMORY_TYPE: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _NO_TIMING: Final = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 _HOST_MEMORY: Final = int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
-def map_arrays(batch: Batch, function: Callable[[NDArray[Any]], Any], where: str = "the batch") -> Batch:
-    """A batch with the same structure, in which each array is replaced by `function(array)`.
+def map_arrays(batch: Batch, function: Callable[[Any], Any], where: str = "the batch") -> Batch:
+    """A batch with the same structure, in which each array or tensor is replaced by `function(array)`.
 
     Args:
         where: the name of the batch in errors.
 
     Raises:
-        OperandError: an item of the batch is not a NumPy array, or is a masked array or a `numpy.matrix`.
+        OperandError: an item of the batch is no NumPy array and no dense tensor on the CPU, or is a masked array or a
+            `numpy.matrix`.
     """
+    if is_from(batch, "torch"):
+        _check_tensor(where, batch)
+        return function(batch)
     if isinstance(batch, np.ndarray):
         check_plain(where, batch)
         if batch.dtype.hasobject:
@@ -52,11 +57,32 @@ def map_arrays(batch: Batch, function: Callable[[NDArray[Any]], Any], where: str
         return {key: map_arrays(part, function, f"{where}[{key!r}]") for key, part in batch.items()}
     if not isinstance(batch, (tuple, list)):
         name = type(batch).__name__
-        raise OperandError(f"{where} is a {name}; accepted are NumPy arrays, and tuples, lists and dicts of them")
+        also = "PyTorch tensors on the CPU, and tuples, lists and dicts of them"
+        raise OperandError(f"{where} is a {name}; accepted are NumPy arrays, {also}")
     parts = [map_arrays(part, function, f"{where}[{i}]") for i, part in enumerate(batch)]
     if isinstance(batch, list):
         return parts
     return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+
+
+def _check_tensor(where: str, tensor: Any) -> None:
+    if tensor.device.type != "cpu":
+        raise OperandError(f"{where} is a tensor on {tensor.device}; accepted are tensors on the CPU: {where}.cpu()")
+    if str(tensor.layout) != "torch.strided" or tensor.is_quantized:
+        kind = "quantised" if tensor.is_quantized else f"of layout {tensor.layout}"
+        raise OperandError(f"{where} is a tensor {kind}; accepted are dense tensors")
+
+
+def _copied(array: Any) -> Any:
+    return np.array(array) if isinstance(array, np.ndarray) else array.detach().clone()
+
+
+def _memory_of(array: Any) -> NDArray[Any]:
+    """The array itself; of a tensor, whose type NumPy may not know, the bytes in row-major order."""
+    if isinstance(array, np.ndarray):
+        return array
+    memory: NDArray[Any] = array.detach().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    return memory
 
 
 def is_pinned(array: NDArray[Any]) -> bool:
@@ -97,17 +123,19 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
     cases the iterable may fill the same arrays again and again.
 
     Args:
-        iterable: of batches: NumPy arrays, or tuples, lists or dicts of them.
+        iterable: of batches: NumPy arrays or PyTorch tensors on the CPU, or tuples, lists or dicts of them, such as a
+            `torch.utils.data.DataLoader`.
         depth: the number of batches that are read ahead, from 1 to 65,536.
         device: as in `lt.MLP`, or a model's `device`.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream at each
-            use. It is the stream of the work that reads the batches.
+            use, or PyTorch's if there are tensors. It is the stream of the work that reads the batches.
 
     Returns:
-        An iterator; for a GPU its batches consist of CuPy arrays. Several threads may take batches from it: each batch
-        is given once, an error is raised in the thread that asked for the batch, and the iterator ends for all other
-        threads. The reading thread ends with the iterable, with `close()`, with a `with` block or with the iterator's
-        last reference, in each case after the iterable's `next` that it is in has returned.
+        An iterator; for a GPU its batches have CuPy arrays for NumPy's, and tensors for tensors. Several threads may
+        take batches from it: each batch is given once, an error is raised in the thread that asked for the batch, and
+        the iterator ends for all other threads. The reading thread ends with the iterable, with `close()`, with a
+        `with` block or with the iterator's last reference, in each case after the iterable's `next` that it is in has
+        returned.
 
     Raises:
         ArgumentError: a depth outside its range, or a device that does not exist.
@@ -166,7 +194,7 @@ class _HostLane:
 
     def send(self, batch: Any) -> Any:
         """Starts a batch's copies; called by the reading thread."""
-        return map_arrays(batch, np.array)
+        return map_arrays(batch, _copied)
 
     def ask(self) -> None:
         """Prepares for one more `send`; called by the user before the reading thread may send."""
@@ -187,12 +215,12 @@ class _GpuLane(_HostLane):
     """
 
     def __init__(self, device: int, depth: int, stream: Any) -> None:
-        self._device, self._depth, self._stream = device, depth, stream
+        self._device, self._depth, self._stream, self._current = device, depth, stream, cupy_current
         self._given: collections.deque[Slot] = collections.deque()
         with activated(device), contextlib.ExitStack() as stack:
             self._copies = private_stream(device, "prefetch")
             # Waits for earlier work on the user's stream, whose freed memory CuPy's pool may hand out for the buffers.
-            order_after(self._copies, stream_handle(stream, device))
+            order_after(self._copies, self._user_stream())
             events = list[int]()
             for _ in range(4 * depth):
                 events.append(call("cuEventCreate", _NO_TIMING))
@@ -200,6 +228,9 @@ class _GpuLane(_HostLane):
             self._events = stack.pop_all()
         self._slots = [*map(Slot, events[::2], events[1::2])]
         self._turns = itertools.cycle(self._slots)
+
+    def _user_stream(self) -> int:
+        return stream_handle(self._stream, self._device, self._current)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         return activated(self._device)
@@ -209,7 +240,7 @@ class _GpuLane(_HostLane):
 
         The method first waits until the slot's previous batch has been copied from the slot's memory on the host.
         """
-        slot, arrays, direct = next(self._turns), list[NDArray[Any]](), list[NDArray[Any]]()
+        slot, arrays, direct = next(self._turns), list[Any](), list[NDArray[Any]]()
         map_arrays(batch, arrays.append)
         sizes = [aligned(array.nbytes) for array in arrays]
         call("cuEventSynchronize", slot.ready)
@@ -229,13 +260,13 @@ class _GpuLane(_HostLane):
     def ask(self) -> None:
         if len(self._given) == self._depth:
             with activated(self._device):
-                call("cuEventRecord", self._given.popleft().released, stream_handle(self._stream, self._device))
+                call("cuEventRecord", self._given.popleft().released, self._user_stream())
 
     def receive(self, batch: Any) -> Any:
         slot, arrays = batch
         self._given.append(slot)
         with activated(self._device):
-            call("cuStreamWaitEvent", stream_handle(self._stream, self._device), slot.ready, 0)
+            call("cuStreamWaitEvent", self._user_stream(), slot.ready, 0)
         return arrays
 
     def close(self) -> None:
@@ -243,13 +274,17 @@ class _GpuLane(_HostLane):
         with activated(self._device), self._events:
             for slot in self._slots:
                 call("cuEventSynchronize", slot.ready)
-            order_after(self._copies, stream_handle(self._stream, self._device))
+            order_after(self._copies, self._user_stream())
 
-    def _copy(self, array: NDArray[Any], slot: Slot, offset: int, direct: list[NDArray[Any]]) -> Any:
+    def _copy(self, given: Any, slot: Slot, offset: int, direct: list[NDArray[Any]]) -> Any:
         """Puts the copy of one array on the stream; adds a page-locked array, which is copied directly, to `direct`."""
-        module = cupy()
+        module, array = cupy(), _memory_of(given)
+        is_tensor = array is not given
+        if is_tensor:
+            self._current = TorchLibrary().current_stream
         if not array.size:
-            return module.empty(array.shape, array.dtype)
+            place = f"cuda:{self._device}"
+            return given.new_empty(given.shape, device=place) if is_tensor else module.empty(array.shape, array.dtype)
         if array.flags.c_contiguous and is_pinned(array):
             source = array
             direct.append(array)
@@ -257,7 +292,8 @@ class _GpuLane(_HostLane):
             source = slot.staging[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             np.copyto(source, array)
         call("cuMemcpyHtoDAsync", slot.buffer.data.ptr + offset, source.ctypes.data, array.nbytes, self._copies)
-        return module.ndarray(array.shape, array.dtype, slot.buffer.data + offset)
+        copied = module.ndarray(array.shape, array.dtype, slot.buffer.data + offset)
+        return sys.modules["torch"].from_dlpack(copied).view(given.dtype).reshape(given.shape) if is_tensor else copied
 
 
 class _Work:

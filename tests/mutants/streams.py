@@ -119,17 +119,17 @@ FAULTS: Final[Table] = {
     },
     "lt_runtime/training/prefetch.py": {
         "the first copies do not wait for work that has read their memory": (
-            "            order_after(self._copies, stream_handle(stream, device))\n",
-            "",
+            "            order_after(self._copies, self._user_stream())\n            events",
+            "            events",
             f"{_REUSED}[False]",
         ),
         "a closed iterator's memory is reused under work that reads it": (
-            "            order_after(self._copies, stream_handle(self._stream, self._device))\n",
-            "",
+            "            order_after(self._copies, self._user_stream())\n\n",
+            "\n",
             f"{_REUSED}[True]",
         ),
         "a batch is given before it is copied": (
-            '            call("cuStreamWaitEvent", stream_handle(self._stream, self._device), slot.ready, 0)\n',
+            '            call("cuStreamWaitEvent", self._user_stream(), slot.ready, 0)\n',
             "            pass\n",
             _STAY,
         ),

@@ -134,6 +134,10 @@ def test_master_copies_round_once(path: str, dtype: Any) -> None:
     made.step()
     twin.step()
     assert_close([made.state[ours[1]]["master"]], [exact[1]])
+    with torch.no_grad():
+        ours[1][8] = 50.0
+    made.apply_settings()  # as before the launch of a captured step
+    assert float(made.state[ours[1]]["master"][8]) == 50.0
 
 
 def test_bf16_is_rounded_stochastically(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
