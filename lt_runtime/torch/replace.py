@@ -285,6 +285,9 @@ def _kind(read: Callable[..., Function], parts: str = "", method: str = "forward
     return _Kind(read, tuple(parts.split()), method)
 
 
+_MODELS: Final = "transformers.models"
+_LLAMAS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
+_GATED: Final = _kind(_gated_block, "gate_proj act_fn up_proj down_proj")
 _BERT: Final = "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout output.LayerNorm"
 _KINDS: Final[dict[Any, _Kind]] = {
     **dict.fromkeys(_LAYERS, _kind(_linear)),
@@ -297,17 +300,17 @@ _KINDS: Final[dict[Any, _Kind]] = {
     "torch.nn.modules.transformer.TransformerDecoderLayer": _kind(
         _chain, "linear1 activation dropout linear2 dropout3", "_ff_block"
     ),
-    "transformers.models.bert.modeling_bert.BertIntermediate": _kind(_chain, "dense intermediate_act_fn"),
-    "transformers.models.bert.modeling_bert.BertLayer": _kind(_residual, _BERT, "feed_forward_chunk"),
-    "transformers.models.bert.modeling_bert.BertOutput": _kind(_residual, "dense dropout LayerNorm"),
-    "transformers.models.bert.modeling_bert.BertSelfOutput": _kind(_residual, "dense dropout LayerNorm"),
-    "transformers.models.gpt2.modeling_gpt2.GPT2MLP": _kind(_chain, "c_fc act c_proj dropout"),
-    "transformers.models.llama.modeling_llama.LlamaMLP": _kind(_gated_block, "gate_proj act_fn up_proj down_proj"),
-    "transformers.models.llama.modeling_llama.LlamaRMSNorm": _kind(_norm),
-    "transformers.models.t5.modeling_t5.T5DenseActDense": _kind(_chain, "wi act dropout wo"),
-    "transformers.models.t5.modeling_t5.T5DenseGatedActDense": _kind(_gated_block, "wi_0 act wi_1 wo dropout"),
-    "transformers.models.t5.modeling_t5.T5LayerNorm": _kind(_norm),
-    "transformers.models.vit.modeling_vit.ViTMLP": _kind(_chain, "fc1 activation_fn fc2"),
+    f"{_MODELS}.bert.modeling_bert.BertIntermediate": _kind(_chain, "dense intermediate_act_fn"),
+    f"{_MODELS}.bert.modeling_bert.BertLayer": _kind(_residual, _BERT, "feed_forward_chunk"),
+    f"{_MODELS}.bert.modeling_bert.BertOutput": _kind(_residual, "dense dropout LayerNorm"),
+    f"{_MODELS}.bert.modeling_bert.BertSelfOutput": _kind(_residual, "dense dropout LayerNorm"),
+    f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": _kind(_chain, "c_fc act c_proj dropout"),
+    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}MLP": _GATED for name in _LLAMAS},
+    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm": _kind(_norm) for name in _LLAMAS},
+    f"{_MODELS}.t5.modeling_t5.T5DenseActDense": _kind(_chain, "wi act dropout wo"),
+    f"{_MODELS}.t5.modeling_t5.T5DenseGatedActDense": _kind(_gated_block, "wi_0 act wi_1 wo dropout"),
+    f"{_MODELS}.t5.modeling_t5.T5LayerNorm": _kind(_norm),
+    f"{_MODELS}.vit.modeling_vit.ViTMLP": _kind(_chain, "fc1 activation_fn fc2"),
 }
 
 

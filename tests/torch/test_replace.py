@@ -52,6 +52,12 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**BERT_LIKE, **SMALL))
 
 
+def qwen3() -> Any:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**BERT_LIKE, **SMALL, head_dim=8, num_key_value_heads=2)
+    )
+
+
 def t5(**options: Any) -> Any:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **SMALL, **options))
 
@@ -118,6 +124,7 @@ MODELS: dict[Callable[[], Any], set[str]] = {
         "lm_head: Linear",
         "loss_function: ForCausalLMLoss",
     },
+    qwen3: {"model.layers.0.mlp: Qwen3MLP", "model.layers.0.self_attn.q_norm: Qwen3RMSNorm"},
     t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseActDense", "encoder.final_layer_norm: T5LayerNorm"},
     gated_t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseGatedActDense"},
     vit: {"vit.layers.0.mlp: ViTMLP", "vit.layers.0.attention.q_proj: Linear"},
