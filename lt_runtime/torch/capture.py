@@ -141,10 +141,12 @@ class CapturedStep:
             for into, each in zip(shape.inputs, leaves, strict=True):
                 if each is not None:
                     into.copy_(each, non_blocking=True)
-            arguments = pytree.tree_unflatten(shape.inputs, structure)
-            if shape.graph is None and shape.calls < self._warm_up:
-                return self._run(shape, arguments)
-            return self._launch(shape, arguments)
+            if shape.graph is None:
+                arguments = pytree.tree_unflatten(shape.inputs, structure)
+                if shape.calls < self._warm_up:
+                    return self._run(shape, arguments)
+                self._capture(shape, arguments)
+            return self._launch(shape)
 
     def forget(self) -> None:
         """Drops all graphs. Call it after a change that they do not follow, such as `model.eval()`."""
@@ -170,11 +172,9 @@ class CapturedStep:
             before_first_step(met.to_tune(), self._device.index, self._stream.cuda_stream)
         return results
 
-    def _launch(self, shape: _Shape, arguments: Any) -> Any:
-        self._optimizers.apply_settings()
-        if shape.graph is None:
-            self._capture(shape, arguments)
+    def _launch(self, shape: _Shape) -> Any:
         self._optimizers.check_numbers()
+        self._optimizers.apply_settings()
         shape.graph.replay()
         results = self._results(shape.outputs)
         for each in shape.schedules:
@@ -184,6 +184,7 @@ class CapturedStep:
     def _capture(self, shape: _Shape, arguments: Any) -> None:
         graph, schedules = torch.cuda.CUDAGraph(), list[Callable[[], Any]]()
         self._optimizers.note_numbers()
+        self._optimizers.apply_settings()
         # Graphs share a pool of memory, because one runs at a time. A pool whose graphs are all gone cannot be used.
         pool = next((each.graph.pool() for each in self._shapes.values() if each.graph is not None), None)
         # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory meanwhile.

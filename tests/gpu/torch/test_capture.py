@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,5 +198,7 @@ except CaptureError as error:
 def test_a_step_that_waits_for_the_gpu_is_told_with_its_line(tmp_path: Any) -> None:
     """In a process of its own, because PyTorch's allocator does not forget a capture that failed."""
     (tmp_path / "failing.py").write_text(FAILING)
-    ran = subprocess.run([sys.executable, tmp_path / "failing.py"], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(ltt.__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "failing.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ran.stdout.strip() == "told", ran.stderr
