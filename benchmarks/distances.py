@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ CASES: Final = (
     case("towers", 128, 24, 64, 4, kind="fp32"),
     case("autoencoder", 128, 64, 8, kind="fp32"),
     case("mixture", 256, 16, 32, 4, kind="fp32"),
-    case("dqn", 128, 8, 32, 2, kind="fp32"),
+    replace(case("dqn", 128, 8, 32, 2, kind="fp32"), activation="tanh"),  # ReLU turns a rounding into another path
 )
 
 

@@ -125,7 +125,8 @@ class ModelCase(StepCase):
             return lt.RMSNorm(inputs, eps=NORM_EPSILON, **place)
 
         def gated() -> Any:
-            return lt.Residual(lt.Chain(norm(), lt.SwiGLU(inputs, hidden, seed=next(seeds), **place)))
+            gated = lt.SwiGLU(inputs, hidden, recompute=self.form == "feed_forward", seed=next(seeds), **place)
+            return lt.Residual(lt.Chain(norm(), gated))
 
         active = partial(linear, activation=self.activation)
         if self.form in ("stack", "feed_forward"):

@@ -25,11 +25,11 @@ namespace lt {
 constexpr bool kShort = ALIGNED && sizeof(SCALAR) == 2, kAhead = kShort && !LONG;
 constexpr int kOctets = kShort && LONG ? 4 : 2;  // octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same
 constexpr int kSums = 1 + MEAN;  // numbers that are summed up for each row; gradients that are summed up for each column
-// Launch bounds: blocks that a multiprocessor shall hold. A thread of norm_bwd has 128 registers. A thread of norm_fwd has 32 in
-// small blocks of aligned 16-bit numbers, 40 in LayerNorm, 64 if weights are FP32 or blocks or numbers are larger, and all that it
-// needs if rows are long or not aligned.
+// Launch bounds: blocks that a multiprocessor shall hold. A thread of norm_bwd has 128 registers. A thread of norm_fwd has 40 in
+// small blocks of aligned 16-bit numbers, 64 if weights are FP32 or blocks or numbers are larger, and all that it needs if rows are
+// long or not aligned.
 constexpr bool kDense = kAhead && sizeof(WEIGHT) == 2 && FORWARD_THREADS == 256;
-constexpr int kForwardThreads = kDense ? (MEAN ? 1536 : 2048) : ALIGNED ? 1024 : 512;
+constexpr int kForwardThreads = kDense ? 1536 : ALIGNED ? 1024 : 512;
 constexpr int kForwardBlocks = LONG ? 1 : kForwardThreads / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
 
 #if LONG
@@ -225,17 +225,10 @@ __device__ inline void sum_over_row(float (&values)[kCount], uint32& turn) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     if (threadIdx.x % kWarp == 0) scratch[turn][j][first + threadIdx.x / kWarp] = values[j];
-    values[j] = 0.0f;
   }
   __syncthreads();
-  // As many reads as a block may have warps, so that all are under way at once.
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      if (i < warps) values[j] += scratch[turn][j][first + i];
-    }
-  }
+  for (int j = 0; j < kCount; ++j) values[j] = sum_column(&scratch[turn][j][first], 1, warps);
 }
 
 // Adds up sums of squares and of differences to `shift` over all threads of a row of LayerNorm. Each warp comes with a shift of its

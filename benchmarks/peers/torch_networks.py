@@ -127,7 +127,8 @@ class _Mixture(torch.nn.Module):
 
 
 def _mlp(case: ModelCase, **place: Any) -> torch.nn.Module:
-    return _layers((case.dims[0], case.hidden, case.hidden, case.dims[1]), torch.nn.ReLU, **place)
+    activation = {"relu": torch.nn.ReLU, "tanh": torch.nn.Tanh}[case.activation]
+    return _layers((case.dims[0], case.hidden, case.hidden, case.dims[1]), activation, **place)
 
 
 def _gelu() -> torch.nn.Module:

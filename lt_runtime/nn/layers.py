@@ -123,7 +123,8 @@ class Gated(Block):
         dropout: probability of dropout of the gated values.
         bias: whether the products have biases.
         recompute: whether backward computes the gated values again, in its one pass over their gradient, so that an
-            array of `hidden` columns less is kept for each block; the results are the same.
+            array of `hidden` columns less is kept for each block. The results are the same; a step takes 1 to 3 %
+            longer.
         seed: of the initial values and of dropout; if None, the next of a sequence that begins at 0 in each process.
         dtype, compute, master_weights, device: as for `lt.MLP`.
 
@@ -142,7 +143,7 @@ class Gated(Block):
         activation: Chosen | None = None,
         dropout: float = 0.0,
         bias: bool = False,
-        recompute: bool = True,
+        recompute: bool = False,
         seed: int | None = None,
         dtype: DTypeLike = "float32",
         compute: ComputeName = "float32",
