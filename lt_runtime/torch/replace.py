@@ -506,12 +506,12 @@ def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
     """Microseconds of forward and backward by PyTorch and by the package: medians of rounds in turns."""
     own: Any = type(module)
     buffers = [(each, each.clone()) for each in module.buffers()]
-    arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
-    leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
     try:
         # Backward in this thread: `lt.tuning` acts in the calling thread.
-        with torch.random.fork_rng(devices=[arguments[0].device]), torch.autograd.set_multithreading_enabled(False):
+        with torch.random.fork_rng(devices=[inputs[0].device]), torch.autograd.set_multithreading_enabled(False):
+            arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
+            leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
             for round_ in range(_ROUNDS + 1):
                 for taken, found in times.items():
                     module.__class__ = taken

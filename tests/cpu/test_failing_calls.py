@@ -168,8 +168,9 @@ def unused_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> F
     """Yields a pretended GPU that nothing has used; all modules of its package are imported, for forked processes."""
     gpu = FakeGpu(host, tmp_path_factory.mktemp("unused_gpu"))
     with gpu.active():
-        for module in pkgutil.walk_packages(gpu.lt.__path__, "lt_runtime."):
-            if module.name != "lt_runtime.__main__":
+        # PyTorch is pretended as well, and has too little for lt_runtime.torch.
+        for module in pkgutil.walk_packages(gpu.lt.__path__, "lt_runtime.", onerror=lambda _: None):
+            if module.name != "lt_runtime.__main__" and not module.name.startswith("lt_runtime.torch"):
                 importlib.import_module(module.name)
     return gpu
 

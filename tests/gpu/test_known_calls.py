@@ -52,8 +52,6 @@ def assert_close(actual: list[Any], expected: list[np.ndarray[Any, Any]], tolera
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "calls", {})
     monkeypatch.setattr(cache, "repeats", {})
-    # Threads that earlier tests left behind, such as those of a compiler, are no reason not to capture here.
-    monkeypatch.setattr("lt_runtime.ops.call._is_alone", lambda: True)
 
 
 @pytest.fixture
@@ -72,7 +70,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[BoundPlan]:
 
 @pytest.mark.parametrize("buffers", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_repeats_agree_with_the_reference_and_are_bound(buffers: bool, dtype: str, launches: list[BoundPlan]) -> None:
+def test_repeats_agree_with_the_reference_and_are_bound(
+    buffers: bool, dtype: str, launches: list[BoundPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Threads that earlier tests left behind, such as those of a compiler, are no reason not to capture here.
+    monkeypatch.setattr("lt_runtime.ops.call._is_alone", lambda: True)
     layer = Layer(dtype=dtype)
     for _ in range(REPEATS):
         for array in (layer.y, layer.z, *layer.out.values()):

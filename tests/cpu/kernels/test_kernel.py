@@ -32,7 +32,15 @@ COMPUTING = {
     *("DYNAMIC_SHARED", "static_assert", "sizeof", "__shfl_sync", "octet_count", "whole_steps", "place_of_sum"),
     *("of", "index", "last"),  # methods that compute an index
     *("sweep", "columns", "a", "addend", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructors
-    *("beside", "gate_at", "value_at", "dgate_at", "dvalue_at"),  # a matrix of addresses, and constructors
+    *(
+        "beside",
+        "gate_at",
+        "value_at",
+        "dgate_at",
+        "dvalue_at",
+        "y_at",
+        "ahead",
+    ),  # a matrix of addresses, and constructors
 }
 """Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
 CONSTANT = {"p.chunks[", "p.layers["}

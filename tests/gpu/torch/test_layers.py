@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 
 import lt_runtime.torch as ltt
 
-pytestmark = [  # both are PyTorch's own
+pytestmark = [  # all are PyTorch's own
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
 ]
