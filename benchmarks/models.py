@@ -233,5 +233,4 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
 
 
 _NAMES: Final = [case.name for case in CASES]
-_FORMER: Final = ("autoencoder 4096-1024-4096 BF16",)  # in kept results of this suite, but not measured any more
-SUITE: Final = Suite(rounds=9, order=[*_NAMES, *_FORMER], jobs=_jobs, findings=findings)
+SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings)

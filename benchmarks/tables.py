@@ -152,6 +152,21 @@ def steps() -> str:
     return markdown(headings, lines)
 
 
+def models() -> str:
+    """Table of training steps of models of blocks."""
+    lines = [
+        [
+            row["case"],
+            us(row["us"]["lt"]),
+            peer(against(row)),
+            times(row["ratio"]["torch_graph"]),
+            f"{row['memory_ratio']:.2f}",
+        ]
+        for row in rows_of("models")
+    ]
+    return markdown(("model", "lt_runtime", "fastest peer", "PyTorch in a graph", "memory / PyTorch's"), lines)
+
+
 def narrow() -> str:
     """Training steps of narrow MLPs beside their floors, with each floor as a fraction of our time."""
     lines = []
@@ -200,6 +215,7 @@ def tuning_figures() -> str:
 TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "slower": (slower, ()),
     "steps": (steps, ("steps",)),
+    "models": (models, ("models",)),
     "layers": (layers, ("layers",)),
     "wide": (wide, ("wide",)),
     "kernels": (kernels, ("kernels",)),
