@@ -158,7 +158,8 @@ class Pass:
             ArgumentError: the running block's backward has taken all that its forward kept.
         """
         if len(self._kept) <= self._start:
-            raise ArgumentError("a backward takes more than its forward kept: call run.take() once for each run.keep()")
+            name = self.running.title if self.running else "a block"
+            raise ArgumentError(f"{name}.backward takes more than its forward kept: one run.take() for each run.keep()")
         values = self._kept.pop()
         return values[0] if len(values) == 1 else values
 
@@ -269,6 +270,8 @@ class Pass:
             if self._is_refused(error):
                 rule = "a block must neither wait for the GPU, nor read its values, nor call cudaMalloc"
                 raise CaptureError(f"{block.title} failed during the capture of a step: {error}; {rule}") from error
+            if not hasattr(error, "__notes__"):  # the innermost block
+                error.add_note(f"in {block.title}")
             raise
         finally:
             self.running = outer

@@ -95,7 +95,7 @@ def make(description: Any, kinds: Kinds, device: object, check_mlp: Callable[[An
         check_mlp: is called with the options of an MLP and its arrays before the MLP is made, and may raise.
 
     Raises:
-        Whatever the constructors raise, or an error of Python's, if the description is none.
+        Exception: of any kind; the description is not one of a block, or its sizes do not fit together.
     """
     made, parameters = dict[str, Block](), dict[str, Parameter]()
 

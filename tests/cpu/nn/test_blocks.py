@@ -91,7 +91,7 @@ class _Wrong(lt.Block):
     ("block", "match"),
     [
         (lambda: _Wrong(0), r"1 \(_Wrong\).backward has left 1 of what its forward kept"),
-        (lambda: _Wrong(2), "a backward takes more than its forward kept"),
+        (lambda: _Wrong(2), r"1 \(_Wrong\).backward takes more than its forward kept"),
         (lambda: _Wrong(1, 2), r"1.part \(Linear\).backward was called, but 0 \(LayerNorm\).backward is due"),
         (lambda: _Wrong(1, 0), r"1 \(_Wrong\).backward has not called 1.part \(Linear\).backward"),
     ],
@@ -102,6 +102,24 @@ def test_a_backward_that_does_not_fit(block: Callable[[], lt.Block], match: str)
     y = model.forward(np.ones((2, 4), np.float32), run)
     with pytest.raises(ArgumentError, match=match):
         model.backward(y, run)
+
+
+def test_an_error_of_python_s_own_names_the_innermost_block() -> None:
+    class Unpacks(lt.Block):
+        def forward(self, x: Any, run: lt.Pass) -> Any:
+            run.keep(x, x)
+            return x
+
+        def backward(self, dy: Any, run: lt.Pass) -> Any:
+            first, _second, _third = run.take()
+            return first
+
+    model, run = lt.Chain(lt.LayerNorm(4, **CPU), Unpacks()), lt.Pass()
+    model.parameters()
+    y = model.forward(np.ones((2, 4), np.float32), run)
+    with pytest.raises(ValueError, match="unpack") as raised:
+        model.backward(y, run)
+    assert raised.value.__notes__ == ["in 1 (Unpacks)"]
 
 
 class _View(lt.Block):
