@@ -481,8 +481,7 @@ def test_long_rows(runner: Runner, room: int, dtype: DType, monkeypatch: pytest.
 def test_more_rows_than_a_block_adds_up_at_once(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row that a block streams stores a loss of its own; a thread adds up eight of these at a time."""
     monkeypatch.setattr(family, "_WARP_COLUMNS", 16)
-    monkeypatch.setattr(family, "_BLOCK_ROW_THREADS", 64)
-    rows, classes = 8 * 64 + 1, 24
+    rows, classes = 8 * family.RowGroup.BLOCK.threads + 1, 24
     values = np.zeros((rows, classes), np.float32)
     values[-1, 1] = 100.0
     loss = run_cross_entropy(runner, Guarded(values), np.zeros(rows, np.int64), Guarded(np.zeros_like(values)))
