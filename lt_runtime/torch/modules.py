@@ -182,7 +182,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor, add: Tensor = None) -> Any:
         """y (..., N); with `add` (..., N) the pair (y, x + add), of which y is the normalised sum."""
-        # as PyTorch, which takes that of the type in which it computes
+        # without an epsilon, PyTorch takes the epsilon of the type in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps=eps, add=add)
 

@@ -216,7 +216,7 @@ def _norm(module: Any) -> Function:
     if weight is None or weight.dim() != 1:
         return "it has no weight, or several axes"
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    if eps is None:  # PyTorch takes that of the type in which it computes
+    if eps is None:  # PyTorch takes the epsilon of the type in which it computes
         eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
 
     def compute(x: Tensor) -> Any:
@@ -526,7 +526,7 @@ def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
 
 
 def _microseconds(function: Any, arguments: list[Tensor], leaves: list[Tensor]) -> float:
-    """Of a forward and backward pass on a GPU, the mean of some."""
+    """The microseconds of a forward and backward pass on a GPU, as the mean of several."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(_REPEATS):

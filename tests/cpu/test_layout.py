@@ -37,10 +37,11 @@ def elements(layout: Layout, start: int = MIDDLE) -> Array:
 def is_matrix(matrix: Array) -> bool:
     """Whether some order and leading dimension describe the same elements as the view; tries all possible ones."""
     rows, cols = matrix.shape
+    most = max(12, *(abs(step) // 8 for step in matrix.strides))
     return any(
         (elements(Layout(rows, cols, order, leading)) == matrix).all()
         for order, width in ((Order.ROW, cols), (Order.COLUMN, rows))
-        for leading in range(max(width, 1), 13)
+        for leading in range(max(width, 1), most + 1)
     )
 
 
