@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -139,8 +140,10 @@ class TorchLibrary(Library):
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
         """See `Library`."""
-        torch = sys.modules["torch"]
-        return functools.partial(torch.empty, shape, dtype=getattr(torch, dtype.name), device=f"cuda:{device}")
+        torch, strides = sys.modules["torch"], tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        kind, place = getattr(torch, dtype.name), torch.device("cuda", device)
+        # `torch.empty` takes longer by a third, for it reads its arguments in more ways.
+        return functools.partial(torch.empty_strided, shape, strides, dtype=kind, device=place)
 
     def current_stream(self, device: int) -> int:
         """See `Library`."""

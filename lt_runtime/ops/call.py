@@ -44,6 +44,8 @@ _ONCE: Final = False
 """Value in `cache.repeats` for a call that was made once with its arrays: no graph has been captured for it yet."""
 _OWN_THREADS: Final = "lt_runtime "
 """Prefix of the names of all threads that the package starts."""
+AUTOGRAD_THREAD: Final = f"{_OWN_THREADS}autograd"
+"""Name of each thread in which PyTorch has run a backward pass of the package."""
 
 
 Shape: TypeAlias = tuple[int, ...]
@@ -349,14 +351,16 @@ def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
 
 
 def _is_alone() -> bool:
-    """Whether every other living Python thread is the package's own.
+    """Whether no other living Python thread may synchronise: each is the package's own, or waits for this one.
 
     While a stream is being captured, cuCtxSynchronize fails in every thread, whatever mode the capture has. So no call
     is captured automatically while another thread exists that may synchronise, for example by
-    `torch.cuda.synchronize()`.
+    `torch.cuda.synchronize()`. While a thread of PyTorch's autograd runs, the thread that called `backward` waits for
+    it; at other times the thread of autograd waits for work.
     """
-    own = threading.current_thread()
-    return all(each is own or each.name.startswith(_OWN_THREADS) for each in threading.enumerate())
+    own, threads = threading.current_thread(), threading.enumerate()
+    others = [each for each in threads if each is not own and not each.name.startswith(_OWN_THREADS)]
+    return len(others) <= (own.name == AUTOGRAD_THREAD)
 
 
 def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bool]:

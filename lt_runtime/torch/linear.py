@@ -20,7 +20,7 @@ from lt_runtime.torch.operators import (
     Tensor,
     Tensors,
     as_rows,
-    check_first_derivative,
+    begin_backward,
     check_operands,
     check_shape,
     named,
@@ -236,7 +236,7 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         """The gradients of x, `add` and the parameters."""
-        check_first_derivative("linear")
+        begin_backward("linear")
         layers, needs, (key, *kept) = ctx.layers, ctx.needs_input_grad, ctx.saved_tensors
         count = len(layers)
         weights, xs = kept[:count], kept[count : 2 * count]

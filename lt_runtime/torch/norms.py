@@ -19,7 +19,7 @@ from lt_runtime.torch.operators import (
     Tensor,
     Tensors,
     as_rows,
-    check_first_derivative,
+    begin_backward,
     check_operands,
     check_shape,
     named,
@@ -138,7 +138,7 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dsum: Tensor = None) -> tuple[Tensor, ...]:
         """The gradients of x, `add`, weight and bias; those of x and `add` are one tensor."""
-        check_first_derivative("norm")
+        begin_backward("norm")
         of_x, of_add, *of_vectors = ctx.needs_input_grad[2:]
         dx, dvectors, wanted = dsum, [None, None], of_x or of_add
         if dy is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from lt_runtime.arrays.operand import fp64_on_host
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, OperandError, ShapeError
 from lt_runtime.layout import layout_of
+from lt_runtime.ops.call import AUTOGRAD_THREAD
 from lt_runtime.problem import DType
 
 Tensor: TypeAlias = Any
@@ -206,7 +208,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, ...]:
         """The gradients of the operands."""
         operator: Operator = ctx.operator
-        check_first_derivative(operator.name)
+        begin_backward(operator.name)
         dys, needs = dys[: operator.visible], ctx.needs_input_grad[3:]
         if all(dy is None for dy in dys):
             return (None,) * (3 + len(needs))
@@ -224,8 +226,15 @@ def past_transforms(function: Any) -> Callable[..., Any]:
     return apply
 
 
-def check_first_derivative(name: str) -> None:
-    """Raises `SecondDerivativeError` in a backward pass whose own derivative is wanted."""
+def begin_backward(name: str) -> None:
+    """Names the thread if autograd has started it; raises `SecondDerivativeError` if the derivative of this is wanted.
+
+    Python calls a thread that it did not start "Dummy-1" and so on. By the new name the package knows that the thread
+    synchronises only in backward passes, so that repeated calls may become graphs.
+    """
+    thread = threading.current_thread()
+    if thread.name.startswith("Dummy-"):
+        thread.name = AUTOGRAD_THREAD
     if torch.is_grad_enabled():
         raise SecondDerivativeError(
             f"backward with create_graph=True reached lt_runtime's {name}, which has no second derivative; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -152,3 +154,25 @@ def test_work_is_ordered_with_the_current_stream() -> None:
 def test_a_tensor_on_the_cpu_beside_one_on_a_gpu_is_named() -> None:
     with pytest.raises(ValueError, match="weight is on cuda:0 but x on cpu"):
         ltt.Linear(8, 8, device="cuda")(torch.ones(2, 8))
+
+
+REPEATED = """
+import torch
+import lt_runtime.torch as ltt
+from lt_runtime.gpu.memory import BoundPlan
+
+launched, call = [], BoundPlan.__call__
+BoundPlan.__call__ = lambda self: (launched.append(self), call(self))
+layer = ltt.Linear(48, 40, activation="gelu", device="cuda", dtype=torch.bfloat16)
+x = torch.randn(24, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+for _ in range(10):
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    layer(x).sum().backward()
+print(len({*launched}))
+"""
+
+
+def test_repeated_eager_calls_become_graphs_although_autograd_runs_backward_in_a_thread_of_its_own() -> None:
+    """In a fresh process, because a capture waits until no foreign thread is alive."""
+    done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) >= 2, done.stderr  # forward's and backward's
