@@ -15,24 +15,30 @@ from typing import Any, Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "models", "narrow", "host", "tuning", "cold")
+SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "models", "torch", "narrow", "host", "tuning", "cold")
 _COMMANDS: Final = {"compare": "compare", "distances": "distances", "report": "tables", "derive-priors": "priors"}
 _FLAG: Final = {"action": "store_true"}
 _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "ours": (("host", "kernels", "layers", "models", "steps"), "measure only our public calls", _FLAG),
     "keep-plans": (
-        ("layers", "wide", "steps", "models"),
+        ("layers", "wide", "steps", "models", "torch"),
         "tune in the plan cache of $LT_RUNTIME_CACHE_DIR, and not in an empty one for each row",
         _FLAG,
     ),
     "dtype": (("layers", "wide", "untuned"), "measure only this type", {"choices": ("bf16", "tf32", "fp32")}),
     "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
     "max-autotune": (
-        ("layers", "wide", "steps", "models", "narrow"),
-        "add torch.compile, a minute for each row; layers: only six shapes",
+        ("layers", "wide", "steps", "models", "torch", "narrow"),
+        "add torch.compile, a minute for each row; layers: only six shapes; torch: its greatest effort",
         _FLAG,
     ),
     "torch-compile": (("kernels",), "add torch.compile, a minute for each row", _FLAG),
+    "no-compile": (("torch",), "leave out all that torch.compile compiles, up to a minute for each contender", _FLAG),
+    "contenders": (
+        ("torch",),
+        "measure only contenders in whose name this regular expression is found",
+        {"metavar": "PATTERN"},
+    ),
     "jax": (("steps", "models", "narrow"), "add JAX", _FLAG),
     "prefetch": (("steps",), "add training from batches on the host", _FLAG),
 }

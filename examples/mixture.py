@@ -29,17 +29,16 @@ class Mixture(lt.Block):
             y = p[..., :1] * made[0]
             for i, each in enumerate(made[1:], 1):
                 y += p[..., i : i + 1] * each
-        run.keep(p, made)
+        run.keep(p, made, y)
         return y
 
     def backward(self, dy: Any, run: lt.Pass) -> Any:
         """Takes the gradient through the sum, then runs the gate and the experts back, the last first."""
-        p, made = run.take()
+        p, made, y = run.take()
         with run.array_module(dy) as xp:
-            dp = xp.empty(p.shape, xp.float32)
+            dlogits = xp.empty_like(p)
             for i, each in enumerate(made):
-                dp[..., i] = (dy * each).sum(axis=-1, dtype=xp.float32)
-            dlogits = (p * (dp - (p * dp).sum(axis=-1, keepdims=True))).astype(p.dtype)
+                dlogits[..., i] = p[..., i] * (dy * (each - y)).sum(axis=-1, dtype=xp.float32)  # also for 16-bit types
             parts = [p[..., i : i + 1] * dy for i in range(len(made))]
         dx = self.gate.backward(dlogits, run)
         for expert in reversed(self.experts):

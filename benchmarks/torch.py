@@ -1,0 +1,108 @@
+"""The suite `torch`: whole training steps of PyTorch models, with `lt_runtime.torch`, without it, and with Liger.
+
+Contenders hold parameters and moments in the same types, and take turns as a script calls them: the time of a call has
+the host's work and the copy of the batch. Contenders with `graph` in their name run the step as one CUDA graph, which
+`lt_runtime.torch.capture` makes for all of them; those with `compile` have forward and loss compiled by torch.compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from benchmarks import report
+from benchmarks.report import Finding, Json, Row
+from benchmarks.suite import Job, Suite, plan_cache
+
+_WAYS: Final = ("eager", "graph", "compile", "compile_graph")
+_BEST: Final = {"compile_graph": ("torch_compile_graph", "torch_max_autotune_graph")}
+
+
+@dataclass(frozen=True)
+class TorchCase:
+    """A training step of a model.
+
+    Attributes:
+        name: of the row.
+        task: the function of `benchmarks.torch_tasks` that makes the model.
+        sizes: arguments of that function.
+        liger: whether Liger has kernels for the model.
+        steps: number of first steps whose losses are kept.
+        ours: the contender that the others are compared with; "lt_eager" if only the host's time counts.
+        device, dtype: of the parameters and of inputs that are no integers.
+    """
+
+    name: str
+    task: str
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    liger: bool = False
+    steps: int = 4
+    ours: str = "lt_graph"
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+
+    @property
+    def is_host(self) -> bool:
+        """Whether only the host's time of eager calls is measured."""
+        return self.ours == "lt_eager"
+
+
+CASES: Final = (
+    TorchCase("GPT-2 124M 8x1024", "gpt2", steps=200),
+    TorchCase("GPT-2 124M 8x1024, linear_cross_entropy", "gpt2", {"chunked": True}, liger=True),
+    TorchCase("BERT-base 32x128, dropout", "bert"),
+    TorchCase("ViT-L/16 64 images", "vit"),
+    TorchCase("T5-small 32x256, dropout", "t5"),
+    TorchCase("Llama-like block 4096x4096-14336", "stack", {"rows": 4096, "width": 4096, "hidden": 14336}, liger=True),
+    TorchCase(
+        "stack 12 x 8192x1024-2752", "stack", {"rows": 8192, "width": 1024, "hidden": 2752, "layers": 12}, liger=True
+    ),
+    TorchCase("DLRM bottom MLP, batch 8192", "mlp", {"rows": 8192, "dims": (13, 512, 256, 64)}),
+    TorchCase("DLRM top MLP, batch 8192", "mlp", {"rows": 8192, "dims": (479, 1024, 1024, 512, 256, 1)}),
+    TorchCase(
+        "linear_cross_entropy 4096x128256x4096", "head", {"rows": 4096, "width": 4096, "classes": 128256}, liger=True
+    ),
+    TorchCase("host: linear GELU 64x64x64", "layer", {"size": 64}, ours="lt_eager"),
+)
+
+
+def measure(case: TorchCase, options: argparse.Namespace, _: Any = None) -> Row:
+    """Tunes in an empty plan cache and lets all contenders take turns; those that fail are left out."""
+    from benchmarks import torch_training
+
+    with plan_cache(keep=options.keep_plans):
+        return torch_training.measure(case, options)
+
+
+def findings(rows: Sequence[Json]) -> list[Finding]:
+    """Figures: PyTorch's times and the best of Liger's against ours that run in the same way, and memory."""
+    made = []
+    for way in _WAYS:
+        for library in ("torch", "liger"):
+            found = speedups(rows, library, way)
+            made += [make(f"{library}_{way} / lt_{way}", found) for make in (report.mean, report.worst) if found]
+    memory = {row["case"]: ratio for row in rows if (ratio := memory_ratio(row)) is not None}
+    return [*made, report.worst("memory of lt_graph / torch_graph", memory, at_most=True)] if memory else made
+
+
+def speedups(rows: Sequence[Json], library: str, way: str) -> dict[str, float]:
+    """Another library's time as a multiple of ours, by case; of torch.compile's modes in graphs, the faster counts."""
+    ours, names = f"lt_{way}", _BEST.get(way, ()) if library == "torch" else ()
+    found = [report.speedups(rows, name, ours) for name in names or (f"{library}_{way}",)]
+    return {case: min(each[case] for each in found if case in each) for each in found for case in each}
+
+
+def memory_ratio(row: Json) -> float | None:
+    """Our peak memory as a fraction of PyTorch's, both in a graph; None if one of the two was not measured."""
+    known = row.get("memory_bytes", {})
+    return known["lt_graph"] / known["torch_graph"] if {"lt_graph", "torch_graph"} <= known.keys() else None
+
+
+def _jobs(options: argparse.Namespace) -> dict[str, Job]:
+    return {case.name: partial(measure, case, options) for case in CASES}
+
+
+SUITE: Final = Suite(rounds=9, order=[case.name for case in CASES], jobs=_jobs, findings=findings)

@@ -1,0 +1,162 @@
+"""Contenders of the suite `torch`: builds them, keeps their first losses, and times them in turns; needs PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import math
+import sys
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+
+import lt_runtime.torch as ltt
+from benchmarks import torch_tasks
+from benchmarks.report import Row
+from benchmarks.steps import AUTOTUNE, timed_calls
+from benchmarks.suite import matches
+from benchmarks.timing import Call, HostTurn, Turn, built, repeat, take_turns
+from benchmarks.torch import TorchCase
+
+_BATCHES: Final = 4
+_HOST_CALLS: Final = 100  # few enough that the launches do not fill the driver's queue
+_TURN_US: Final = 60_000.0  # A turn takes at least about this long, in microseconds.
+_MOST_CALLS: Final = 200
+_MODES: Final = (None, "default")
+
+
+class Training:
+    """A model in training, by one library, eager or compiled.
+
+    Attributes:
+        losses: of the steps so far, each before its update.
+        memory: peak bytes of an eager step: parameters, optimizer, gradients and all that the step makes.
+    """
+
+    def __init__(self, case: TorchCase, library: str, mode: str | None) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._case, before = case, torch.cuda.memory_allocated()
+        torch.manual_seed(0)
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, case.dtype))
+        try:
+            with torch.device(case.device):
+                kit = torch_tasks.KITS[library]()
+                self._task = getattr(torch_tasks, case.task)(kit, **case.sizes)
+                before -= torch.cuda.memory_allocated()
+                self._batches = itertools.cycle([self._task.batch() for _ in range(_BATCHES)])
+                before += torch.cuda.memory_allocated()  # a script does not hold several batches
+        finally:
+            torch.set_default_dtype(dtype)
+        options = {"lr": torch_tasks.LEARNING_RATE, "weight_decay": torch_tasks.WEIGHT_DECAY}
+        self._optimizer = kit.optimizer(self._task.parameters, **options) if self._task.trains else None
+        self._cost = self._task.cost if mode is None else torch.compile(self._task.cost, mode=mode, dynamic=False)
+        # For every library, so that all captured contenders do the same besides their models' work.
+        self._captured = ltt.capture(self._step, tune=True)
+        self.losses = [self.graph()]  # eager, and tunes
+        self._own = torch.cuda.memory_allocated() - before
+        self.memory = self._peak_of_next_step()
+
+    def eager(self) -> Any:
+        """Takes a step."""
+        return self._step(*next(self._batches))
+
+    def graph(self) -> Any:
+        """Takes a step by the graph, or an eager one if there is no graph yet."""
+        return self._captured(*next(self._batches))
+
+    def capture(self) -> int:
+        """Captures the third step and takes the first steps of the case; returns the peak bytes of the capture."""
+        torch.cuda.empty_cache()
+        memory = self._peak_of_next_step()
+        while len(self.losses) < self._case.steps:
+            self.losses.append(self.graph())
+        return memory
+
+    def _step(self, *batch: Any) -> Any:
+        for each in self._task.parameters:
+            each.grad = None
+        loss = self._cost(*batch)
+        loss.backward(self._task.gradient)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        return loss
+
+    def _peak_of_next_step(self) -> int:
+        others = torch.cuda.memory_allocated() - self._own
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.losses.append(self.graph())
+        return int(torch.cuda.max_memory_allocated()) - others
+
+
+class Way(NamedTuple):
+    """How contenders are built: by which library, and in which mode of torch.compile (None: not compiled)."""
+
+    library: str
+    mode: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The beginning of the contenders' names."""
+        return self.library + {None: "", "default": "_compile", AUTOTUNE: "_max_autotune"}[self.mode]
+
+    @property
+    def eager(self) -> str:
+        """Name of the contender whose steps Python launches."""
+        return self.name if self.mode else f"{self.name}_eager"
+
+    @property
+    def graph(self) -> str:
+        """Name of the contender whose steps are launches of a graph."""
+        return f"{self.name}_graph"
+
+
+def measure(case: TorchCase, options: argparse.Namespace) -> Row:
+    """Builds the contenders of a case, takes their first steps, and lets them take turns."""
+    torch.set_float32_matmul_precision("high")
+    if not options.no_compile:
+        torch._dynamo.reset()
+    names = {way: {way.eager} if case.is_host else {way.eager, way.graph} for way in _ways(case, options)}
+    wanted = {each for found in names.values() for each in found if matches(options.contenders, each)}
+    trainings, left_out = built({way: partial(Training, case, *way) for way, found in names.items() if found & wanted})
+    captured, failed = built({way: each.capture for way, each in trainings.items() if way.graph in wanted})
+    calls: dict[str, Call] = {way.eager: each.eager for way, each in trainings.items() if way.eager in wanted}
+    calls |= {way.graph: trainings[way].graph for way in captured}
+    _end_compile_workers()
+    timings = take_turns({name: _turn(case, call) for name, call in calls.items()}, options.rounds)
+    memory = {way.eager: each.memory for way, each in trainings.items() if way.eager in wanted}
+    memory |= {way.graph: peak for way, peak in captured.items()}
+    losses = {way.name: [round(float(loss.mean()), 5) for loss in each.losses] for way, each in trainings.items()}
+    setting = {"task": case.task, "sizes": dict(case.sizes), "type": case.dtype, "rounds": options.rounds}
+    setting |= {"memory_bytes": memory, "losses": losses}
+    told = {way.name: why for way, why in left_out.items()} | {way.graph: why for way, why in failed.items()}
+    return Row(case.name, timings, case.ours, setting=setting, left_out=told)
+
+
+def _ways(case: TorchCase, options: argparse.Namespace) -> list[Way]:
+    """All ways to build contenders of a case."""
+    libraries = [each for each in torch_tasks.KITS if case.liger or each != "liger"]
+    if case.is_host:
+        return [*map(Way, libraries)]
+    best = [Way("torch", AUTOTUNE)] if options.max_autotune else []
+    return [*(Way(each, mode) for each in libraries for mode in _MODES[: 1 if options.no_compile else 2]), *best]
+
+
+def _turn(case: TorchCase, call: Call) -> Turn:
+    """Times calls by the wall clock: the host's time alone, or that of as many steps as take `_TURN_US`."""
+    device = torch.get_device_module(case.device)
+    if case.is_host:
+        return HostTurn(call, _HOST_CALLS, device.synchronize)
+    calls = partial(repeat, call)
+    once = min(timed_calls(calls, 1, device)() for _ in range(2))
+    return timed_calls(calls, min(math.ceil(_TURN_US / once), _MOST_CALLS), device)
+
+
+def _end_compile_workers() -> None:
+    """Ends the threads of torch.compile, beside which the package makes no graphs of repeated calls."""
+    if (module := sys.modules.get("torch._inductor.async_compile")) is not None:
+        module.shutdown_compile_workers()
