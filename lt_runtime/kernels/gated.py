@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 from lt_runtime.gpu.memory import StreamMemory
@@ -18,47 +18,35 @@ GATED_BWD: Final = Entry("gated_bwd", "gated.cu")
 _BLOCKS: Final = {DType.FLOAT32: 3, DType.FLOAT16: 4, DType.BFLOAT16: 4}
 
 
-@dataclass(frozen=True, slots=True)
-class GatedProblem:
-    """y[M,F] = dropout(act(gate) · value), with h[M,2F] = (gate, value); or dh[M,2F] from dy[M,F] and h.
-
-    Attributes:
-        y: spec of y; in a backward pass, of dy.
-        dh: spec of the gradient of h; None in a forward pass.
-        remakes: whether a backward pass also writes y, over dy.
-    """
-
-    dtype: DType
-    activation: Activation
-    dropout: bool
-    h: Spec
-    y: Spec
-    dh: Spec | None = None
-    remakes: bool = False
-
-
 def blocks_of(dtype: DType, *, remakes: bool) -> int:
     """Launch bound of a pass, in blocks of a multiprocessor; with one more, backward spills registers."""
     return _BLOCKS[dtype] - remakes
 
 
 class GatedPass:
-    """The pass that solves a `GatedProblem`; dh may be the same memory as h, if it has the same layout."""
+    """y[M,F] = dropout(act(gate) · value), with h[M,2F] = (gate, value); or dh[M,2F] from dy[M,F] and h.
+
+    Args:
+        drops: whether there is dropout.
+        specs: of h and y, or of h, dy and dh; dh may be h's memory, if it has the same layout.
+        remakes: whether a backward pass also writes y, over dy.
+    """
 
     scratch_bytes = 0
 
-    def __init__(self, problem: GatedProblem, device: int) -> None:
-        dtype, layout, activation = problem.dtype, problem.y.layout, problem.activation
-        blocks = blocks_of(dtype, remakes=problem.remakes)
-        h, self._to_value = _half(problem.h, dtype)
-        if problem.dh is None:
-            entry, matrices = GATED_FWD, {"gate": h, "value": h, "out": problem.y}
-        else:
-            dh, self._to_dvalue = _half(problem.dh, dtype)
-            entry, matrices = GATED_BWD, {"dy": problem.y, "gate": h, "value": h, "dgate": dh, "dvalue": dh}
+    def __init__(
+        self, dtype: DType, activation: Activation, drops: bool, specs: Sequence[Spec], remakes: bool, device: int
+    ) -> None:
+        h, y, *dh = specs
+        layout, blocks = y.layout, blocks_of(dtype, remakes=remakes)
+        gate, self._to_value = _half(h, dtype)
+        entry, matrices = GATED_FWD, {"gate": gate, "value": gate, "out": y}
+        if dh:
+            dgate, self._to_dvalue = _half(dh[0], dtype)
+            entry, matrices = GATED_BWD, {"dy": y, "gate": gate, "value": gate, "dgate": dgate, "dvalue": dgate}
         access = Access.ALIGNED if are_aligned(dtype, *matrices.values()) else Access.ANY
-        macros = define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation.name], DROPOUT=problem.dropout)
-        macros += (*define(REMAKES=problem.remakes), *access.macros(blocks))
+        macros = define(SCALAR=dtype, ACTIVATION=ACTIVATION_NAMES[activation.name], DROPOUT=drops)
+        macros += (*define(REMAKES=remakes), *access.macros(blocks))
         places = {name: Matrix.of(spec) for name, spec in matrices.items()}
         params = entry.params(rows=layout.rows, cols=layout.cols, slope=activation.negative_slope, **places)
         tiling = sweep(layout, wave_of(device, blocks))

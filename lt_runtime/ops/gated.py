@@ -12,12 +12,9 @@ from lt_runtime.arguments import flag, shown
 from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import KindError, ShapeError
-from lt_runtime.kernels.gated import GatedPass, GatedProblem
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request, dropouts_of, perform, result_spec
+from lt_runtime.kernels.gated import GatedPass
+from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, dropouts_of, perform, result_spec
 from lt_runtime.problem import Activation, ActivationName, Philox
-from lt_runtime.products.plan import PassPlan, Plan
-
-_pass: Final = functools.lru_cache(maxsize=1024)(GatedPass)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -40,15 +37,13 @@ class GatedContext:
         return f"GatedContext(h={tuple(self.h.shape)}, {self.activation.name}, dropout={self.dropout})"
 
 
-class _Gated(Operation):
+class _Gated(PassOperation):
     """The common part of both passes: a call's options are the activation and the probability of dropout.
 
     Its scalars are a pair: the source of the mask, and None. A request's detail is the options.
     """
 
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        return PassPlan(None if request.problem is None else _pass(request.problem, device), device)
+    make_pass = staticmethod(functools.lru_cache(maxsize=1024)(GatedPass))
 
 
 class GatedForward(_Gated):
@@ -64,7 +59,7 @@ class GatedForward(_Gated):
         activation, dropouts = Activation.of(activation, negative_slope), dropouts_of(p, scalars[0])
         dtype, shape, new = h.element_type(), _output_shape(h), dict[int, New]()
         y = result_spec(1, out, shape, h, new)
-        problem = GatedProblem(dtype, activation, dropouts is not None, h.spec, y)
+        problem = dtype, activation, dropouts is not None, (h.spec, y), False
         return Request(problem if y.layout.size else None, (1,), new, (activation, float(p)), dropouts=dropouts)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
@@ -95,7 +90,7 @@ class GatedBackward(_Gated):
         check_same(h, dy)
         check_shape(dy.name, dy.shape, _output_shape(h), "y's shape")
         dh = result_spec(2, out, h.shape, h, new)
-        problem = GatedProblem(dtype, activation, dropouts is not None, h.spec, dy.spec, dh, remake_y)
+        problem = dtype, activation, dropouts is not None, (h.spec, dy.spec, dh), remake_y
         is_empty = dh.layout.size == 0
         return Request(None if is_empty else problem, written, new, options, same=((1, 2),), dropouts=dropouts)
 

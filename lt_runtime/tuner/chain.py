@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError
@@ -30,7 +30,6 @@ from lt_runtime.store.keys import Problem
 from lt_runtime.store.plan_store import PlanStore
 
 _LINEAR: Final = Activation()
-_Item = TypeVar("_Item")
 
 
 class Layer(NamedTuple):
@@ -268,73 +267,29 @@ def _spec(rows: int, cols: int) -> Spec:
 def chains_of(problems: Iterable[Problem]) -> list[LayerChain | MatmulProblem]:
     """Chains of problems from a flat list, such as a recording; matrix products stay single.
 
-    This function alone infers from equal shapes which problems belong together. A forward problem that several
-    backward problems may depend on is in a chain with each.
+    A backward problem is in a chain with the forward problems whose saved tensors it reads. This function alone infers
+    from equal shapes which these are: if several fit, the last. All other forward problems are chains by themselves.
     """
     distinct = list(dict.fromkeys(problems))
     forwards = [each for each in distinct if isinstance(each, ForwardProblem)]
-    backwards = [each for each in distinct if isinstance(each, BackwardProblem)]
-    chains = [_with_forwards(run, forwards) for run in _joined(backwards, _is_below)]
+    chains = [_with_forwards(each, forwards) for each in distinct if isinstance(each, BackwardProblem)]
     taken = {layer.forward for chain in chains for layer in chain.layers}
-    left = _joined((each for each in forwards if each not in taken), _is_above)
-    inference = [LayerChain(tuple(Layer(each) for each in run)) for run in left]
-    return [*inference, *chains, *(each for each in distinct if isinstance(each, MatmulProblem))]
+    alone = [LayerChain((Layer(each),)) for each in forwards if each not in taken]
+    return [*alone, *chains, *(each for each in distinct if isinstance(each, MatmulProblem))]
 
 
-def _joined(items: Iterable[_Item], follows: Callable[[_Item, _Item], bool]) -> list[list[_Item]]:
-    """Splits items into runs, in which each item follows the item before it."""
-    runs: list[list[_Item]] = []
-    for item in items:
-        run = next((each for each in runs if follows(each[-1], item) or follows(item, each[0])), None)
-        if run is None:
-            runs.append([item])
-        else:
-            run.insert(len(run) if follows(run[-1], item) else 0, item)
-    return runs
-
-
-def _is_below(above: BackwardProblem, below: BackwardProblem) -> bool:
-    """Whether `below` fits the layer below `above`, and at most one of the two takes that layer's derivative."""
-    is_taken_once = above.input_derivative is None or below.output_derivative.is_identity
-    return _types(above) == _types(below) and above.dx == below.dy and is_taken_once
-
-
-def _is_above(below: ForwardProblem, above: ForwardProblem) -> bool:
-    return _types(above) == _types(below) and below.y == above.x
-
-
-def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[ForwardProblem]) -> LayerChain:
-    """Makes a chain of backward problems, given from the top layer down, and of the forward problems that fit them.
-
-    If several forward problems fit, the top layer takes the last of them, the layer below the one before, and so on.
-    Equal layers share one problem. Below the lowest backward problem there may be one more forward problem.
-    """
-    layers: list[Layer] = []
-    above: BackwardProblem | None = None
-    latest = len(forwards)
-    for backward in (*backwards, None):
-        fitting = [number for number, each in enumerate(forwards) if _is_same_layer(each, backward, above)]
-        latest = max((number for number in fitting if number <= latest), default=fitting[-1] if fitting else latest)
-        if fitting or backward is not None:
-            layers.insert(0, Layer(forwards[latest] if fitting else None, backward))
-        above = backward
-    return LayerChain(tuple(layers))
-
-
-def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem | None, above: BackwardProblem | None) -> bool:
-    """Whether a forward problem can be the forward pass of the layer that a backward problem belongs to.
-
-    Args:
-        backward, above: the backward problems of the layer and of the layer above; None for a problem that is absent.
-    """
-    if backward and (_types(forward), forward.x, forward.w) != (_types(backward), backward.x, backward.w):
-        return False
-    if above is not None and above.input_derivative is not None:
-        is_below = _types(forward) == _types(above) and forward.y == above.x
-        return is_below and _fits(forward, above.input_derivative)
-    if backward is None or forward.y.layout.shape != backward.dy.layout.shape:
-        return False
-    return backward.output_derivative.is_identity or _fits(forward, backward.output_derivative)
+def _with_forwards(problem: BackwardProblem, forwards: Iterable[ForwardProblem]) -> LayerChain:
+    """Makes a chain of a backward problem and the forward problems of its own layer and of the layer below."""
+    of_below, own, below = problem.input_derivative, problem.output_derivative, list[Layer]()
+    layer = Layer(None, problem)
+    for each in forwards:
+        if (each.dtype, each.compute) == (problem.dtype, problem.compute):
+            if of_below is not None and each.y == problem.x and _fits(each, of_below):
+                below = [Layer(each)]
+            is_own = (each.x, each.w, each.y.layout.shape) == (problem.x, problem.w, problem.dy.layout.shape)
+            if is_own and not own.is_identity and _fits(each, own):
+                layer = Layer(each, problem)
+    return LayerChain((*below, layer))
 
 
 def _fits(forward: ForwardProblem, derivative: Derivative) -> bool:
@@ -342,7 +297,3 @@ def _fits(forward: ForwardProblem, derivative: Derivative) -> bool:
     is_same = (forward.activation, forward.dropout) == (derivative.activation, derivative.dropout)
     has_bias = derivative.db is None or forward.bias is not None
     return is_same and has_bias and derivative.saved in saved_kinds(forward)
-
-
-def _types(problem: LayerProblem) -> tuple[DType, Compute]:
-    return problem.dtype, problem.compute

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.kernels import gated
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.gated import GATED_FWD, GatedPass, GatedProblem
+from lt_runtime.kernels.gated import GATED_FWD, GatedPass
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.problem import Activation, DType, Philox, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
@@ -68,11 +68,11 @@ def launch(
     """Runs the forward pass, which writes y, or the backward pass, for which `y` holds dy."""
     state, step = case.drops.state()
     activation = Activation(variant.activation, case.slope)
-    specs = spec_of(h), spec_of(y), None if dh is None else spec_of(dh)
+    specs = [spec_of(each) for each in (h, y, dh) if each is not None]
     with launching(host, {Variant(GATED_FWD.source, variant.macros)}, case.order) as patch:
         if case.blocks:
             patch.setattr(gated, "sweep", lambda *_: case.blocks.tiling(case.shape))
-        made = GatedPass(GatedProblem(variant.dtype, activation, variant.dropout, *specs, variant.remakes), 0)
+        made = GatedPass(variant.dtype, activation, variant.dropout, specs, variant.remakes, 0)
     addresses = (h.address, y.address) if dh is None else (y.address, h.address, dh.address)
     call = Call(addresses, 0, dropouts=(state if variant.dropout else None, None))
     memory = Memory()

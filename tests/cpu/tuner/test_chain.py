@@ -118,26 +118,29 @@ def test_a_problem_by_itself() -> None:
     assert LayerChain.of_problem(last).layers == (Layer(None, last),)
 
 
-def test_flat_problems_are_chained_again() -> None:
-    alike = [mlp(name, dims=(16, 16, 16, 16), input_gradient=True) for name in ("gelu", "none")]
-    assert [chains_of(chain.problems) for chain in alike] == [[chain] for chain in alike]
-    for chain in (mlp("relu"), mlp(input_gradient=True), mlp("relu", output_activation=Activation("gelu"))):
-        assert chains_of(chain.problems) == [chain]
-        assert chains_of(reversed(chain.problems)) == [chain]
-        decided = chain.keeping({index: saved_kinds(forward_of(chain, index))[-1] for index in range(3)})
-        assert chains_of(decided.problems) == [decided]
-    both = mlp("relu"), mlp(rows=32)
-    assert chains_of([problem for chain in both for problem in chain.problems]) == [*both]
+def decided(chains: Any) -> set[tuple[object, ...]]:
+    """The problems that are decided together, part by part."""
+    return {tuple(chain.cut(part).problems) for chain in chains for part in chain.parts}
 
 
-def test_flat_layers_by_themselves_are_chained_where_shapes_fit() -> None:
-    chain = by_themselves(mlp("relu", output_activation=Activation("gelu")))
-    assert chains_of(chain.problems) == [chain]
+@pytest.mark.parametrize("dims", [(32, 48, 24, 10), (16, 16, 16, 16)])
+@pytest.mark.parametrize("output_activation", ["none", "gelu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "none"])
+def test_flat_problems_are_decided_as_those_of_the_chain(activation: str, output_activation: str, dims: Any) -> None:
+    output = Activation(output_activation)  # type: ignore[arg-type]
+    chain = mlp(activation, dims=dims, output_activation=output, input_gradient=True)
+    kept = chain.keeping({index: saved_kinds(forward_of(chain, index))[-1] for index in range(3)})
+    for each in (chain, kept, by_themselves(chain)):
+        assert decided(chains_of(each.problems)) == decided(chains_of(reversed(each.problems))) == decided([each])
+    both = chain, mlp(activation, rows=32)
+    assert decided(chains_of([problem for each in both for problem in each.problems])) == decided(both)
+
+
+def test_a_backward_problem_is_in_a_chain_with_the_forward_problems_that_it_reads() -> None:
     (pair,) = chains_of([forward_of(RELU, 0), backward_of(RELU, 1)])
     assert pair == RELU.cut(Part(0, 1))
-    first = replace(forward_of(RELU, 0), backward=False)
-    second = replace(forward_of(RELU, 1), backward=False)
-    assert chains_of([first, second]) == [LayerChain((Layer(first), Layer(second)))]
+    first, second = (replace(forward_of(RELU, index), backward=False) for index in (0, 1))
+    assert chains_of([first, second]) == [LayerChain((Layer(each),)) for each in (first, second)]
 
 
 def test_a_forward_of_two_backwards_is_in_a_chain_with_each() -> None:
