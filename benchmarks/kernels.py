@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from benchmarks import buffers, timing
 from benchmarks.buffers import Sets, itemsize, normal
 from benchmarks.copies import Ceiling, measure_copies
@@ -180,6 +182,37 @@ def _gated_backward(shape: tuple[int, int], dropout: float, sets: int) -> Builde
         return Contender(run)
 
     return {"lt": ours, **_torch("gated_backward", made, dropout)}
+
+
+# Case: BF16 to FP8 in both orientations with the largest absolute value, which moves four bytes an element.
+
+
+def cast_fp8(rows: int, cols: int) -> Case:
+    """Contenders for the cast to E4M3, row by row and transposed."""
+    name = f"cast_fp8 BF16 to E4M3 and its transpose {rows}×{cols}"
+    return Case(name, 4 * rows * cols, partial(_cast_fp8, (rows, cols)))
+
+
+def _cast_fp8(shape: tuple[int, int], sets: int) -> Builders:
+    import cupy as cp
+
+    dtype = np.dtype("float8_e4m3fn")
+    made = [(normal(shape, "bfloat16"), cp.empty(shape, dtype), cp.empty(shape[::-1], dtype)) for _ in range(sets)]
+
+    def ours(*, transposes: bool = True) -> Contender:
+        import lt_runtime as lt
+
+        scale, amax = cp.ones(1, cp.float32), cp.zeros(1, cp.float32)
+
+        def run(i: int, stream: int) -> None:
+            x, out, transposed = made[i]
+            more = {"out_transposed": transposed} if transposes else {"need_transposed": False}
+            lt.cast_fp8(x, scale, out=out, amax=amax, **more, stream=stream)
+
+        return Contender(run)
+
+    rows_alone = {"lt_without_transpose": partial(ours, transposes=False)}
+    return {"lt": ours, **_torch("cast_fp8", made), **rows_alone}
 
 
 # Case: LayerNorm or RMSNorm in BF16. An element takes four bytes forward and six backward, with a residual eight.
@@ -392,6 +425,8 @@ CASES: Final[Sequence[Case]] = (
     *(norm(kind, 8192, 4096, backward=backward) for backward in (False, True) for kind in ("layer_norm", "rms_norm")),
     *(norm("rms_norm", 8192, 4096, backward=backward, adds=True) for backward in (False, True)),
     *(norm("rms_norm", 8192, 1024, backward=backward) for backward in (False, True)),
+    cast_fp8(4096, 4096),
+    cast_fp8(8192, 14336),
     dropout("bfloat16", 8192, 8192),
     dropout("float32", 8192, 8192),
     adamw_step(GPT2_NAME, GPT2, "float32"),

@@ -261,6 +261,7 @@ VARIANTS: Final = (
     *over("tally.cu", SCALAR=SCALAR.values()),
     *over("resize.cu", SCALAR=SCALAR.values()),
     *over("copy_rows.cu"),
+    *over("cast_fp8.cu", SCALAR=SCALAR.values(), E5M2="01", ALIGNED="01"),
     *over("scale.cu", SCALAR=SCALAR.values()),
     *over("verify.cu"),
     *_matmul_epilogue(),

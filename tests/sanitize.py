@@ -29,7 +29,19 @@ from tests.support.kernel_families import ENTRIES
 ROOT: Final = Path(__file__).parents[1]
 TOOLS: Final = ("memcheck", "racecheck", "initcheck")
 WITH_PRODUCTS: Final = ("linear", "matmul", "padded", "relu_masks")
-ALONE: Final = ("adamw", "add", "dropout", "gated", "loss", "narrow_mlp", "norm", "own_products", "passes", "resize")
+ALONE: Final = (
+    "adamw",
+    "add",
+    "dropout",
+    "fp8",
+    "gated",
+    "loss",
+    "narrow_mlp",
+    "norm",
+    "own_products",
+    "passes",
+    "resize",
+)
 SANITIZER: Final = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 KERNELS: Final = frozenset(ENTRIES)
 FAULTY: Final = "faulty_kernel"

@@ -122,6 +122,17 @@ def gated_backward(buffers: Sets, dropout: float, *, compiled: bool = False) -> 
     return _over(masked, _compiled(task_with_dropout, wanted=compiled))
 
 
+def cast_fp8(buffers: Sets, *, compiled: bool = False) -> Contender:
+    """x in E4M3, saturated, row by row and transposed, and its largest absolute value."""
+
+    def task(x: torch.Tensor, scale: torch.Tensor) -> object:
+        cast = (x.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return cast, cast.t().contiguous(), x.abs().amax()
+
+    scale = torch.ones((), device="cuda")
+    return _over([(x, scale) for (x,) in _inputs(buffers, 1)], _compiled(task, wanted=compiled))
+
+
 def norm_forward(buffers: Sets, vectors: tuple[Any, ...], *, compiled: bool = False) -> Contender:
     """LayerNorm (weight and bias) or RMSNorm (weight) of the first arrays, or of their sums with the second arrays."""
     weights = [tensor(each) for each in vectors]

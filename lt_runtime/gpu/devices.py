@@ -17,6 +17,7 @@ from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError, GpuError, LtError
 from lt_runtime.gpu.driver import call
 
+_FP8_CAPABILITY: Final = 89
 _MOST_GPUS: Final = 10**9  # numbers of more digits are no ordinals, and Python may refuse to print them
 
 
@@ -106,6 +107,14 @@ def device_attributes(ordinal: int, *names: str) -> tuple[int, ...]:
     device = call("cuDeviceGet", ordinal)
     ids = (getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}") for name in names)
     return tuple(int(call("cuDeviceGetAttribute", each, device)) for each in ids)
+
+
+def check_fp8(device: int) -> None:
+    """Raises `GpuError` unless the GPU has instructions for FP8."""
+    info = device_info(device)
+    if info.capability < _FP8_CAPABILITY:
+        has, needed = info.capability / 10, _FP8_CAPABILITY / 10
+        raise GpuError(f"GPU {device} ({info.name}) has compute capability {has}; FP8 needs {needed} or higher")
 
 
 def kernel_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:

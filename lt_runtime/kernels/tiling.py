@@ -41,6 +41,7 @@ _SQUARE_BLOCK: Final = (16, 16)
 # have fewer parts anyway, and blocks that read longer pieces of a row are faster there.
 _UPRIGHT_ELEMENTS: Final = 1 << 21
 _SQUARE_ELEMENTS: Final = 1 << 25
+_TILE: Final = 128
 # A pass that reads column-major matrices: a warp reads eight consecutive elements of a column, in FP32 a whole sector
 # of 32 bytes.
 _TURNING_BLOCK: Final = (4, 64)
@@ -164,6 +165,17 @@ def sweep(layout: Layout, wave: int | None) -> Tiling:
     columns, rows = _cover(layout, block, layout.rows).grid
     blocks = max(1, -(-rows // _OCTETS_A_THREAD) if wave is None else wave // columns)
     return _cover(layout, block, min(blocks, MAX_GRID_Y))
+
+
+def square_tiles(layout: Layout, limit: int = MAX_GRID_Y) -> Tiling:
+    """The grid of a pass over tiles of 128 rows and columns, with at most `limit` blocks in y; see fp8.cuh.
+
+    Raises:
+        ShapeError: more rows than a kernel can count.
+    """
+    _check_rows(layout)
+    columns, tiles = (-(-length // _TILE) for length in (layout.cols, layout.rows))
+    return Tiling((columns, min(tiles, limit, MAX_GRID_Y)), (_TILE // OCTET, _TILE // OCTET))
 
 
 def turning(layout: Layout) -> Tiling:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ml_dtypes import float8_e4m3fn
 
 import lt_runtime
 from tests.support.fake_gpu import FakeGpu
@@ -279,6 +280,11 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "rms_norm_fwd": norm_forward("rms_norm_fwd"),
     "layer_norm_bwd": norm_backward("layer_norm"),
     "rms_norm_bwd": norm_backward("rms_norm"),
+    "cast_fp8": lambda w: (
+        w.lt.cast_fp8,
+        operands(w, (M, N), (), (), names="x scale amax")
+        | {name: w.ones(*shape, dtype=float8_e4m3fn) for name, shape in (("out", (M, N)), ("out_transposed", (N, M)))},
+    ),
     "add": lambda w: (w.lt.add, operands(w, (M, N), (M, N), (M, N), names="a b out")),
     "dropout": lambda w: (w.lt.dropout, {"x": w.ones(M, N), "p": 0.5, "rng": w.lt.Philox(), "out": w.ones(M, N)}),
     "gated_fwd": lambda w: (

@@ -18,10 +18,10 @@ from tests.support.races import Touch
 
 _WRITTEN: Final = frozenset(
     (
-        *("average", "bias_gradient", "claimed", "copy", "counted", "d", "db", "dgate", "dvalue", "dz"),
+        *("amax", "average", "bias_gradient", "claimed", "copy", "counted", "d", "db", "dgate", "dvalue", "dz"),
         *("gradient", "growth_tracker"),
         *("kept", "loss", "m", "mean", "out", "partial", "parts", "preactivation", "state", "sum", "sums", "targets"),
-        *("ticket", "tickets", "to", "v", "v_max"),
+        *("ticket", "tickets", "to", "transposed", "v", "v_max"),
     )
 )
 """Members of argument blocks and tables that hold the addresses of written operands; kernels only read the others."""
@@ -46,6 +46,7 @@ _SHAPES: Final[Mapping[str, tuple[str, str]]] = {
     "a": ("rows", "depth"),
     "b": ("depth", "cols"),
     "from_": ("from_rows", "from_cols"),
+    "transposed": ("cols", "rows"),
 }
 """The names of the members that hold the rows and columns of a matrix, if they are not `rows` and `cols`."""
 _VECTORS: Final = ("bias_gradient", "sum", "sums", "vector")
@@ -105,6 +106,8 @@ class KernelCall(NamedTuple):
         p, field = self.params, path.rpartition(".")[2]
         operand, kinds = getattr(owner, field), (self.macros.get("SCALAR", "float"), self.macros.get("PRODUCT"))
         item = 4 if "float" in kinds else 2
+        if path.startswith("fp8."):
+            item = 1
         if not isinstance(operand, Matrix):
             return item * min(p.rows, p.cols) if field in _VECTORS else None
         lengths = [getattr(owner, each, None) for each in _SHAPES.get(field, ("rows", "cols"))]

@@ -46,7 +46,9 @@ class Placed:
 
     def _block(self, flat: NDArray[Any]) -> NDArray[Any]:
         steps = tuple(step * flat.itemsize for step in self._steps)
-        block = np.lib.stride_tricks.as_strided(flat[self._place.offset :], self._shape, steps)
+        # NumPy makes strided arrays of its own types alone
+        raw = flat[self._place.offset :].view(f"V{flat.itemsize}")
+        block = np.lib.stride_tricks.as_strided(raw, self._shape, steps).view(flat.dtype)
         turned = block.swapaxes(1, 2) if self._place.column_major else block
         return turned[0] if self._plain else turned
 

@@ -96,6 +96,13 @@ inline unsigned long long atomicAdd(unsigned long long* address, unsigned long l
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
+inline unsigned atomicMax(unsigned* address, unsigned value) {
+  unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (old < value && !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+
 inline unsigned atomicInc(unsigned* address, unsigned limit) {
   unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(address, &old, old >= limit ? 0 : old + 1, false, __ATOMIC_RELAXED,

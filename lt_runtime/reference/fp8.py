@@ -1,0 +1,55 @@
+"""FP8 in NumPy: saturating casts, absolute maxima, and the scales that follow from them, bit for bit as the kernels."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+LARGEST: Final = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""The largest finite number of each FP8 type. E4M3 has 4 bits of exponent, 3 of mantissa, and no infinities."""
+FP8_TYPES: Final = {name: np.dtype(getattr(ml_dtypes, name)) for name in LARGEST}
+SCALE_EXPONENT: Final = 126
+"""The largest exponent of a scale; the smallest is its negative. A scale and its reciprocal are thus normal numbers."""
+_NAN: Final = 0x7F  # the bits to which CUDA converts every NaN, in both types
+_MANTISSA_BITS: Final = 23  # of FP32
+
+
+def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
+    """x · scale, computed in FP32, rounded to nearest even and saturated: infinities become the largest numbers.
+
+    Args:
+        x: any shape, of a type that FP32 contains.
+        scale: FP32 number.
+        dtype: name of an FP8 type.
+    """
+    scaled = x.astype(np.float32) * np.float32(scale)
+    cast = np.asarray(np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])).astype(FP8_TYPES[dtype])
+    cast.view(np.uint8)[np.isnan(scaled)] = _NAN
+    return cast
+
+
+def amax_of(x: NDArray[Any]) -> np.float32:
+    """The largest |x|; infinity is larger than every number, and NaN larger than infinity. 0 for an empty array."""
+    bits = np.abs(x.astype(np.float32)).view(np.uint32)
+    return np.float32(np.max(bits, initial=0).astype(np.uint32).view(np.float32))
+
+
+def next_fp8_scale(scale: Any, amax: Any, largest: float, headroom: float) -> np.float32:
+    """The largest power of two s with amax · headroom · s ≤ `largest`, limited to exponents of ±`SCALE_EXPONENT`.
+
+    Args:
+        scale: the present scale, which stays if `amax` is 0, infinite or NaN.
+        headroom: factor by which later absolute maxima may exceed `amax` without saturation.
+    """
+    amax = np.float32(amax)
+    if not (np.isfinite(amax) and amax > 0):
+        return np.float32(scale)
+    with np.errstate(over="ignore"):
+        reached = amax * np.float32(headroom)
+    high, low = (int(np.float32(each).view(np.uint32)) for each in (largest, reached))
+    mantissa = (1 << _MANTISSA_BITS) - 1
+    exponent = (high >> _MANTISSA_BITS) - (low >> _MANTISSA_BITS) - ((low & mantissa) > (high & mantissa))
+    return np.float32(2.0 ** max(-SCALE_EXPONENT, min(exponent, SCALE_EXPONENT)))

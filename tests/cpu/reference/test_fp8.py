@@ -1,0 +1,108 @@
+"""FP8 casts, maxima and scales in NumPy, against the formats' definitions decoded bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lt_runtime.reference import amax_of, cast_fp8, next_fp8_scale
+from lt_runtime.reference.fp8 import LARGEST, SCALE_EXPONENT
+
+FORMATS = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
+"""Bits of the exponent and of the mantissa."""
+
+
+def decoded(dtype: str) -> dict[int, float]:
+    """The value of each code of a format without sign, NaN and infinity left out."""
+    exponent_bits, mantissa_bits = FORMATS[dtype]
+    bias, values = 2 ** (exponent_bits - 1) - 1, {}
+    for code in range(128):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        is_special = exponent == 2**exponent_bits - 1 if dtype == "float8_e5m2" else code == 0x7F
+        if not is_special:
+            fraction = mantissa / 2**mantissa_bits
+            values[code] = math.ldexp(fraction + (exponent > 0), max(exponent, 1) - bias)
+    return values
+
+
+def rounded(value: float, dtype: str) -> int:
+    """The code of the nearest number, of two that are as near the even one; the largest number for all beyond."""
+    codes = decoded(dtype)
+    nearest = min(codes, key=lambda code: (abs(Fraction(codes[code]) - Fraction(min(abs(value), 1e9))), code % 2))
+    return nearest | (0x80 if math.copysign(1.0, value) < 0 else 0)
+
+
+def bits(values: NDArray[np.float32], dtype: str) -> list[int]:
+    return [int(each) for each in cast_fp8(values, 1.0, dtype).view(np.uint8)]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_codes_midpoints_and_their_neighbours(dtype: str) -> None:
+    values = [*decoded(dtype).values()]
+    midpoints = [(low + high) / 2 for low, high in itertools.pairwise(values)]
+    near = np.float32([*values, *midpoints, LARGEST[dtype] * 1.01, 3e38, 1e-40, 0.0])
+    near = np.concatenate(
+        [near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(-np.inf)), -near]
+    )
+    assert bits(near, dtype) == [rounded(float(each), dtype) for each in near]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_infinities_saturate_and_nan_stays(dtype: str) -> None:
+    largest = max(decoded(dtype))
+    assert max(decoded(dtype).values()) == LARGEST[dtype]
+    assert bits(np.float32([np.inf, -np.inf, np.nan, -np.nan]), dtype) == [largest, largest | 0x80, 0x7F, 0x7F]
+
+
+@pytest.mark.parametrize("scale", [2.0**-3, 2.0**10, 0.7, -1.5])
+def test_the_scaled_number_is_rounded_to_fp32_and_then_once(scale: float) -> None:
+    x = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    scaled = [float(np.float32(each * np.float32(scale))) for each in x]
+    found = cast_fp8(x, scale, "float8_e5m2").view(np.uint8)
+    assert [int(each) for each in found] == [rounded(each, "float8_e5m2") for each in scaled]
+
+
+@pytest.mark.parametrize(
+    ("values", "amax"),
+    [
+        ([1.0, -3.0, 2.0], 3.0),
+        ([0.0, -0.0], 0.0),
+        ([], 0.0),
+        ([1e-45, 0.0], 1e-45),
+        ([3e38, -np.inf], np.inf),
+        ([np.inf, np.nan, 1.0], np.nan),
+    ],
+)
+def test_absolute_maxima(values: list[float], amax: float) -> None:
+    np.testing.assert_array_equal(amax_of(np.float32(values)), np.float32(amax))
+
+
+@given(
+    amax=st.floats(2.0**-149, 2.0**128 - 2.0**104, width=32),
+    headroom=st.sampled_from((1.0, 2.0, 1.5, 16.0)),
+    dtype=st.sampled_from(list(FORMATS)),
+)
+def test_a_scale_is_the_largest_power_of_two_that_fits(amax: float, headroom: float, dtype: str) -> None:
+    scale = float(next_fp8_scale(3.0, amax, LARGEST[dtype], headroom))
+    mantissa, exponent = math.frexp(scale)
+    assert mantissa == 0.5
+    reached = Fraction(float(np.float32(amax) * np.float32(headroom))) if amax * headroom < 3.4e38 else None
+    limit = SCALE_EXPONENT + 1
+    assert abs(exponent - 1) <= SCALE_EXPONENT
+    if reached is not None and reached >= Fraction(2) ** -126:
+        assert exponent == limit or reached * Fraction(scale) * 2 > LARGEST[dtype]
+        assert exponent == 2 - limit or reached * Fraction(scale) <= LARGEST[dtype]
+    else:
+        assert exponent == limit or reached is None
+
+
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan])
+def test_a_scale_stays_where_the_maximum_says_nothing(amax: float) -> None:
+    assert next_fp8_scale(0.25, amax, 448.0, 2.0) == 0.25
