@@ -17,6 +17,7 @@ _LABELS: Final = {
     "torch_graph": "PyTorch in a graph",
     "torch_log_softmax": "PyTorch log_softmax by hand",
     "torch": "PyTorch",
+    "liger": "Liger",
     "jax": "JAX",
     "cupy": "CuPy",
 }

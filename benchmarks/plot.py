@@ -61,6 +61,25 @@ def write(file: Path = FILE) -> Path:
     return file
 
 
+def write_losses(file: Path = RESULTS / "plots" / "torch_losses.png") -> list[Path]:
+    """Draws the losses of the row of the suite `torch` that has the most; returns no file without results."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    row = max(rows_of("torch"), key=lambda row: max(map(len, row["losses"].values()), default=0), default=None)
+    if row is None:
+        return []
+    figure = Figure(layout="constrained", dpi=100, figsize=(9, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, losses in row["losses"].items():
+        axes.plot(losses, label=name, linewidth=1)
+    axes.set(title=row["case"], xlabel="step", ylabel="loss before the step's update")
+    axes.legend()
+    figure.savefig(file)
+    return [file]
+
+
 def _draw(figure: Any) -> None:
     """A panel for each kind of task, with a line for each shape."""
     panels = {title: lines for title, suites in _PANELS.items() if (lines := _by_shape(suites))}

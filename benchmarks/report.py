@@ -275,8 +275,8 @@ def machine() -> dict[str, Any]:
         "cublaslt": cublaslt.get_version(),
         "nvrtc": f"{major}.{minor}",
         **{name: version for name, version in libraries.items() if version is not None},
-        # Importing JAX takes long, and only its version is needed.
-        **({"jax": metadata.version("jax")} if find_spec("jax") else {}),
+        # Importing these takes long, and only their versions are needed.
+        **{name: metadata.version(name) for name in ("jax", "transformers", "liger_kernel") if find_spec(name)},
     }
 
 

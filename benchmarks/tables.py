@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import plot, tuning
+from benchmarks import plot, torch, tuning
 from benchmarks.kept import COMPARED, Comparison, against, comparisons, is_peer, label, result, rows_of
 from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, speedups
 
 PAGE: Final = Path(__file__).parent / "README.md"
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
-_VERSIONS: Final = {"PyTorch": "torch", "torch.compile": "torch", "JAX": "jax", "CuPy": "cupy"}
+_VERSIONS: Final = {"PyTorch": "torch", "torch.compile": "torch", "JAX": "jax", "CuPy": "cupy", "Liger": "liger_kernel"}
 """For the first word of a peer's label, the key of its version in a result file's "machine"."""
 
 Lines = Sequence[Sequence[str]]
@@ -167,6 +167,19 @@ def models() -> str:
     return markdown(("model", "lt_runtime", "fastest peer", "PyTorch in a graph", "memory / PyTorch's"), lines)
 
 
+def torch_models() -> str:
+    """Table of training steps of PyTorch models: our time in each way, with PyTorch's in the same way as a multiple."""
+    lines = []
+    for row in rows_of("torch"):
+        found = {way: (row["us"].get(f"lt_{way}"), torch.ratio(row, way)) for way in torch.WAYS}
+        cells = [us(ours) + ("" if ratio is None else f", {times(ratio)}") for ours, ratio in found.values()]
+        liger = min((ratio for way in torch.WAYS if (ratio := torch.ratio(row, way, "liger"))), default=None)
+        memory = [f"{ratio:.2f}" if (ratio := torch.memory_ratio(row, way)) else "" for way in torch.WAYS[1::2]]
+        lines.append([row["case"], *cells, "" if liger is None else times(liger), *memory])
+    headings = "eager", "in a graph", "compiled", "compiled, in a graph", "Liger at best"
+    return markdown(("model", *headings, "memory / PyTorch's in a graph", "compiled, in a graph"), lines)
+
+
 def narrow() -> str:
     """Training steps of narrow MLPs beside their floors, with each floor as a fraction of our time."""
     lines = []
@@ -216,6 +229,7 @@ TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "slower": (slower, ()),
     "steps": (steps, ("steps",)),
     "models": (models, ("models",)),
+    "torch": (torch_models, ("torch",)),
     "layers": (layers, ("layers",)),
     "wide": (wide, ("wide",)),
     "kernels": (kernels, ("kernels",)),
@@ -234,7 +248,7 @@ def table(name: str) -> str:
         KeyError: no table has this name.
     """
     make, suites = TABLES[name]
-    return f"*{source(suites)}.*\n\n{make()}" if suites else make()
+    return f"*{source(suites)}.*\n\n{make()}" if any(map(rows_of, suites)) else make()
 
 
 def rendered(text: str) -> str:
@@ -249,5 +263,5 @@ def rendered(text: str) -> str:
 def main(_: Sequence[str]) -> None:
     """Writes benchmarks/README.md and the plot."""
     PAGE.write_text(rendered(PAGE.read_text()))
-    for file in (PAGE, plot.write()):
+    for file in (PAGE, plot.write(), *plot.write_losses()):
         print(f"written to {file}")

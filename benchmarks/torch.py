@@ -8,7 +8,7 @@ the host's work and the copy of the batch. Contenders with `graph` in their name
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -17,8 +17,12 @@ from benchmarks import report
 from benchmarks.report import Finding, Json, Row
 from benchmarks.suite import Job, Suite, plan_cache
 
-_WAYS: Final = ("eager", "graph", "compile", "compile_graph")
-_BEST: Final = {"compile_graph": ("torch_compile_graph", "torch_max_autotune_graph")}
+WAYS: Final = ("eager", "graph", "compile", "compile_graph")
+"""How steps run: the contender's name behind that of its library."""
+_OTHER_MODES: Final = {
+    "torch_compile": ("torch_max_autotune",),
+    "torch_compile_graph": ("torch_max_autotune_graph",),
+}
 
 
 @dataclass(frozen=True)
@@ -78,27 +82,32 @@ def measure(case: TorchCase, options: argparse.Namespace, _: Any = None) -> Row:
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: PyTorch's times and the best of Liger's against ours that run in the same way, and memory."""
+    """Figures: the times of PyTorch and Liger as multiples of ours in the same way, and our memory beside PyTorch's."""
     made = []
-    for way in _WAYS:
+    for way in WAYS:
         for library in ("torch", "liger"):
-            found = speedups(rows, library, way)
+            found = _by_case(rows, partial(ratio, way=way, library=library))
             made += [make(f"{library}_{way} / lt_{way}", found) for make in (report.mean, report.worst) if found]
-    memory = {row["case"]: ratio for row in rows if (ratio := memory_ratio(row)) is not None}
-    return [*made, report.worst("memory of lt_graph / torch_graph", memory, at_most=True)] if memory else made
+        memory = _by_case(rows, partial(memory_ratio, way=way))
+        made += [report.worst(f"memory of lt_{way} / torch_{way}", memory, at_most=True)] if memory else []
+    return made
 
 
-def speedups(rows: Sequence[Json], library: str, way: str) -> dict[str, float]:
-    """Another library's time as a multiple of ours, by case; of torch.compile's modes in graphs, the faster counts."""
-    ours, names = f"lt_{way}", _BEST.get(way, ()) if library == "torch" else ()
-    found = [report.speedups(rows, name, ours) for name in names or (f"{library}_{way}",)]
-    return {case: min(each[case] for each in found if case in each) for each in found for case in each}
+def _by_case(rows: Sequence[Json], figure: Callable[[Json], float | None]) -> dict[str, float]:
+    return {row["case"]: value for row in rows if (value := figure(row)) is not None}
 
 
-def memory_ratio(row: Json) -> float | None:
-    """Our peak memory as a fraction of PyTorch's, both in a graph; None if one of the two was not measured."""
-    known = row.get("memory_bytes", {})
-    return known["lt_graph"] / known["torch_graph"] if {"lt_graph", "torch_graph"} <= known.keys() else None
+def ratio(row: Json, way: str, library: str = "torch") -> float | None:
+    """Another library's time as a multiple of ours, the best mode of torch.compile's; None without one of the two."""
+    us, names = row["us"], (f"{library}_{way}", *_OTHER_MODES.get(f"{library}_{way}", ()))
+    theirs = min((us[name] for name in names if name in us), default=None)
+    return None if theirs is None or f"lt_{way}" not in us else theirs / us[f"lt_{way}"]
+
+
+def memory_ratio(row: Json, way: str) -> float | None:
+    """Our peak memory as a fraction of PyTorch's; None if one of the two is not known."""
+    ours, theirs = (row.get("memory_bytes", {}).get(f"{library}_{way}") for library in ("lt", "torch"))
+    return ours / theirs if ours and theirs else None
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:

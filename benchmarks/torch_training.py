@@ -127,14 +127,15 @@ def measure(case: TorchCase, options: argparse.Namespace) -> Row:
     calls: dict[str, Call] = {way.eager: each.eager for way, each in trainings.items() if way.eager in wanted}
     calls |= {way.graph: trainings[way].graph for way in captured}
     _end_compile_workers()
-    timings = take_turns({name: _turn(case, call) for name, call in calls.items()}, options.rounds)
+    turns, late = built({name: partial(_turn, case, call) for name, call in calls.items()})
+    timings = take_turns(turns, options.rounds)
     memory = {way.eager: each.memory for way, each in trainings.items() if way.eager in wanted}
     memory |= {way.graph: peak for way, peak in captured.items()}
     losses = {way.name: [round(float(loss.mean()), 5) for loss in each.losses] for way, each in trainings.items()}
     setting = {"task": case.task, "sizes": dict(case.sizes), "type": case.dtype, "rounds": options.rounds}
     setting |= {"memory_bytes": memory, "losses": losses}
     told = {way.name: why for way, why in left_out.items()} | {way.graph: why for way, why in failed.items()}
-    return Row(case.name, timings, case.ours, setting=setting, left_out=told)
+    return Row(case.name, timings, case.ours, setting=setting, left_out=told | late)
 
 
 def _ways(case: TorchCase, options: argparse.Namespace) -> list[Way]:

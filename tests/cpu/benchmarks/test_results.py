@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from benchmarks import kept, plot, report, tables
+from benchmarks import kept, plot, report, tables, torch
 from benchmarks.__main__ import main
 from benchmarks.report import Row
 from benchmarks.timing import Timing
@@ -192,3 +192,23 @@ def test_a_row_is_slower_if_it_is_in_two_of_three_runs(
     assert ended.value.code == 1, "the mean is 1.1"
     with pytest.raises(SystemExit, match="no row of lt_runtime in common"):
         main(["compare", "--old", *old[:1], "--new", *runs(tmp_path, "other", {"c": 1.0})])
+
+
+def test_steps_of_pytorch_models_are_compared_with_those_that_run_in_the_same_way(results: Any, tmp_path: Path) -> None:
+    us = {"lt_graph": 10.0, "torch_eager": 40.0, "torch_graph": 16.0, "liger_graph": 9.0, "lt_compile_graph": 8.0}
+    us |= {"torch_compile_graph": 12.0, "torch_max_autotune_graph": 10.0, "liger_compile_graph": 12.0}
+    memory = {"lt_graph": 60, "torch_graph": 100, "torch_compile_graph": 70}
+    row = {"case": "a model", "us": us, "memory_bytes": memory, "losses": {"lt": [2.0, 1.5], "torch": [2.0]}}
+    results("torch", row)
+    told = "| | 10.0, 1.60× | | 8.00, 1.25× | **0.90×** | 0.60 | |"
+    assert tables.torch_models().splitlines()[-1] == f"| a model {told}"
+    assert {each.what: each.value for each in torch.findings([row]) if "worst" in each.what} == {
+        "torch_graph / lt_graph, worst": 1.6,
+        "liger_graph / lt_graph, worst": 0.9,
+        "torch_compile_graph / lt_compile_graph, worst": 1.25,
+        "liger_compile_graph / lt_compile_graph, worst": 1.5,
+        "memory of lt_graph / torch_graph, worst": 0.6,
+    }
+    pytest.importorskip("matplotlib")
+    (picture,) = plot.write_losses(tmp_path / "losses.png")
+    assert picture.stat().st_size > 1000
