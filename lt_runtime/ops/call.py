@@ -13,6 +13,7 @@ import functools
 import math
 import re
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ from lt_runtime.products.plan import Pass, PassPlan, Plan
 _MOST_CALLS: Final = 1024
 _MOST_REPEATS: Final = 1024
 _UNTIL_RETRY: Final = 1000  # calls
+_CAPTURE_SHARE: Final = 0.03
+_MOST_CAPTURE_S: Final = 0.5
 _ONCE: Final = False
 """Value in `cache.repeats` for a call that was made once with its arrays: no graph has been captured for it yet."""
 _OWN_THREADS: Final = "lt_runtime "
@@ -329,9 +332,37 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
             if len(cache.repeats) >= _MOST_REPEATS:
                 _make_room()
             cache.repeats[repeat] = _ONCE
-        elif not is_captured(stream):
-            cache.repeats[repeat] = _launch_of(prepared, call)
+        elif allowance.is_left() and not is_captured(stream):
+            cache.repeats[repeat] = allowance.spend(functools.partial(_launch_of, prepared, call))
     return True
+
+
+class _Allowance:
+    """The time for automatic captures: a share of the time that passes, of which some can be saved up.
+
+    A capture takes longer than ten of the calls that it makes faster. Where the addresses of arrays go on changing, as
+    those of PyTorch's tensors may for dozens of steps, most graphs would hardly be launched.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._checked = _MOST_CAPTURE_S, time.perf_counter()
+
+    def is_left(self) -> bool:
+        """Whether a capture may be made now."""
+        now = time.perf_counter()
+        self._seconds = min(_MOST_CAPTURE_S, self._seconds + _CAPTURE_SHARE * (now - self._checked))
+        self._checked = now
+        return self._seconds > 0
+
+    def spend(self, capture: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+        """Makes a capture, and takes the time that it took."""
+        start = time.perf_counter()
+        made = capture()
+        self._seconds -= time.perf_counter() - start
+        return made
+
+
+allowance = _Allowance()
 
 
 def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:

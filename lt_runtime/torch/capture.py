@@ -193,6 +193,7 @@ class CapturedStep:
             with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing:
                 outputs = self._step(*arguments)
         except Exception as error:
+            _forget_failed(graph, self._stream)
             raise self._explained(error) from error
         shape.outputs = pytree.tree_map(lambda each: each if each is None else each.detach(), outputs)
         shape.graph, shape.schedules = graph, schedules
@@ -226,6 +227,19 @@ class CapturedStep:
         remedies = "" if isinstance(cause, LtError) else f"; {_REMEDIES}"
         summary = str(cause).partition("\n")[0]
         return CaptureError(f"{_name_of(self._step)} cannot be captured{place}: {summary}{remedies}")
+
+
+def _forget_failed(graph: Any, stream: Any) -> None:
+    """Ends what PyTorch leaves open after a failed capture: its allocator's pool, and its generator's capture.
+
+    Otherwise later random numbers would fail. An empty capture that succeeds ends the generator's.
+    """
+    with contextlib.suppress(RuntimeError):  # the pool has been ended
+        torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), None, stream, "thread_local"):
+            pass
 
 
 class _Optimizers:

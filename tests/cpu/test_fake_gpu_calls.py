@@ -120,6 +120,21 @@ def test_repeated_calls_are_bounded_and_those_made_once_make_room(
             assert (call.count("cuStreamBeginCapture"), call.count("cuGraphLaunch")) == (1, 2), "still a graph"
 
 
+def test_captures_take_a_small_share_of_the_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = importlib.import_module("lt_runtime.ops.call")
+    monkeypatch.setattr(calls, "_CAPTURE_SHARE", 0.0)
+    monkeypatch.setattr(calls, "_MOST_CAPTURE_S", 1e-6)
+    monkeypatch.setattr(calls, "allowance", calls._Allowance())
+    call = Repeated(gpu)
+    others = [call.other_x() for _ in range(10)]
+    for x in others:
+        call(x, times=3)
+    assert call.count("cuStreamBeginCapture") == 1, "which took all the time that there was"
+    monkeypatch.setattr(calls, "_CAPTURE_SHARE", 1e9)
+    call(others[-1], times=2)
+    assert call.count("cuStreamBeginCapture") == 2, "one more after a while"
+
+
 def test_a_repeated_call_that_cannot_be_captured_stays_as_it_was(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise importlib.import_module("lt_runtime.errors").GpuError("no memory")

@@ -10,3 +10,8 @@ from tests.support.real_gpu import RealGpu
 @pytest.fixture(scope="session")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> RealGpu:
     return RealGpu(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.fixture(autouse=True)
+def captures_never_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lt_runtime.ops.call._CAPTURE_SHARE", 1.0)

@@ -92,6 +92,7 @@ class FakeGpu:
             monkeypatch.setattr(ctypes, "CDLL", self._open)
             monkeypatch.setattr(SourceFileLoader, "get_code", lambda loader, name: _code(loader.path, name))
             with self._own_package(monkeypatch):
+                monkeypatch.setattr("lt_runtime.ops.call._CAPTURE_SHARE", 1.0)  # captures never take too long
                 yield
 
     def settle(self) -> None:
