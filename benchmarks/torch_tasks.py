@@ -136,7 +136,7 @@ def gpt2(kit: Kit, batch: int = 8, tokens: int = 1024, chunked: bool = False, **
     from transformers import GPT2Config, GPT2LMHeadModel
 
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(**{"vocab_size": 50304, **sizes}, **drops, use_cache=False)
+    config = GPT2Config(**sizes, **drops, use_cache=False)
     model = _model(kit, GPT2LMHeadModel(config))
 
     def cost(ids: Tensor) -> Tensor:
