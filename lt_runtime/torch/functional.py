@@ -13,12 +13,14 @@ from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.norms import Dropout, Norm
 from lt_runtime.torch.operators import Options, Tensor, Tensors
 
-_LINEAR: Final = LinearLayers()
+LINEAR: Final = LinearLayers()
 _GATED: Final = GatedLayers()
 _NORMS: Final = {
     (has_mean, has_add): Norm(has_mean, has_add) for has_mean in (True, False) for has_add in (True, False)
 }
 _DROPOUT: Final = Dropout()
+PLAIN: Final = ("none",), (0.01,), (0.0,)
+"""The options of one linear layer without activation and dropout."""
 _AUTOCAST_TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,7 +78,7 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
     key = _key(x) if any(options[2]) else None
     if x.dim() == 1:
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
-    return _LINEAR(_cast((x, add, key, *parameters)), options)
+    return LINEAR(cast((x, add, key, *parameters)), options)
 
 
 def gated(
@@ -107,7 +109,7 @@ def gated(
     """
     p = dropout if training else 0.0
     operands = x, add, _key(x) if p else None, gate, up, down, gate_bias, up_bias, down_bias
-    return _GATED(_cast(operands), (*_named(activation, negative_slope), p))
+    return _GATED(cast(operands), (*_named(activation, negative_slope), p))
 
 
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:
@@ -143,8 +145,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor = None, *, eps: float = 1
     return _NORMS[True, add is not None]((x, add, weight, bias), (eps,))
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, add: Tensor = None) -> Any:
-    """y = x / √(mean square + eps) · weight over the last axis; arguments, results and errors are `layer_norm`'s."""
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float | None = 1e-6, add: Tensor = None) -> Any:
+    """y = x / √(mean square + eps) · weight over the last axis; arguments, results and errors are `layer_norm`'s.
+
+    If `eps` is None, it is the machine epsilon of the type in which PyTorch computes, as in `torch.nn.RMSNorm`.
+    """
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     return _NORMS[False, add is not None]((x, add, weight, None), (eps,))
 
 
@@ -160,7 +167,7 @@ def _key(like: Tensor) -> Tensor:
     return torch.randint(-(2**31), 2**31, (1,), dtype=torch.int32, device=like.device)
 
 
-def _cast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def cast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """The operands as `torch.autocast` casts them, where it is on; integers and float64 stay as they are.
 
     Raises:

@@ -15,7 +15,7 @@ from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from lt_runtime.ops.linear import linear
 from lt_runtime.ops.losses import cross_entropy as loss_of
 from lt_runtime.ops.matmul import matmul
-from lt_runtime.torch.functional import _cast
+from lt_runtime.torch.functional import LINEAR, PLAIN, cast
 from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import (
     Operator,
@@ -26,6 +26,7 @@ from lt_runtime.torch.operators import (
     as_rows,
     check_operands,
     check_shape,
+    placed,
     store,
 )
 
@@ -106,11 +107,7 @@ class LinearCrossEntropy(Operator):
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         x, weight, bias, labels = operands
-        check_operands({"x": x, "weight": weight, "bias": bias})
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            found = f"weight has shape {tuple(weight.shape)}"
-            raise ShapeError(f"{found}; it must be (N, {x.shape[-1]}), as x has shape {tuple(x.shape)}")
-        check_shape("bias", bias, (weight.shape[0],), "as weight has so many rows")
+        LINEAR.check((x, None, None, weight, bias), PLAIN)
         _check_labels("labels", labels, x.shape[:-1], x.device)
 
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
@@ -260,7 +257,7 @@ def linear_cross_entropy(
     check_shape("labels", labels, tuple(x.shape[:-1]), f"as x has shape {tuple(x.shape)}")
     if shift:
         labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    x, weight, bias = _cast((x, weight, bias))
+    x, weight, bias = cast((x, weight, bias))
     x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     if chunk is not None and integer("chunk", chunk) < 1:
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
@@ -338,16 +335,12 @@ def _evaluate(
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
-    if x.is_cuda:
-        linear(x, weight, bias, compute=compute_of(x.dtype), out=logits)
-    else:
-        store(logits, reference.linear_fwd(as_numpy(x), as_numpy(weight), as_numpy(bias))[0])
+    """logits = x · weightᵀ + bias."""
+    rows, matrix, vector, out = placed((x, weight, bias, logits))
+    linear(rows, matrix, vector, compute=compute_of(x.dtype), out=out)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
     """out = a · b, or out += a · b."""
-    if a.is_cuda:
-        matmul(a, b, out if adds else None, dtype=out.dtype, compute=compute_of(a.dtype), out=out)
-    else:
-        exact = as_numpy(a).astype(np.float64) @ as_numpy(b).astype(np.float64)
-        store(out, exact + as_numpy(out) if adds else exact)
+    left, right, into = placed((a, b, out))
+    matmul(left, right, into if adds else None, dtype=into.dtype, compute=compute_of(a.dtype), out=into)

@@ -43,8 +43,7 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., out_features) for x (..., in_features) and add (..., out_features)."""
-        options = (self.activation,), (self.negative_slope,), (self.dropout if self.training else 0.0,)
-        return linear_layers(x, (self.weight, self.bias), options, add)
+        return _chained([self], x, add)
 
     def extra_repr(self) -> str:
         """The options, for `repr`."""
@@ -153,41 +152,35 @@ class FeedForward(torch.nn.Module):
         return gated(x, *weights, *biases, **options, training=self.training, add=add)
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class _Norm(torch.nn.Module):
+    """Base of the norms: their constructor is PyTorch's, and refuses what the package's kernels do not compute."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if len(self.normalized_shape) != 1 or not self.elementwise_affine:
+            found = f"normalized_shape is {self.normalized_shape} and elementwise_affine {self.elementwise_affine}"
+            raise ArgumentError(f"{found}; accepted is a single axis, with a weight")
+
+
+class LayerNorm(_Norm, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` over the last axis, with a residual added before; its weight is required.
 
     Raises:
         ArgumentError: the shape has several axes, or there is no weight.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        _check_norm(self)
-
     def forward(self, x: Tensor, add: Tensor = None) -> Any:
         """y (..., N); with `add` (..., N) the pair (y, x + add), of which y is the normalised sum."""
         return layer_norm(x, self.weight, self.bias, eps=self.eps, add=add)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_Norm, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` over the last axis, with a residual added before; its weight is required.
 
     Raises:
         ArgumentError: the shape has several axes, or there is no weight.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        _check_norm(self)
-
     def forward(self, x: Tensor, add: Tensor = None) -> Any:
         """y (..., N); with `add` (..., N) the pair (y, x + add), of which y is the normalised sum."""
-        # without an epsilon, PyTorch takes the epsilon of the type in which it computes
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        return rms_norm(x, self.weight, eps=eps, add=add)
-
-
-def _check_norm(norm: Any) -> None:
-    if len(norm.normalized_shape) != 1 or not norm.elementwise_affine:
-        found = f"normalized_shape is {norm.normalized_shape} and elementwise_affine {norm.elementwise_affine}"
-        raise ArgumentError(f"{found}; accepted is a single axis, with a weight")
+        return rms_norm(x, self.weight, eps=self.eps, add=add)

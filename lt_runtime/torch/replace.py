@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 from lt_runtime.arguments import check_instance
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.tables import rendered, table
-from lt_runtime.torch.functional import gated, layer_norm, linear_layers, rms_norm
+from lt_runtime.torch.functional import PLAIN, gated, layer_norm, linear_layers, rms_norm
 from lt_runtime.torch.losses import cross_entropy
 from lt_runtime.torch.operators import Tensor
 
@@ -46,8 +46,6 @@ _ACTIVATIONS: Final[dict[Any, str]] = {
 }
 _LAYERS: Final = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
 _LOSSES: Final = "ForCausalLMLoss", "causal_loss"
-_WITHOUT: Final = ("none",), (0.01,), (0.0,)
-"""Options of a linear layer without activation and dropout."""
 _ROUNDS: Final = 5
 _REPEATS: Final = 10
 
@@ -190,7 +188,7 @@ def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _linear(module: Any) -> Function:
-    return functools.partial(linear_layers, parameters=_parameters_of(module), options=_WITHOUT)
+    return functools.partial(linear_layers, parameters=_parameters_of(module), options=PLAIN)
 
 
 def _sequence(module: Any) -> Function:
@@ -216,8 +214,6 @@ def _norm(module: Any) -> Function:
     if weight is None or weight.dim() != 1:
         return "it has no weight, or several axes"
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    if eps is None:  # PyTorch takes the epsilon of the type in which it computes
-        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
 
     def compute(x: Tensor) -> Any:
         is_cast = x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)

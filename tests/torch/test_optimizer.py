@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError, MissingLibraryError
 from lt_runtime.gpu.compiler import runtime_headers
 from lt_runtime.kernels import kernel
-from lt_runtime.torch import AdamW, optimizer
+from lt_runtime.torch import AdamW, updates
 from tests.host_kernels.harness import HostKernels
 
 SHAPES = [(3, 5), (300,), (0,), (2049,), (), (2, 3, 4, 4)]
@@ -35,9 +35,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, host: 
         with contextlib.suppress(MissingLibraryError):
             runtime_headers()
             monkeypatch.setattr(kernel, "get_kernel", host.get)
-            monkeypatch.setattr(optimizer, "TORCH", SimpleNamespace(current_stream=lambda _: 0))
-            monkeypatch.setattr(optimizer, "activated", lambda _: contextlib.nullcontext())
-            monkeypatch.setattr(optimizer, "_is_on_gpu", lambda _: True)
+            monkeypatch.setattr(updates, "TORCH", SimpleNamespace(current_stream=lambda _: 0))
+            monkeypatch.setattr(updates, "activated", lambda _: contextlib.nullcontext())
+            monkeypatch.setattr(updates, "step_class", lambda _: updates.GpuStep)
             return "GPU"
         pytest.skip("the headers of CUDA are not installed")
     return "CPU"
@@ -142,8 +142,8 @@ def test_master_copies_round_once(path: str, dtype: Any) -> None:
 
 def test_bf16_is_rounded_stochastically(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for on_gpu in (path == "GPU", False):
-        monkeypatch.setattr(optimizer, "_is_on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
+    for kind in (updates.step_class(torch.ones(1)), updates.HostStep):
+        monkeypatch.setattr(updates, "step_class", lambda _, kind=kind: kind)
         ours = [torch.ones(4096, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
         made = AdamW([{"params": each} for each in ours], 1e-4, weight_decay=0.0, seed=5)
         for _ in range(20):
@@ -295,22 +295,22 @@ def test_sharded_parameters_are_updated_by_their_shards(path: str, tmp_path: Pat
 def test_a_capture_needs_a_step_before_and_no_changed_settings(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = parameters()
     made = AdamW(ours, 1e-2)
-    monkeypatch.setattr(optimizer, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(updates, "is_capturing", lambda _: True)
     set_gradients(ours, 0)
     with pytest.raises(CaptureError, match="first gradient"):
         made.step()
-    monkeypatch.setattr(optimizer, "_is_capturing", lambda _: False)
+    monkeypatch.setattr(updates, "is_capturing", lambda _: False)
     train(made, ours, range(1))
     made.param_groups[0]["lr"] = 1e-1
-    monkeypatch.setattr(optimizer, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(updates, "is_capturing", lambda _: True)
     if path == "GPU":
         before = copy.deepcopy(ours)
         with pytest.raises(CaptureError, match="apply_settings"):
             train(made, ours, range(1))
         assert_close(ours, before, 0, 0)
-        monkeypatch.setattr(optimizer, "_is_capturing", lambda _: False)
+        monkeypatch.setattr(updates, "is_capturing", lambda _: False)
         made.apply_settings()
-        monkeypatch.setattr(optimizer, "_is_capturing", lambda _: True)
+        monkeypatch.setattr(updates, "is_capturing", lambda _: True)
     train(made, ours, range(1))
 
 

@@ -1,0 +1,341 @@
+"""The updates of `lt_runtime.torch.AdamW`: parameters in buckets, and a step of them on the CPU or on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.arrays.operand import TORCH
+from lt_runtime.errors import CaptureError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.streams import relaxed_captures
+from lt_runtime.kernels import optimizer as kernels
+from lt_runtime.kernels.kernel import Launches
+from lt_runtime.problem import DType
+from lt_runtime.reference import RoundedTensor
+from lt_runtime.rules import AdamW, AMSGrad
+from lt_runtime.schedules import constant
+from lt_runtime.torch.operators import Tensor, as_numpy
+
+DTYPES: Final = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
+MOMENTS: Final = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max"}
+"""PyTorch's names of the moments, with the kernel's."""
+_PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
+_STATE: Final = [name for name, *_ in kernels.OptimizerState._fields_]
+"""The names of the 32-bit words of the kernel's state."""
+_SETTINGS: Final = len(_STATE) + kernels.UPDATE_TICKETS
+"""Index of a bucket's first word of settings, after the kernel's state and its counters of blocks."""
+_ALIGNMENT: Final = 16
+_MOST_PREPARED: Final = 16
+
+
+class Options(NamedTuple):
+    """The options that `torch.optim.AdamW` does not have; see `lt_runtime.torch.AdamW`."""
+
+    max_norm: float | None
+    masters: bool
+    moments: Any
+    ema_decay: float | None
+    seed: int
+
+    def moments_of(self, parameter: Tensor) -> Any:
+        """The type of a parameter's moments."""
+        in_place = parameter.dtype is torch.bfloat16 and not self.masters
+        return self.moments or (torch.bfloat16 if in_place else torch.float32)
+
+
+class Bucket:
+    """Parameters of one group that have had the same number of updates.
+
+    Attributes:
+        states: the parameters, in the group's order, and the state of each. group: their group in `param_groups`.
+        first: number of the first parameter, for the random numbers of stochastic rounding.
+        step: FP32 tensor of shape (), the number of updates done; the states share it.
+        words: the kernel's state, counters, settings and loss scale in words of 32 bits, on the parameters' device.
+        lr, weight_decays, norm, scale: FP32 views of words. steps, nonfinite: integer views.
+    """
+
+    def __init__(
+        self, states: dict[Tensor, dict[str, Tensor]], group: dict[str, Any], first: int, options: Options
+    ) -> None:
+        self.states, self.group, self.first, self.options = states, group, first, options
+        self._versions, self._written = [-1] * len(states), (0.0, 0.0)
+        self._launches: dict[AdamW, Launches] = {}
+        parameter, state = next(iter(states.items()))
+        self.moments, done = DTYPES[state["exp_avg"].dtype], float(state["step"])
+        self.step = torch.tensor(done, dtype=torch.float32, device=parameter.device)
+        for state in states.values():
+            state["step"] = self.step
+        count = first + len(states)
+        settings = kernels.settings_words(self._kernel_options(), [(1.0, 0.0)] * count)
+        words = np.concatenate([np.zeros(_SETTINGS, np.uint32), settings, np.zeros(2, np.uint32)])
+        words[_STATE.index("steps")] = int(done)
+        self.words = torch.from_numpy(words.view(np.int32)).to(parameter.device)
+        floats = self.words.view(torch.float32)
+        self.steps, self.nonfinite = (self.words[_STATE.index(name)] for name in ("steps", "nonfinite"))
+        self.norm, self.scale = floats[_STATE.index("norm")], floats[-2]
+        self.lr, self.weight_decays = floats[_SETTINGS], floats[-2 - count : -2]
+
+    @property
+    def rule(self) -> AdamW:
+        """The rule with the group's betas and epsilon."""
+        kind = AMSGrad if self.group["amsgrad"] else AdamW
+        return kind(0.0, self.group["betas"], self.group["eps"], 0.0)
+
+    def _kernel_options(self) -> kernels.Options:
+        max_norm, seed = self.options.max_norm, self.options.seed
+        return kernels.Options((self.rule,), constant(), max_norm, False, None, self.moments, True, seed)
+
+    def refresh_masters(self) -> None:
+        """Takes values that were written into parameters since the last step into their master copies."""
+        for (parameter, state), version in zip(self.states.items(), self._versions, strict=True):
+            if "master" in state and parameter._version != version:
+                master = state["master"]
+                master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
+
+    def note_versions(self) -> None:
+        """Notes that the parameters have the values of their master copies."""
+        self._versions = [each._version for each in self.states]
+
+    def apply_settings(self) -> None:
+        """Writes the group's learning rate and weight decay to the device, if they have changed."""
+        lr, decay = self.group["lr"], float(self.group["weight_decay"])
+        on_device = isinstance(lr, torch.Tensor) and lr.device == self.words.device
+        if on_device:
+            self.lr.copy_(lr.reshape(()))
+        wanted = (self._written[0] if on_device else float(lr)), decay
+        if wanted == self._written:
+            return
+        if is_capturing(self.words):
+            raise CaptureError(
+                "a learning rate or weight decay was changed since the last step; call the optimizer's apply_settings "
+                "before the capture, or give lr as a tensor on the GPU"
+            )
+        if not on_device:
+            self.lr.fill_(wanted[0])
+        self.weight_decays.fill_(decay)
+        self._written = wanted
+
+    def rows(self) -> list[kernels.Tensor]:
+        """The entries of the kernels' tables, with gradients at address 0."""
+        made = []
+        for parameter, state in self.states.items():
+            arrays = {"value": _typed(state.get("master", parameter)), "gradient": (0, DTYPES[parameter.grad.dtype])}
+            if "master" in state:
+                arrays["copy"] = _typed(parameter)
+            arrays |= {MOMENTS[name]: _typed(each) for name, each in state.items() if name in MOMENTS}
+            made.append(kernels.Tensor(local(parameter).numel(), arrays))
+        return made
+
+    def gradients(self) -> tuple[int, ...]:
+        """The addresses of the gradients that are not empty."""
+        grads = [local(each.grad) for each in self.states]
+        return tuple([each.data_ptr() for each in grads if each.numel()])
+
+    def averaged(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter's average, and the tensor that it averages."""
+        return [(state["ema"], state.get("master", parameter)) for parameter, state in self.states.items()]
+
+    def launches(self, rows: int, device: int) -> Launches:
+        """The update's launch for each stream, for a table of `rows` rows and the group's present betas and epsilon."""
+        rule = self.rule
+        if rule not in self._launches:
+            start, size, count = self.words.data_ptr(), kernels.WORD_BYTES, self.first + len(self.states)
+            params = kernels.update_params(self._kernel_options(), 0, start + _SETTINGS * size, count)
+            params.state, params.tickets = start, start + len(_STATE) * size
+            # PyTorch's GradScaler moves the scale: the kernel's own rule is made to keep it.
+            params.growth_factor, params.backoff_factor, params.growth_interval = 1.0, 1.0, 1
+            params.growth_tracker = start + (self.words.numel() - 1) * size
+            stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.states.items())
+            macros = kernels.update_macros(rule, self.moments, stochastic=stochastic)
+            made = Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
+            self._launches = {rule: made}
+        return self._launches[rule]
+
+    def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
+        """Writes what PyTorch's GradScaler found. Returns the address of the scale; 0 for a scale of 1.
+
+        The kernel divides gradients by the scale; a negative one maximises.
+        """
+        sign = -1.0 if self.group["maximize"] else 1.0
+        if found_inf is not None:
+            self.nonfinite.copy_(found_inf.reshape(()))
+        if scale is not None:
+            torch.mul(scale.reshape(()), sign, out=self.scale)
+        elif self.group["maximize"]:
+            self.scale.fill_(sign)
+        else:
+            return 0
+        return int(self.scale.data_ptr())
+
+
+class HostStep:
+    """A step of some buckets on the CPU, by the reference."""
+
+    def __init__(self, buckets: list[Bucket], options: Options) -> None:
+        self.buckets, self.options = buckets, options
+
+    def run(self, scale: Tensor | None, found_inf: Tensor | None) -> Any:
+        """Updates the parameters.
+
+        Args:
+            scale: the loss scale that the gradients are divided by; None for 1.
+            found_inf: not 0 to leave the update out; None for 0.
+
+        Returns:
+            Tensors that a graph captured from the step reads, and nothing else keeps alive.
+        """
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        with np.errstate(all="ignore"):  # NaN and infinite gradients cost no warnings, as on a GPU
+            if self.options.max_norm is not None:
+                grads = [_flat(each.grad) for bucket in self.buckets for each in bucket.states]
+                self.buckets[0].norm.fill_(reference.gradient_norm(grads, 1.0 / factor)[0])
+                factor *= reference.clip_factor(float(self.buckets[0].norm), self.options.max_norm)
+            for bucket in self.buckets:
+                if found_inf is None or not float(found_inf):
+                    bucket.step += 1
+                    self._update(bucket, -factor if bucket.group["maximize"] else factor)
+                if self.options.ema_decay is not None:
+                    for average, value in bucket.averaged():
+                        average.lerp_(value.float(), 1.0 - self.options.ema_decay)
+
+    def _update(self, bucket: Bucket, factor: float) -> None:
+        group, rule, step = bucket.group, bucket.rule, int(bucket.step)
+        own = type(rule)(float(group["lr"]), rule.betas, rule.eps, float(group["weight_decay"]))
+        for i, (parameter, state) in enumerate(bucket.states.items(), bucket.first):
+            tensors = [state.get("master", parameter), *(state[name] for name in [*MOMENTS][: len(rule.moments)])]
+            arrays = [_flat(each) for each in tensors]
+            new = reference.rule_update(own, constant(), arrays, _flat(parameter.grad), step, factor)
+            for array, exact, part in zip(arrays, new, _PARTS, strict=False):  # rules have up to three moments
+                if array.dtype == np.float32:
+                    array[...] = exact
+                else:
+                    lanes = reference.rounding_lanes(exact.size, self.options.seed, i, step, part)
+                    array[...] = reference.round_stochastically(exact, lanes)
+            if "master" in state:
+                parameter.copy_(state["master"])
+
+
+class GpuStep(HostStep):
+    """A step of some buckets on a GPU: a launch for each bucket, one for the norm, and one for the averages."""
+
+    def __init__(self, buckets: list[Bucket], options: Options) -> None:
+        super().__init__(buckets, options)
+        self._like = buckets[0].words
+        self._device, rows = self._like.device.index or 0, [each.rows() for each in buckets]
+        self._tables = [kernels.update_table(each, bucket.first) for each, bucket in zip(rows, buckets, strict=True)]
+        self._uploaded: dict[Any, list[Tensor]] = {}
+        with activated(self._device):
+            for bucket, table in zip(buckets, self._tables, strict=True):
+                bucket.launches(len(table), self._device)
+            if options.max_norm is not None:
+                table = kernels.norm_table([*itertools.chain(*rows)])
+                self._tables.append(table)
+                self._partial = torch.empty(len(table), dtype=torch.float32, device=self._like.device)
+                params = kernels.GRADIENT_NORM.params(partial=self._partial.data_ptr(), state=self._like.data_ptr())
+                self._norm = kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(table), self._device)
+            if options.ema_decay is not None:
+                pairs = [each for bucket in buckets for each in bucket.averaged()]
+                arrays = [{"average": _typed(average), "value": _typed(value)} for average, value in pairs]
+                counts = [local(value).numel() for _, value in pairs]
+                table = kernels.ema_table([*map(kernels.Tensor, counts, arrays)])
+                self._averages = _upload(table, self._like)
+                params = kernels.EMA.params(self._averages.data_ptr(), 1.0 - options.ema_decay)
+                self._ema = kernels.launches_by_row(kernels.EMA, params, len(table), self._device)
+
+    def run(self, scale: Tensor | None, found_inf: Tensor | None) -> Any:
+        """See `HostStep`; puts the launches on PyTorch's current stream."""
+        with activated(self._device):
+            stream = TORCH.current_stream(self._device)
+            for bucket in self.buckets:
+                bucket.apply_settings()
+            scales = [bucket.set_scale(scale, found_inf) for bucket in self.buckets]
+            tables = self._tables_on(stream)
+            if self.options.max_norm is not None:
+                params, launch = self._norm[stream]
+                params.chunks, params.scale = tables[-1].data_ptr(), scales[0]
+                launch()
+                for bucket in self.buckets[1:]:
+                    bucket.norm.copy_(self.buckets[0].norm)
+            for i, bucket in enumerate(self.buckets):
+                params, launch = bucket.launches(len(self._tables[i]), self._device)[stream]
+                params.chunks, params.scale = tables[i].data_ptr(), scales[i]
+                params.skip_nonfinite = found_inf is not None
+                launch()
+                bucket.step.copy_(bucket.steps)
+            if self.options.ema_decay is not None:
+                _, launch = self._ema[stream]
+                launch()
+        return tables
+
+    def _tables_on(self, stream: int) -> list[Tensor]:
+        """The tables with the present addresses of the gradients, on the GPU in the order of a stream."""
+        addresses = [bucket.gradients() for bucket in self.buckets]
+        key = stream, *addresses
+        if key not in self._uploaded:
+            of_tables = [*addresses, tuple(itertools.chain(*addresses))]  # the norm's table, if any, has all gradients
+            made = [_upload(_filled(*each), self._like) for each in zip(self._tables, of_tables, strict=False)]
+            remember(self._uploaded, key, made)
+        return self._uploaded[key]
+
+
+def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
+    """A copy of a kernel's table, in which gradients are at address 0, with the addresses of those not empty."""
+    rows, column = table.copy(), "gradient" if "gradient" in (table.dtype.names or ()) else "data"
+    starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]  # first rows have offset 0
+    rows[column] += starts
+    rows["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)
+    return rows
+
+
+def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Puts an entry into a cache, and drops the oldest if there are many."""
+    if len(cache) >= _MOST_PREPARED:
+        cache.pop(next(iter(cache)))
+    cache[key] = value
+
+
+def _upload(table: NDArray[Any], like: Tensor) -> Tensor:
+    """A copy of a table on a tensor's device, where it stays at its address.
+
+    During a capture the copy is made at once, by another stream: it would be part of the graph otherwise, and lie in
+    memory that the graph uses for other tensors too.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(table).view(np.uint8))
+    if not like.is_cuda:
+        return host.clone()
+    if not is_capturing(like):
+        return host.pin_memory().to(like.device, non_blocking=True)
+    with relaxed_captures(), torch.cuda.stream(torch.cuda.Stream(like.device)):
+        return host.to(like.device)
+
+
+def step_class(tensor: Tensor) -> type[HostStep]:
+    """The class of a step of parameters on a tensor's device."""
+    return GpuStep if tensor.is_cuda else HostStep
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether the current stream of a tensor's GPU is being captured."""
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a `DTensor` that this process holds; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _typed(tensor: Tensor) -> tuple[int, DType]:
+    part = local(tensor)
+    return int(part.data_ptr()), DTYPES[part.dtype]
+
+
+def _flat(tensor: Tensor) -> Any:
+    """A NumPy vector of a tensor's elements in the order of memory."""
+    part = local(tensor)
+    return as_numpy(part.as_strided((part.numel(),), (1,)))
