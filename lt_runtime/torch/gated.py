@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +11,7 @@ from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear, linear_bwd
 from lt_runtime.problem import Activation, probability
 from lt_runtime.torch.linear import compute_of, masks_of, plain_context
-from lt_runtime.torch.operators import (
-    Operator,
-    Options,
-    Tensor,
-    Tensors,
-    check_operands,
-    check_shape,
-    placed,
-)
+from lt_runtime.torch.operators import Needs, Operator, Options, Tensor, Tensors, check_operands, check_shape, placed
 
 _NAMES = "x", "add", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
 
@@ -70,27 +61,25 @@ class GatedLayers(Operator):
         a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, key))
         linear(a, down, down_bias, add=add, out=y, compute=compute)
 
-    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
         x, _, key, gate, up, down, *_ = operands
         return x, key, gate, up, down, outputs[1]
 
-    def differentiate(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`. The gradient of `add` is dy itself, which the operator may not return."""
         made = super().differentiate(dys, saved, (needs[0], False, *needs[2:]), options)
         made[1] = dys[0] if needs[1] else None
         return made
 
-    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
         x, _, gate, up, down, _ = saved
         biases = [x.new_empty(weight.shape[:1]) for need, weight in zip(needs[6:], saved[2:5], strict=True) if need]
         dx = [x.new_empty(x.shape)] if needs[0] else []
         return dx + [torch.empty_like(w) for need, w in zip(needs[3:6], (gate, up, down), strict=True) if need] + biases
 
-    def fill_gradients(
-        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
-    ) -> None:
+    def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`. The gated values, which forward did not keep, come from the pass over their gradient."""
         gradients = iter(placed(made))
         dx, _, _, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias = [

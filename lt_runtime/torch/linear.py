@@ -15,6 +15,7 @@ from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
 from lt_runtime.torch.operators import (
+    Needs,
     Operator,
     Options,
     Tensor,
@@ -123,7 +124,7 @@ class LinearLayers(Operator):
             made = perform(FORWARD, arrays, chosen, (masks_of(form.dropout, i, key), None), None)
             x = made if z is None else made[0]
 
-    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`: key, the weights, x, the hidden outputs, y, and pre-activations; None for unneeded ones.
 
         The x of a single layer is not needed if the weight is frozen.
@@ -136,13 +137,13 @@ class LinearLayers(Operator):
         y = outputs[0] if forms[-1].saved is Saved.OUTPUT else None
         return key, *parameters[::2], x if needs[3] or count > 1 else None, *outputs[1:count], y, *zs
 
-    def differentiate(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`. The gradient of `add` is dy itself, which the operator may not return."""
         made = super().differentiate(dys, saved, (needs[0], False, *needs[2:]), options)
         made[1] = dys[0] if needs[1] else None
         return made
 
-    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
         weights = saved[1 : 1 + len(options[0])]
         made = [weights[0].new_empty((*dys[0].shape[:-1], weights[0].shape[1]))] if needs[0] else []
@@ -151,9 +152,7 @@ class LinearLayers(Operator):
             made += [weight.new_empty(weight.shape[:1])] if needs[4 + 2 * i] else []
         return made
 
-    def fill_gradients(
-        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
-    ) -> None:
+    def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
         forms, gradients = forms_of(*options[:3], False), iter(placed(made))
         count, outs = len(forms), [next(gradients) if need else None for need in (needs[0], *needs[3:])]

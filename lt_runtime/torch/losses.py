@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +17,7 @@ from lt_runtime.ops.matmul import matmul
 from lt_runtime.torch.functional import LINEAR, PLAIN, cast
 from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import (
+    Needs,
     Operator,
     Options,
     Tensor,
@@ -70,17 +70,15 @@ class CrossEntropy(Operator):
             counted = _counted(operands[1], operands[2], options[0])
             outputs[0].copy_(torch.where(counted == 0, 0.0, outputs[0] * counted))
 
-    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
         return operands
 
-    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
         return [torch.empty_like(saved[0])]
 
-    def fill_gradients(
-        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
-    ) -> None:
+    def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
         scale = dys[0] if options[1] == "mean" else dys[0] * _counted(saved[1], saved[2], options[0])
         self._run(saved[0].new_empty((), dtype=_loss_type(saved[0])), made[0], saved, options, scale)
@@ -153,18 +151,16 @@ class LinearCrossEntropy(Operator):
                 each.copy_(total / after)
         loss.copy_(torch.where(count > 0, losses.sum() / after, math.nan if reduction == "mean" else 0.0))
 
-    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
         return outputs[1:]
 
-    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
         dtype = torch.float16 if options[4] else None
         return [torch.empty_like(each, dtype=dtype) for each, need in zip(saved, needs, strict=False) if need]
 
-    def fill_gradients(
-        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
-    ) -> None:
+    def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
         wanted = [each for each, need in zip(saved, needs, strict=False) if need]
         for each, unscaled in zip(made, wanted, strict=True):

@@ -23,6 +23,8 @@ Tensor: TypeAlias = Any
 Tensors: TypeAlias = Sequence[Any]
 """Tensors, and None for absent ones."""
 Options: TypeAlias = tuple[Any, ...]
+Needs: TypeAlias = Sequence[bool]
+"""Whether each operand needs a gradient."""
 
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
@@ -73,23 +75,33 @@ class Operator(ABC):
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """Makes the outputs, uninitialised: first those for the caller, then those that backward needs."""
 
-    @abstractmethod
-    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+    def compute(self, operands: Tensors, options: Options) -> list[Tensor]:
         """Computes the outputs of operands on a GPU or on the CPU."""
+        outputs = self.outputs(operands, options)
+        self.fill(outputs, operands, options)
+        return outputs
+
+    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+        """Computes the outputs into tensors, for `compute`."""
+        raise NotImplementedError
 
     @abstractmethod
-    def saved(self, operands: Tensors, outputs: Tensors, needs: Sequence[bool], options: Options) -> Tensors:
+    def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """Chooses the tensors that backward reads. `needs` says which operands need a gradient."""
 
     @abstractmethod
-    def gradients(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Makes the gradients of the operands that need one, in their order, uninitialised."""
 
-    @abstractmethod
-    def fill_gradients(
-        self, made: Tensors, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options
-    ) -> None:
+    def compute_gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients; `dys` are the gradients of the visible outputs, None for one that is zero."""
+        made = self.gradients(dys, saved, needs, options)
+        self.fill_gradients(made, dys, saved, needs, options)
+        return made
+
+    def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
+        """Computes the gradients into tensors, for `compute_gradients`."""
+        raise NotImplementedError
 
     def __call__(self, operands: tuple[Any, ...], options: Options) -> Any:
         """The visible outputs: a tensor, or a list if there are several.
@@ -123,28 +135,24 @@ class Operator(ABC):
         if not operands[0].is_cuda:
             self.check(operands, options)
         try:
-            outputs = self.outputs(operands, options)
             with _NOTHING if operands[0].is_cuda else _accepting_fp64():
-                self.fill(outputs, operands, options)
+                return self.compute(operands, options)
         except Exception:  # operands on a GPU are checked by the package, which has other names for them
             self.check(operands, options)
             raise
-        return outputs
 
     def _fake(self, operands: Tensors, options: Options) -> list[Tensor]:
         self.check(operands, options)
         return self.outputs(operands, options)
 
-    def run_backward(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients of the operands that need one, past the dispatcher."""
         dys = [each if each is None else as_rows(each) for each in dys]
-        made = self.gradients(dys, saved, needs, options)
         is_cuda = any(each is not None and each.is_cuda for each in dys)
         with _NOTHING if is_cuda else _accepting_fp64():
-            self.fill_gradients(made, dys, saved, needs, options)
-        return made
+            return self.compute_gradients(dys, saved, needs, options)
 
-    def differentiate(self, dys: Tensors, saved: Tensors, needs: Sequence[bool], options: Options) -> list[Tensor]:
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """The gradients of all operands, None where there is none."""
         if _is_eager((*dys, *saved)):
             made = iter(self.run_backward(dys, saved, needs, options))
@@ -200,8 +208,10 @@ class _Differentiable(torch.autograd.Function):
         outputs = run(operands, options)
         ctx.operator, ctx.options = operator, options
         ctx.save_for_backward(*operator.saved(operands, outputs, ctx.needs_input_grad[3:], options))
-        ctx.mark_non_differentiable(*outputs[operator.visible :])
         ctx.set_materialize_grads(False)
+        if run == operator.run:  # an eager call, whose caller gets the visible outputs only
+            return tuple(outputs[: operator.visible])
+        ctx.mark_non_differentiable(*outputs[operator.visible :])
         return tuple(outputs)
 
     @staticmethod
@@ -320,6 +330,13 @@ def as_numpy(tensor: Tensor) -> Any:
     interface = {"version": 3, "data": (tensor.data_ptr(), False), "typestr": f"|V{size}", "shape": shape}
     memory = SimpleNamespace(__array_interface__=interface | {"strides": strides}, tensor=tensor)  # keeps it alive
     return np.asarray(memory).view(dtype)
+
+
+def as_tensor(array: Any) -> Tensor:
+    """The result of an operation as a tensor; one from a NumPy array shares its memory."""
+    if isinstance(array, torch.Tensor):
+        return array
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
 def placed(tensors: Tensors) -> list[Any]:
