@@ -24,7 +24,7 @@ from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.nn.run import Met
 from lt_runtime.ops.call import PreparedCall
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
-from lt_runtime.torch.operators import Tensor
+from lt_runtime.torch.tensors import Tensor
 
 _INNER: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """The folders of PyTorch and of this package, whose lines are not the step's own."""

@@ -11,7 +11,8 @@ from lt_runtime.problem import Activation, ActivationName, probability
 from lt_runtime.torch.gated import GatedLayers
 from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.norms import Dropout, Norm
-from lt_runtime.torch.operators import Options, Tensor, Tensors
+from lt_runtime.torch.operators import Options
+from lt_runtime.torch.tensors import Tensor, Tensors
 
 LINEAR: Final = LinearLayers()
 _GATED: Final = GatedLayers()

@@ -11,7 +11,8 @@ from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear, linear_bwd
 from lt_runtime.problem import Activation, probability
 from lt_runtime.torch.linear import compute_of, masks_of, plain_context
-from lt_runtime.torch.operators import Needs, Operator, Options, Tensor, Tensors, check_operands, check_shape, placed
+from lt_runtime.torch.operators import Needs, Operator, Options
+from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, placed
 
 _NAMES = "x", "add", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
 

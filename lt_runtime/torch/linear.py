@@ -14,20 +14,8 @@ from lt_runtime.errors import OperandError, ShapeError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
-from lt_runtime.torch.operators import (
-    Needs,
-    Operator,
-    Options,
-    Tensor,
-    Tensors,
-    as_rows,
-    begin_backward,
-    check_operands,
-    check_shape,
-    named,
-    past_transforms,
-    placed,
-)
+from lt_runtime.torch.operators import Needs, Operator, Options, begin_backward, named, past_transforms
+from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, placed
 
 _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
 """Makes equal layers one object: the package remembers its calls by the identity of a layer."""

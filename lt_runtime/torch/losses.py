@@ -16,19 +16,8 @@ from lt_runtime.ops.losses import cross_entropy as loss_of
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.torch.functional import LINEAR, PLAIN, cast
 from lt_runtime.torch.linear import compute_of
-from lt_runtime.torch.operators import (
-    Needs,
-    Operator,
-    Options,
-    Tensor,
-    Tensors,
-    as_numpy,
-    as_rows,
-    check_operands,
-    check_shape,
-    placed,
-    store,
-)
+from lt_runtime.torch.operators import Needs, Operator, Options
+from lt_runtime.torch.tensors import Tensor, Tensors, as_numpy, as_rows, check_operands, check_shape, placed, store
 
 _REDUCTIONS: Final = ("mean", "sum")
 _CHUNK_BYTES: Final = 1 << 28

@@ -11,7 +11,7 @@ from lt_runtime.arguments import by_layer
 from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import Activation, ActivationName, activation_of, probability
 from lt_runtime.torch.functional import gated, layer_norm, linear_layers, rms_norm
-from lt_runtime.torch.operators import Tensor
+from lt_runtime.torch.tensors import Tensor
 
 
 class Linear(torch.nn.Linear):

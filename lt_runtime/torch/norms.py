@@ -10,17 +10,8 @@ from lt_runtime.ops import norm
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.problem import probability
 from lt_runtime.torch.linear import masks_of
-from lt_runtime.torch.operators import (
-    Needs,
-    Operator,
-    Options,
-    Tensor,
-    Tensors,
-    as_tensor,
-    check_operands,
-    check_shape,
-    placed,
-)
+from lt_runtime.torch.operators import Needs, Operator, Options
+from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, check_operands, check_shape, placed
 
 
 class Norm(Operator):

@@ -5,23 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 import torch
 
-from lt_runtime.arrays.operand import fp64_on_host
-from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, OperandError, ShapeError
-from lt_runtime.layout import layout_of
+from lt_runtime.errors import LtError
 from lt_runtime.ops.call import AUTOGRAD_THREAD
-from lt_runtime.problem import DType
+from lt_runtime.torch.tensors import Tensor, Tensors, accepting_fp64, as_rows
 
-Tensor: TypeAlias = Any
-"""A `torch.Tensor`, which is untyped here: the type checker does not read PyTorch."""
-Tensors: TypeAlias = Sequence[Any]
-"""Tensors, and None for absent ones."""
 Options: TypeAlias = tuple[Any, ...]
 Needs: TypeAlias = Sequence[bool]
 """Whether each operand needs a gradient."""
@@ -29,7 +21,6 @@ Needs: TypeAlias = Sequence[bool]
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 _NOTHING: Final = contextlib.nullcontext()
-_DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 
 
 class SecondDerivativeError(LtError, NotImplementedError):
@@ -135,7 +126,7 @@ class Operator(ABC):
         if not operands[0].is_cuda:
             self.check(operands, options)
         try:
-            with _NOTHING if operands[0].is_cuda else _accepting_fp64():
+            with _NOTHING if operands[0].is_cuda else accepting_fp64():
                 return self.compute(operands, options)
         except Exception:  # operands on a GPU are checked by the package, which has other names for them
             self.check(operands, options)
@@ -149,7 +140,7 @@ class Operator(ABC):
         """Computes the gradients of the operands that need one, past the dispatcher."""
         dys = [each if each is None else as_rows(each) for each in dys]
         is_cuda = any(each is not None and each.is_cuda for each in dys)
-        with _NOTHING if is_cuda else _accepting_fp64():
+        with _NOTHING if is_cuda else accepting_fp64():
             return self.compute_gradients(dys, saved, needs, options)
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
@@ -271,91 +262,3 @@ def _is_eager(tensors: Tensors) -> bool:
 def _hashable(options: Sequence[Any]) -> Options:
     """Options as the dispatcher gives them, with tuples for lists."""
     return tuple([tuple(each) if isinstance(each, list) else each for each in options])
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor if the package reads it where it lies, else a contiguous copy, as PyTorch's layers would make one."""
-    if tensor.is_contiguous():
-        return tensor
-    try:
-        layout_of("x", tensor.shape, tensor.stride())
-    except OperandError:  # also a vector with gaps, which has no rows
-        return tensor.contiguous()
-    return tensor
-
-
-def check_operands(operands: dict[str, Tensor], *, dtypes: set[Any] = _DTYPES) -> None:
-    """Raises unless all operands, given by name, None for an absent one, have the device and type of the first.
-
-    Raises:
-        DeviceError: an operand is neither on a GPU nor on the CPU, or not on the first one's device.
-        DTypeError: the first one's type is not accepted, or another's differs. FP64 is accepted on the CPU only.
-        LayoutError: an operand is sparse or quantised.
-    """
-    operands = {name: each for name, each in operands.items() if each is not None}
-    first = next(iter(operands))
-    device, dtype = operands[first].device, operands[first].dtype
-    for name, each in operands.items():
-        if each.layout is not torch.strided or each.is_quantized:
-            kind = "quantised" if each.is_quantized else each.layout
-            raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.to_dense(), or dequantize()")
-        if each.device != device:
-            raise DeviceError(f"{name} is on {each.device} but {first} on {device}; all must be on one device")
-        if each.dtype != dtype:
-            raise DTypeError(f"{name} is {each.dtype} but {first} is {dtype}; types must be equal, see torch.autocast")
-    if device.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError(f"{first} is on {device}; accepted are tensors on a GPU of NVIDIA's and on the CPU")
-    if dtype not in dtypes or (dtype is torch.float64 and device.type == "cuda"):
-        raise DTypeError(f"{first} is {dtype}; accepted are float32, float16, bfloat16, and on the CPU float64")
-
-
-def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) -> None:
-    """Raises `ShapeError` unless a tensor has the expected shape or is None; `why` is the reason for the shape."""
-    if tensor is not None and tuple(tensor.shape) != expected:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it must be {expected}, {why}")
-
-
-def as_numpy(tensor: Tensor) -> Any:
-    """A NumPy array over the memory of a tensor on the CPU; None for None. BF16 is `ml_dtypes.bfloat16`.
-
-    `Tensor.numpy` is not called: it makes the memory unresizable, and FSDP resizes that of parameters.
-    """
-    if tensor is None:
-        return None
-    shape, size, name = tuple(tensor.shape), tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
-    dtype = DType.BFLOAT16.numpy if name == "bfloat16" else np.dtype(name)
-    if not tensor.numel():
-        return np.empty(shape, dtype)
-    strides = tuple(stride * size for stride in tensor.stride())
-    interface = {"version": 3, "data": (tensor.data_ptr(), False), "typestr": f"|V{size}", "shape": shape}
-    memory = SimpleNamespace(__array_interface__=interface | {"strides": strides}, tensor=tensor)  # keeps it alive
-    return np.asarray(memory).view(dtype)
-
-
-def as_tensor(array: Any) -> Tensor:
-    """The result of an operation as a tensor; one from a NumPy array shares its memory."""
-    if isinstance(array, torch.Tensor):
-        return array
-    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
-
-
-def placed(tensors: Tensors) -> list[Any]:
-    """Tensors as the package's operations take them: those on the CPU as NumPy arrays; see `as_rows`."""
-    return [each if each is None else as_rows(each) if each.is_cuda else as_numpy(as_rows(each)) for each in tensors]
-
-
-@contextlib.contextmanager
-def _accepting_fp64() -> Iterator[None]:
-    """Within it, the package's operations take FP64 NumPy arrays."""
-    token = fp64_on_host.set(True)
-    try:
-        yield
-    finally:
-        fp64_on_host.reset(token)
-
-
-def store(tensor: Tensor, exact: Any) -> None:
-    """Rounds float64 values into a tensor on the CPU; nothing is stored into None."""
-    if tensor is not None:
-        memory = as_numpy(tensor)
-        memory[...] = exact.reshape(memory.shape).astype(memory.dtype)

@@ -11,7 +11,7 @@ from lt_runtime.arguments import flag, number, shown
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError
 from lt_runtime.problem import Philox
 from lt_runtime.torch import updates
-from lt_runtime.torch.operators import Tensor
+from lt_runtime.torch.tensors import Tensor
 from lt_runtime.torch.updates import DTYPES, MOMENTS, Bucket, HostStep, Options, local, remember
 
 _OTHERS: Final = ("master", "ema")

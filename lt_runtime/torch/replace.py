@@ -22,12 +22,11 @@ from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.tables import rendered, table
 from lt_runtime.torch.functional import PLAIN, gated, layer_norm, linear_layers, rms_norm
 from lt_runtime.torch.losses import cross_entropy
-from lt_runtime.torch.operators import Tensor
+from lt_runtime.torch.tensors import DTYPES, Tensor
 
 Function: TypeAlias = "Callable[..., Any] | str"
 """The function that computes what a module does; or the reason why there is none."""
 
-_TYPES: Final = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _ACTIVATIONS: Final[dict[Any, str]] = {
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
@@ -110,7 +109,7 @@ def _refused(parts: Iterable[Any]) -> str:
     modules = [part for part in parts if isinstance(part, nn.Module)]
     parameters = [each for module in modules for each in module.parameters(recurse=False)]
     for each in parameters:
-        if type(each) is not nn.Parameter or each.dtype not in _TYPES:
+        if type(each) is not nn.Parameter or each.dtype not in DTYPES:
             return f"a parameter is a {type(each).__name__} of {each.dtype}"
         if (each.dtype, each.device) != (parameters[0].dtype, parameters[0].device):
             return f"parameters are {parameters[0].dtype} on {parameters[0].device} and {each.dtype} on {each.device}"

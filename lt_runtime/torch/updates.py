@@ -20,7 +20,7 @@ from lt_runtime.problem import DType
 from lt_runtime.reference import RoundedTensor
 from lt_runtime.rules import AdamW, AMSGrad
 from lt_runtime.schedules import constant
-from lt_runtime.torch.operators import Tensor, as_numpy
+from lt_runtime.torch.tensors import Tensor, as_numpy
 
 DTYPES: Final = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 MOMENTS: Final = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max"}

@@ -39,7 +39,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
     from lt_runtime.ops.norm import NormContext
     from lt_runtime.problem import Philox
     from lt_runtime.torch import gated, linear, norms
-    from lt_runtime.torch.operators import as_numpy
+    from lt_runtime.torch.tensors import as_numpy
 
     def inward(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from lt_runtime.torch import cross_entropy, linear_cross_entropy, losses
-from lt_runtime.torch.operators import SecondDerivativeError, as_numpy
+from lt_runtime.torch.operators import SecondDerivativeError
+from lt_runtime.torch.tensors import as_numpy
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
