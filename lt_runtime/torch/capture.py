@@ -291,30 +291,27 @@ class _Optimizers:
             if hasattr(each, "apply_settings"):
                 each.apply_settings()
 
-    def _present_numbers(self) -> dict[tuple[Any, int, str], Any]:
-        return {
-            (optimizer, i, name): group.get(name)
-            for optimizer in self._found
-            for i, group in enumerate(optimizer.param_groups)
-            for name in optimizer.defaults.keys() - (_FOLLOWED if hasattr(optimizer, "apply_settings") else ())
-            if not isinstance(group.get(name), torch.Tensor)
-        }
-
     def note_numbers(self) -> None:
         """Notes the numbers of the first graph; all others must have the same."""
-        self.numbers = self.numbers or self._present_numbers()
+        if self.numbers:
+            return
+        for optimizer in self._found:
+            fixed = optimizer.defaults.keys() - (_FOLLOWED if hasattr(optimizer, "apply_settings") else ())
+            for i, group in enumerate(optimizer.param_groups):
+                for name in fixed:
+                    if not isinstance(group.get(name), torch.Tensor):
+                        self.numbers[optimizer, i, name] = group.get(name)
 
     def check_numbers(self) -> None:
         """Raises `ArgumentError` if an option that the graphs hold as a number was changed."""
-        present = self._present_numbers()
-        if present == self.numbers:
-            return
-        (optimizer, i, name), old = next(item for item in self.numbers.items() if item[1] != present.get(item[0]))
-        found = f"{name} of param_groups[{i}] of {type(optimizer).__name__} has changed from {shown(old)}"
-        raise ArgumentError(
-            f"{found}, which a graph holds as a number; make it a tensor on the GPU, use lt_runtime.torch.AdamW, or "
-            "call forget() after the change"
-        )
+        for (optimizer, i, name), old in self.numbers.items():
+            new = optimizer.param_groups[i].get(name)
+            if new is not old and (isinstance(new, torch.Tensor) or new != old):
+                found = f"{name} of param_groups[{i}] of {type(optimizer).__name__} has changed from {shown(old)}"
+                raise ArgumentError(
+                    f"{found}, which a graph holds as a number; make it a tensor on the GPU, use "
+                    "lt_runtime.torch.AdamW, or call forget() after the change"
+                )
 
 
 class _Met(Met):
@@ -328,18 +325,16 @@ class _Met(Met):
 @contextlib.contextmanager
 def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
     """Within a `with` block, calls of schedulers are added to a list and not made."""
-    found = {kind: vars(kind)["step"] for kind in _with_subclasses(LRScheduler) if "step" in vars(kind)}
 
     def noting(original: Callable[..., Any]) -> Callable[..., None]:
         return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
 
-    try:
-        for kind, original in found.items():
-            kind.step = noting(original)
+    with contextlib.ExitStack() as restored:
+        for kind in _with_subclasses(LRScheduler):
+            if "step" in vars(kind):
+                restored.callback(setattr, kind, "step", kind.step)
+                kind.step = noting(kind.step)
         yield
-    finally:
-        for kind, original in found.items():
-            kind.step = original
 
 
 def _with_subclasses(kind: Any) -> Iterator[Any]:
@@ -362,26 +357,20 @@ def _forms(leaves: list[Any], batch: Any) -> tuple[Any, ...]:
     Raises:
         OperandError: something else is in the batch, or a tensor that cannot be copied into the input of a graph.
     """
-    if not all(each is None or (isinstance(each, torch.Tensor) and _is_copyable(each)) for each in leaves):
-        _refuse(batch)
-    return tuple([each if each is None else (each.shape, each.dtype) for each in leaves])
+    return tuple([each if each is None else _form(each, i, batch) for i, each in enumerate(leaves)])
 
 
-def _is_copyable(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.requires_grad
-
-
-def _refuse(batch: Any) -> None:
-    """Raises for the first item of a batch that is refused."""
-    for path, each in pytree.tree_flatten_with_path(batch)[0]:
-        where = f"batch{pytree.keystr(path)}"
-        if each is not None and not isinstance(each, torch.Tensor):
-            found = f"{where} is {shown(each)}"
-            raise OperandError(f"{found}; accepted are tensors and None, in tuples, lists and dicts")
-        if each is not None and each.layout is not torch.strided:
-            raise LayoutError(f"{where} is {each.layout}; accepted are dense tensors: {where}.to_dense()")
-        if each is not None and each.requires_grad:
-            raise OperandError(f"{where} requires a gradient, which a copy would not pass on; give {where}.detach()")
+def _form(leaf: Any, index: int, batch: Any) -> tuple[Any, Any]:
+    """Shape and type of the tensor that is a batch's leaf of this index; raises as `_forms`."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.requires_grad:
+        return leaf.shape, leaf.dtype
+    where = f"batch{pytree.keystr(pytree.tree_flatten_with_path(batch)[0][index][0])}"
+    if not isinstance(leaf, torch.Tensor):
+        found = f"{where} is {shown(leaf)}"
+        raise OperandError(f"{found}; accepted are tensors and None, in tuples, lists and dicts")
+    if leaf.layout is not torch.strided:
+        raise LayoutError(f"{where} is {leaf.layout}; accepted are dense tensors: {where}.to_dense()")
+    raise OperandError(f"{where} requires a gradient, which a copy would not pass on; give {where}.detach()")
 
 
 def _name_of(step: Callable[..., Any]) -> str:

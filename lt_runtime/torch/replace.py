@@ -6,6 +6,7 @@ state_dict, `isinstance` and the places of modules stay as they are, and `restor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import statistics
@@ -136,11 +137,10 @@ class _Run:
             self.options.append(["none", 0.01, 0.0])
         elif name == "torch.nn.modules.dropout.Dropout" and self.parts and part.p < 1 and not self.options[-1][2]:
             self.options[-1][2] = part.p if part.training else 0.0
-        else:
-            activation = _activation_of(part, name)
-            if activation is None or not self.parts or _name_of(self.parts[-1]) not in _LAYERS:
-                return False
+        elif self.parts and _name_of(self.parts[-1]) in _LAYERS and (activation := _activation_of(part, name)):
             self.options[-1][:2] = activation
+        else:
+            return False
         self.parts.append(part)
         return True
 
@@ -246,12 +246,12 @@ class _Kind(NamedTuple):
 
     Attributes:
         read: takes the module, or its parts.
-        parts: attributes of the module, or of modules in it; empty if `read` takes the module itself.
+        parts: names of attributes of the module, or of modules in it; "" if `read` takes the module itself.
         method: the method that computes it.
     """
 
     read: Callable[..., Function]
-    parts: tuple[str, ...] = ()
+    parts: str = ""
     method: str = "forward"
 
     def function(self, module: Any) -> Function:
@@ -270,42 +270,35 @@ class _Kind(NamedTuple):
         return [*self._holders(module), *self._parts(module)]
 
     def _holders(self, module: Any) -> list[Any]:
-        return [getattr(module, name.partition(".")[0]) for name in self.parts if "." in name]
+        return [getattr(module, name.partition(".")[0]) for name in self.parts.split() if "." in name]
 
     def _parts(self, module: Any) -> list[Any]:
-        return [attrgetter(name)(module) for name in self.parts]
-
-
-def _kind(read: Callable[..., Function], parts: str = "", method: str = "forward") -> _Kind:
-    return _Kind(read, tuple(parts.split()), method)
+        return [attrgetter(name)(module) for name in self.parts.split()]
 
 
 _MODELS: Final = "transformers.models"
 _LLAMAS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
-_GATED: Final = _kind(_gated_block, "gate_proj act_fn up_proj down_proj")
+_GATED: Final = _Kind(_gated_block, "gate_proj act_fn up_proj down_proj")
+_TORCH_BLOCK: Final = "linear1 activation dropout linear2"
 _BERT: Final = "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout output.LayerNorm"
 _KINDS: Final[dict[Any, _Kind]] = {
-    **dict.fromkeys(_LAYERS, _kind(_linear)),
-    "torch.nn.modules.container.Sequential": _kind(_sequence),
-    "torch.nn.modules.normalization.LayerNorm": _kind(_norm),
-    "torch.nn.modules.normalization.RMSNorm": _kind(_norm),
-    "torch.nn.modules.transformer.TransformerEncoderLayer": _kind(
-        _chain, "linear1 activation dropout linear2 dropout2", "_ff_block"
-    ),
-    "torch.nn.modules.transformer.TransformerDecoderLayer": _kind(
-        _chain, "linear1 activation dropout linear2 dropout3", "_ff_block"
-    ),
-    f"{_MODELS}.bert.modeling_bert.BertIntermediate": _kind(_chain, "dense intermediate_act_fn"),
-    f"{_MODELS}.bert.modeling_bert.BertLayer": _kind(_residual, _BERT, "feed_forward_chunk"),
-    f"{_MODELS}.bert.modeling_bert.BertOutput": _kind(_residual, "dense dropout LayerNorm"),
-    f"{_MODELS}.bert.modeling_bert.BertSelfOutput": _kind(_residual, "dense dropout LayerNorm"),
-    f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": _kind(_chain, "c_fc act c_proj dropout"),
+    **dict.fromkeys(_LAYERS, _Kind(_linear)),
+    "torch.nn.modules.container.Sequential": _Kind(_sequence),
+    "torch.nn.modules.normalization.LayerNorm": _Kind(_norm),
+    "torch.nn.modules.normalization.RMSNorm": _Kind(_norm),
+    "torch.nn.modules.transformer.TransformerEncoderLayer": _Kind(_chain, f"{_TORCH_BLOCK} dropout2", "_ff_block"),
+    "torch.nn.modules.transformer.TransformerDecoderLayer": _Kind(_chain, f"{_TORCH_BLOCK} dropout3", "_ff_block"),
+    f"{_MODELS}.bert.modeling_bert.BertIntermediate": _Kind(_chain, "dense intermediate_act_fn"),
+    f"{_MODELS}.bert.modeling_bert.BertLayer": _Kind(_residual, _BERT, "feed_forward_chunk"),
+    f"{_MODELS}.bert.modeling_bert.BertOutput": _Kind(_residual, "dense dropout LayerNorm"),
+    f"{_MODELS}.bert.modeling_bert.BertSelfOutput": _Kind(_residual, "dense dropout LayerNorm"),
+    f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": _Kind(_chain, "c_fc act c_proj dropout"),
     **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}MLP": _GATED for name in _LLAMAS},
-    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm": _kind(_norm) for name in _LLAMAS},
-    f"{_MODELS}.t5.modeling_t5.T5DenseActDense": _kind(_chain, "wi act dropout wo"),
-    f"{_MODELS}.t5.modeling_t5.T5DenseGatedActDense": _kind(_gated_block, "wi_0 act wi_1 wo dropout"),
-    f"{_MODELS}.t5.modeling_t5.T5LayerNorm": _kind(_norm),
-    f"{_MODELS}.vit.modeling_vit.ViTMLP": _kind(_chain, "fc1 activation_fn fc2"),
+    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm": _Kind(_norm) for name in _LLAMAS},
+    f"{_MODELS}.t5.modeling_t5.T5DenseActDense": _Kind(_chain, "wi act dropout wo"),
+    f"{_MODELS}.t5.modeling_t5.T5DenseGatedActDense": _Kind(_gated_block, "wi_0 act wi_1 wo dropout"),
+    f"{_MODELS}.t5.modeling_t5.T5LayerNorm": _Kind(_norm),
+    f"{_MODELS}.vit.modeling_vit.ViTMLP": _Kind(_chain, "fc1 activation_fn fc2"),
 }
 
 
@@ -470,52 +463,47 @@ def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, 
 def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[Any, list[Tensor]]:
     """The tensors, without values, that each module is called with first when the model runs on the example inputs."""
     met: dict[Any, list[Tensor]] = {}
-    handles = []
-    for each in sites:
-        kind = _KINDS[_name_of(each)]
-        first = each if kind.method == "forward" else attrgetter(kind.parts[0])(each)
-
-        def note(_: Any, arguments: Any, module: Any = each) -> None:
-            if all(isinstance(each, torch.Tensor) for each in arguments):
-                met.setdefault(module, [each.new_empty(()).expand(each.shape) for each in arguments])  # takes no memory
-
-        handles.append(first.register_forward_pre_hook(note))
-    training = [each for each in model.modules() if each.training]
     devices = {each.device for each in model.parameters() if each.is_cuda}
-    try:
+    with contextlib.ExitStack() as restored:
+        for each in sites:
+            kind = _KINDS[_name_of(each)]
+            first = each if kind.method == "forward" else attrgetter(kind.parts.split()[0])(each)
+
+            def note(_: Any, arguments: Any, module: Any = each) -> None:
+                if all(isinstance(each, torch.Tensor) for each in arguments):  # kept without values: takes no memory
+                    met.setdefault(module, [each.new_empty(()).expand(each.shape) for each in arguments])
+
+            restored.enter_context(first.register_forward_pre_hook(note))
+        for each in model.modules():
+            restored.callback(setattr, each, "training", each.training)
+        restored.enter_context(torch.random.fork_rng(devices=devices))
+        restored.enter_context(torch.no_grad())
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            if isinstance(example_inputs, dict):
-                model(**example_inputs)
-            else:
-                model(*example_inputs if isinstance(example_inputs, (tuple, list)) else [example_inputs])
-    finally:
-        for each in training:
-            each.training = True
-        for handle in handles:
-            handle.remove()
+        if isinstance(example_inputs, dict):
+            model(**example_inputs)
+        else:
+            model(*example_inputs if isinstance(example_inputs, (tuple, list)) else [example_inputs])
     return met
 
 
 def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
     """Microseconds of forward and backward by PyTorch and by the package: medians of rounds in turns."""
     own: Any = type(module)
-    buffers = [(each, each.clone()) for each in module.buffers()]
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
-    try:
+    with contextlib.ExitStack() as restored:
+        restored.callback(setattr, module, "__class__", own)
+        for each in module.buffers():  # such as BatchNorm's averages
+            restored.callback(each.copy_, each.clone())
+        restored.enter_context(torch.random.fork_rng(devices=[inputs[0].device]))
         # Backward in this thread: `lt.tuning` acts in the calling thread.
-        with torch.random.fork_rng(devices=[inputs[0].device]), torch.autograd.set_multithreading_enabled(False):
-            arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
-            leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
-            for round_ in range(_ROUNDS + 1):
-                for taken, found in times.items():
-                    module.__class__ = taken
-                    time = _microseconds(getattr(module, _KINDS[_full_name(own)].method), arguments, leaves)
-                    found += [time] if round_ else []
-    finally:
-        module.__class__ = own
-        for buffer, value in buffers:  # such as BatchNorm's averages
-            buffer.copy_(value)
+        restored.enter_context(torch.autograd.set_multithreading_enabled(False))
+        arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
+        leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
+        for round_ in range(_ROUNDS + 1):
+            for taken, found in times.items():
+                module.__class__ = taken
+                time = _microseconds(getattr(module, _KINDS[_full_name(own)].method), arguments, leaves)
+                found += [time] if round_ else []
     theirs, ours = (statistics.median(found) for found in times.values())
     return theirs, ours
 
