@@ -24,10 +24,6 @@ class GatedLayers(Operator):
     """
 
     name = "gated"
-    tensors = (
-        "Tensor x, Tensor? add, Tensor? key, Tensor gate, Tensor up, Tensor down, "
-        "Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias"
-    )
     options = "str activation, float slope, float dropout"
 
     def check(self, operands: Tensors, options: Options) -> None:

@@ -56,7 +56,6 @@ class LinearLayers(Operator):
     """
 
     name = "linear"
-    tensors = "Tensor x, Tensor? add, Tensor? key, Tensor?[] parameters"
     options = "str[] activations, float[] slopes, float[] dropouts"
 
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:

@@ -35,7 +35,6 @@ class CrossEntropy(Operator):
     """
 
     name = "cross_entropy"
-    tensors = "Tensor input, Tensor target, Tensor? weight"
     options = "int ignore_index, str reduction, float label_smoothing"
 
     def check(self, operands: Tensors, options: Options) -> None:
@@ -88,7 +87,6 @@ class LinearCrossEntropy(Operator):
     """
 
     name = "linear_cross_entropy"
-    tensors = "Tensor x, Tensor weight, Tensor? bias, Tensor labels"
     options = "int ignore_index, str reduction, float label_smoothing, int chunk, bool is_half, bool[] needs"
 
     def check(self, operands: Tensors, options: Options) -> None:

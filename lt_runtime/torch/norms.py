@@ -22,7 +22,6 @@ class Norm(Operator):
         has_add: whether there is an `add`.
     """
 
-    tensors = "Tensor x, Tensor? add, Tensor weight, Tensor? bias"
     options = "float eps"
 
     def __init__(self, has_mean: bool, has_add: bool) -> None:
@@ -91,7 +90,6 @@ class Dropout(Operator):
     """y = mask · x / (1 - p); backward applies the same mask to dy."""
 
     name = "dropout"
-    tensors = "Tensor x, Tensor key"
     options = "float p"
 
     def check(self, operands: Tensors, options: Options) -> None:

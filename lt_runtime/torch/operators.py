@@ -28,32 +28,27 @@ class SecondDerivativeError(LtError, NotImplementedError):
 
 
 class Operator(ABC):
-    """A functional operator with a first derivative: NAME_fwd(tensors, options, training) and NAME_bwd.
+    """A functional operator with a first derivative: NAME_fwd(operands, options, training) and NAME_bwd.
 
     PyTorch's dispatcher takes longer for an operator in Python with a gradient (about 30 µs) than a small layer. So
     eager calls go past it, and only tracers, modes and tensor subclasses see the registered operators.
 
     Attributes:
         name: of the operator.
-        tensors: the schema of its operands; only the last may be a list.
         options: the schema of its options. A last option, `training`, is added: whether a gradient will be computed.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
     """
 
     name: str
-    tensors: str
     options: str
     visible: int = 1
 
     def __init__(self) -> None:
-        self._has_list = self.tensors.split(",")[-1].split()[0].endswith("[]")
-        self._singles = self.tensors.count(",") + 1 - self._has_list
-        options = f"{self.options}, bool training" if self.options else "bool training"
-        schemas = f"({self.tensors}, {options})", f"(Tensor?[] gradients, Tensor?[] saved, bool[] needs, {options})"
-        self._forward = self._define(f"{self.name}_fwd{schemas[0]} -> Tensor[]", self._unpacked, self.run, self._fake)
-        self._backward = self._define(
-            f"{self.name}_bwd{schemas[1]} -> Tensor[]", self._grouped, self.run_backward, self.gradients
-        )
+        options = f"{self.options}, bool training"
+        forward = f"{self.name}_fwd(Tensor?[] operands, {options}) -> Tensor[]"
+        backward = f"{self.name}_bwd(Tensor?[] gradients, Tensor?[] saved, bool[] needs, {options}) -> Tensor[]"
+        self._forward = _define(forward, 1, self.run, self._fake)
+        self._backward = _define(backward, 3, self.run_backward, self.gradients)
         LIBRARY.impl(f"{self.name}_fwd", self._traced, "Autograd")
         self._differentiable = named(_Differentiable, self.name)
         self._eagerly = past_transforms(self._differentiable)
@@ -110,7 +105,7 @@ class Operator(ABC):
             outputs = self.eager(operands, options, training=training)
         else:
             needed = [each is not None and each.requires_grad for each in operands]
-            outputs = self._forward(*self._packed(operands), *options, torch.is_grad_enabled() and True in needed)
+            outputs = self._forward([*operands], *options, torch.is_grad_enabled() and True in needed)
         return outputs[0] if self.visible == 1 else outputs[: self.visible]
 
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
@@ -151,43 +146,35 @@ class Operator(ABC):
             made = iter(self._backward([*dys], [*saved], [*needs], *options))
         return [next(made) if need else None for need in needs]
 
-    def _traced(self, *arguments: Any) -> list[Tensor]:
+    def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The kernel that the dispatcher calls for autograd."""
-        operands, options = self._unpacked(arguments)
         if not options[-1]:
             return self._below_autograd(operands, options)
-        return [*self._differentiable.apply(self, self._below_autograd, options, *operands)]
+        return [*self._differentiable.apply(self, self._below_autograd, _hashable(options), *operands)]
 
     def _below_autograd(self, operands: Tensors, options: Options) -> list[Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            made: list[Tensor] = self._forward(*self._packed(operands), *options)
+            made: list[Tensor] = self._forward([*operands], *options)
         return made
 
-    def _packed(self, operands: Tensors) -> tuple[Any, ...]:
-        """The operands as the schema has them."""
-        singles = operands[: self._singles]
-        return (*singles, [*operands[self._singles :]]) if self._has_list else tuple(singles)
 
-    def _unpacked(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The operands and the options of a call by the schema of NAME_fwd."""
-        singles, rest = arguments[: self._singles], arguments[self._singles :]
-        listed, options = (rest[0], rest[1:]) if self._has_list else ((), rest)
-        return (*singles, *listed), _hashable(options)
+def _define(schema: str, leading: int, run: Any, make: Any) -> Callable[..., Any]:
+    """Defines an operator of the dispatcher.
 
-    def _grouped(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments of a call by the schema of NAME_bwd."""
-        return *arguments[:3], _hashable(arguments[3:])
+    Args:
+        leading: the number of arguments before the options, which become one tuple.
+        run: computes the outputs. make: only makes them.
+    """
 
-    def _define(
-        self, schema: str, parse: Callable[[Sequence[Any]], tuple[Any, ...]], run: Any, make: Any
-    ) -> Callable[..., Any]:
-        """Defines an operator of the dispatcher; `run` computes its outputs, `make` only makes them."""
-        name = schema.partition("(")[0]
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, lambda *arguments: run(*parse(arguments)), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"lt_runtime::{name}", lambda *arguments: make(*parse(arguments)), lib=LIBRARY)
-        overload: Callable[..., Any] = getattr(torch.ops.lt_runtime, name).default
-        return overload
+    def over_options(function: Any) -> Callable[..., Any]:
+        return lambda *arguments: function(*arguments[:leading], _hashable(arguments[leading:]))
+
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, over_options(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lt_runtime::{name}", over_options(make), lib=LIBRARY)
+    overload: Callable[..., Any] = getattr(torch.ops.lt_runtime, name).default
+    return overload
 
 
 class _Differentiable(torch.autograd.Function):

@@ -198,9 +198,9 @@ def test_operators_keep_pytorchs_contract(dtype: Any) -> None:
     operator = torch.ops.lt_runtime
     of_layer = 3, dtype is torch.float16, [True, True, True], True
     torch.library.opcheck(
-        operator.cross_entropy_fwd.default, (leaves((8, 5), dtype=dtype)[0], labels, None, *options, True)
+        operator.cross_entropy_fwd.default, ([leaves((8, 5), dtype=dtype)[0], labels, None], *options, True)
     )
-    torch.library.opcheck(operator.linear_cross_entropy_fwd.default, (x, weight, bias, labels, *options, *of_layer))
+    torch.library.opcheck(operator.linear_cross_entropy_fwd.default, ([x, weight, bias, labels], *options, *of_layer))
 
 
 def test_compiled_once_for_any_batch() -> None:

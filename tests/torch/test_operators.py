@@ -162,7 +162,7 @@ def test_the_operator_keeps_the_dispatcher_s_rules(activations: Any, dropouts: A
     key, layers = torch.ones(1, dtype=torch.int32), len(activations)
     if not training:
         x, parameters = x.detach(), [each.detach() for each in parameters]
-    arguments = (x, None, key, parameters[: 2 * layers], activations, [0.01] * layers, dropouts, training)
+    arguments = ([x, None, key, *parameters[: 2 * layers]], activations, [0.01] * layers, dropouts, training)
     torch.library.opcheck(linear_fwd, arguments)
 
 
@@ -171,11 +171,11 @@ def test_the_other_operators_keep_the_dispatcher_s_rules_too() -> None:
     x, gate, up, down, weight, bias, add = leaves_of(*[(4, 4)] * 4, (4,), (4,), (4, 4), dtype=torch.float32)
     key = torch.ones(1, dtype=torch.int32)
     torch.library.opcheck(
-        ops.gated_fwd.default, (x, add, key, gate, up, down, None, bias, bias, "silu", 0.01, 0.5, True)
+        ops.gated_fwd.default, ([x, add, key, gate, up, down, None, bias, bias], "silu", 0.01, 0.5, True)
     )
-    torch.library.opcheck(ops.layer_norm_add_fwd.default, (x, add, weight, bias, 1e-5, True))
-    torch.library.opcheck(ops.rms_norm_fwd.default, (x, None, weight, None, 1e-5, True))
-    torch.library.opcheck(ops.dropout_fwd.default, (x, key, 0.5, True))
+    torch.library.opcheck(ops.layer_norm_add_fwd.default, ([x, add, weight, bias], 1e-5, True))
+    torch.library.opcheck(ops.rms_norm_fwd.default, ([x, None, weight, None], 1e-5, True))
+    torch.library.opcheck(ops.dropout_fwd.default, ([x, key], 0.5, True))
 
 
 def test_a_compiled_graph_has_no_break_and_takes_other_batch_sizes() -> None:
