@@ -10,7 +10,15 @@
 namespace lt {
 
 // Types of elements; kBit counts strides in bits, from the lowest bit of a byte on.
-enum ElementType { kBit, kUint8, kUint16, kUint32, kUint64, kFloat16, kBfloat16, kFloat32, kFloat64 };
+enum ElementType {
+  kBit, kUint8, kUint16, kUint32, kUint64, kFloat8E4m3, kFloat8E5m2, kFloat16, kBfloat16, kFloat32, kFloat64
+};
+
+// E4M3, by way of FP16, whose exponent is larger by 8 for the same number: so every architecture can read it.
+__device__ inline double from_e4m3(uint32 bits) {
+  if ((bits & 0x7F) == 0x7F) return CUDART_NAN_F;
+  return 256.0 * to_float(__ushort_as_half(static_cast<unsigned short>((bits & 0x80) << 8 | (bits & 0x7F) << 7)));
+}
 
 // An array to be compared, as a batch of matrices; data is null where an operand is absent, strides are in elements.
 struct Elements {
@@ -35,6 +43,10 @@ __device__ inline double load(const Elements& matrices, int64 batch, int64 row, 
       return static_cast<const uint32*>(data)[at];
     case kUint64:
       return static_cast<double>(static_cast<const uint64*>(data)[at]);
+    case kFloat8E4m3:
+      return from_e4m3(static_cast<const unsigned char*>(data)[at]);
+    case kFloat8E5m2:  // the upper half of FP16
+      return to_float(__ushort_as_half(static_cast<unsigned short>(static_cast<const unsigned char*>(data)[at] << 8)));
     case kFloat16:
       return to_float(static_cast<const __half*>(data)[at]);
     case kBfloat16:

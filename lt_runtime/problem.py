@@ -41,6 +41,13 @@ class DType(enum.Enum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT64 = "float64"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether it is one of the 8-bit types, which only matrix products and casts take."""
+        return self in FLOAT8
 
     @property
     def itemsize(self) -> int:
@@ -53,24 +60,28 @@ class DType(enum.Enum):
         return _NUMPY_TYPES[self]
 
     @classmethod
-    def parse(cls, operand: str, dtype: object, *, fp64: bool = False) -> DType:
+    def parse(cls, operand: str, dtype: object, *, fp64: bool = False, fp8: bool = False) -> DType:
         """Returns the member for an element type, in whichever form a caller gives the type.
 
         Args:
             operand: name of the operand or option, for the error.
             dtype: a name; a type of NumPy, `ml_dtypes` or PyTorch; a member.
             fp64: whether FP64 is accepted. Only plain matrix products compute in it.
+            fp8: whether FP8 is accepted. Only matrix products read it.
 
         Raises:
             DTypeError: another type. The message names the operand, the type and what is accepted.
         """
         name = type_name(dtype)
         member = _BY_NAME.get(name)
-        if member is None or (member is cls.FLOAT64 and not fp64):
-            accepted = [name for name in _BY_NAME if fp64 or name != cls.FLOAT64.value]
-            raise DTypeError(f"{operand} has type {name}; accepted are {', '.join(accepted)}")
+        accepted = [each for each in cls if (fp64 or each is not cls.FLOAT64) and (fp8 or not each.is_float8)]
+        if member not in accepted:
+            raise DTypeError(f"{operand} has type {name}; accepted are {', '.join(each.value for each in accepted)}")
         return member
 
+
+FLOAT8: Final = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2})
+"""E4M3 has 3 bits of mantissa and reaches 448; E5M2 has 2 bits and reaches 57344."""
 
 DTypeLike: TypeAlias = DTypeName | DType | np.dtype[Any] | type[Any] | TorchDType
 """An element type as a caller may give it."""
@@ -294,18 +305,36 @@ class Spec:
         return Spec(self.layout.transposed, self.alignment, self.batch_stride)
 
 
+SCALES: Final = ("scale_a", "scale_b", "scale_d", "amax_d")
+"""Names of the FP32 numbers on the device that an FP8 product may have: D = scale_d · epilogue(α · scale_a · scale_b ·
+A·B + β·C), and amax_d, which is written, is the largest magnitude of D before scale_d."""
+
+
+def bias_type(operand: DType, result: DType) -> DType:
+    """The type of a product's bias: the result's, or BF16 if operands are FP8 and the result does not have 16 bits."""
+    return DType.BFLOAT16 if operand.is_float8 and result.itemsize != 2 else result
+
+
+def aux_type(result: DType) -> DType:
+    """The type of a product's C and of GELU's auxiliary matrix: the result's, or BF16 if the result is FP8."""
+    return DType.BFLOAT16 if result.is_float8 else result
+
+
 @dataclass(frozen=True, slots=True)
 class MatmulProblem:
     """A batch of matrix products D[M,N] = epilogue(α·A[M,K]·B[K,N] + β·C[M,N]).
 
     Attributes:
-        dtype: type of A and B. d_dtype: type of C, D, bias and auxiliary matrix.
+        dtype: type of A and B. d_dtype: type of C, D, bias and auxiliary matrix, but see `bias_dtype`, `aux_dtype`.
         c: None if β is 0.
         batch: number of products.
         bias_alignment: alignment of the epilogue's bias or bias gradient.
         aux: spec of the epilogue's auxiliary matrix; a ReLU mask's layout counts bits.
         device_scalars: α and β are addresses on the device, read when the product runs.
         no_split_k: cuBLASLt may not split K, which would take a second kernel.
+        b_dtype: type of B, if A is FP8 and B of the other FP8 type; None otherwise.
+        scales: names of the FP32 numbers on the device that an FP8 product has, in the order of `SCALES`.
+        fast_accumulation: whether an FP8 product may be summed with fewer bits than FP32 has.
     """
 
     dtype: DType
@@ -321,9 +350,28 @@ class MatmulProblem:
     aux: Spec | None = None
     device_scalars: bool = False
     no_split_k: bool = False
+    b_dtype: DType | None = field(default=None, metadata=LATER)
+    scales: tuple[str, ...] = field(default=(), metadata=LATER)
+    fast_accumulation: bool = field(default=False, metadata=LATER)
 
     operands: ClassVar = ("a", "b", "c", "vector", "aux", "d")
-    """Names of the addresses of a `Call`, in their order; `vector` is the bias or the bias gradient."""
+    """Names of the addresses of a `Call`, in their order; `vector` is the bias or the bias gradient. The addresses of
+    an FP8 product's `scales` follow."""
+
+    @property
+    def types(self) -> tuple[DType, DType]:
+        """The types of A and B."""
+        return self.dtype, self.b_dtype or self.dtype
+
+    @property
+    def bias_dtype(self) -> DType:
+        """The type of the bias: D's, or BF16 if the operands are FP8 and D does not have 16 bits."""
+        return bias_type(self.dtype, self.d_dtype) if self.epilogue.has_bias else self.d_dtype
+
+    @property
+    def aux_dtype(self) -> DType:
+        """The type of C and of GELU's auxiliary matrix: D's, or BF16 if D is FP8."""
+        return aux_type(self.d_dtype)
 
     @property
     def is_empty(self) -> bool:

@@ -74,10 +74,11 @@ class Operand:
         """The expression by which a caller converts the array to another type, for errors."""
         return f"{self.name}.to(torch.{dtype})" if self.library is TORCH else f"{self.name}.astype({dtype!r})"
 
-    def element_type(self, *, fp64: bool = False) -> DType:
+    def element_type(self, *, fp64: bool = False, fp8: bool = False) -> DType:
         """The elements' type as a `DType`; raises `DTypeError`, with a remedy, as `DType.parse`."""
         try:
-            return DType.parse(self.name, self.dtype, fp64=fp64 or (self.device == HOST and fp64_on_host.get()))
+            takes_fp64 = fp64 or (self.device == HOST and fp64_on_host.get())
+            return DType.parse(self.name, self.dtype, fp64=takes_fp64, fp8=fp8)
         except DTypeError as error:
             raise DTypeError(f"{error}; convert it: {self.converted('float32')}") from None
 

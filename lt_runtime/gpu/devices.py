@@ -20,6 +20,9 @@ from lt_runtime.gpu.driver import call
 _FP8_CAPABILITY: Final = 89
 _MOST_GPUS: Final = 10**9  # numbers of more digits are no ordinals, and Python may refuse to print them
 
+FLOAT8_CAPABILITY: Final = 89
+"""The first compute capability, major·10 + minor, with products of FP8 matrices."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
@@ -40,6 +43,11 @@ class DeviceInfo:
     def architecture(self) -> str:
         """The compilers' name for the GPU's architecture, such as "sm_90"."""
         return f"sm_{self.capability}"
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether the tensor cores multiply FP8 matrices, as Ada's, Hopper's and later ones do."""
+        return self.capability >= FLOAT8_CAPABILITY
 
 
 @functools.cache

@@ -25,6 +25,11 @@ def c_lies_across(problem: MatmulProblem) -> bool:
     return problem.c is not None and problem.c.layout.order is not problem.d.layout.order
 
 
+def pass_supports(problem: MatmulProblem) -> bool:
+    """Whether `MatmulPass` can apply a problem's epilogue: it writes no FP8, and reads a bias of D's type."""
+    return not problem.d_dtype.is_float8 and problem.bias_dtype is problem.d_dtype
+
+
 class MatmulPass:
     """The epilogue of a problem, in one kernel after the plain product.
 
@@ -45,7 +50,8 @@ class MatmulPass:
         # mask.
         self._flips = problem.d.layout.order is Order.COLUMN and not epilogue.is_derivative
         product_dtype, function = DType.FLOAT32 if product else problem.d_dtype, ACTIVATION_NAMES[epilogue.activation]
-        macros = define(SCALAR=problem.d_dtype, PRODUCT=product_dtype, OPERAND=problem.dtype, ACTIVATION=function)
+        operand = problem.dtype if epilogue.sums_operand else problem.d_dtype  # only a sum of an operand reads it
+        macros = define(SCALAR=problem.d_dtype, PRODUCT=product_dtype, OPERAND=operand, ACTIVATION=function)
         if epilogue.sums_operand:
             entry, params, self._write = OPERAND_SUM, self._operand_sum_params(), self._write_operand_sum
         else:
@@ -76,7 +82,7 @@ class MatmulPass:
         params.operand.data = a if self._problem.epilogue is Epilogue.BGRADA else b
 
     def _write_epilogue(self, params: Any, call: Call, product: int) -> None:
-        _, _, c, vector, aux, d = call.addresses
+        _, _, c, vector, aux, d, *_ = call.addresses
         params.product.data, params.d.data = product, d
         # bias and bias_gradient share an address: each kernel uses only one of them
         params.bias.data = params.bias_gradient = vector

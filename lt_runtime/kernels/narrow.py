@@ -61,7 +61,7 @@ def supports(problem: MatmulProblem) -> bool:
 
 def _form_of(problem: MatmulProblem) -> _Form | None:
     """The product in the form of the first kernel that takes it; None if no kernel does."""
-    alike = problem.dtype is problem.d_dtype is not DType.FLOAT64
+    alike = problem.dtype is problem.d_dtype and problem.dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
     if not alike or problem.is_empty or problem.batch != 1 or problem.device_scalars or not _fits_aux(problem):
         return None
     a, b, d = problem.a, problem.b, problem.d

@@ -12,8 +12,9 @@ EXPECT_TILE: Final = 64
 """Rows and columns of the tile of results that a block of `expect` computes."""
 BITS: Final = "bits"
 """Name of the type of a mask's elements; the strides of a mask in `Elements` count bits."""
-_NAMES: Final = (BITS, "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64")
-TYPES: Final = {name: number for number, name in enumerate(_NAMES)}
+_INTEGERS: Final = (BITS, "uint8", "uint16", "uint32", "uint64")
+_FLOATS: Final = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
+TYPES: Final = {name: number for number, name in enumerate((*_INTEGERS, *_FLOATS))}
 """Values of the C++ enum `lt::ElementType`, by the name of the type."""
 ACTIVATIONS: Final = {"none": 0, "relu": 1, "gelu": 2}
 """Numbers of the activations that `expect` computes."""

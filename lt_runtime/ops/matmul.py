@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arguments import is_number, shown
-from lt_runtime.arrays.checks import check_same, check_shape, check_type
+from lt_runtime.arguments import flag, is_number, shown
+from lt_runtime.arrays.checks import check_device, check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, LayoutError, ShapeError
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, layout_of, packed
+from lt_runtime.ops import _float8
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
-from lt_runtime.problem import ALIGNMENT, Compute, ComputeName, DType, MatmulProblem, Spec
+from lt_runtime.problem import (
+    ALIGNMENT,
+    SCALES,
+    Compute,
+    ComputeName,
+    DType,
+    MatmulProblem,
+    Spec,
+    aux_type,
+    bias_type,
+)
+from lt_runtime.reference.fp8 import amax_of, cast_fp8
 
 _PLAIN: Final = frozenset({int, float})
 # Indices of C, the auxiliary matrix, the bias gradient and D among the arrays of a call.
@@ -31,28 +43,36 @@ _AUX_ELEMENTS: Final = 8
 class Matmul(Operation):
     """D = epilogue(α·A·B + β·C + bias).
 
-    A call's options are the epilogue, D's type, the compute type, and whether C is read: β is not 0, or lies on the
-    device. A call's scalars are α and β if they are numbers.
+    A call's options are the epilogue, D's type, the compute type, whether C is read (β is not 0, or lies on the
+    device), and whether FP8 products may be summed with fewer bits. A call's scalars are α and β if they are numbers.
     """
 
-    names = ("a", "b", "c", "bias", "alpha", "beta", "aux", "bias_gradient", "out")
+    names: ClassVar[tuple[str, ...]] = ("a", "b", "c", "bias", "alpha", "beta", "aux", "bias_gradient", "out")
     required = 2
     is_scaled = True
+    amax: ClassVar[tuple[int, ...]] = ()
+    """The index of the largest magnitude of D among the arrays, in an operation that has it."""
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
-        epilogue, d_type, compute, reads_c = options
+        epilogue, d_type, compute, reads_c, fast = options
         given = {name: each for name, each in zip(self.names, operands, strict=True) if each is not None}
         epilogue = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
         _check_presence(epilogue, given)
         a, b = given["a"], given["b"]
-        dtype = a.element_type(fp64=True)
-        check_same(a, b)
+        dtype = a.element_type(fp64=True, fp8=True)
+        b_dtype = b.element_type(fp8=True) if dtype.is_float8 else dtype
+        if dtype.is_float8 and b_dtype.is_float8:
+            check_device(a, b)
+        else:
+            check_same(a, b)
         compute = Compute.parse(compute, dtype)
         d_dtype = _result_type(dtype, d_type, epilogue)
         shape = _shape_of(a, b)
         (m, n), batch = shape[-2:], shape[0] if len(shape) == 3 else 1
-        _check_operands(given, epilogue, shape, d_dtype)
+        scales = tuple(name for name in SCALES if name in given)
+        _float8.check_options(given, (dtype, b_dtype, d_dtype), epilogue, fast=fast)
+        _check_operands(given, epilogue, shape, dtype, d_dtype)
         _check_scalars(given, dtype)
         stride = m * n if batch > 1 else 0
         d = _spec(given["out"]) if "out" in given else Spec(packed(m, n), batch_stride=stride)
@@ -62,29 +82,48 @@ class Matmul(Operation):
         aux = _aux_spec(given["aux"], epilogue, shape, d.layout.order) if "aux" in given else None
         kinds = dtype, d_dtype, compute
         problem = MatmulProblem(*kinds, _spec(a), _spec(b), d, epilogue, c, batch, alignment, aux, "alpha" in given)
+        if dtype.is_float8:
+            other = None if b_dtype is dtype else b_dtype
+            problem = replace(problem, b_dtype=other, scales=scales, fast_accumulation=fast)
+            _float8.check_layouts(given, problem)
         new = {} if "out" in given else {_D: New(shape, d_dtype.numpy, a.library)}
-        written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, _D)
+        written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, *self.amax, _D)
         return Request(problem, written, new, same=((_C, _D),))
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
-        a, b, c, bias, alpha, beta, aux, bias_gradient, d = addresses
+        a, b, c, bias, alpha, beta, aux, bias_gradient, d, *scales = addresses
         problem = prepared.request.problem
         scalars = (alpha, beta) if problem.device_scalars else scalars
-        return Call((a, b, c if problem.c else 0, bias or bias_gradient, aux, d), stream, scalars)
+        scales = [each for each in scales if each]
+        return Call((a, b, c if problem.c else 0, bias or bias_gradient, aux, d, *scales), stream, scalars)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        a, b, c, bias, alpha, beta, aux, bias_gradient, d = arrays
+        a, b, c, bias, alpha, beta, aux, bias_gradient, d, *given = arrays
         problem = request.problem
         factor, c_factor = scalars if alpha is None else (alpha.item(), beta.item())
+        scale_a, scale_b, scale_d, amax = given or [None] * len(SCALES)
+        factor *= _number(scale_a) * _number(scale_b)
         values, epilogue = _read_aux(aux, problem), problem.epilogue
         result = reference.matmul(a, b, c, alpha=factor, beta=c_factor, epilogue=epilogue, bias=bias, aux=values)
         if result.aux is not None:
             _write_aux(aux, result.aux, problem)
         if result.bias_gradient is not None:
             bias_gradient[...] = result.bias_gradient.astype(bias_gradient.dtype)
-        d[...] = result.d.astype(d.dtype)
+        if amax is not None:
+            amax[...] = amax_of(result.d)
+        if problem.d_dtype.is_float8:
+            d[...] = cast_fp8(result.d, _number(scale_d), problem.d_dtype.value)
+        else:
+            d[...] = result.d.astype(d.dtype)
+
+
+class ScaledMatmul(Matmul):
+    """A product of FP8 matrices with scales on the device; see `SCALES`."""
+
+    names = (*Matmul.names, *SCALES)
+    amax = (len(Matmul.names) + SCALES.index("amax_d"),)
 
 
 def _check_presence(epilogue: Epilogue, given: Mapping[str, Operand]) -> None:
@@ -121,22 +160,28 @@ def _result_type(operand: DType, requested: Any, epilogue: Epilogue) -> DType:
     if operand is DType.FLOAT64 and epilogue is not Epilogue.NONE:
         raise ArgumentError(f"epilogue is {epilogue.value!r}; float64 has none")
     if requested is None:
-        return operand
-    wanted = DType.parse("dtype", requested, fp64=True)
+        return DType.BFLOAT16 if operand.is_float8 else operand
+    wanted = DType.parse("dtype", requested, fp64=True, fp8=operand.is_float8)
+    if operand.is_float8 and wanted is not DType.FLOAT64:
+        return wanted
     if wanted is operand or (wanted is DType.FLOAT32 and operand in (DType.FLOAT16, DType.BFLOAT16)):
         return wanted
     raise DTypeError(f"dtype is {wanted.value}; with {operand.value} operands, that or float32 for 16-bit ones")
 
 
-def _check_operands(given: Mapping[str, Operand], epilogue: Epilogue, shape: tuple[int, ...], dtype: DType) -> None:
+def _check_operands(
+    given: Mapping[str, Operand], epilogue: Epilogue, shape: tuple[int, ...], operand_type: DType, result_type: DType
+) -> None:
     *batch, m, n = shape
     sums = (*batch, m if epilogue is Epilogue.BGRADA else n)
     expected = {"c": shape, "bias": (n,), "bias_gradient": sums, "out": shape}
+    bias, aux = bias_type(operand_type, result_type), aux_type(result_type)
+    types = {"c": aux, "bias": bias, "aux": aux}
     for name in ("c", "bias", "aux", "bias_gradient", "out"):
         if name not in given:
             continue
         operand, is_mask = given[name], name == "aux" and epilogue.activation == "relu"
-        check_type(operand, "uint8" if is_mask else dtype.value)
+        check_type(operand, "uint8" if is_mask else types.get(name, result_type).value)
         if name in expected:
             check_shape(name, operand.shape, expected[name], "as the product")
         if name in ("bias", "bias_gradient"):
@@ -225,7 +270,12 @@ def _write_aux(aux: Any, values: Any, problem: MatmulProblem) -> None:
     aux[..., :width] = bits[..., :width]
 
 
+def _number(scale: Any) -> float:
+    return 1.0 if scale is None else float(scale.item())
+
+
 MATMUL: Final = Matmul()
+_SCALED: Final = ScaledMatmul()
 
 
 def matmul(
@@ -241,6 +291,11 @@ def matmul(
     bias_gradient: Any = None,
     dtype: Any = None,
     compute: ComputeName = "float32",
+    scale_a: Any = None,
+    scale_b: Any = None,
+    scale_d: Any = None,
+    amax_d: Any = None,
+    fast_accumulation: bool = False,
     out: Any = None,
     stream: Any = None,
 ) -> Any:
@@ -257,23 +312,37 @@ def matmul(
     epilogue, or if the epilogue is a bias alone and C is D; and it may round the product before it multiplies by GELU's
     derivative.
 
+    FP8 matrices (float8_e4m3fn and float8_e5m2, of `ml_dtypes` or PyTorch) give
+    D = scale_d · epilogue(scale_a · scale_b · α·A·B + β·C + bias). GPUs of compute capability 8.9 and later multiply
+    them, if both are contiguous along K (`a` row-major, `b` column-major), M, N and K are multiples of 16, and
+    matrices, biases and scales begin at multiples of 16 bytes. Not both of A and B may be float8_e5m2.
+
     Args:
-        a: (M, K) or (batch, M, K), float32, float16, bfloat16 or float64.
-        b: (K, N) or (batch, K, N), same type. A matrix, or a batch of one, serves every product of the other's batch.
-        c: (M, N) or (batch, M, N), of D's type; may be `out` itself. With float64, "bgrada" and "bgradb" it must be
-            row- or column-major as D is.
+        a: (M, K) or (batch, M, K), float32, float16, bfloat16, float64, float8_e4m3fn or float8_e5m2.
+        b: (K, N) or (batch, K, N), same type; of FP8 either type. A matrix, or a batch of one, serves every product of
+            the other's batch.
+        c: (M, N) or (batch, M, N), of D's type; may be `out` itself. None if D is FP8. With float64, "bgrada" and
+            "bgradb" it must be row- or column-major as D is.
         alpha, beta: numbers, or both arrays of one float32 (float64 for float64) where the operands live, which a
             captured graph reads at every replay. `beta` is 1 if there is a `c`. Without one it is 0: another number is
             refused, and an array is not read.
         epilogue: a name of `Epilogue`, such as "gelu_aux_bias". Other than "none" not for float64.
-        bias: (N,), of D's type, for the epilogues that add one.
+        bias: (N,), of D's type, for the epilogues that add one; bfloat16 if A is FP8 and D is float32 or FP8.
         aux: for "relu_aux…" and "gelu_aux…" written, for "drelu…" and "dgelu…" read. GELU's is the pre-activation,
-            (M, N) of D's type and order, with a leading dimension that is a multiple of 8. ReLU's is a mask, one bit an
-            element along D's contiguous axis, the first in a byte's lowest bit: uint8 (M, bytes), or (N, bytes) for a
-            column-major D, 16 bytes or a multiple from one row to the next. A batch has one more axis in front.
+            (M, N) of D's type (bfloat16 if D is FP8) and order, with a leading dimension that is a multiple of 8.
+            ReLU's is a mask, one bit an element along D's contiguous axis, the first in a byte's lowest bit: uint8
+            (M, bytes), or (N, bytes) for a column-major D, 16 bytes or a multiple from one row to the next. A batch has
+            one more axis in front.
         bias_gradient: (N,) buffer of D's type for "…bgrad" and "bgradb", (M,) for "bgrada"; (batch, …) for a batch.
-        dtype: of D: that of `a`, or float32 for float16 and bfloat16.
+        dtype: of D: that of `a`, or float32 for float16 and bfloat16. If A is FP8: bfloat16 (the default), float16,
+            float32 or FP8; float8_e5m2 only if A or B is.
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores; float64 has its own.
+        scale_a, scale_b: FP32 number, () or (1,), where the operands live, by which the FP8 matrix is multiplied; 1 if
+            None. A captured graph reads it at every replay.
+        scale_d: FP32 number by which D is multiplied before it is rounded to FP8 and saturated; 1 if None.
+        amax_d: buffer for an FP32 number, the largest magnitude of D before `scale_d`; only if D is FP8.
+        fast_accumulation: whether FP8 products may be summed with about 14 bits, which is faster on Ada and Hopper. An
+            element of D is then off by up to 1e-3 of the product of the norms of its row and column.
         out: buffer for D, (M, N) or (batch, M, N), row- or column-major.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
@@ -283,10 +352,11 @@ def matmul(
 
     Raises:
         ArgumentError: an unknown epilogue or compute type; an operand that the epilogue needs and does not get, or
-            gets and does not need; alpha on the device and beta not, or the other way round; beta without c.
+            gets and does not need; alpha on the device and beta not, or the other way round; beta without c; scales or
+            fast accumulation without FP8 matrices.
         OperandError: shapes, types, devices or layouts that do not fit; outputs that share memory.
         CaptureError: the stream is being captured and such a product has never run.
-        GpuError: the driver, the compiler or cuBLASLt failed.
+        GpuError: the driver, the compiler or cuBLASLt failed; the GPU does not multiply FP8 matrices.
     """
     if beta is None:
         beta = 0.0 if c is None else 1.0
@@ -297,8 +367,11 @@ def matmul(
         raise ArgumentError(f"alpha is {shown(alpha)} and beta is {shown(beta)}; floats must hold them") from error
     if c is None and scalars[1] != 0.0 and arrays[1] is None:
         raise ArgumentError(f"beta is {shown(beta)}, but there is no c to multiply; pass c, or leave beta out")
-    options = (epilogue, dtype, compute, scalars[1] != 0.0)
-    return perform(MATMUL, (a, b, c, bias, *arrays, aux, bias_gradient, out), options, scalars, stream)
+    options = (epilogue, dtype, compute, scalars[1] != 0.0, flag("fast_accumulation", fast_accumulation))
+    given, scales = (a, b, c, bias, *arrays, aux, bias_gradient, out), (scale_a, scale_b, scale_d, amax_d)
+    if scale_a is scale_b is scale_d is amax_d is None:
+        return perform(MATMUL, given, options, scalars, stream)
+    return perform(_SCALED, (*given, *scales), options, scalars, stream)
 
 
 def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -33,7 +34,16 @@ _DATA_TYPES: Final = {
     DType.FLOAT16: cublaslt.DataType.R_16F,
     DType.BFLOAT16: cublaslt.DataType.R_16BF,
     DType.FLOAT64: cublaslt.DataType.R_64F,
+    DType.FLOAT8_E4M3FN: cublaslt.DataType.R_8F_E4M3,
+    DType.FLOAT8_E5M2: cublaslt.DataType.R_8F_E5M2,
 }
+_POINTERS: Final = {
+    "scale_a": cublaslt.MatmulDescAttribute.A_SCALE_POINTER,
+    "scale_b": cublaslt.MatmulDescAttribute.B_SCALE_POINTER,
+    "scale_d": cublaslt.MatmulDescAttribute.D_SCALE_POINTER,
+    "amax_d": cublaslt.MatmulDescAttribute.AMAX_D_POINTER,
+}
+"""The attributes that hold the addresses of `SCALES`. C has none: cuBLASLt may hang where scaleC is 0 (until 13.4)."""
 _COMPUTE_TYPES: Final = {
     Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
     Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
@@ -43,9 +53,15 @@ _COMPUTE_TYPES: Final = {
 
 def library_types(problem: MatmulProblem) -> Types:
     """The key of cuBLASLt's list of algorithms: compute type, type of α and β, types of A, B, C and D."""
-    operand, result = _DATA_TYPES[problem.dtype], _DATA_TYPES[problem.d_dtype]
+    first, second = problem.types[::-1] if _is_swapped(problem) else problem.types
     scale = cublaslt.DataType.R_64F if problem.compute is Compute.FLOAT64 else cublaslt.DataType.R_32F
-    return _COMPUTE_TYPES[problem.compute], scale, operand, operand, result, result
+    a, b, c, d = (_DATA_TYPES[each] for each in (first, second, problem.aux_dtype, problem.d_dtype))
+    return _COMPUTE_TYPES[problem.compute], scale, a, b, c, d
+
+
+def _is_swapped(problem: MatmulProblem) -> bool:
+    """Whether cuBLASLt computes the transpose of D, from the transposes of B and A."""
+    return problem.d.layout.order is Order.ROW
 
 
 def library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
@@ -115,11 +131,11 @@ class MatmulPlan(AlgorithmPlan):
         self.reductions = cublaslt.ReductionScheme.NONE if problem.no_split_k else _REDUCTIONS
         self.workspace_size = workspace_size(device)
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
-        self._swapped = problem.d.layout.order is Order.ROW
+        self._swapped = _is_swapped(problem)
         self._first, self._second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self._lock = threading.Lock()
         self._prepared: cublaslt.PreparedMatmul | None = None
-        self._vector = self._aux = _ANY_ADDRESS
+        self._set: dict[cublaslt.MatmulDescAttribute, int] = {}
         self.algorithm = None
         if not problem.is_empty:
             self._refuse_inaccurate()
@@ -217,11 +233,11 @@ class MatmulPlan(AlgorithmPlan):
     def _describe(self) -> None:
         """Makes the descriptors: operands, transposes and epilogue."""
         problem, batch, own = self.problem, self.problem.batch, self.problem.d.layout.order
-        compute, scale, operand, _, result, _ = self.types
+        compute, scale, first, second, third, result = self.types
         self.handle = cublaslt.handle(self.device)
         d = column_major(problem.d, result, batch)
-        c = d if problem.c is None else column_major(problem.c, result, batch)
-        self._operands = column_major(self._first, operand, batch), column_major(self._second, operand, batch), c, d
+        c = d if problem.c is None and third is result else column_major(problem.c or problem.d, third, batch)
+        self._operands = column_major(self._first, first, batch), column_major(self._second, second, batch), c, d
         attribute, operation = cublaslt.MatmulDescAttribute, cublaslt.Operation
         self._desc = desc = cublaslt.MatmulDesc(compute, scale)
         desc.set(attribute.TRANSA, operation.N if self._first.layout.order is own else operation.T)
@@ -231,11 +247,22 @@ class MatmulPlan(AlgorithmPlan):
             desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
         if problem.epilogue.has_bias or problem.epilogue.has_bias_gradient:
             desc.set(attribute.BIAS_POINTER, _ANY_ADDRESS)
-            desc.set(attribute.BIAS_DATA_TYPE, result)
+            desc.set(attribute.BIAS_DATA_TYPE, _DATA_TYPES[problem.bias_dtype])
         if problem.aux is not None:
             desc.set(attribute.EPILOGUE_AUX_POINTER, _ANY_ADDRESS)
             desc.set(attribute.EPILOGUE_AUX_LD, problem.aux.layout.leading_dimension)
             desc.set(attribute.EPILOGUE_AUX_BATCH_STRIDE, problem.aux.batch_stride)
+            if problem.dtype.is_float8 and problem.epilogue.activation == "gelu":
+                desc.set(attribute.EPILOGUE_AUX_DATA_TYPE, _DATA_TYPES[problem.aux_dtype])
+        if problem.fast_accumulation:
+            desc.set(attribute.FAST_ACCUM, 1)
+        for name in problem.scales:
+            desc.set(self._pointer(name), _ANY_ADDRESS)
+
+    def _pointer(self, name: str) -> cublaslt.MatmulDescAttribute:
+        """The attribute of one of `SCALES`: if the operands are swapped, the scale of A is that of cuBLASLt's B."""
+        exchanged = {"scale_a": "scale_b", "scale_b": "scale_a"} if self._swapped else {}
+        return _POINTERS[exchanged.get(name, name)]
 
     def query(self, workspace: int, reductions: cublaslt.ReductionScheme) -> list[cublaslt.Algorithm]:
         """The heuristic's algorithms, best first, without those that are known to be wrong.
@@ -281,7 +308,7 @@ class MatmulPlan(AlgorithmPlan):
 
     def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
         problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, offered.library_shape(self.problem)
-        specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]
+        specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]  # types of A and B are equally wide
         specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
         return cublaslt.Candidate(
             version=cublaslt.get_version(),
@@ -308,32 +335,39 @@ class MatmulPlan(AlgorithmPlan):
             self._put_without(call, memory.stream)
             return
         if call.computed[0] is not self or call.computed[1] is not memory:
-            a, b, c, vector, aux, d = call.addresses
+            a, b, c, vector, aux, d, *scales = call.addresses
             alpha, beta = call.scalars
             if self._swapped:
                 a, b = b, a
             if self.problem.c is None:
                 c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
             at = alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, memory.stream
-            call.computed = self, memory, vector, aux, prepared.arguments(*at)
-        _, _, vector, aux, arguments = call.computed
+            call.computed = self, memory, self._pointers(vector, aux, scales), prepared.arguments(*at)
+        _, _, pointers, arguments = call.computed
         with self._lock:  # no other thread may change the descriptor's addresses before the launch has returned
-            if vector and vector != self._vector:
-                self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, vector)
-                self._vector = vector
-            if aux and aux != self._aux:
-                self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
-                self._aux = aux
+            for attribute, address in pointers:
+                if address != self._set.get(attribute):
+                    self._desc.set(attribute, address)
+                    self._set[attribute] = address
             status = prepared.launch(*arguments)
         if status:
             raise failure("cublasLtMatmul", status)
+
+    def _pointers(
+        self, vector: int, aux: int, scales: Sequence[int]
+    ) -> tuple[tuple[cublaslt.MatmulDescAttribute, int], ...]:
+        """The addresses of a call that the descriptor holds, with their attributes."""
+        attribute = cublaslt.MatmulDescAttribute
+        held = [(attribute.BIAS_POINTER, vector), (attribute.EPILOGUE_AUX_POINTER, aux)]
+        held += zip(map(self._pointer, self.problem.scales), filter(None, scales), strict=True)
+        return tuple(each for each in held if each[1])
 
     def _put_without(self, call: Call, stream: int) -> None:
         """Writes β·C to D if there is nothing to multiply, because a sum over no terms is zero."""
         problem = self.problem
         if not (problem.batch and problem.m and problem.n):
             return
-        _, _, c, _, _, d = call.addresses
+        _, _, c, _, _, d, *_ = call.addresses
         beta = call.scalars[1]
         if problem.c is None:
             layout, itemsize = problem.d.layout, problem.d_dtype.itemsize

@@ -6,15 +6,24 @@ from dataclasses import replace
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
+from lt_runtime.gpu.devices import FLOAT8_CAPABILITY, device_info
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.matmul_epilogue import MatmulPass, c_lies_across
+from lt_runtime.kernels.matmul_epilogue import MatmulPass, c_lies_across, pass_supports
 from lt_runtime.layout import Order, packed
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 
 _AUX_ALIGNMENT = 16
+
+
+def _check_capability(device: int) -> None:
+    info = device_info(device)
+    if not info.has_float8:
+        has, needed = (f"{each // 10}.{each % 10}" for each in (info.capability, FLOAT8_CAPABILITY))
+        name = f"GPU {device} ({info.name})"
+        raise PlanError(f"{name} has compute capability {has}; float8 products need {needed} or more")
 
 
 def library_may_fuse(problem: MatmulProblem) -> bool:
@@ -79,16 +88,21 @@ class ProductPlan(Plan):
         product: the plan of the product, with the epilogue or without.
 
     Raises:
-        PlanError: no method makes even the plain product.
+        PlanError: no method makes even the plain product; or the product is of FP8, and the GPU does not have it.
     """
 
     def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:
+        if problem.dtype.is_float8:
+            _check_capability(device)
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
         self._scratch_bytes = 0
         needs_pass = _needs_pass(problem)
         fused = self._fused(choose) if needs_pass else choose(problem, device)
-        if fused is not None and not (needs_pass and fused.adds_memsets):
+        if fused is None and not pass_supports(problem):
+            by, of = f"cuBLASLt has no epilogue {problem.epilogue.value!r}", f"a D of {problem.d_dtype.value}"
+            raise PlanError(f"{by} for these float8 matrices and {of}; with dtype='bfloat16' a pass of ours applies it")
+        if fused is not None and not (needs_pass and fused.adds_memsets and pass_supports(problem)):
             self.product = fused
             return
         plain = choose(plain_product(problem), device)
@@ -118,7 +132,7 @@ class ProductPlan(Plan):
         if self._pass is None:
             self.product.put(call, memory)
             return
-        a, b, c, _, _, d = call.addresses
+        a, b, c, _, _, d, *scales = call.addresses
         product = memory.scratch(self._scratch_bytes) if self._scratch_bytes else d
-        self.product.put(Call((a, b, c, 0, 0, product), call.stream, call.scalars), memory)
+        self.product.put(Call((a, b, c, 0, 0, product, *scales), call.stream, call.scalars), memory)
         self._pass.launch(call, product, memory.stream)

@@ -113,11 +113,11 @@ class Data(NamedTuple):
 
 
 def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
-    # FP16's tiny value is subnormal. In the other types all values are normal, because a kernel may flush subnormal
-    # numbers to 0.
-    tiny = 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
-    # The product of two such values stays within the type's range.
-    large = 16.0 if dtype is DType.FLOAT16 else 64.0
+    # FP16's tiny value is subnormal. In the wider types all values are normal, because a kernel may flush subnormal
+    # numbers to 0. FP8's values are the least normal one of E4M3, and smaller.
+    tiny = 2.0**-6 if dtype.is_float8 else 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
+    # The product of two such values stays within FP16's range, or that of the wider types.
+    large = 16.0 if dtype is DType.FLOAT16 or dtype.is_float8 else 64.0
     scales = generator.choice(np.array([0.0, tiny, 2.0**-10, 1.0, large]), size, p=[0.1, 0.05, 0.2, 0.6, 0.05])
     values: NDArray[Any] = generator.standard_normal(size) * scales
     return values
@@ -298,6 +298,8 @@ def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
     length = problem.m if epilogue is Epilogue.BGRADA else problem.n
     has_vector = epilogue.has_bias or epilogue.has_bias_gradient
     vector = Spec(packed(1, length), problem.bias_alignment) if has_vector else None
-    types = {"a": problem.dtype, "b": problem.dtype, "aux": None if epilogue.activation == "relu" else result}
+    (a, b), aux = problem.types, None if epilogue.activation == "relu" else problem.aux_dtype
+    vector_type = problem.bias_dtype if epilogue.has_bias else result
+    types = {"a": a, "b": b, "c": problem.aux_dtype, "vector": vector_type, "aux": aux}
     specs = {"a": problem.a, "b": problem.b, "d": problem.d, "c": problem.c, "vector": vector, "aux": problem.aux}
     return {name: (spec, types.get(name, result)) for name, spec in specs.items() if spec is not None}

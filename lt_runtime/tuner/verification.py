@@ -25,9 +25,20 @@ reveals missing or extra terms. EDGES: no sum is exact, which reveals operands o
 ONES: every sum must be K."""
 # Tolerance of rounding: one unit in the last place, relative. Rounding to nearest would err by half a unit, but
 # cuBLASLt does not promise rounding to nearest.
-_UNIT: Final = {DType.FLOAT32: 2.0**-23, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7, DType.FLOAT64: 2.0**-52}
-_LEAST_NORMAL: Final = {DType.FLOAT16: 2.0**-14, DType.FLOAT64: 2.0**-1022}
-_LARGEST: Final = {DType.FLOAT16: 65504.0, DType.FLOAT64: math.inf}
+_E4M3, _E5M2 = DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2
+_UNIT: Final = {
+    DType.FLOAT32: 2.0**-23, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7, DType.FLOAT64: 2.0**-52,
+    _E4M3: 2.0**-3, _E5M2: 2.0**-2,
+}  # fmt: skip
+_LEAST_NORMAL: Final = {DType.FLOAT16: 2.0**-14, DType.FLOAT64: 2.0**-1022, _E4M3: 2.0**-6, _E5M2: 2.0**-14}
+_LARGEST: Final = {DType.FLOAT16: 65504.0, DType.FLOAT64: math.inf, _E4M3: 448.0, _E5M2: 57344.0}
+_FLOAT8_UNIT: Final = 2.0**-13
+"""Last place of the sums that Hopper's tensor cores form of 32 products of FP8 (DeepSeek-V3, arXiv 2412.19437, section
+3.3.2), relative to the largest of them."""
+_FLOAT8_TERMS: Final = 32
+_FACTORS: Final = {"scale_a": 0.5, "scale_b": 0.25, "scale_d": 1.0, "amax_d": math.nan}
+"""Values of an FP8 product's scales while it is verified: α times the scales is 1, exactly."""
+_SLOT: Final = 16  # bytes from one scale to the next
 # cuBLASLt's GELU is accurate to about 1e-5, its derivative less, because 1 - tanh² cancels. The tolerances are wider.
 _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3
@@ -55,16 +66,34 @@ class ProductOperands(Operands):
             self.buffers[name] = Buffer(memory, spec, dtype, 1 if name == "vector" else problem.batch)
         self.has_mask = "aux" in placed and epilogue.activation == "relu"
         one = np.ones(1, np.float64 if problem.compute is Compute.FLOAT64 else np.float32)
-        self._one = memory.allocate(one.nbytes)
-        memory.write(self._one.data.ptr, one)
+        self._alpha = 1.0 / math.prod(_FACTORS[name] for name in problem.scales if name != "amax_d")
+        self._scalars = memory.allocate(_SLOT * (2 + len(problem.scales)))
+        for slot, value in enumerate((self._alpha, 1.0, *(_FACTORS[name] for name in problem.scales))):
+            memory.write(self._scalars.data.ptr + _SLOT * slot, np.full_like(one, value))
         written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
         self.outputs = [name for name, is_output in written.items() if is_output]
 
     def call(self, stream: int) -> Call:
-        """The call of the product on these operands, with α = β = 1."""
-        addresses = (self.buffers[name].address if name in self.buffers else 0 for name in self.problem.operands)
-        one: Any = int(self._one.data.ptr) if self.problem.device_scalars else 1.0
-        return Call(tuple(addresses), stream, (one, one if self.problem.c is not None else 0.0))
+        """The call of the product on these operands, with β = 1, and with α = 1 if there are no scales."""
+        problem, first = self.problem, int(self._scalars.data.ptr)
+        addresses = [self.buffers[name].address if name in self.buffers else 0 for name in problem.operands]
+        addresses += [first + _SLOT * (2 + slot) for slot in range(len(problem.scales))]
+        numbers: tuple[Any, Any] = (first, first + _SLOT) if problem.device_scalars else (self._alpha, 1.0)
+        return Call(tuple(addresses), stream, (numbers[0], numbers[1] if problem.c is not None else 0.0))
+
+    def amax_fault(self) -> str | None:
+        """A sentence on a largest magnitude of D that is not that of D's elements, rounded; None if it is right."""
+        problem, d = self.problem, self.buffers["d"]
+        if "amax_d" not in problem.scales:
+            return None
+        at = self._scalars.data.ptr + _SLOT * (2 + problem.scales.index("amax_d"))
+        amax = float(self.memory.read(at, 1, np.float32)[0])
+        extent = (problem.batch - 1) * problem.d.batch_stride + problem.d.layout.extent
+        stored = self.memory.read(d.address, extent, problem.d_dtype.numpy).astype(np.float64)
+        wanted = float(np.nanmax(np.abs(stored)))  # the memory between the rows holds NaN
+        limit = _UNIT[problem.d_dtype] * wanted
+        is_right = amax >= wanted - limit if wanted == _LARGEST[problem.d_dtype] else abs(amax - wanted) <= limit
+        return None if is_right else f"amax_d is {amax:.9g} and the largest element of d {wanted:.9g}"
 
 
 class Expected:
@@ -130,7 +159,9 @@ def disagreement(operands: ProductOperands, expected: Mapping[str, Expected]) ->
         fault = each.fault(name, operands.buffers[name])
         if fault is not None:
             return fault
-    d = operands.buffers["d"]
+    fault, d = operands.amax_fault(), operands.buffers["d"]
+    if fault is not None:
+        return fault
     return None if d.count_written() == math.prod(d.shape) else "it writes outside of D"
 
 
@@ -211,8 +242,10 @@ def accumulation_error(problem: MatmulProblem, data: Data) -> float:
 
     The result must be exact where every partial sum is exact. Otherwise the errors of K roundings mostly cancel and
     grow as the root of K, in every order of summation. Tensor cores truncate, and their error is a few times
-    larger. TF32 truncates each operand to 10 bits as well.
+    larger. TF32 truncates each operand to 10 bits as well. Sums of FP8 products have fewer bits, and are never exact.
     """
+    if problem.dtype.is_float8:
+        return _FLOAT8_UNIT * (8 + math.sqrt(problem.k / _FLOAT8_TERMS))
     if problem.k <= data.exact_to:
         return 0.0
     truncation = 2.0**-9 if problem.compute is Compute.TF32 else 0.0

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ml_dtypes import float8_e4m3fn
@@ -37,6 +38,7 @@ class Tensor(CpuTensor):
         return (1,)
 
 
+E4M3: Final = np.dtype(ml_dtypes.float8_e4m3fn)
 KINDS: Final[Mapping[str, Any]] = {
     "none": None,
     "object": object(),
@@ -142,6 +144,13 @@ def linear_bwd(world: World) -> Call:
 def matmul(world: World) -> Call:
     arrays = operands(world, (M, K), (K, N), (M, N), (N,), (M, N), (M, N), names="a b c bias aux out")
     return world.lt.matmul, {**arrays, "epilogue": "gelu_aux_bias", "beta": 1.0}
+
+
+def float8_matmul(world: World) -> Call:
+    arrays = {"a": world.ones(16, 32, dtype=E4M3), "b": world.ones(16, 32, dtype=E4M3).T}
+    arrays |= operands(world, (1,), (1,), (1,), (1,), names="scale_a scale_b scale_d amax_d")
+    out = world.ones(16, 16, dtype=E4M3)
+    return world.lt.matmul, {**arrays, "out": out, "dtype": "float8_e4m3fn", "fast_accumulation": True}
 
 
 def loss(name: str, *names: str, labels: Any = np.float32, **more: tuple[int, ...]) -> Callable[[World], Call]:
@@ -268,6 +277,7 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     ),
     "linear_bwd": linear_bwd,
     "matmul": matmul,
+    "matmul of float8": float8_matmul,
     "matmul of operand sums": lambda w: (
         w.lt.matmul,
         operands(w, (M, K), (K, N), (N,), names="a b bias_gradient") | {"epilogue": "bgradb"},
@@ -372,6 +382,7 @@ ACCEPTED: Final[Mapping[str, str]] = {
 ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "matmul": {"alpha": "float nan", "beta": "none float nan", "bias": "", "aux": "", "bias_gradient": "none array"},
     "matmul of operand sums": {"bias_gradient": ""},
+    "matmul of float8": {"alpha": "float nan", "fast_accumulation": "true"},
     "cross_entropy": {"label_smoothing": "", "ignore_index": "none"},
     "contiguous": {"array": "array tensor"},
     "Parameter": {"name": "text", "weight_decay": "none float"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -44,6 +45,19 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
         assert_close(f"sums {which}", sums.values()[which::3].sum(axis=0), wanted, 1e-10 * np.abs(terms).sum(axis=0))
     for operand in (a, b, bias):
         operand.assert_unchanged()
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_every_float8_number_is_read(name: str) -> None:
+    """A product with 1 gives each of the 256 numbers again; infinities and NaN too."""
+    codes = np.arange(256, dtype=np.uint8).reshape(256, 1).view(getattr(ml_dtypes, name))
+    a, one = Guarded(codes), Guarded(np.ones((1, 1)))
+    d, limits = Guarded(np.zeros((256, 1))), Guarded(np.zeros((256, 1)))
+    params = verify.EXPECT.params(elements(a), elements(one), d=verify.Results(d.address, limits.address))
+    params.rows, params.cols, params.depth = 256, 1, 1
+    verify.launch_expect(params, 1, 0, 0)
+    limits.values()
+    np.testing.assert_array_equal(d.array, codes.astype(np.float64))
 
 
 def test_comparisons_count_and_find_bad_elements() -> None:

@@ -41,7 +41,13 @@ TYPES: Final[Mapping[int, np.dtype[Any]]] = {
     DataType.R_64F: np.dtype(np.float64),
     DataType.R_16F: np.dtype(np.float16),
     DataType.R_16BF: np.dtype(ml_dtypes.bfloat16),
+    DataType.R_8F_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    DataType.R_8F_E5M2: np.dtype(ml_dtypes.float8_e5m2),
 }
+_FLOAT8: Final = (DataType.R_8F_E4M3, DataType.R_8F_E5M2)
+_FLOAT8_UNIT: Final = 16
+"""Elements that extents and leading dimensions of FP8 products, and bytes that scales' addresses are multiples of."""
+_SCALES: Final = (_ID.A_SCALE_POINTER, _ID.B_SCALE_POINTER, _ID.D_SCALE_POINTER, _ID.AMAX_D_POINTER)
 _COMPUTES: Final = {
     ComputeType.COMPUTE_32F: DataType.R_32F,
     ComputeType.COMPUTE_32F_FAST_TF32: DataType.R_32F,
@@ -111,6 +117,8 @@ class Desc:
     bias_stride: int
     aux_leading: int
     aux_stride: int
+    aux_dtype: int = -1
+    fast_accumulation: int = 0
 
 
 _LAYOUT_SIZE: Final = 14 * 8  # size of cublasLtMatrixLayoutOpaque_t, which holds its attributes by value
@@ -123,6 +131,7 @@ _ALIGNMENTS: Final = [PreferenceAttribute[f"MIN_ALIGNMENT_{name}_BYTES"] for nam
 _DESC: Final = [
     *(_ID.COMPUTE_TYPE, _ID.SCALE_TYPE, _ID.POINTER_MODE, _ID.TRANSA, _ID.TRANSB, _ID.EPILOGUE, _ID.BIAS_DATA_TYPE),
     *(_ID.BIAS_BATCH_STRIDE, _ID.EPILOGUE_AUX_LD, _ID.EPILOGUE_AUX_BATCH_STRIDE),
+    *(_ID.EPILOGUE_AUX_DATA_TYPE, _ID.FAST_ACCUM),
 ]
 """Attributes in the order of the fields of `Layout`, of A to D, and of the fields of `Desc`."""
 
@@ -133,6 +142,7 @@ class Matmul(NamedTuple):
     Attributes:
         alpha, beta: numbers, or addresses where `desc.mode` says so.
         bias, aux: addresses; 0 where none is set.
+        scales: addresses of the scales of A, B and D and of D's largest magnitude; 0 where none is set.
         algorithm: 64 bytes.
     """
 
@@ -149,6 +159,7 @@ class Matmul(NamedTuple):
     d_layout: Layout
     bias: int
     aux: int
+    scales: tuple[int, ...]
     algorithm: bytes
     workspace: int
     workspace_size: int
@@ -180,7 +191,7 @@ class FakeCublasLt:
         self.fault: Callable[[Matmul], Matmul] = lambda call: call
         self._workspaces: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._layouts: dict[bytes, Layout] = {}
-        self._descs: dict[bytes, tuple[Desc, int, int]] = {}
+        self._descs: dict[bytes, tuple[Desc, int, int, tuple[int, ...]]] = {}
 
     @property
     def functions(self) -> dict[str, Callable[..., int]]:
@@ -221,16 +232,15 @@ class FakeCublasLt:
             self._layouts[content] = Layout(*(self._get(handle, attribute) for attribute in _LAYOUT))
         return self._layouts[content]
 
-    def _describe(self, handle: int) -> tuple[Desc, int, int]:
-        """Reads a descriptor: the product, the address of the bias and the address of the auxiliary tensor."""
+    def _describe(self, handle: int) -> tuple[Desc, int, int, tuple[int, ...]]:
+        """Reads a descriptor: the product, and the addresses of the bias, the auxiliary tensor and the scales."""
         content = ctypes.string_at(handle, _DESC_SIZE)
         if content not in self._descs:
-            aux_type = self._get(handle, _ID.EPILOGUE_AUX_DATA_TYPE)
-            assert aux_type in (-1, self._get(handle, _ID.BIAS_DATA_TYPE)), "no auxiliary tensor of another type"
+            assert not self._get(handle, _ID.C_SCALE_POINTER), "cuBLASLt hangs if the scale of C is 0 and beta is not"
             assert self._get(handle, _ID.TRANSC) == Operation.N
             desc = Desc(*(self._get(handle, attribute) for attribute in _DESC))
             addresses = self._get(handle, _ID.BIAS_POINTER), self._get(handle, _ID.EPILOGUE_AUX_POINTER)
-            self._descs[content] = desc, *addresses
+            self._descs[content] = desc, *addresses, tuple(self._get(handle, each) for each in _SCALES)
         return self._descs[content]
 
     def supports(self, desc: Desc, layouts: Iterable[Layout]) -> bool:
@@ -243,11 +253,10 @@ class FakeCublasLt:
         return (
             epilogue not in self.refused
             and not swaps.get(Epilogue(epilogue), False)
-            and a.dtype == b.dtype
-            and c.dtype == d.dtype
+            and (_supports_float8(desc, *layouts) if a.dtype in _FLOAT8 else a.dtype == b.dtype and c.dtype == d.dtype)
             and desc.scale == _COMPUTES[ComputeType(desc.compute)]
             and is_double == (desc.compute == ComputeType.COMPUTE_64F)
-            and (a.dtype == d.dtype or (d.dtype == DataType.R_32F and not is_double))
+            and (a.dtype == d.dtype or a.dtype in _FLOAT8 or (d.dtype == DataType.R_32F and not is_double))
             and (desc.compute != ComputeType.COMPUTE_32F_FAST_TF32 or a.dtype == DataType.R_32F)
             and (epilogue == Epilogue.DEFAULT or (not is_double and d.order == Order.COL))
             and self._fits(desc, a, b, c, d)
@@ -277,7 +286,7 @@ class FakeCublasLt:
         return 0 if offered else int(Status.NOT_SUPPORTED)
 
     def _product(self, operation: Any, handles: list[Any]) -> tuple[Desc, tuple[Layout, ...]]:
-        desc, _, _ = self._describe(address_of(operation))
+        desc, *_ = self._describe(address_of(operation))
         return desc, tuple(self.layout(address_of(handle)) for handle in handles)
 
     def _list(self, *arguments: Any) -> int:
@@ -338,13 +347,13 @@ class FakeCublasLt:
     def _read_matmul(self, arguments: tuple[Any, ...]) -> Matmul:
         _, operation, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, *rest = arguments
         workspace, size, stream = rest
-        desc, bias, aux = self._describe(address_of(operation))
+        desc, bias, aux, scales = self._describe(address_of(operation))
         scalars = [self._scalar(desc, address_of(each)) for each in (alpha, beta)]
         layouts = [self.layout(address_of(each)) for each in (a_layout, b_layout, c_layout, d_layout)]
         assert algorithm is not None, "the library would ask its heuristic anew at each call"
         blob = ctypes.string_at(address_of(algorithm), 64)
         operands = (a, layouts[0], b, layouts[1], scalars[1], c, layouts[2], d, layouts[3])
-        return Matmul(desc, scalars[0], *operands, bias, aux, blob, workspace or 0, size, stream or 0)
+        return Matmul(desc, scalars[0], *operands, bias, aux, scales, blob, workspace or 0, size, stream or 0)
 
     def _scalar(self, desc: Desc, address: int) -> float:
         """Reads alpha or beta.
@@ -412,18 +421,30 @@ class FakeCublasLt:
         alpha, beta = (self._reader(desc, value, name) for value, name in ((call.alpha, "α"), (call.beta, "β")))
         vector = self._vector(call)
         aux = self._aux(call)
+        *factors, amax = (self._scale(call, address) for address in call.scales)
         workspace = memory.view(call.workspace, call.workspace_size, "the workspace")
 
         def run() -> None:
             # Touches all of the workspace, since a real kernel may overwrite all of it.
             workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF
-            product = alpha() * (_operand(a, desc.trans_a, desc.compute) @ _operand(b, desc.trans_b, desc.compute))
+            scale_a, scale_b, scale_d = (1.0 if each is None else float(each[0]) for each in factors)
+            product = (
+                scale_a
+                * scale_b
+                * alpha()
+                * (_operand(a, desc.trans_a, desc.compute) @ _operand(b, desc.trans_b, desc.compute))
+            )
             if c is not None and (scale := beta()) != 0:
                 product = product + scale * c.astype(np.float64)
-            d[...] = _finish(desc, product, vector, aux, (a, b)).astype(d.dtype)
+            result = _finish(desc, product, vector, aux, (a, b))
+            if amax is not None:
+                amax[0] = np.abs(result).max()
+            largest = float(ml_dtypes.finfo(d.dtype).max) if call.d_layout.dtype in _FLOAT8 else np.inf
+            d[...] = np.clip(scale_d * result, -largest, largest).astype(d.dtype)
 
         operands = {"A": a, "B": b, "C": c, "D": d, "the bias": vector, "aux": aux, "the workspace": workspace}
-        written = {"D", "the workspace"}
+        operands |= {f"scale {number}": each for number, each in enumerate(factors)} | {"the amax": amax}
+        written = {"D", "the workspace", "the amax"}
         written |= {"the bias"} if desc.epilogue in _GRADIENTS else set()
         written |= {"aux"} if desc.epilogue in _AUX_OUT else set()
         present = [(name, view) for name, view in operands.items() if view is not None]
@@ -438,6 +459,11 @@ class FakeCublasLt:
         cell = matrix_at(self._memory, int(value), TYPES[desc.scale], (1,), (1,), name)
         return lambda: float(cell[0])
 
+    def _scale(self, call: Matmul, address: int) -> NDArray[Any] | None:
+        if address % _FLOAT8_UNIT or (address and call.a_layout.dtype not in _FLOAT8):
+            raise LibraryMisuseError(f"a scale is at {address:#x}")
+        return matrix_at(self._memory, address, np.dtype(np.float32), (1,), (1,), "a scale") if address else None
+
     def _vector(self, call: Matmul) -> NDArray[Any] | None:
         """Returns the bias, or the bias gradient, as (batch, length)."""
         desc, d = call.desc, call.d_layout
@@ -445,7 +471,8 @@ class FakeCublasLt:
             return None
         length = d.cols if desc.epilogue == Epilogue.BGRADB else d.rows
         dtype = TYPES[d.dtype if desc.bias_dtype == -1 else desc.bias_dtype]
-        if dtype != d.numpy:
+        is_narrow = call.a_layout.dtype in _FLOAT8 and d.numpy.itemsize != 2
+        if dtype != (TYPES[DataType.R_16BF] if is_narrow else d.numpy):
             raise LibraryMisuseError(f"the bias is {dtype}, D {d.numpy}")
         if desc.epilogue in _GRADIENTS and d.batch > 1 and desc.bias_stride == 0:
             raise LibraryMisuseError("the bias gradients of a batch are all written to one place")
@@ -464,7 +491,8 @@ class FakeCublasLt:
             shape, strides = (d.batch, -(-d.rows // 8), d.cols), (desc.aux_stride // 8, 1, desc.aux_leading // 8)
             return matrix_at(self._memory, call.aux, np.dtype(np.uint8), shape, strides, "the mask")
         shape, strides = (d.batch, d.rows, d.cols), (desc.aux_stride, 1, desc.aux_leading)
-        return matrix_at(self._memory, call.aux, d.numpy, shape, strides, "the auxiliary tensor")
+        dtype = d.numpy if desc.aux_dtype == -1 else TYPES[desc.aux_dtype]
+        return matrix_at(self._memory, call.aux, dtype, shape, strides, "the auxiliary tensor")
 
     def _transform(self, *arguments: Any) -> int:
         _, operation, alpha, a, a_layout, _, b, _, c, c_layout, stream = arguments
@@ -484,6 +512,22 @@ class FakeCublasLt:
         touches = self._memory.touched_by(source, "A", writes=False), self._memory.touched_by(target, "C", writes=True)
         self._streams.put(stream or 0, KERNEL, "transform", run, lambda: itertools.chain(*touches))
         return 0
+
+
+def _supports_float8(desc: Desc, a: Layout, b: Layout, c: Layout, d: Layout) -> bool:
+    """The rules of cuBLAS's documentation for FP8 on Ada and Hopper: types, orders, multiples of 16, epilogues."""
+    aux_dtype = DataType.R_16BF if d.dtype in _FLOAT8 else d.dtype
+    types = (
+        b.dtype in _FLOAT8
+        and (a.dtype, b.dtype) != (DataType.R_8F_E5M2, DataType.R_8F_E5M2)
+        and (d.dtype != DataType.R_8F_E5M2 or DataType.R_8F_E5M2 in (a.dtype, b.dtype))
+        and c.dtype == aux_dtype
+        and (_is_relu(desc.epilogue) or desc.epilogue not in _AUX_OUT | _DERIVATIVES or desc.aux_dtype == aux_dtype)
+    )
+    along_k = (desc.trans_a, desc.trans_b, a.order, b.order) == (Operation.T, Operation.N, Order.COL, Order.COL)
+    extents = (*(each for layout in (a, b, d) for each in (layout.rows, layout.cols, layout.leading)), c.leading)
+    refused = _GRADIENTS | (_DERIVATIVES if d.dtype in _FLOAT8 else frozenset())
+    return types and along_k and not any(each % _FLOAT8_UNIT for each in extents) and desc.epilogue not in refused
 
 
 def address_of(argument: Any) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime import reference
@@ -14,6 +16,9 @@ from tests.support.host_memory import bits, read
 
 
 def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    if dtype.is_float8:
+        largest = float(ml_dtypes.finfo(dtype.numpy).max)
+        values = np.clip(values, -largest, largest)
     rounded = values.astype(dtype.numpy)
     return rounded.view(f"uint{8 * dtype.itemsize}")
 
@@ -44,7 +49,7 @@ def compute(given: ProductOperands, a: NDArray[Any], b: NDArray[Any]) -> None:
         mask = bits(buffers["aux"])
         mask[...] = reference.pack_mask(lines)[..., : mask.shape[-1]]
     elif result.aux is not None:
-        bits(buffers["aux"])[...] = encode(result.aux, problem.d_dtype)
+        bits(buffers["aux"])[...] = encode(result.aux, problem.aux_dtype)
 
 
 def right(given: ProductOperands) -> None:

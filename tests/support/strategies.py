@@ -14,6 +14,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import (
     ACTIVATIONS,
+    SCALES,
     Activation,
     BackwardProblem,
     Compute,
@@ -214,6 +215,7 @@ _of_fields: dict[str, st.SearchStrategy[Any]] = {
     "Activation": st.builds(Activation, st.sampled_from(ACTIVATIONS), _slopes),
     "Compute": st.sampled_from(Compute),
     "DType": st.sampled_from(DType),
+    "DType | None": st.none() | st.sampled_from(DType),
     "Epilogue": st.sampled_from(Epilogue),
     "Saved": st.sampled_from(Saved),
     "Spec": _specs,
@@ -221,6 +223,7 @@ _of_fields: dict[str, st.SearchStrategy[Any]] = {
     "bool": st.booleans(),
     "int": _counts,
     "int | None": st.none() | _alignments,
+    "tuple[str, ...]": st.lists(st.sampled_from(SCALES), unique=True).map(tuple),
     "bias_alignment": _alignments,
 }
 """Hypothesis strategies that draw a problem's fields, by the fields' annotations or names."""

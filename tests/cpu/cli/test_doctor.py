@@ -81,6 +81,11 @@ def test_findings(probed: dict[str, Any], what: str, mend: str, *, needed: bool 
     assert all(what in finding.what and mend in finding.mend for finding in findings)
 
 
+@pytest.mark.parametrize(("gpu", "says"), [(H200, ", float8 products\n"), (PASCAL, ", no float8 products, which need")])
+def test_whether_a_gpu_multiplies_float8_is_said(gpu: DeviceInfo, says: str) -> None:
+    assert says in shown_of(gpus=(gpu,))
+
+
 @pytest.mark.parametrize("package", doctor.PACKAGES)
 def test_nothing_is_ready_without_a_required_package(package: str):
     shown = shown_of(driver=None, gpus=(), libraries=without(package))

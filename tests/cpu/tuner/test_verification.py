@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import SCALES, Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, Data, Memory
 from lt_runtime.tuner.verification import (
     KINDS,
@@ -289,3 +290,61 @@ def test_operands_of_one_shape_have_values_of_their_own(data: Data) -> None:
     trial.fill(data, 0)
     a, b, c = (read(trial, name) for name in "abc")
     assert not any((one == other).all() for one, other in ((a, b), (a, c), (b, c)))
+
+
+E4M3, E5M2 = DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2
+
+
+def float8_problem(d: DType, b: DType = E4M3, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
+    """A product of 32×64 by 64×48 with all the scales that D's type has."""
+    problem = a_problem(epilogue, (E4M3, d), size=(32, 48), k=64)
+    scales = SCALES if d.is_float8 else SCALES[:2]
+    lying = Spec(packed(64, 48, order=Order.COLUMN))
+    return replace(problem, b=lying, b_dtype=None if b is E4M3 else b, scales=scales, fast_accumulation=True)
+
+
+def write_amax(trial: ProductOperands, factor: float = 1.0) -> None:
+    """Writes the largest magnitude of D, times a factor, where a kernel would."""
+    if trial.problem.d_dtype.is_float8:
+        amax = np.nanmax(np.abs(read(trial, "d"))) * factor
+        trial.memory.write(trial.call(STREAM).addresses[-1], np.array([amax], np.float32))
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_AUX_BIAS])
+@pytest.mark.parametrize("types", [(DType.BFLOAT16, E5M2), (DType.FLOAT32, E4M3), (E4M3, E4M3), (E5M2, E5M2)])
+def test_right_float8_results_pass(types: tuple[DType, DType], epilogue: Epilogue) -> None:
+    def launch(trial: ProductOperands) -> None:
+        right(trial)
+        write_amax(trial)
+
+    assert judge(float8_problem(*types, epilogue), launch) is None
+
+
+def test_scales_of_float8_are_applied_once() -> None:
+    trial = ProductOperands(Memory(0, STREAM), float8_problem(E4M3))
+    call = trial.call(STREAM)
+    scale_a, scale_b, scale_d = (trial.memory.read(at, 1, np.float32)[0] for at in call.addresses[6:9])
+    assert call.scalars[0] * scale_a * scale_b * scale_d == 1.0
+    assert 1.0 not in (scale_a, scale_b, scale_a * scale_b)
+
+
+@pytest.mark.parametrize("d", [DType.BFLOAT16, DType.FLOAT32, E4M3])
+def test_float8_products_without_their_last_terms(d: DType) -> None:
+    def launch(trial: ProductOperands) -> None:
+        a, b = operands(trial)
+        compute(trial, a[..., :-1], b[..., :-1, :])
+        write_amax(trial)
+
+    fault = judge(float8_problem(d), launch)
+    assert fault is not None
+    assert fault.startswith("wrong: d[0, ")
+
+
+def test_a_largest_magnitude_that_is_off() -> None:
+    def launch(trial: ProductOperands) -> None:
+        right(trial)
+        write_amax(trial, 0.5)
+
+    fault = judge(float8_problem(E4M3), launch)
+    assert fault is not None
+    assert fault.startswith("wrong: amax_d is ")

@@ -1,0 +1,85 @@
+"""The rules of FP8 matrix products: cuBLAS's documentation of cublasLtMatmul, table of FP8 types and requirements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from lt_runtime.arrays.checks import check_one_float32
+from lt_runtime.arrays.operand import HOST, Operand
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import AlignmentError, ArgumentError, DTypeError, LayoutError, ShapeError
+from lt_runtime.layout import Order
+from lt_runtime.problem import SCALES, DType, MatmulProblem
+
+_UNIT: Final = 16
+"""Elements that each extent and leading dimension, and bytes that each address must be a multiple of. Scales too:
+cuBLASLt refuses others from 12.9 to 13.1 (its release notes, 5728938)."""
+_E5M2: Final = DType.FLOAT8_E5M2
+
+
+def check_options(
+    given: Mapping[str, Operand], types: tuple[DType, DType, DType], epilogue: Epilogue, *, fast: bool
+) -> None:
+    """Checks scales and options of a product against the types of A, B and D.
+
+    Raises:
+        ArgumentError: scales or fast accumulation without FP8 matrices; a scale, C or epilogue that D's type excludes.
+        DTypeError: cuBLASLt does not have this combination of types; or a scale is no FP32 number.
+        AlignmentError: a scale's address is not a multiple of 16 bytes.
+    """
+    a, b, d = types
+    for name in SCALES:
+        if name not in given:
+            continue
+        check_one_float32(given[name])
+        if not a.is_float8:
+            raise ArgumentError(f"{name} is given, and a is {a.value}; only float8 matrices have scales")
+        if name.endswith("_d") and not d.is_float8:
+            raise ArgumentError(f"{name} is given, and dtype is {d.value}; only a float8 result has it")
+        _check_address(given[name])
+    if not a.is_float8:
+        if fast:
+            raise ArgumentError(f"fast_accumulation is True, and a is {a.value}; only float8 products have it")
+        return
+    if a is b is _E5M2:
+        raise DTypeError(f"a and b are {_E5M2.value}; one of them must be {DType.FLOAT8_E4M3FN.value}")
+    if d is _E5M2 and _E5M2 not in (a, b):
+        raise DTypeError(f"dtype is {d.value}, and a and b are {a.value}; one of them must be {d.value} too")
+    if epilogue.sums_operand:
+        raise ArgumentError(f"epilogue is {epilogue.value!r}; float8 matrices are not summed")
+    if d.is_float8 and "c" in given:
+        raise ArgumentError(f"c is given, and dtype is {d.value}; nothing is added to a float8 product: drop c")
+
+
+def check_layouts(given: Mapping[str, Operand], problem: MatmulProblem) -> None:
+    """Checks that the tensor cores of compute capability 8.9 and 9.0 can read an FP8 product's matrices.
+
+    Raises:
+        LayoutError: a matrix is not contiguous along K, or a leading dimension is no multiple of 16 elements.
+        ShapeError: an extent is no positive multiple of 16.
+        AlignmentError: an address is not a multiple of 16 bytes.
+    """
+    for name, extent in (("M", problem.m), ("N", problem.n), ("K", problem.k)):
+        if extent % _UNIT or not extent:
+            sizes = f"a has shape {given['a'].shape} and b {given['b'].shape}"
+            raise ShapeError(f"{sizes}: {name} is {extent}; with float8 it must be a positive multiple of {_UNIT}")
+    for name, spec, order, shape in (("a", problem.a, Order.ROW, "(M, K)"), ("b", problem.b, Order.COLUMN, "(K, N)")):
+        if spec.layout.order is not order:
+            found = f"{name} {shape} has strides {given[name].strides}, and is not contiguous along K"
+            remedy = f"{name} = lt.contiguous({name}.T).T copies it, lt.cast_fp8(..., out_transposed=) writes it so"
+            raise LayoutError(f"{found}; float8 products need a row-major a and a column-major b: {remedy}")
+    specs = {"a": problem.a, "b": problem.b, "c": problem.c, "out": problem.d}
+    for name, each in specs.items():
+        if each is not None and (each.layout.leading_dimension % _UNIT or each.batch_stride % _UNIT):
+            found = f"{name} has strides {given[name].strides}"
+            raise LayoutError(f"{found}; with float8 those above 1 must be multiples of {_UNIT}")
+    for name in ("a", "b", "c", "bias", "aux", "out"):
+        if name in given:
+            _check_address(given[name])
+
+
+def _check_address(operand: Operand) -> None:
+    if operand.device != HOST and operand.alignment < _UNIT:
+        found = f"{operand.name} is at {operand.address:#x}"
+        raise AlignmentError(f"{found}; with float8 it must be a multiple of {_UNIT} bytes")
