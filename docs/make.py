@@ -17,6 +17,7 @@ GUIDES: Final = {
     "pytorch": "layers, norms and functions with autograd for PyTorch models",
     "weights": "weights from and for PyTorch, model files, checkpoints, files of any models and optimizers",
     "tuning": "what is measured when, the command line for it, where results are kept, which files are trusted",
+    "fp8": "8-bit matrix products: types, scales, what the tensor cores take",
     "profiling": "where the time of a step goes",
     "rounding": "which results are rounded when",
 }

@@ -309,7 +309,7 @@ def report_lines(machine: Machine, findings: Sequence[Finding]) -> Iterator[str]
         yield f"NVIDIA driver {driver.version or 'of unknown version'}, CUDA up to {supported}"
     for gpu in machine.gpus:
         memory = f"{gpu.memory / 2**30:.1f} GiB"
-        float8 = "float8 products" if gpu.has_float8 else "no float8 products, which need compute capability 8.9"
+        float8 = "float8 products" if gpu.has_fp8 else "no float8 products, which need compute capability 8.9"
         yield f"GPU {gpu.ordinal}: {gpu.name}, compute capability {gpu.capability / 10}, {memory}, {float8}"
     yield f"Cache: {cache.path or 'unknown'}, {cache.problem or f'{cache.size / 1e6:.1f} MB'}\n"
     libraries = [(each.name, each.version or "-", each.path or each.problem or "") for each in machine.libraries]

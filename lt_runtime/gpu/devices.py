@@ -20,9 +20,6 @@ from lt_runtime.gpu.driver import call
 _FP8_CAPABILITY: Final = 89
 _MOST_GPUS: Final = 10**9  # numbers of more digits are no ordinals, and Python may refuse to print them
 
-FLOAT8_CAPABILITY: Final = 89
-"""The first compute capability, major·10 + minor, with products of FP8 matrices."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
@@ -45,9 +42,9 @@ class DeviceInfo:
         return f"sm_{self.capability}"
 
     @property
-    def has_float8(self) -> bool:
+    def has_fp8(self) -> bool:
         """Whether the tensor cores multiply FP8 matrices, as Ada's, Hopper's and later ones do."""
-        return self.capability >= FLOAT8_CAPABILITY
+        return self.capability >= _FP8_CAPABILITY
 
 
 @functools.cache
@@ -120,7 +117,7 @@ def device_attributes(ordinal: int, *names: str) -> tuple[int, ...]:
 def check_fp8(device: int) -> None:
     """Raises `GpuError` unless the GPU has instructions for FP8."""
     info = device_info(device)
-    if info.capability < _FP8_CAPABILITY:
+    if not info.has_fp8:
         has, needed = info.capability / 10, _FP8_CAPABILITY / 10
         raise GpuError(f"GPU {device} ({info.name}) has compute capability {has}; FP8 needs {needed} or higher")
 

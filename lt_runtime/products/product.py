@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.gpu.devices import FLOAT8_CAPABILITY, device_info
+from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass, c_lies_across, pass_supports
@@ -16,14 +16,6 @@ from lt_runtime.products.methods import Choose, known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 
 _AUX_ALIGNMENT = 16
-
-
-def _check_capability(device: int) -> None:
-    info = device_info(device)
-    if not info.has_float8:
-        has, needed = (f"{each // 10}.{each % 10}" for each in (info.capability, FLOAT8_CAPABILITY))
-        name = f"GPU {device} ({info.name})"
-        raise PlanError(f"{name} has compute capability {has}; float8 products need {needed} or more")
 
 
 def library_may_fuse(problem: MatmulProblem) -> bool:
@@ -88,12 +80,13 @@ class ProductPlan(Plan):
         product: the plan of the product, with the epilogue or without.
 
     Raises:
-        PlanError: no method makes even the plain product; or the product is of FP8, and the GPU does not have it.
+        PlanError: no method makes even the plain product.
+        GpuError: the product is of FP8, and the GPU has no instructions for it.
     """
 
     def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:
         if problem.dtype.is_float8:
-            _check_capability(device)
+            check_fp8(device)
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
         self._scratch_bytes = 0
