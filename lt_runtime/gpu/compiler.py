@@ -51,8 +51,6 @@ _LIMIT: Final = 256 << 20
 # Bytes of the largest file that is read from the kernel cache; a kernel has about 100 kB.
 _LARGEST: Final = 16 << 20
 _SUFFIX: Final = ".kernel"
-# Earlier versions wrote .cubin files, which are deleted when the cache exceeds its limit.
-_SUFFIXES: Final = (_SUFFIX, ".cubin")
 
 
 def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
@@ -253,7 +251,7 @@ class KernelCache:
         remove_abandoned(self._directory, ".*")
         files = []
         for path in self._directory.iterdir():
-            if path.suffix in _SUFFIXES:
+            if path.suffix == _SUFFIX:
                 with contextlib.suppress(FileNotFoundError):  # another process may have deleted the file meanwhile
                     status = path.lstat()
                     files.append((status.st_mtime_ns, status.st_size, path))

@@ -200,11 +200,8 @@ def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, x: Operand)
     if is_row:
         view = None if length == layout.leading_dimension else (lambda padded: padded[..., :length])
         return New((*axes, layout.leading_dimension), problem.dtype.numpy, x.library, view)
-    if len(axes) == 1:
-        view = lambda padded: padded[:, :length].T  # noqa: E731  # one of three
-    else:
-        view = lambda padded: padded[:, :length].T.reshape(*axes, lines)  # noqa: E731
-    return New((lines, layout.leading_dimension), problem.dtype.numpy, x.library, view)
+    of_columns = lambda padded: padded[:, :length].T.reshape(*axes, lines)  # noqa: E731
+    return New((lines, layout.leading_dimension), problem.dtype.numpy, x.library, of_columns)
 
 
 class LinearGradients(NamedTuple):

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import stat
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -27,7 +26,7 @@ from lt_runtime.files import file_path, flush, opened, replacing
 
 _TEXT: Final = "lt_runtime"
 _DIGEST: Final = "lt_runtime.sha256"
-"""`_TEXT` and `_DIGEST` are keys of the metadata. Earlier versions wrote only the text."""
+"""`_TEXT` and `_DIGEST` are the keys of the metadata."""
 
 _CODES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32"}
 """The names in safetensors of the NumPy types that a checkpoint may have."""
@@ -100,8 +99,7 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str], file: Any, handle: int, start: int) -> None:
         self._path, self._handle, self._metadata = path, handle, file.metadata()
-        # Refuses all keys but two, because an unknown key may be a damaged form of one of them.
-        if self._metadata is None or self._metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
+        if self._metadata is None or self._metadata.keys() != {_TEXT, _DIGEST}:
             raise of_others(path)
         self.text: str = self._metadata[_TEXT]
         self.kinds: Kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
@@ -126,8 +124,6 @@ class OpenFile:
     def scan(self, use: Callable[[str, int, NDArray[Any]], None]) -> None:
         """Reads all arrays in pieces of `_PIECE` bytes, in the order of their names, and checks the file's digest.
 
-        A file of an earlier version has no digest: a warning is given at the line that called the public function.
-
         Args:
             use: is called with the name of an array, the number of elements before a piece, and the flat piece.
 
@@ -145,10 +141,7 @@ class OpenFile:
                     raise CheckpointError(f"{self._path} is damaged: it became shorter while it was read")
                 digest.update(piece.data)
                 use(name, at // dtype.itemsize, piece.view(dtype))
-        if _DIGEST not in self._metadata:
-            found = f"{self._path} is of an earlier version, which saved no digest: damage goes unnoticed"
-            warnings.warn(found, stacklevel=4)
-        elif self._metadata[_DIGEST] != digest.hexdigest():
+        if self._metadata[_DIGEST] != digest.hexdigest():
             raise CheckpointError(f"{self._path} is damaged: its content does not have the digest it was saved with")
 
     def require_memory(self, needed: int) -> None:

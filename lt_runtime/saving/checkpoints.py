@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -109,12 +108,11 @@ def load_checkpoint(
     that the cache does not know, as by `python -m lt_runtime cache merge`: algorithms are rebuilt, and verified before
     their first use. A step that has run before keeps its plans.
 
-    The file's digest is checked; it shows damage, but is no signature. A file of an earlier version has no digest,
-    which costs a UserWarning. Values that training cannot reach are refused: a loss scale that is no positive, normal
-    FP32 number, a growth tracker that is negative or not below `growth_interval`, negative second moments or norms,
-    data that are not the rounding of their master copy, and a number of steps of 2³² - 1, after which the 32-bit number
-    of the next update would be 0. Parameters, moments and the norm of the gradients may be NaN or infinite, because a
-    NaN or infinite gradient makes them so.
+    The file's digest is checked; it shows damage, but is no signature. Values that training cannot reach are refused: a
+    loss scale that is no positive, normal FP32 number, a growth tracker that is negative or not below
+    `growth_interval`, negative second moments or norms, data that are not the rounding of their master copy, and a
+    number of steps of 2³² - 1, after which the 32-bit number of the next update would be 0. Parameters, moments and the
+    norm of the gradients may be NaN or infinite, because a NaN or infinite gradient makes them so.
 
     Args:
         optimizer: None loads only the parameters' values. The file may then also come from `save_model`, and
@@ -215,16 +213,11 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> Any:
             raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
         # compares the file with the model itself, including which layers have a bias
         names = _value_names(path, file.kinds, _shapes_of(model))
-        _fill(path, file, model, names)
+        writer = _Writer(model, names)
+        file.scan(writer.write)
+        if writer.fault:
+            raise CheckpointError(f"{path} cannot be used: {writer.fault}")
     return model
-
-
-def _fill(path: str | os.PathLike[str], file: checkpoint_file.OpenFile, model: Block, names: Collection[str]) -> None:
-    """Reads the named arrays of a file into a new model; raises `CheckpointError` if the model's type is too small."""
-    writer = _Writer(model, names)
-    file.scan(writer.write)
-    if writer.fault:
-        raise CheckpointError(f"{path} cannot be used: {writer.fault}")
 
 
 class _Writer:
@@ -444,8 +437,7 @@ def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
     description = description_of(path, text, _FORMAT)
     if not isinstance(description.get("model"), dict):
         raise of_others(path)
-    is_mlp = "block" not in description["model"]
-    return {**description, "model": {**(_DEFAULTS if is_mlp else {}), **description["model"]}}
+    return description
 
 
 def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -502,11 +494,3 @@ def _shapes(path: str | os.PathLike[str], options: Mapping[str, Any], kinds: Kin
     except (ArgumentError, KeyError, TypeError) as error:
         raise of_others(path) from error
     return shapes_of(dims, [f"layer{i}.bias" in kinds for i in range(len(dims) - 1)])
-
-
-_DEFAULTS: Final = {
-    name: parameter.default
-    for name, parameter in inspect.signature(MLP).parameters.items()
-    if name not in ("dims", "device")
-}
-"""Values of newer options for files of earlier versions, which lack these options."""

@@ -99,7 +99,7 @@ FAULTS: Final[Table] = {
         ),
         "a pass moves vectors of rows that are not aligned": (
             "Access.ALIGNED if are_aligned(dtype, *matrices.values()) else",
-            "Access.ALIGNED if are_aligned(dtype, h) else",
+            "Access.ALIGNED if are_aligned(dtype, gate) else",
             "tests/cpu/test_fake_gpu_gated.py::test_one_matrix_is_not_aligned[dy]",
         ),
     },

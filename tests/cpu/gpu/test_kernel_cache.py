@@ -216,7 +216,6 @@ def test_the_least_recently_used_kernels_make_room(cache: Path, kernels: KernelC
         limited.get("a")
     assert [limited.get(key) is not None for key in "abc"] == [True, False, True]
     (cache / "notes.txt").write_text("other files stay" * 20)
-    (cache / "old.cubin").write_bytes(b"of an earlier version")
     limited.put("d", b"0" * (2 * size))
     assert {path.name for path in cache.iterdir()} == {"kernels", "notes.txt"}
 
