@@ -29,16 +29,17 @@ class Mixture(lt.Block):
             y = p[..., :1] * made[0]
             for i, each in enumerate(made[1:], 1):
                 y += p[..., i : i + 1] * each
-        run.keep(p, made, y)
+        run.keep(p, made)
         return y
 
     def backward(self, dy: Any, run: lt.Pass) -> Any:
         """Takes the gradient through the sum, then runs the gate and the experts back, the last first."""
-        p, made, y = run.take()
+        p, made = run.take()
         with run.array_module(dy) as xp:
-            dlogits = xp.empty_like(p)
+            dp = xp.empty(p.shape, xp.float32)
             for i, each in enumerate(made):
-                dlogits[..., i] = p[..., i] * (dy * (each - y)).sum(axis=-1, dtype=xp.float32)  # also for 16-bit types
+                dp[..., i] = (dy * each).sum(axis=-1, dtype=xp.float32)
+            dlogits = (p * (dp - (p * dp).sum(axis=-1, keepdims=True))).astype(p.dtype)
             parts = [p[..., i : i + 1] * dy for i in range(len(made))]
         dx = self.gate.backward(dlogits, run)
         for expert in reversed(self.experts):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
@@ -35,6 +36,9 @@ _DIRECTORY_MODE: Final = 0o700
 _FILE_MODE: Final = 0o600
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
+AnyPath: TypeAlias = str | os.PathLike[str]
+"""A path as a caller may give it."""
+
 Signature: TypeAlias = tuple[int, int, int] | None
 """Inode, size and time of a file, which change whenever it is replaced; None if there is no file."""
 
@@ -48,7 +52,7 @@ def signature(path: Path) -> Signature:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def file_path(path: str | os.PathLike[str]) -> Path:
+def file_path(path: AnyPath) -> Path:
     """A path that a caller has given.
 
     Raises:
@@ -61,7 +65,7 @@ def file_path(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str], flags: int = 0) -> Iterator[int]:
+def opened(path: AnyPath, flags: int = 0) -> Iterator[int]:
     """Yields a handle that reads a file or directory. Opening a pipe or a device does not block.
 
     Args:
@@ -99,6 +103,15 @@ def _content(handle: int, limit: int) -> bytes:
     if len(content) > limit:
         raise ValueError(f"it has more than {limit} bytes")
     return content
+
+
+def digest_of(paths: Iterable[Path]) -> bytes:
+    """SHA-256 of the names and the contents of files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.digest()
 
 
 def parse_json(content: bytes) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.transfer import copied
 from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.mlp import MLP
@@ -52,7 +53,7 @@ def fit(
     epochs: int = 1,
     valid: Batches | None = None,
     patience: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: AnyPath | None = None,
     progress: bool = True,
 ) -> list[Epoch]:
     """Trains a step's model over epochs, and keeps the weights of the epoch with the lowest validation loss.
@@ -122,7 +123,7 @@ def fit(
     return history
 
 
-def _write(path: str | os.PathLike[str], step: TrainStep) -> None:
+def _write(path: AnyPath, step: TrainStep) -> None:
     if isinstance(step.model, MLP) and isinstance(step.optimizer, AdamW) and step.ema is None:
         save_checkpoint(path, step.model, step.optimizer)
     else:

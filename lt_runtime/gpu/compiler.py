@@ -23,7 +23,7 @@ from typing import Any, Final
 from cuda import pathfinder
 
 from lt_runtime.errors import CompileError, GpuError, MissingLibraryError
-from lt_runtime.files import UntrustedError, read_private, remove_abandoned, replace_private
+from lt_runtime.files import UntrustedError, digest_of, read_private, remove_abandoned, replace_private
 from lt_runtime.paths import cache_directory, kernel_sources
 
 Macros = tuple[tuple[str, str], ...]
@@ -134,11 +134,7 @@ def _included_files() -> bytes:
     """Digest of all headers that a source may include."""
     ours = sorted(kernel_sources().glob("*.cuh"))
     theirs = [Path(runtime_headers()) / name for name in _TOOLKIT_HEADERS]
-    digest = hashlib.sha256()
-    for path in (*ours, *theirs):
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return digest.digest()
+    return digest_of([*ours, *theirs])
 
 
 def nvrtc_libraries() -> Iterator[Path]:

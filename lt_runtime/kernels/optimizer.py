@@ -46,18 +46,6 @@ _RULES: Final = {SGD: "lt::Sgd", Lion: "lt::Lion", AdamW: "lt::AdamW", AMSGrad: 
 
 
 @dataclass(frozen=True, slots=True)
-class AdamWHyper:
-    """Settings of an `lt.AdamW`, by the names that checkpoints have for them."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    schedule: AnySchedule
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
     """Everything about an optimizer but its parameters.
 
@@ -82,19 +70,6 @@ class Options:
     def judges_gradients(self) -> bool:
         """Whether the gradients' norm and finiteness have to be known before an update."""
         return self.max_norm is not None or self.skip_nonfinite
-
-    @property
-    def hyper(self) -> AdamWHyper:
-        """Settings of an `lt.AdamW`, whose parameters share one rule."""
-        (rule,) = self.rules
-        if not isinstance(rule, AdamW):
-            raise TypeError(f"{rule} has no settings of AdamW")
-        return AdamWHyper(rule.lr, *rule.betas, rule.eps, rule.weight_decay, self.schedule)
-
-    @property
-    def amsgrad(self) -> bool:
-        """Whether the first group's rule is AMSGrad."""
-        return isinstance(self.rules[0], AMSGrad)
 
 
 def update_params(options: Options, group: int, settings: int, tensors: int) -> Struct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -12,13 +13,18 @@ from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import Linear, Maker, backward_layers, forward_layers, seed_of, size_of
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops import norm
+from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.problem import ActivationName, Chosen, ComputeName, DType, DTypeLike, activation_of, probability
 
 
 class _Norm(Block):
-    """The common part of both norms: the width, eps and the weight."""
+    """The common part of both norms: the width, eps, the weight, and backward."""
+
+    bias: Parameter | None = None
+    _operation: ClassVar[Callable[..., Any]]
+    """The operation that computes the gradients."""
 
     def _make(self, width: int, eps: float, *, dtype: DTypeLike, master_weights: bool, device: object) -> Maker:
         """Sets the attributes; returns the maker of further parameters."""
@@ -28,6 +34,17 @@ class _Norm(Block):
         make = Maker(DType.parse("the norm", dtype), parse_device(device), has_master=has_master)
         self.weight = make(np.ones(width))
         return make
+
+    def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
+        """See `Block`; dx has `add` added in the same pass."""
+        context, needs_dx = run.take()
+        (dweight, dbias), adds = run.grads(self.weight, self.bias)
+        if not needs_dx and dweight is None and dbias is None:
+            return None
+        options: dict[str, Any] = {"need_dx": needs_dx, "need_dweight": dweight is not None, "out_dweight": dweight}
+        options |= {} if self.bias is None else {"need_dbias": dbias is not None, "out_dbias": dbias}
+        options |= {"add": add if needs_dx else None, "accumulate": adds}
+        return self._operation(dy, context, **options, stream=run.stream).dx
 
 
 class LayerNorm(_Norm):
@@ -39,6 +56,8 @@ class LayerNorm(_Norm):
         bias: whether there is a bias.
         dtype, master_weights, device: as for `lt.MLP`.
     """
+
+    _operation = staticmethod(norm.layer_norm_bwd)
 
     def __init__(
         self,
@@ -60,18 +79,6 @@ class LayerNorm(_Norm):
         run.keep(context, run.needs_gradient(x))
         return y
 
-    def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
-        """See `Block`; dx has `add` added in the same pass."""
-        context, needs_dx = run.take()
-        (dweight, dbias), adds = run.grads(self.weight, self.bias)
-        options: dict[str, Any] = {"need_dx": needs_dx, "accumulate": adds, "out_dweight": dweight, "out_dbias": dbias}
-        wanted = {"need_dweight": dweight is not None, "need_dbias": dbias is not None}
-        if not (needs_dx or any(wanted.values())):
-            return None
-        return norm.layer_norm_bwd(
-            dy, context, add=add if needs_dx else None, **options, **wanted, stream=run.stream
-        ).dx
-
 
 class RMSNorm(_Norm):
     """y = x / √(mean(x²) + eps) · weight over the columns of each row (Zhang and Sennrich, 2019).
@@ -81,6 +88,8 @@ class RMSNorm(_Norm):
         eps: is added to the mean of the squares.
         dtype, master_weights, device: as for `lt.MLP`.
     """
+
+    _operation = staticmethod(norm.rms_norm_bwd)
 
     def __init__(
         self,
@@ -98,16 +107,6 @@ class RMSNorm(_Norm):
         y, context = norm.rms_norm_fwd(x, self.weight.data, eps=self.eps, stream=run.stream)
         run.keep(context, run.needs_gradient(x))
         return y
-
-    def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
-        """See `Block`; dx has `add` added in the same pass."""
-        context, needs_dx = run.take()
-        dweight, adds = run.grad(self.weight)
-        if dweight is None and not needs_dx:
-            return None
-        options: dict[str, Any] = {"need_dx": needs_dx, "need_dweight": dweight is not None, "accumulate": adds}
-        options |= {"add": add if needs_dx else None, "out_dweight": dweight}
-        return norm.rms_norm_bwd(dy, context, **options, stream=run.stream).dx
 
 
 class Gated(Block):

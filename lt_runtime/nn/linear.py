@@ -103,19 +103,12 @@ class Linear(Block):
         self.bias = make(generator.uniform(-bound, bound, outputs)) if flag("bias", bias) else None
 
     @classmethod
-    def of(
-        cls,
-        made: tuple[str, Parameter, Parameter | None],
-        activation: Activation,
-        dropout: float,
-        seed: int,
-        compute: ComputeName,
-    ) -> Self:
-        """A layer over parameters that exist, given as its name, its weight and its bias."""
+    def of(cls, name: str, made: dict[str, Parameter], **options: Any) -> Self:
+        """A layer over parameters that exist, by their names; the options are attributes of the layer."""
         layer = cls.__new__(cls)
-        layer.name, layer.weight, layer.bias = made
+        layer.name, layer.weight, layer.bias = name, made[f"{name}.weight"], made.get(f"{name}.bias")
         layer.outputs, layer.inputs = layer.weight.data.shape
-        layer.activation, layer.dropout, layer.seed, layer.compute = activation, dropout, seed, compute
+        vars(layer).update(options)
         return layer
 
     def forward(self, x: Any, run: Pass, add: Any = None, out: Any = None) -> Any:

@@ -107,16 +107,8 @@ class MLP(Block, surrounded=False):
         _, biases = by_layer("bias", bias, count, flag)
         self.device = ComputeDevice(parse_device(device))
         made = self._parameters(biases, has_masters=self.master_weights and self.dtype is not DType.FLOAT32)
-        self.layers = [
-            Linear.of(
-                (f"layer{i}", made[f"layer{i}.weight"], made.get(f"layer{i}.bias")),
-                activations[i],
-                dropouts[i],
-                self.seed,
-                compute,
-            )
-            for i in range(count)
-        ]
+        shared, each = {"seed": self.seed, "compute": compute}, enumerate(zip(activations, dropouts, strict=True))
+        self.layers = [Linear.of(f"layer{i}", made, activation=f, dropout=p, **shared) for i, (f, p) in each]
         self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, self.device.ordinal)
 
     def parts(self) -> Iterable[tuple[str, Any]]:

@@ -31,6 +31,8 @@ from lt_runtime.schedules import AnySchedule, Schedule, Table
 __all__ = ["AdamW", "Optimizer", "Parameter"]
 
 MomentsType: TypeAlias = Literal["float32", "bfloat16"] | DType | np.dtype[Any] | type[Any] | TorchDType
+Bounds: TypeAlias = Mapping[str, tuple[float, float]]
+"""The lowest and the highest value of arrays, by name."""
 LAST_STEP: Final = 2**32 - 2
 """The largest number of steps from which training can continue: an update uses the number plus 1 in 32 bits."""
 
@@ -411,7 +413,7 @@ def state_ranges(optimizer: Optimizer, names: Sequence[str] | None = None) -> di
     return bounds
 
 
-def outside(name: str, values: NDArray[Any], bounds: Mapping[str, tuple[float, float]]) -> str:
+def outside(name: str, values: NDArray[Any], bounds: Bounds) -> str:
     """A complaint about the first value of an array that lies outside its bounds; empty if there is none."""
     if name not in bounds:
         return ""

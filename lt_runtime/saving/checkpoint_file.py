@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.errors import CheckpointError, FileError, MissingFileError, printable
-from lt_runtime.files import file_path, flush, opened, replacing
+from lt_runtime.files import AnyPath, file_path, flush, opened, replacing
 
 _TEXT: Final = "lt_runtime"
 _DIGEST: Final = "lt_runtime.sha256"
@@ -37,11 +37,14 @@ _HEADER_LIMIT: Final = 4 << 20
 """Limit of a header's bytes: enough for thousands of layers, and parsed within a second. safetensors allows 100 MB."""
 
 _MESSAGE_LIMIT: Final = 200
+Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+"""NumPy arrays, by name."""
+
 _PIECE: Final = 4 << 20
 """Bytes that are read and hashed at once, a multiple of every type's size."""
 
 
-def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text: str) -> None:
+def write(path: AnyPath, arrays: Arrays, text: str) -> None:
     """Replaces a file, or the target of a symbolic link, in one step. Returns when the new file is on the disk.
 
     Raises:
@@ -97,7 +100,7 @@ class OpenFile:
         kinds: types and shapes of its arrays, sorted by name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: Any, handle: int, start: int) -> None:
+    def __init__(self, path: AnyPath, file: Any, handle: int, start: int) -> None:
         self._path, self._handle, self._metadata = path, handle, file.metadata()
         if self._metadata is None or self._metadata.keys() != {_TEXT, _DIGEST}:
             raise of_others(path)
@@ -153,7 +156,7 @@ class OpenFile:
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
+def reading(path: AnyPath) -> Iterator[OpenFile]:
     """Opens a regular file with a header of accepted length, and reads the header.
 
     Raises:
@@ -179,7 +182,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {shortened(str(error))}") from error
 
 
-def check_kinds(path: str | os.PathLike[str], found: Kinds, like: Kinds) -> None:
+def check_kinds(path: AnyPath, found: Kinds, like: Kinds) -> None:
     """Raises `CheckpointError` unless a file has exactly the expected arrays."""
     for name in sorted(like.keys() ^ found.keys()):
         difference = f"no {name}" if name in like else f"{shortened(name)}, which there is not here"
@@ -234,13 +237,13 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def of_others(path: str | os.PathLike[str]) -> CheckpointError:
+def of_others(path: AnyPath) -> CheckpointError:
     """Makes the error for a file that this package has not written."""
     return CheckpointError(f"{path} was not written by lt.save_checkpoint, lt.save_model or lt.save")
 
 
 @contextlib.contextmanager
-def _file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+def _file_errors(path: AnyPath) -> Iterator[None]:
     file_path(path)
     try:
         yield

@@ -17,15 +17,16 @@ from lt_runtime.arguments import check_instance, integers, one_of, shown
 from lt_runtime.arrays.operand import CUPY, read
 from lt_runtime.arrays.transfer import replace_all, store
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
-from lt_runtime.files import parse_json
+from lt_runtime.files import AnyPath, parse_json
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import MLP, shapes_of
 from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
-from lt_runtime.ops.optimizer import AdamW, Optimizer, outside, state_arrays, state_ranges
+from lt_runtime.ops.optimizer import AdamW, Bounds, Optimizer, outside, state_arrays, state_ranges
 from lt_runtime.problem import Activation
+from lt_runtime.rules import AMSGrad
 from lt_runtime.saving import checkpoint_file
-from lt_runtime.saving.checkpoint_file import Kind, Kinds, check_kinds, kind_of, of_others, shortened
+from lt_runtime.saving.checkpoint_file import Arrays, Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.descriptions import describe, make, named_parameters, options_of
 from lt_runtime.saving.plan_choices import choices_of, take_choices
 from lt_runtime.schedules import AnySchedule, Table
@@ -66,7 +67,7 @@ _NAME: Final = 60
 _CELL: Final = 40
 
 
-def save_checkpoint(path: str | os.PathLike[str], model: Block, optimizer: Optimizer) -> None:
+def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
     """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
 
     The plan cache's entries for the model's training steps are saved with them, see `load_checkpoint`. A digest of
@@ -96,7 +97,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: Block, optimizer: Optim
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: Block, optimizer: Optimizer | None = None, *, changed: Collection[str] = ()
+    path: AnyPath, model: Block, optimizer: Optimizer | None = None, *, changed: Collection[str] = ()
 ) -> None:
     """Loads a checkpoint's values into a model and an optimizer that were made with the same options.
 
@@ -153,7 +154,7 @@ def load_checkpoint(
     take_choices(path, plans, model)
 
 
-def save_model(path: str | os.PathLike[str], model: Block) -> None:
+def save_model(path: AnyPath, model: Block) -> None:
     """Writes a model to a safetensors file: its parameters' values and its options, for `load_model`.
 
     The model is an `lt.MLP`, or made of the package's blocks, which may share weights. If there are FP32 master copies,
@@ -177,7 +178,7 @@ def save_model(path: str | os.PathLike[str], model: Block) -> None:
     checkpoint_file.write(path, values, described)
 
 
-def load_model(path: str | os.PathLike[str], device: object = "auto") -> Any:
+def load_model(path: AnyPath, device: object = "auto") -> Any:
     """Makes the model of a file that `save_model` or `save_checkpoint` has written.
 
     The file's digest is checked as by `load_checkpoint`. The model is made only after the file has been found to hold
@@ -199,7 +200,9 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> Any:
     with checkpoint_file.reading(path) as file:
         described = _description_of(path, file.text)["model"]
         # twice the size of the arrays: a model has values and gradients
-        file.require_memory(2 * sum(map(checkpoint_file.size_of, _values_in(file.kinds))))
+        without_masters = (each for each in file.kinds.items() if each[0] + MASTER not in file.kinds)
+        values = (kind for name, kind in without_masters if name.rpartition(".")[2] not in _MOMENTS)
+        file.require_memory(2 * sum(map(checkpoint_file.size_of, values)))
 
         def check_mlp(options: Mapping[str, Any], kinds: Kinds) -> None:
             """Compares a file's arrays with the `dims` of an MLP, in case the file claims huge sizes."""
@@ -307,7 +310,9 @@ def _rules(optimizer: Optimizer) -> dict[str, Any]:
     """The settings of an `lt.AdamW`; of any other optimizer the rule of each group and the group's size."""
     options = optimizer.options
     if isinstance(optimizer, AdamW):
-        return {**dataclasses.asdict(options.hyper), "amsgrad": options.amsgrad}
+        settings = dataclasses.asdict(options.rules[0])
+        settings["beta1"], settings["beta2"] = settings.pop("betas")
+        return {**settings, "amsgrad": isinstance(options.rules[0], AMSGrad)}
     groups = enumerate(zip(options.rules, optimizer.groups, strict=True))
     described = {
         i: {"rule": type(rule).__name__, **dataclasses.asdict(rule), "size": size} for i, (rule, size) in groups
@@ -323,12 +328,7 @@ def _schedule(schedule: AnySchedule) -> dict[str, Any]:
     return {"table": len(schedule.values), "sha256": digest}
 
 
-def check_values(
-    complaint: str,
-    arrays: Mapping[str, NDArray[Any]],
-    masters: Iterable[str],
-    bounds: Mapping[str, tuple[float, float]],
-) -> None:
+def check_values(complaint: str, arrays: Arrays, masters: Iterable[str], bounds: Bounds) -> None:
     """Raises `CheckpointError` if a value is out of its bounds, or an array is no rounding of its master copy.
 
     Args:
@@ -346,16 +346,14 @@ def check_values(
             raise CheckpointError(f"{complaint}: {found}")
 
 
-def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: Block, optimizer: Optimizer) -> None:
+def _check_values(complaint: str, arrays: Arrays, model: Block, optimizer: Optimizer) -> None:
     bounds = {_STATE.get(name, name): each for name, each in state_ranges(optimizer).items()}
     if optimizer.grad_norm is not None:
         bounds[_GRAD_NORM] = 0.0, math.inf
     check_values(complaint, arrays, [each.name for each in model.parameters() if each.master is not None], bounds)
 
 
-def _check_options(
-    path: str | os.PathLike[str], theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Set[str]
-) -> None:
+def _check_options(path: AnyPath, theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Set[str]) -> None:
     """Raises `CheckpointError`, with a table of the differing options, if options differ that must be equal."""
     rows = [
         row for row in differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(_names_in(row[0]))
@@ -364,7 +362,7 @@ def _check_options(
 
 
 def refuse_differences(
-    path: str | os.PathLike[str], rows: Sequence[tuple[str, str, str]], names: Set[str], changeable: Sequence[str]
+    path: AnyPath, rows: Sequence[tuple[str, str, str]], names: Set[str], changeable: Sequence[str]
 ) -> None:
     """Raises `CheckpointError` with a table of options that differ, if there are any.
 
@@ -411,7 +409,7 @@ def _options_of(model: Block) -> Any:
     return options_of(model) if isinstance(model, MLP) else plain(describe(model))
 
 
-def description_of(path: str | os.PathLike[str], text: str, version: int) -> dict[str, Any]:
+def description_of(path: AnyPath, text: str, version: int) -> dict[str, Any]:
     """Reads the description that a file's text holds.
 
     Args:
@@ -432,7 +430,7 @@ def description_of(path: str | os.PathLike[str], text: str, version: int) -> dic
     return description
 
 
-def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
+def _description_of(path: AnyPath, text: str) -> dict[str, Any]:
     """The description of a model and, in a checkpoint, of its optimizer; raises as `description_of`."""
     description = description_of(path, text, _FORMAT)
     if not isinstance(description.get("model"), dict):
@@ -440,7 +438,7 @@ def _description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
     return description
 
 
-def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _value_names(path: AnyPath, kinds: Kinds, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Names of the arrays with the most accurate values of parameters: master copies if the file has them.
 
     Raises:
@@ -459,14 +457,7 @@ def _value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Mapping[str
     return [name + MASTER if name + MASTER in kinds else name for name in shapes]
 
 
-def _values_in(kinds: Kinds) -> Iterator[Kind]:
-    """The arrays that may be the most accurate values of parameters."""
-    for name, kind in kinds.items():
-        if name.rpartition(".")[2] not in _MOMENTS and name + MASTER not in kinds:
-            yield kind
-
-
-def _write_saved(path: str | os.PathLike[str], model: Block, values: Mapping[str, NDArray[Any]]) -> None:
+def _write_saved(path: AnyPath, model: Block, values: Arrays) -> None:
     """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
 
     Raises:
@@ -484,7 +475,7 @@ def _shapes_of(model: Block) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.data.shape) for name, each in named_parameters(model).items()}
 
 
-def _shapes(path: str | os.PathLike[str], options: Mapping[str, Any], kinds: Kinds) -> dict[str, tuple[int, ...]]:
+def _shapes(path: AnyPath, options: Mapping[str, Any], kinds: Kinds) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases."""
     try:
         # A header has room for millions of sizes; names of layers are only made for as many as there are arrays.

@@ -84,16 +84,12 @@ def state_of(owners: Mapping[str, Any]) -> State:
 
 
 def settings_of(
-    keyword: str,
-    optimizer: Optimizer,
-    names: Sequence[str],
-    options: Mapping[str, Any],
-    table: Any,
-    taken: Collection[str],
+    key: str, optimizer: Optimizer, names: Sequence[str], options: Mapping[str, Any], table: Any, taken: Collection[str]
 ) -> list[tuple[Any, str, Any]]:
     """Assignments, each of an object, an attribute and a value, that give an optimizer the settings of a file.
 
     Args:
+        key: the keyword of the optimizer.
         names: of the optimizer's parameters.
         options: of the file.
         table: values of the file's `lt.schedules.Table`; None if there is none.
@@ -104,11 +100,11 @@ def settings_of(
     """
     made, rules = list[tuple[Any, str, Any]](), []
     if "schedule" in taken:
-        given = options[f"{keyword}/schedule"]
+        given = options[f"{key}/schedule"]
         schedule = Table(tuple(table.tolist())) if "table" in given else Schedule(**given)
         made.append((optimizer, "schedule", schedule))
     for i, rule in enumerate(optimizer.rules):
-        rates = {name: options[f"{keyword}/group {i}.{name}"] for name in ("lr", "weight_decay") if name in taken}
+        rates = {name: options[f"{key}/group {i}.{name}"] for name in ("lr", "weight_decay") if name in taken}
         rules.append(dataclasses.replace(rule, **rates))
     if isinstance(optimizer, AdamW):
         made += [(optimizer, name, getattr(rules[0], name)) for name in ("lr", "weight_decay")]
@@ -116,15 +112,10 @@ def settings_of(
         made.append((optimizer, "rules", rules))
     for name, parameter in zip(names, optimizer.parameters, strict=True):
         for setting in {"lr_scale", "weight_decay"} & {*taken}:
-            value = options[f"{keyword}/{name}.{setting}"]
+            value = options[f"{key}/{name}.{setting}"]
             has_none = value is None and setting == "weight_decay"
             made.append((parameter, setting, None if has_none else not_negative(f"{name}.{setting}", value)))
     return made
-
-
-def _start(model: Block) -> int:
-    """The number of characters of a name before the name within the model, which may be a part of another one."""
-    return len(model.name) + 1 if model.name else 0
 
 
 def _arrays(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
@@ -136,7 +127,7 @@ def _options_of_model(model: Block) -> dict[str, Any]:
     """The options of all blocks that decide how training goes on; of blocks of the package also their class."""
     options: dict[str, Any] = {"kind": "Block"}
     for block in model.blocks():
-        held, place = vars(block), block.name[_start(model) :]
+        held, place = vars(block), block.name.removeprefix(model.name).removeprefix(".")
         held = {name: value for name, value in held.items() if isinstance(value, (*PLAIN, Activation))}
         draws = any(held.get(name) for name in ("dropout", "p"))  # the seed matters only if random numbers are drawn
         own = {name: held[name] for name in (*_OF_BLOCKS, *["seed"] * draws) if name in held}

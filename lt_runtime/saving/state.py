@@ -13,18 +13,17 @@ from collections.abc import Collection, Mapping, Set
 from typing import Any, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, read
 from lt_runtime.arrays.transfer import fetch, replace_all
 from lt_runtime.errors import ArgumentError, CheckpointError
-from lt_runtime.files import parse_json
+from lt_runtime.files import AnyPath, parse_json
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.saving import checkpoint_file
-from lt_runtime.saving.checkpoint_file import Kind, Kinds, check_kinds, of_others, shortened
+from lt_runtime.saving.checkpoint_file import Arrays, Kind, Kinds, check_kinds, of_others, shortened
 from lt_runtime.saving.checkpoints import (
     CHANGEABLE,
     MASTER,
@@ -45,7 +44,7 @@ _SETTINGS: Final = ("lr", "lr_scale", "schedule", "weight_decay")
 _CHANGEABLE: Final = (*CHANGEABLE, "accumulate", "batch_size", "decay", "loss", "momentum", "nesterov")
 
 
-def save(path: str | os.PathLike[str], **owners: Any) -> None:
+def save(path: AnyPath, **owners: Any) -> None:
     """Writes models, optimizers, averages, steps and plain values to one safetensors file, under their keywords.
 
     The file holds all values that training changes, by name, the options that decide how training goes on. An array
@@ -94,7 +93,7 @@ def save(path: str | os.PathLike[str], **owners: Any) -> None:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     settings: Literal["equal", "file"] = "equal",
     changed: Collection[str] = (),
@@ -190,22 +189,18 @@ def _keyword(key: str) -> str:
     return key.partition("/")[0]
 
 
-def _check(complaint: str, arrays: Mapping[str, NDArray[Any]], state: State) -> None:
+def _check(complaint: str, arrays: Arrays, state: State) -> None:
     """Raises `CheckpointError` if a value is out of its range; `arrays` are the values by the keys of the state."""
     masters = [key for key in state.arrays if f"{key}{MASTER}" in state.arrays]
     check_values(complaint, arrays, masters, state.bounds)
 
 
-def _described(
-    path: str | os.PathLike[str], text: str
-) -> tuple[dict[str, Any], dict[str, str], dict[str, int | float | str], list[Any]]:
+def _described(path: AnyPath, text: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any], list[Any]]:
     """A file's options by key, the first keys of shared arrays, the plain values, and the texts of plan choices."""
     described = description_of(path, text, STATE_FORMAT)
-    options, shared, values = (described.get(name) for name in ("options", "shared", "values"))
-    plans = described.get("plans", [])
-    if not (
-        isinstance(plans, list) and isinstance(options, dict) and isinstance(shared, dict) and isinstance(values, dict)
-    ):
+    parts: list[Any] = [described.get(name) for name in ("options", "shared", "values")]
+    plans, (options, shared, values) = described.get("plans", []), parts
+    if {*map(type, parts)} != {dict} or not isinstance(plans, list):
         raise of_others(path)
     try:
         values = {key: float(each["float"]) if isinstance(each, dict) else each for key, each in values.items()}
@@ -217,11 +212,7 @@ def _described(
 
 
 def _check_options(
-    path: str | os.PathLike[str],
-    theirs: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    keywords: Set[str],
-    may_differ: Set[str],
+    path: AnyPath, theirs: Mapping[str, Any], ours: Mapping[str, Any], keywords: Set[str], may_differ: Set[str]
 ) -> None:
     """Raises `CheckpointError` if a file lacks an object, or with a table of all options that differ and must not."""
     objects = sorted({*map(_keyword, theirs)})
@@ -238,11 +229,7 @@ def _check_options(
 
 
 def _sources(
-    path: str | os.PathLike[str],
-    kinds: Kinds,
-    shared: Mapping[str, str],
-    objects: Collection[str],
-    keywords: Collection[str],
+    path: AnyPath, kinds: Kinds, shared: Mapping[str, str], objects: Collection[str], keywords: Collection[str]
 ) -> dict[str, str]:
     """For every key of some keywords in a file, the key under which the file has the array.
 
@@ -256,7 +243,7 @@ def _sources(
     return {key: source for key, source in sources.items() if _keyword(key) in keywords}
 
 
-def _check_shared(path: str | os.PathLike[str], there: Mapping[str, str], here: Mapping[str, str]) -> None:
+def _check_shared(path: AnyPath, there: Mapping[str, str], here: Mapping[str, str]) -> None:
     """Raises `CheckpointError` unless the same keys share an array in a file and here."""
     for key, first in here.items():
         if there[key] != first:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from lt_runtime import cublaslt
 from lt_runtime.errors import ArgumentError, LtError, printable
-from lt_runtime.files import parse_json, read_private, read_regular
+from lt_runtime.files import digest_of, parse_json, read_private, read_regular
 from lt_runtime.gpu.devices import device_count, device_info, kernel_driver_version
 from lt_runtime.gpu.driver import call
 from lt_runtime.paths import kernel_sources
@@ -106,11 +106,7 @@ def driver_version() -> str:
 @functools.cache
 def kernels_digest() -> str:
     """Sixteen hexadecimal digits that change when any file of `cuda_src` changes."""
-    digest = hashlib.sha256()
-    for path in sorted(kernel_sources().glob("*.cu*")):
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
+    return digest_of(sorted(kernel_sources().glob("*.cu*"))).hex()[:16]
 
 
 class UnusableError(ArgumentError):

@@ -275,7 +275,8 @@ class GpuStep:
             buffers = StepBuffers(batch, self._body.parts, stream)
             self._rehearse_first(buffers, stream)
             if self._captures:
-                buffers.graph = self._capture(buffers, stream)
+                self._rehearse(buffers, self._pool, stream)  # allocates the memory that the graph keeps
+                buffers.graph = self._record(buffers)
         except BaseException as error:
             if not self._buffers:  # only if no graph holds addresses of the pool
                 self._pool.free_all_blocks()
@@ -299,11 +300,6 @@ class GpuStep:
         self._body.model.met.append(met)
         if tunes and before_first_step(met.to_tune(), self._device, stream) and self._captures:
             self._rehearse(buffers, cupy().cuda.MemoryPool(), stream)
-
-    def _capture(self, buffers: StepBuffers, stream: int) -> Graph:
-        """Captures a step, after a rehearsal that allocates the memory which the graph keeps."""
-        self._rehearse(buffers, self._pool, stream)
-        return self._record(buffers)
 
     def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int, *, by_layer: bool = False) -> Met:
         """Runs a step without the update, on the stream of captures if the step is to be captured.

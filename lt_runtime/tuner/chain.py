@@ -210,12 +210,6 @@ class LayerChain:
             return LayerChain((Layer(forward, backward),))
         return LayerChain((Layer(forward), Layer(None, backward)))
 
-    @property
-    def accumulating(self) -> LayerChain:
-        """The chain with accumulation: the gradients of parameters are added to the values in their buffers."""
-        backwards = (each.backward and replace(each.backward, accumulate=True) for each in self.layers)
-        return LayerChain(tuple(map(Layer, (each.forward for each in self.layers), backwards)))
-
 
 def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:
     """Kind of the tensor that a forward problem saves, read from its entry in the plan cache; None without an entry."""

@@ -74,7 +74,7 @@ def test_what_is_set_can_be_read_and_is_a_number_of_python() -> None:
     optimizer.parameters[0].lr_scale = np.float16(2)
     assert {*map(type, (optimizer.lr, optimizer.weight_decay, optimizer.parameters[0].lr_scale))} == {float}
     assert (optimizer.lr, optimizer.weight_decay) == (0.5, 1.0)
-    assert (optimizer.options.hyper.lr, optimizer.options.hyper.weight_decay) == (0.5, 1.0)
+    assert (optimizer.rules[0].lr, optimizer.rules[0].weight_decay) == (0.5, 1.0)
     assert optimizer.schedule == lt.schedules.warmup_linear(2, 9)
 
 
@@ -148,7 +148,8 @@ def test_parameters_longer_than_the_hosts_blocks(dtype: str) -> None:
     optimizer = lt.AdamW([whole], lr=0.1, moments="bfloat16", stochastic_rounding=dtype == "bfloat16", seed=3)
     optimizer.step()
     zeros = np.zeros(size, np.float32)
-    new = adamw_update(AdamWTensor(data, zeros, zeros), grad, optimizer.options.hyper, step)
+    hyper = AdamWHyper(0.1, 0.9, 0.999, 1e-8, 0.01, optimizer.schedule)
+    new = adamw_update(AdamWTensor(data, zeros, zeros), grad, hyper, step)
     parts = zip((whole.data, *optimizer.moments[0]), new[:3], reference.RoundedTensor, strict=True)
     for found, exact, part in parts:
         lanes = reference.rounding_lanes(size, 3, 0, step, part)
