@@ -152,8 +152,8 @@ FAULTS: Final[Table] = {
     },
     "lt_runtime/saving/checkpoint_file.py": {
         "a checkpoint's digest is not compared": (
-            "elif self._metadata[_DIGEST] != digest.hexdigest():",
-            "elif len(self._metadata[_DIGEST]) != 64:",
+            "if self._metadata[_DIGEST] != digest.hexdigest():",
+            "if len(self._metadata[_DIGEST]) != 64:",
             "tests/cpu/saving/test_checkpoint_damage.py",
         ),
         "a checkpoint's digest is of its text alone": (
