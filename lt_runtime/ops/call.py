@@ -42,7 +42,7 @@ _MOST_CALLS: Final = 1024
 _MOST_REPEATS: Final = 1024
 _UNTIL_RETRY: Final = 1000  # calls
 _CAPTURE_SHARE: Final = 0.03
-_MOST_CAPTURE_S: Final = 0.5
+_MOST_CAPTURE_S: Final = 0.05
 _ONCE: Final = False
 """Value in `cache.repeats` for a call that was made once with its arrays: no graph has been captured for it yet."""
 _OWN_THREADS: Final = "lt_runtime "

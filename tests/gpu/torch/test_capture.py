@@ -18,7 +18,10 @@ import torch.nn.functional as F  # noqa: N812
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [  # PyTorch's own warning, if the first work of autograd's thread is a product
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
+]
 
 Make = Callable[[Any], Any]
 OPTIMIZERS: dict[str, tuple[Make, bool]] = {
