@@ -28,14 +28,14 @@ _PADDING: Final = 8
 
 
 class CrossEntropy(Operator):
-    """Cross-entropy of logits (M, C) and labels (M,). Backward computes the gradient anew, with the incoming scale.
+    """Mean cross-entropy of logits (M, C) and labels (M,).
 
-    A gradient that was kept from forward would have to be read and written once more to be scaled, and in FP16 it
-    would vanish before a loss scale reaches it.
+    Backward computes the gradient anew, with the incoming scale. A gradient that was kept from forward would have to be
+    read and written once more to be scaled, and in FP16 it would vanish before a loss scale reaches it.
     """
 
     name = "cross_entropy"
-    options = "int ignore_index, str reduction, float label_smoothing"
+    options = "int ignore_index, float label_smoothing"
 
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
@@ -54,9 +54,6 @@ class CrossEntropy(Operator):
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         self._run(outputs[0], torch.empty_like(operands[0]), operands, options)
-        if options[1] == "sum":
-            counted = _counted(operands[1], operands[2], options[0])
-            outputs[0].copy_(torch.where(counted == 0, 0.0, outputs[0] * counted))
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
@@ -68,18 +65,17 @@ class CrossEntropy(Operator):
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
-        scale = dys[0] if options[1] == "mean" else dys[0] * _counted(saved[1], saved[2], options[0])
-        self._run(saved[0].new_empty((), dtype=_loss_type(saved[0])), made[0], saved, options, scale)
+        (loss,) = self.outputs(saved, options)
+        self._run(loss, made[0], saved, options, dys[0])
 
     def _run(self, loss: Tensor, gradient: Tensor, operands: Tensors, options: Options, scale: Tensor = None) -> None:
         logits, labels, weight = operands
-        ignore_index, _, smoothing, *_ = options
-        more = {"ignore_index": ignore_index, "label_smoothing": smoothing, "class_weights": weight}
+        more = {"ignore_index": options[0], "label_smoothing": options[1], "class_weights": weight}
         _evaluate(as_rows(logits), labels.contiguous(), gradient, loss, scale, **more)
 
 
 class LinearCrossEntropy(Operator):
-    """Cross-entropy of logits x · weightᵀ + bias (M, N), made in chunks of rows, and its gradients, made on the way.
+    """Mean cross-entropy of logits x · weightᵀ + bias (M, N), made in chunks, and its gradients, made on the way.
 
     A chunk of 0 rows stands for the default. Outputs besides the loss are the gradients of x, weight and bias for a
     loss with the factor 1; empty where the options say that there is none. With FP16 they are FP32, because a loss
@@ -87,7 +83,7 @@ class LinearCrossEntropy(Operator):
     """
 
     name = "linear_cross_entropy"
-    options = "int ignore_index, str reduction, float label_smoothing, int chunk, bool is_half, bool[] needs"
+    options = "int ignore_index, float label_smoothing, int chunk, bool is_half, bool[] needs"
 
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
@@ -97,25 +93,23 @@ class LinearCrossEntropy(Operator):
 
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
-        x = operands[0]
-        made = [x.new_empty((), dtype=_loss_type(x))]
-        if options[-1]:
-            dtype = torch.float32 if options[4] else x.dtype
-            for each, needed in zip(operands[:3], options[5], strict=True):
-                made.append(torch.empty_like(each, dtype=dtype) if needed else x.new_empty(0))
-        return made
+        x, (*_, is_half, needs, training) = operands[0], options
+        dtype = torch.float32 if is_half else x.dtype
+        pairs = zip(operands[:3], needs, strict=True) if training else ()
+        made = [torch.empty_like(each, dtype=dtype) if needed else x.new_empty(0) for each, needed in pairs]
+        return [x.new_empty((), dtype=_loss_type(x)), *made]
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         x, weight, bias, labels = operands
-        ignore_index, reduction, smoothing, chunk, is_half, needs, training = options
+        ignore_index, smoothing, chunk, is_half, needs, training = options
         needs = needs if training else (False,) * 3
         loss, rows, classes = outputs[0], len(x), len(weight)
         gradients = [each if need else None for each, need in zip(outputs[1:] or operands[:3], needs, strict=True)]
         dx, dw, db = gradients
         kept = labels != ignore_index
         count, labels = kept.sum(), torch.where(kept, labels, 0)
-        divisor = (count.clamp(min=1) if reduction == "mean" else torch.ones_like(count)).to(loss.dtype)
+        divisor = count.clamp(min=1).to(loss.dtype)
         # In FP16 the logits' gradients are divided afterwards: they would vanish.
         weights, after = kept.to(loss.dtype) / (1 if is_half else divisor), divisor if is_half else 1
         chunk = chunk or _rows_of_chunk(rows, classes, x)
@@ -136,7 +130,7 @@ class LinearCrossEntropy(Operator):
         for each, total in zip(gradients, sums, strict=True):
             if each is not None and (is_half or each is not total):
                 each.copy_(total / after)
-        loss.copy_(torch.where(count > 0, losses.sum() / after, math.nan if reduction == "mean" else 0.0))
+        loss.copy_(torch.where(count > 0, losses.sum() / after, math.nan))
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
@@ -144,7 +138,7 @@ class LinearCrossEntropy(Operator):
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
-        dtype = torch.float16 if options[4] else None
+        dtype = torch.float16 if options[3] else None
         return [torch.empty_like(each, dtype=dtype) for each, need in zip(saved, needs, strict=False) if need]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
@@ -195,8 +189,8 @@ def cross_entropy(
         check_shape("target", target, rows, f"as input has shape {tuple(input.shape)}")
         logits, target = input.movedim(axis, -1).reshape(-1, input.shape[axis]), target.reshape(-1)
     weight = None if weight is None else weight.to(_loss_type(input))
-    loss: Tensor = _CROSS_ENTROPY((logits, target, weight), options)
-    return loss
+    loss = _CROSS_ENTROPY((logits, target, weight), options)
+    return loss if reduction == "mean" else _sum_of_mean(loss, target, weight, ignore_index)
 
 
 def linear_cross_entropy(
@@ -246,19 +240,19 @@ def linear_cross_entropy(
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
     needs = tuple([each is not None and each.requires_grad for each in (x, weight, bias)])
     of_layer = chunk or 0, x.dtype is torch.float16, needs
-    loss: Tensor = _LINEAR_CROSS_ENTROPY((x, weight, bias, labels), (*options, *of_layer))
-    return loss
+    loss = _LINEAR_CROSS_ENTROPY((x, weight, bias, labels), (*options, *of_layer))
+    return loss if reduction == "mean" else _sum_of_mean(loss, labels, None, ignore_index)
 
 
-def _options(ignore_index: Any, reduction: Any, label_smoothing: Any) -> tuple[int, str, float]:
-    """Checks the options that both losses have."""
+def _options(ignore_index: Any, reduction: Any, label_smoothing: Any) -> tuple[int, float]:
+    """Checks the options that both losses have, and returns those that their operators take."""
     if reduction not in _REDUCTIONS:
         others = "; for 'none' use torch.nn.functional.cross_entropy"
         raise ArgumentError(f"reduction is {shown(reduction)}; accepted are {_REDUCTIONS}{others}")
     smoothing = number("label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
         raise ArgumentError(f"label_smoothing is {smoothing}; accepted are numbers from 0 to 1")
-    return integer("ignore_index", ignore_index), reduction, smoothing
+    return integer("ignore_index", ignore_index), smoothing
 
 
 def _check_labels(name: str, labels: Tensor, rows: tuple[int, ...], device: Any) -> None:
@@ -274,12 +268,12 @@ def _loss_type(like: Tensor) -> Any:
     return torch.float64 if like.dtype is torch.float64 else torch.float32
 
 
-def _counted(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
-    """The divisor of the mean: the number of labels that are not ignored, or the sum of their classes' weights."""
+def _sum_of_mean(mean: Tensor, labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
+    """The sum of the losses: their mean times the number of labels that are kept, or the sum of their weights."""
     kept = labels != ignore_index
-    if weight is None:
-        return kept.sum(dtype=torch.float32)
-    return torch.where(kept, weight[labels.clamp(0, len(weight) - 1).long()], 0.0).sum()
+    terms = kept if weight is None else torch.where(kept, weight[labels.clamp(0, len(weight) - 1).long()], 0.0)
+    divisor = terms.sum(dtype=mean.dtype)
+    return torch.where(divisor == 0, 0.0, mean * divisor)
 
 
 def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:

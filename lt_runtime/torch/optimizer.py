@@ -233,9 +233,7 @@ class AdamW(torch.optim.AdamW):
         name, value, state = self._name(parameter), local(parameter), self.state.get(parameter, {})
         for each, of in ((value, name), (parameter.grad, f"{name}.grad")):
             if each.layout is not torch.strided:
-                raise LayoutError(
-                    f"{of} is {each.layout}; accepted are dense tensors: make the layer with sparse=False"
-                )
+                raise LayoutError(f"{of} is {each.layout}; accepted are dense tensors: make layers with sparse=False")
             if each.dtype not in DTYPES:
                 raise DTypeError(f"{of} is {each.dtype}; accepted are float32, float16 and bfloat16")
         if value.device != first.device or value.device.type not in ("cuda", "cpu"):

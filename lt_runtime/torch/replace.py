@@ -10,9 +10,9 @@ import contextlib
 import functools
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -21,30 +21,10 @@ from torch.nn import functional as F  # noqa: N812
 from lt_runtime.arguments import check_instance
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.tables import rendered, table
-from lt_runtime.torch.functional import PLAIN, gated, layer_norm, linear_layers, rms_norm
+from lt_runtime.torch.kinds import KINDS, Kind, full_name, name_of, sequence, unusual
 from lt_runtime.torch.losses import cross_entropy
 from lt_runtime.torch.tensors import DTYPES, Tensor
 
-Function: TypeAlias = "Callable[..., Any] | str"
-"""The function that computes what a module does; or the reason why there is none."""
-
-_ACTIVATIONS: Final[dict[Any, str]] = {
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.activation.Tanh": "tanh",
-    "transformers.activations.GELUActivation": "gelu_erf",
-    "transformers.activations.GELUTanh": "gelu",
-    "transformers.activations.NewGELUActivation": "gelu",
-    "transformers.activations.FastGELUActivation": "gelu",
-    "transformers.activations.AccurateGELUActivation": "gelu",
-    "transformers.activations.SiLUActivation": "silu",
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.silu: "silu",
-    F.gelu: "gelu_erf",
-}
-_LAYERS: Final = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
 _LOSSES: Final = "ForCausalLMLoss", "causal_loss"
 _ROUNDS: Final = 5
 _REPEATS: Final = 10
@@ -88,23 +68,6 @@ class Report(tuple[Replacement, ...]):
         return rendered(table(None, headings, rows, {"modules", "class", "replaced", "why"}))
 
 
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _name_of(part: Any) -> Any:
-    """The full name of a module's class, which imports nothing; a function is its own name."""
-    return _full_name(type(part)) if isinstance(part, nn.Module) else part
-
-
-def _unusual(module: Any) -> str:
-    """Why calling a module may do more than its class says; "" if it does not."""
-    if "forward" in vars(module):
-        return "its forward was set from outside"
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return "it has hooks" if hooks else ""
-
-
 def _refused(parts: Iterable[Any]) -> str:
     """Why the parameters of modules are not accepted; "" if they are."""
     modules = [part for part in parts if isinstance(part, nn.Module)]
@@ -117,189 +80,6 @@ def _refused(parts: Iterable[Any]) -> str:
         if each.dtype is torch.float64 and each.is_cuda:
             return "PyTorch computes float64 on GPUs"
     return ""
-
-
-class _Run:
-    """Linear layers in a row, with activations and dropout after them, which run as one operator."""
-
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-        self.parameters: list[Tensor] = []
-        self.options: list[list[Any]] = []  # activation, slope and probability of dropout of each layer
-
-    def takes(self, part: Any) -> bool:
-        """Appends a part if it may follow here."""
-        if isinstance(part, nn.Module) and _unusual(part):
-            return False
-        name = _name_of(part)
-        if name in _LAYERS:
-            self.parameters += _parameters_of(part)
-            self.options.append(["none", 0.01, 0.0])
-        elif name == "torch.nn.modules.dropout.Dropout" and self.parts and part.p < 1 and not self.options[-1][2]:
-            self.options[-1][2] = part.p if part.training else 0.0
-        elif self.parts and _name_of(self.parts[-1]) in _LAYERS and (activation := _activation_of(part, name)):
-            self.options[-1][:2] = activation
-        else:
-            return False
-        self.parts.append(part)
-        return True
-
-    def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
-        """y of the last layer, with `add` added."""
-        return linear_layers(x, self.parameters, tuple(zip(*self.options, strict=True)), add)
-
-
-def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
-    """Name and slope of an activation; None for an unknown one."""
-    if name == "torch.nn.modules.activation.GELU":
-        return "gelu" if part.approximate == "tanh" else "gelu_erf", 0.01
-    if name == "torch.nn.modules.activation.LeakyReLU":
-        return "leaky_relu", part.negative_slope
-    return (_ACTIVATIONS[name], 0.01) if name in _ACTIVATIONS else None
-
-
-def _steps(parts: Iterable[Any]) -> list[Any]:
-    """The parts, with runs of linear layers put together."""
-    steps: list[Any] = []
-    for part in parts:
-        if steps and type(steps[-1]) is _Run and steps[-1].takes(part):
-            continue
-        run = _Run()
-        steps.append(run if run.takes(part) else part)
-    return steps
-
-
-def _chain(*parts: Any) -> Function:
-    """Linear layers in a row, with all that stands between and after them."""
-    steps = _steps(parts)
-    if len(steps) == 1 and type(steps[0]) is _Run:
-        run: _Run = steps[0]
-        return run
-    for part in parts:
-        if isinstance(part, nn.Module) and (why := _unusual(part)):
-            return f"{type(part).__name__}: {why}"
-    return f"its parts do not run as one: {', '.join(getattr(each, '__name__', type(each).__name__) for each in parts)}"
-
-
-def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
-    """The weight (outputs, inputs), as a view, and the bias or None."""
-    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.t(), layer.bias
-
-
-def _linear(module: Any) -> Function:
-    return functools.partial(linear_layers, parameters=_parameters_of(module), options=PLAIN)
-
-
-def _sequence(module: Any) -> Function:
-    steps = _steps(module)
-    if not any(type(each) is _Run and len(each.parts) > 1 for each in steps):
-        return "it has no linear layer with an activation, dropout or another one behind"
-    return lambda x: functools.reduce(lambda y, step: step(y), steps, x)
-
-
-def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
-    """down(dropout(activation(gate(x)) ∘ up(x)))."""
-    run: Any = _chain(gate, activation, up, *dropout, down)  # reads them: their order in a row is as good as any
-    if isinstance(run, str):
-        return run
-    (name, slope, _), (_, _, p), _ = run.options
-    operands = *run.parameters[::2], *run.parameters[1::2]
-    return lambda x: gated(x, *operands, activation=name, negative_slope=slope, dropout=p)
-
-
-def _norm(module: Any) -> Function:
-    """LayerNorm or RMSNorm, PyTorch's or of transformers."""
-    weight, bias, has_mean = module.weight, getattr(module, "bias", None), isinstance(module, nn.LayerNorm)
-    if weight is None or weight.dim() != 1:
-        return "it has no weight, or several axes"
-    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-
-    def compute(x: Tensor) -> Any:
-        is_cast = x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)
-        if is_cast or x.dtype is not weight.dtype:  # PyTorch's result may have another type than x
-            return None
-        return layer_norm(x, weight, bias, eps=eps) if has_mean else rms_norm(x, weight, eps=eps)
-
-    return compute
-
-
-def _residual(*parts: Any) -> Function:
-    """Linear layers in a row, to whose output a residual is added, and a norm of the sum."""
-    *layers, norm = parts
-    run, kind = _chain(*layers), _KINDS.get(_name_of(norm))
-    normalise = _unusual(norm) or (_norm(norm) if kind and kind.read is _norm else "it is no norm")
-    if isinstance(run, str) or isinstance(normalise, str):
-        return run if isinstance(run, str) else f"{type(norm).__name__}: {normalise}"
-
-    def compute(x: Tensor, add: Tensor = None) -> Any:
-        add = x if add is None else add
-        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)  # else the sum has add's type
-        total = run(x, add) if is_exact else run(x) + add
-        y = normalise(total)
-        return norm(total) if y is None else y
-
-    return compute
-
-
-class _Kind(NamedTuple):
-    """What a class of modules computes.
-
-    Attributes:
-        read: takes the module, or its parts.
-        parts: names of attributes of the module, or of modules in it; "" if `read` takes the module itself.
-        method: the method that computes it.
-    """
-
-    read: Callable[..., Function]
-    parts: str = ""
-    method: str = "forward"
-
-    def function(self, module: Any) -> Function:
-        """Computes what the method does, or None if this call needs the method of the class."""
-        if not self.parts:
-            return self.read(module)
-        for each in self._holders(module):
-            if _name_of(each) not in _KINDS or _unusual(each):
-                return f"{type(each).__name__}: {_unusual(each) or 'it is no part that belongs here'}"
-        return self.read(*self._parts(module))
-
-    def absorbed(self, module: Any) -> list[Any]:
-        """Modules whose work the function does too, and that need no replacement."""
-        if self.read is _sequence:
-            return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
-        return [*self._holders(module), *self._parts(module)]
-
-    def _holders(self, module: Any) -> list[Any]:
-        return [getattr(module, name.partition(".")[0]) for name in self.parts.split() if "." in name]
-
-    def _parts(self, module: Any) -> list[Any]:
-        return [attrgetter(name)(module) for name in self.parts.split()]
-
-
-_MODELS: Final = "transformers.models"
-_LLAMAS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
-_GATED: Final = _Kind(_gated_block, "gate_proj act_fn up_proj down_proj")
-_TORCH_BLOCK: Final = "linear1 activation dropout linear2"
-_BERT: Final = "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout output.LayerNorm"
-_KINDS: Final[dict[Any, _Kind]] = {
-    **dict.fromkeys(_LAYERS, _Kind(_linear)),
-    "torch.nn.modules.container.Sequential": _Kind(_sequence),
-    "torch.nn.modules.normalization.LayerNorm": _Kind(_norm),
-    "torch.nn.modules.normalization.RMSNorm": _Kind(_norm),
-    "torch.nn.modules.transformer.TransformerEncoderLayer": _Kind(_chain, f"{_TORCH_BLOCK} dropout2", "_ff_block"),
-    "torch.nn.modules.transformer.TransformerDecoderLayer": _Kind(_chain, f"{_TORCH_BLOCK} dropout3", "_ff_block"),
-    f"{_MODELS}.bert.modeling_bert.BertIntermediate": _Kind(_chain, "dense intermediate_act_fn"),
-    f"{_MODELS}.bert.modeling_bert.BertLayer": _Kind(_residual, _BERT, "feed_forward_chunk"),
-    f"{_MODELS}.bert.modeling_bert.BertOutput": _Kind(_residual, "dense dropout LayerNorm"),
-    f"{_MODELS}.bert.modeling_bert.BertSelfOutput": _Kind(_residual, "dense dropout LayerNorm"),
-    f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": _Kind(_chain, "c_fc act c_proj dropout"),
-    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}MLP": _GATED for name in _LLAMAS},
-    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm": _Kind(_norm) for name in _LLAMAS},
-    f"{_MODELS}.t5.modeling_t5.T5DenseActDense": _Kind(_chain, "wi act dropout wo"),
-    f"{_MODELS}.t5.modeling_t5.T5DenseGatedActDense": _Kind(_gated_block, "wi_0 act wi_1 wo dropout"),
-    f"{_MODELS}.t5.modeling_t5.T5LayerNorm": _Kind(_norm),
-    f"{_MODELS}.vit.modeling_vit.ViTMLP": _Kind(_chain, "fc1 activation_fn fc2"),
-}
 
 
 class _Replaced:
@@ -322,7 +102,7 @@ def _empty(base: type) -> Any:
 @functools.cache
 def _class_of(base: Any) -> Any:
     """The class of replaced modules of a class."""
-    kind = _KINDS[_full_name(base)]
+    kind = KINDS[full_name(base)]
     original, read = getattr(base, kind.method), kind.function if kind.parts else kind.read
 
     @functools.wraps(original)
@@ -419,7 +199,7 @@ def _sites_of(model: Any, declined: dict[Any, Replacement]) -> tuple[dict[Any, s
     """The names of modules that can be replaced, and entries for them and for all other modules with parameters."""
     sites, entries, absorbed = {}, {}, set[int]()
     for name, module in model.named_modules():
-        kind = _KINDS.get(_name_of(module))
+        kind = KINDS.get(name_of(module))
         if id(module) in absorbed:
             continue
         if module in declined:
@@ -431,19 +211,19 @@ def _sites_of(model: Any, declined: dict[Any, Replacement]) -> tuple[dict[Any, s
             entries[name] = Replacement(name, type(module).__name__, True, "it was replaced before")
             if not isinstance(module, _Replaced):
                 sites[module] = name
-        elif (kind and kind.read is not _sequence) or [*module.parameters(recurse=False)]:
+        elif (kind and kind.read is not sequence) or [*module.parameters(recurse=False)]:
             entries[name] = Replacement(name, type(module).__name__, False, why)
     return sites, entries
 
 
-def _why_not(module: Any, kind: _Kind | None) -> str:
+def _why_not(module: Any, kind: Kind | None) -> str:
     """Why a module cannot be replaced; "" if it can be."""
     if kind is None:
-        known = [base.__name__ for base in type(module).__mro__ if _full_name(base) in _KINDS]
+        known = [base.__name__ for base in type(module).__mro__ if full_name(base) in KINDS]
         return f"a subclass of {known[0]} may compute something else" if known else "the package has nothing for it"
     function = kind.function(module)
     why = function if isinstance(function, str) else _refused((module, *kind.absorbed(module)))
-    return _unusual(module) or why
+    return unusual(module) or why
 
 
 def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, float]]) -> Replacement:
@@ -466,7 +246,7 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
     devices = {each.device for each in model.parameters() if each.is_cuda}
     with contextlib.ExitStack() as restored:
         for each in sites:
-            kind = _KINDS[_name_of(each)]
+            kind = KINDS[name_of(each)]
             first = each if kind.method == "forward" else attrgetter(kind.parts.split()[0])(each)
 
             def note(_: Any, arguments: Any, module: Any = each) -> None:
@@ -502,7 +282,7 @@ def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
         for round_ in range(_ROUNDS + 1):
             for taken, found in times.items():
                 module.__class__ = taken
-                time = _microseconds(getattr(module, _KINDS[_full_name(own)].method), arguments, leaves)
+                time = _microseconds(getattr(module, KINDS[full_name(own)].method), arguments, leaves)
                 found += [time] if round_ else []
     theirs, ours = (statistics.median(found) for found in times.values())
     return theirs, ours

@@ -66,12 +66,10 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) 
 
 
 def as_numpy(tensor: Tensor) -> Any:
-    """A NumPy array over the memory of a tensor on the CPU; None for None. BF16 is `ml_dtypes.bfloat16`.
+    """A NumPy array over the memory of a tensor on the CPU. BF16 is `ml_dtypes.bfloat16`.
 
     `Tensor.numpy` is not called: it makes the memory unresizable, and FSDP resizes that of parameters.
     """
-    if tensor is None:
-        return None
     shape, size, name = tuple(tensor.shape), tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
     dtype = DType.BFLOAT16.numpy if name == "bfloat16" else np.dtype(name)
     if not tensor.numel():
@@ -105,7 +103,6 @@ def accepting_fp64() -> Iterator[None]:
 
 
 def store(tensor: Tensor, exact: Any) -> None:
-    """Rounds float64 values into a tensor on the CPU; nothing is stored into None."""
-    if tensor is not None:
-        memory = as_numpy(tensor)
-        memory[...] = exact.reshape(memory.shape).astype(memory.dtype)
+    """Rounds float64 values into a tensor on the CPU."""
+    memory = as_numpy(tensor)
+    memory[...] = exact.reshape(memory.shape).astype(memory.dtype)

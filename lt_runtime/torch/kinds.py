@@ -1,0 +1,241 @@
+"""What classes of modules compute, of PyTorch and of transformers, as functions over the package's operations.
+
+Classes are known by their names, so that nothing of transformers is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from lt_runtime.torch.functional import PLAIN, gated, layer_norm, linear_layers, rms_norm
+from lt_runtime.torch.tensors import Tensor
+
+Function: TypeAlias = "Callable[..., Any] | str"
+"""The function that computes what a module does; or the reason why there is none."""
+
+_ACTIVATIONS: Final[dict[Any, str]] = {
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "transformers.activations.GELUActivation": "gelu_erf",
+    "transformers.activations.GELUTanh": "gelu",
+    "transformers.activations.NewGELUActivation": "gelu",
+    "transformers.activations.FastGELUActivation": "gelu",
+    "transformers.activations.AccurateGELUActivation": "gelu",
+    "transformers.activations.SiLUActivation": "silu",
+    F.relu: "relu",
+    torch.relu: "relu",
+    F.silu: "silu",
+    F.gelu: "gelu_erf",
+}
+_LAYERS: Final = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
+
+
+def full_name(kind: type) -> str:
+    """The key of a class in `KINDS`."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def name_of(part: Any) -> Any:
+    """The full name of a module's class, which imports nothing; a function is its own name."""
+    return full_name(type(part)) if isinstance(part, nn.Module) else part
+
+
+def unusual(module: Any) -> str:
+    """Why calling a module may do more than its class says; "" if it does not."""
+    if "forward" in vars(module):
+        return "its forward was set from outside"
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return "it has hooks" if hooks else ""
+
+
+class _Run:
+    """Linear layers in a row, with activations and dropout after them, which run as one operator."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.parameters: list[Tensor] = []
+        self.options: list[list[Any]] = []  # activation, slope and probability of dropout of each layer
+
+    def takes(self, part: Any) -> bool:
+        """Appends a part if it may follow here."""
+        if isinstance(part, nn.Module) and unusual(part):
+            return False
+        name = name_of(part)
+        if name in _LAYERS:
+            self.parameters += _parameters_of(part)
+            self.options.append(["none", 0.01, 0.0])
+        elif name == "torch.nn.modules.dropout.Dropout" and self.parts and part.p < 1 and not self.options[-1][2]:
+            self.options[-1][2] = part.p if part.training else 0.0
+        elif self.parts and name_of(self.parts[-1]) in _LAYERS and (activation := _activation_of(part, name)):
+            self.options[-1][:2] = activation
+        else:
+            return False
+        self.parts.append(part)
+        return True
+
+    def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
+        """y of the last layer, with `add` added."""
+        return linear_layers(x, self.parameters, tuple(zip(*self.options, strict=True)), add)
+
+
+def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
+    """Name and slope of an activation; None for an unknown one."""
+    if name == "torch.nn.modules.activation.GELU":
+        return "gelu" if part.approximate == "tanh" else "gelu_erf", 0.01
+    if name == "torch.nn.modules.activation.LeakyReLU":
+        return "leaky_relu", part.negative_slope
+    return (_ACTIVATIONS[name], 0.01) if name in _ACTIVATIONS else None
+
+
+def _steps(parts: Iterable[Any]) -> list[Any]:
+    """The parts, with runs of linear layers put together."""
+    steps: list[Any] = []
+    for part in parts:
+        if steps and type(steps[-1]) is _Run and steps[-1].takes(part):
+            continue
+        run = _Run()
+        steps.append(run if run.takes(part) else part)
+    return steps
+
+
+def _chain(*parts: Any) -> Function:
+    """Linear layers in a row, with all that stands between and after them."""
+    steps = _steps(parts)
+    if len(steps) == 1 and type(steps[0]) is _Run:
+        run: _Run = steps[0]
+        return run
+    for part in parts:
+        if isinstance(part, nn.Module) and (why := unusual(part)):
+            return f"{type(part).__name__}: {why}"
+    return f"its parts do not run as one: {', '.join(getattr(each, '__name__', type(each).__name__) for each in parts)}"
+
+
+def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """The weight (outputs, inputs), as a view, and the bias or None."""
+    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.t(), layer.bias
+
+
+def _linear(module: Any) -> Function:
+    return functools.partial(linear_layers, parameters=_parameters_of(module), options=PLAIN)
+
+
+def sequence(module: Any) -> Function:
+    """The modules of an `nn.Sequential`, of which linear layers and what follows them run as one."""
+    steps = _steps(module)
+    if not any(type(each) is _Run and len(each.parts) > 1 for each in steps):
+        return "it has no linear layer with an activation, dropout or another one behind"
+    return lambda x: functools.reduce(lambda y, step: step(y), steps, x)
+
+
+def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
+    """down(dropout(activation(gate(x)) ∘ up(x)))."""
+    run: Any = _chain(gate, activation, up, *dropout, down)  # reads them: their order in a row is as good as any
+    if isinstance(run, str):
+        return run
+    (name, slope, _), (_, _, p), _ = run.options
+    operands = *run.parameters[::2], *run.parameters[1::2]
+    return lambda x: gated(x, *operands, activation=name, negative_slope=slope, dropout=p)
+
+
+def _norm(module: Any) -> Function:
+    """LayerNorm or RMSNorm, PyTorch's or of transformers."""
+    weight, bias, has_mean = module.weight, getattr(module, "bias", None), isinstance(module, nn.LayerNorm)
+    if weight is None or weight.dim() != 1:
+        return "it has no weight, or several axes"
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+
+    def compute(x: Tensor) -> Any:
+        is_cast = x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)
+        if is_cast or x.dtype is not weight.dtype:  # PyTorch's result may have another type than x
+            return None
+        return layer_norm(x, weight, bias, eps=eps) if has_mean else rms_norm(x, weight, eps=eps)
+
+    return compute
+
+
+def _residual(*parts: Any) -> Function:
+    """Linear layers in a row, to whose output a residual is added, and a norm of the sum."""
+    *layers, norm = parts
+    run, kind = _chain(*layers), KINDS.get(name_of(norm))
+    normalise = unusual(norm) or (_norm(norm) if kind and kind.read is _norm else "it is no norm")
+    if isinstance(run, str) or isinstance(normalise, str):
+        return run if isinstance(run, str) else f"{type(norm).__name__}: {normalise}"
+
+    def compute(x: Tensor, add: Tensor = None) -> Any:
+        add = x if add is None else add
+        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)  # else the sum has add's type
+        total = run(x, add) if is_exact else run(x) + add
+        y = normalise(total)
+        return norm(total) if y is None else y
+
+    return compute
+
+
+class Kind(NamedTuple):
+    """What a class of modules computes.
+
+    Attributes:
+        read: takes the module, or its parts.
+        parts: names of attributes of the module, or of modules in it; "" if `read` takes the module itself.
+        method: the method that computes it.
+    """
+
+    read: Callable[..., Function]
+    parts: str = ""
+    method: str = "forward"
+
+    def function(self, module: Any) -> Function:
+        """Computes what the method does, or None if this call needs the method of the class."""
+        if not self.parts:
+            return self.read(module)
+        for each in self._holders(module):
+            if name_of(each) not in KINDS or unusual(each):
+                return f"{type(each).__name__}: {unusual(each) or 'it is no part that belongs here'}"
+        return self.read(*self._parts(module))
+
+    def absorbed(self, module: Any) -> list[Any]:
+        """Modules whose work the function does too, and that need no replacement."""
+        if self.read is sequence:
+            return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
+        return [*self._holders(module), *self._parts(module)]
+
+    def _holders(self, module: Any) -> list[Any]:
+        return [getattr(module, name.partition(".")[0]) for name in self.parts.split() if "." in name]
+
+    def _parts(self, module: Any) -> list[Any]:
+        return [attrgetter(name)(module) for name in self.parts.split()]
+
+
+_MODELS: Final = "transformers.models"
+_LLAMAS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
+_GATED: Final = Kind(_gated_block, "gate_proj act_fn up_proj down_proj")
+_TORCH_BLOCK: Final = "linear1 activation dropout linear2"
+_BERT: Final = "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout output.LayerNorm"
+KINDS: Final[dict[Any, Kind]] = {
+    **dict.fromkeys(_LAYERS, Kind(_linear)),
+    "torch.nn.modules.container.Sequential": Kind(sequence),
+    "torch.nn.modules.normalization.LayerNorm": Kind(_norm),
+    "torch.nn.modules.normalization.RMSNorm": Kind(_norm),
+    "torch.nn.modules.transformer.TransformerEncoderLayer": Kind(_chain, f"{_TORCH_BLOCK} dropout2", "_ff_block"),
+    "torch.nn.modules.transformer.TransformerDecoderLayer": Kind(_chain, f"{_TORCH_BLOCK} dropout3", "_ff_block"),
+    f"{_MODELS}.bert.modeling_bert.BertIntermediate": Kind(_chain, "dense intermediate_act_fn"),
+    f"{_MODELS}.bert.modeling_bert.BertLayer": Kind(_residual, _BERT, "feed_forward_chunk"),
+    f"{_MODELS}.bert.modeling_bert.BertOutput": Kind(_residual, "dense dropout LayerNorm"),
+    f"{_MODELS}.bert.modeling_bert.BertSelfOutput": Kind(_residual, "dense dropout LayerNorm"),
+    f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": Kind(_chain, "c_fc act c_proj dropout"),
+    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}MLP": _GATED for name in _LLAMAS},
+    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm": Kind(_norm) for name in _LLAMAS},
+    f"{_MODELS}.t5.modeling_t5.T5DenseActDense": Kind(_chain, "wi act dropout wo"),
+    f"{_MODELS}.t5.modeling_t5.T5DenseGatedActDense": Kind(_gated_block, "wi_0 act wi_1 wo dropout"),
+    f"{_MODELS}.t5.modeling_t5.T5LayerNorm": Kind(_norm),
+    f"{_MODELS}.vit.modeling_vit.ViTMLP": Kind(_chain, "fc1 activation_fn fc2"),
+}
