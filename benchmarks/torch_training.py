@@ -118,6 +118,7 @@ class Way(NamedTuple):
 def measure(case: TorchCase, options: argparse.Namespace) -> Row:
     """Builds the contenders of a case, takes their first steps, and lets them take turns."""
     torch.set_float32_matmul_precision("high")
+    torch.hub.tqdm.monitor_interval = 0  # otherwise the first progress bar starts a thread that never ends
     if not options.no_compile:
         torch._dynamo.reset()
     names = {way: {way.eager} if case.is_host else {way.eager, way.graph} for way in _ways(case, options)}
