@@ -14,7 +14,7 @@ import numpy as np
 
 from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.transfer import copied
-from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.errors import ArgumentError
 from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
@@ -23,7 +23,7 @@ from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.saving.checkpoints import save_checkpoint
 from lt_runtime.saving.state import save
 from lt_runtime.training.prefetch import prefetch
-from lt_runtime.training.step import TrainStep
+from lt_runtime.training.step import TrainStep, batches_of
 
 Batches: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -132,7 +132,8 @@ def _write(path: AnyPath, step: TrainStep) -> None:
 
 def _placed(name: str, batches: Batches, epoch: int, device: ComputeDevice) -> Iterator[Any]:
     """The batches of an epoch, on the model's device if they are NumPy arrays."""
-    given = iter(_checked(name, batches() if callable(batches) else batches))
+    accepted = "an iterable of tuples (x, target), or a function that returns one"
+    given = batches_of(name, batches() if callable(batches) else batches, (2, 3), "tuple (x, target)", accepted)
     first = next(given, None)
     if first is None:
         why = "an iterator gives its batches once; pass a list, or a function that returns an epoch's batches"
@@ -140,14 +141,6 @@ def _placed(name: str, batches: Batches, epoch: int, device: ComputeDevice) -> I
     x, whole = first[0], itertools.chain([first], given)
     is_on_host = isinstance(x[0] if isinstance(x, tuple) else x, np.ndarray)
     return prefetch(whole, device=device) if is_on_host and device.ordinal is not None else whole
-
-
-def _checked(name: str, batches: Iterable[Any]) -> Iterator[Any]:
-    check_instance(name, batches, Iterable, "an iterable of tuples (x, target), or a function that returns one")
-    for i, batch in enumerate(batches):
-        if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-            raise KindError(f"number {i} of {name} is {shown(batch)}; it must be a tuple (x, target)")
-        yield batch
 
 
 def _copies(model: Block) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -286,7 +286,8 @@ def _evaluated(model: Block, batches: Iterable[tuple[Any, Any]], measured: StepL
     if stream is not None:
         stream = stream_handle(stream, HOST if device is None else device)
     tallies, sizes = list[Tally](), list[int]()
-    for x, target in _pairs(batches):
+    pair = "pair (x, target)"
+    for x, target in batches_of("batches", batches, (2,), pair, "an iterable of pairs (x, target)"):
         first = x[0] if isinstance(x, tuple) and x else x
         device_of("x", first)  # refuses inputs that are no array
         if device is not None and stream is None:
@@ -301,15 +302,23 @@ def _evaluated(model: Block, batches: Iterable[tuple[Any, Any]], measured: StepL
     return _means([each.read(stream) for each in tallies], sizes, measured.classifies)
 
 
-def _pairs(batches: Any) -> Iterator[tuple[Any, Any]]:
+def batches_of(name: str, given: Any, sizes: Collection[int], batch: str, accepted: str) -> Iterator[Any]:
+    """The batches of an iterable, each of which must be a tuple or a list of one of the sizes.
+
+    Args:
+        batch, accepted: a batch and the iterable in words, for errors.
+
+    Raises:
+        KindError: for an object that is no such iterable.
+    """
     try:
-        given = iter(batches)
+        batches = iter(given)
     except TypeError:
-        raise KindError(f"batches is {shown(batches)}; it must be an iterable of pairs (x, target)") from None
-    for i, batch in enumerate(given):
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise KindError(f"number {i} of batches is {shown(batch)}; it must be a pair (x, target)")
-        yield batch[0], batch[1]
+        raise KindError(f"{name} is {shown(given)}; it must be {accepted}") from None
+    for i, each in enumerate(batches):
+        if not isinstance(each, (tuple, list)) or len(each) not in sizes:
+            raise KindError(f"number {i} of {name} is {shown(each)}; it must be a {batch}")
+        yield each
 
 
 def _means(totals: list[Totals], sizes: list[int], classifies: bool) -> Metrics:
