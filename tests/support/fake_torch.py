@@ -76,6 +76,8 @@ def fake_torch(cupy: Any) -> ModuleType:
     module.Tensor = Tensor
     module.nn = SimpleNamespace(Parameter=type("Parameter", (Tensor,), {}))
     module.empty = lambda shape, dtype, device: Tensor(cupy.ndarray(shape, dtype))
+    module.empty_strided = lambda shape, strides, dtype, device: Tensor(cupy.ndarray(shape, dtype))
+    module.device = lambda kind, index: f"{kind}:{index}"
     for name in ("float32", "float16", "uint8"):
         setattr(module, name, np.dtype(name))
     module.bfloat16 = cupy.bfloat16
