@@ -64,7 +64,7 @@ def test_a_bad_disk_costs_a_second_and_a_warning_at_the_first_step_and_nothing_l
     gpu = FakeGpu(host, tmp_path)
     with gpu.active(), pytest.MonkeyPatch.context() as patch:
         hurry(gpu, patch)
-        model = gpu.lt.MLP([8, 16, 3], device="cuda")
+        model = gpu.lt.MLP([8, 3], device="cuda")
         step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse")
         batches = [[gpu.cp.asarray(np.ones((rows, width), np.float32)) for width in (8, 3)] for rows in (4, 4, 4, 5, 5)]
         disk = _Disk(kind, tmp_path / "plans", patch)

@@ -74,13 +74,17 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
 
 
 @pytest.mark.parametrize(
-    ("tests", "verdict"),
-    [(("blind", "right"), Verdict.KILLED), (("blind",), Verdict.SURVIVED), (("endless",), Verdict.TIMED_OUT)],
+    ("tests", "seconds", "verdict"),
+    [
+        (("blind", "right"), 60, Verdict.KILLED),
+        (("blind",), 60, Verdict.SURVIVED),
+        (("endless",), 1, Verdict.TIMED_OUT),
+    ],
 )
-def test_verdicts(copy: Copy, tests: tuple[str, ...], verdict: Verdict) -> None:
+def test_verdicts(copy: Copy, tests: tuple[str, ...], seconds: int, verdict: Verdict) -> None:
     path = "lt_runtime/schedules.py"
     text = text_of(path) + '\nDECAYS = ("else",)\n'
-    found, output = copy.try_out(path, text, [f"tests/test_own.py::test_{test}" for test in tests], 6)
+    found, output = copy.try_out(path, text, [f"tests/test_own.py::test_{test}" for test in tests], seconds)
     assert found is verdict, output
     assert (copy.root / path).read_text() == text_of(path)
 

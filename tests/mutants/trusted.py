@@ -181,7 +181,7 @@ FAULTS: Final[Table] = {
         "a checkpoint has no algorithms of products": (
             "                yield from _products(problem, device)\n",
             "                pass\n",
-            f"{_TAKEN_ALONG}[{{}}-8]",
+            f"{_TAKEN_ALONG}[{{'accumulate': 2}}-16]",
         ),
     },
     "lt_runtime/tuner/verification.py": {

@@ -14,21 +14,21 @@ from tests.support.fake_gpu import FakeGpu
 
 @pytest.mark.parametrize("form", ["feed_forward", "mixture", "dqn"])
 def test_a_step_of_a_model_runs(
-    gpu: FakeGpu, benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, form: str
+    hurried: FakeGpu, benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     models, steps, rng = benchmark_module("models"), benchmark_module("steps"), np.random.default_rng(0)
 
     def normal(shape: tuple[int, ...], dtype: str) -> Any:
-        return gpu.cp.asarray(rng.standard_normal(shape).astype(dtype))
+        return hurried.cp.asarray(rng.standard_normal(shape).astype(dtype))
 
     monkeypatch.setattr(steps, "normal", normal)
-    monkeypatch.setattr(steps, "synchronize", gpu.synchronize_all)
+    monkeypatch.setattr(steps, "synchronize", hurried.synchronize_all)
     setup = steps.Setup(models.case(form, 16, 8, 16, 8, tokens=4 if form == "feed_forward" else 1), None)
     step = setup.step()
     losses = []
     for _ in range(8):
         loss = step(setup.x, setup.target)
-        gpu.synchronize_all()
-        losses.append(float(gpu.host_of(loss)))
+        hurried.synchronize_all()
+        losses.append(float(hurried.host_of(loss)))
     assert losses[-1] < losses[0]
     assert (step.ema is None) == (form != "dqn")
