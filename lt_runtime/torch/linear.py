@@ -14,7 +14,7 @@ from lt_runtime.errors import OperandError, ShapeError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
-from lt_runtime.torch.operators import Needs, Operator, Options, begin_backward, named, past_transforms
+from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward
 from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, placed
 
 _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
@@ -236,7 +236,7 @@ class _OnGpu(torch.autograd.Function):
         return None, dx, dy if needs[2] else None, None, *of_parameters
 
 
-_apply_on_gpu: Final = past_transforms(named(_OnGpu, "linear"))
+_apply_on_gpu: Final = applied(_OnGpu, "linear")
 
 
 def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:

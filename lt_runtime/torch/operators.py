@@ -50,8 +50,7 @@ class Operator(ABC):
         self._forward = _define(forward, 1, self.run, self._fake)
         self._backward = _define(backward, 3, self.run_backward, self.gradients)
         LIBRARY.impl(f"{self.name}_fwd", self._traced, "Autograd")
-        self._differentiable = named(_Differentiable, self.name)
-        self._eagerly = past_transforms(self._differentiable)
+        self._apply = applied(_Differentiable, self.name)
 
     @abstractmethod
     def check(self, operands: Tensors, options: Options) -> None:
@@ -111,9 +110,7 @@ class Operator(ABC):
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """Computes all outputs past the dispatcher; `training` says whether a gradient will be computed."""
         options = (*options, training)
-        outputs: Tensors = (
-            self._eagerly(self, self.run, options, *operands) if training else self.run(operands, options)
-        )
+        outputs: Tensors = self._apply(self, self.run, options, *operands) if training else self.run(operands, options)
         return outputs
 
     def run(self, operands: Tensors, options: Options) -> list[Tensor]:
@@ -150,7 +147,7 @@ class Operator(ABC):
         """The kernel that the dispatcher calls for autograd."""
         if not options[-1]:
             return self._below_autograd(operands, options)
-        return [*self._differentiable.apply(self, self._below_autograd, _hashable(options), *operands)]
+        return [*self._apply(self, self._below_autograd, _hashable(options), *operands)]
 
     def _below_autograd(self, operands: Tensors, options: Options) -> list[Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
@@ -203,14 +200,12 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, ctx.options)
 
 
-def named(function: Any, name: str) -> Any:
-    """A function of autograd's under the name that profilers show."""
-    return type(f"lt_runtime::{name}", (function,), {})
+def applied(function: Any, name: str) -> Callable[..., Any]:
+    """`apply` of a function of autograd's, under the name that profilers show.
 
-
-def past_transforms(function: Any) -> Callable[..., Any]:
-    """`function.apply` without its search for tensors of `torch.func`, which takes 5 µs: `_is_eager` refuses those."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    It is without PyTorch's search for tensors of `torch.func`, which takes 5 µs: `_is_eager` refuses those.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
     return apply
 
 
