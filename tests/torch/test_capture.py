@@ -68,7 +68,7 @@ class Graph(TorchDispatchMode):
 
 
 class Stream:
-    cuda_stream = 7
+    cuda_stream, device_index = 7, 0
 
     def __init__(self, device: Any = None) -> None:
         self.waits: list[Any] = []
@@ -92,6 +92,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     pretended |= dict.fromkeys(("device", "stream"), lambda _: contextlib.nullcontext())
     for name, value in (pretended | {"current_stream": lambda: user}).items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
     monkeypatch.setattr(capture_module, "_gpu_of", lambda _: torch.device("cpu"))
     return given
 
