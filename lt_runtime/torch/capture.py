@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import sys
 import threading
 import traceback
 import warnings
@@ -190,7 +191,7 @@ class CapturedStep:
         # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory meanwhile.
         capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
         try:
-            with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing:
+            with _one_at_a_time, self._beside(), _as_outside(schedules), no_collection(), capturing:
                 outputs = self._step(*arguments)
         except Exception as error:
             _forget_failed(graph, self._stream)
@@ -236,7 +237,7 @@ def _forget_failed(graph: Any, stream: Any) -> None:
     """
     with contextlib.suppress(RuntimeError):  # the pool has been ended
         torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
-    with warnings.catch_warnings():
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():  # the error of the step is the one to see
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), None, stream, "thread_local"):
             pass
@@ -323,17 +324,26 @@ class _Met(Met):
 
 
 @contextlib.contextmanager
-def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
-    """Within a `with` block, calls of schedulers are added to a list and not made."""
+def _as_outside(schedules: list[Callable[[], Any]]) -> Iterator[None]:
+    """Within a `with` block, calls of schedulers are added to a list and not made, and masks are as outside a capture.
+
+    In a capture, transformers 5.17 and older make a mask where none is given, with which PyTorch's attention may
+    compute in FP32: a captured step of ViT-L takes twice as long.
+    """
 
     def noting(original: Callable[..., Any]) -> Callable[..., None]:
         return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
 
+    masks = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as restored:
         for kind in _with_subclasses(LRScheduler):
             if "step" in vars(kind):
                 restored.callback(setattr, kind, "step", kind.step)
                 kind.step = noting(kind.step)
+        if masks is not None:
+            is_tracing = masks.is_tracing
+            restored.callback(setattr, masks, "is_tracing", is_tracing)
+            masks.is_tracing = lambda mask=None: mask is not None and is_tracing(mask)  # type: ignore[attr-defined]
         yield
 
 

@@ -83,7 +83,7 @@ class LinearCrossEntropy(Operator):
     """
 
     name = "linear_cross_entropy"
-    options = "int ignore_index, float label_smoothing, int chunk, bool is_half, bool[] needs"
+    options = "int ignore_index, float label_smoothing, int chunk, bool is_half, bool[] wanted"
 
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from typing import Any, Final, NamedTuple
 
@@ -32,6 +33,7 @@ _SETTINGS: Final = len(_STATE) + kernels.UPDATE_TICKETS
 """Index of a bucket's first word of settings, after the kernel's state and its counters of blocks."""
 _ALIGNMENT: Final = 16
 _MOST_PREPARED: Final = 16
+_PLACES: Final = 4  # for tables, of each stream
 
 
 class Options(NamedTuple):
@@ -230,6 +232,7 @@ class GpuStep(HostStep):
         self._device, rows = self._like.device.index or 0, [each.rows() for each in buckets]
         self._tables = [kernels.update_table(each, bucket.first) for each, bucket in zip(rows, buckets, strict=True)]
         self._uploaded: dict[Any, list[Tensor]] = {}
+        self._places: dict[int, collections.deque[list[Tensor]]] = {}
         with activated(self._device):
             for bucket, table in zip(buckets, self._tables, strict=True):
                 bucket.launches(len(table), self._device)
@@ -279,9 +282,27 @@ class GpuStep(HostStep):
         key = stream, *addresses
         if key not in self._uploaded:
             of_tables = [*addresses, tuple(itertools.chain(*addresses))]  # the norm's table, if any, has all gradients
-            made = [_upload(_filled(*each), self._like) for each in zip(self._tables, of_tables, strict=False)]
+            tables = [_filled(*each) for each in zip(self._tables, of_tables, strict=False)]
+            is_kept = is_capturing(self._like)
+            made = [_upload(each, self._like) for each in tables] if is_kept else self._placed(tables, stream)
             remember(self._uploaded, key, made)
         return self._uploaded[key]
+
+    def _placed(self, tables: list[NDArray[Any]], stream: int) -> list[Tensor]:
+        """Copies tables to the place of a stream that was used least recently.
+
+        New memory in each step would move the gradients of the next one to other addresses.
+        """
+        if stream not in self._places:
+            self._places[stream] = collections.deque(
+                [_upload(each, self._like) for each in tables] for _ in range(_PLACES)
+            )
+        made = self._places[stream][0]
+        self._places[stream].rotate(-1)
+        self._uploaded = {key: each for key, each in self._uploaded.items() if each is not made}
+        for into, each in zip(made, tables, strict=True):
+            into.copy_(_on_host(each, self._like), non_blocking=True)
+        return made
 
 
 def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
@@ -306,13 +327,17 @@ def _upload(table: NDArray[Any], like: Tensor) -> Tensor:
     During a capture the copy is made at once, by another stream: it would be part of the graph otherwise, and lie in
     memory that the graph uses for other tensors too.
     """
-    host = torch.from_numpy(np.ascontiguousarray(table).view(np.uint8))
-    if not like.is_cuda:
-        return host.clone()
-    if not is_capturing(like):
-        return host.pin_memory().to(like.device, non_blocking=True)
+    host = _on_host(table, like)
+    if not (like.is_cuda and is_capturing(like)):
+        return host.to(like.device, non_blocking=True, copy=True)
     with relaxed_captures(), torch.cuda.stream(torch.cuda.Stream(like.device)):
         return host.to(like.device)
+
+
+def _on_host(table: NDArray[Any], like: Tensor) -> Tensor:
+    """The bytes of a table, for a copy to a tensor's device: in pinned memory if that is a GPU."""
+    host = torch.from_numpy(np.ascontiguousarray(table).view(np.uint8))
+    return host.pin_memory() if like.is_cuda and not is_capturing(like) else host
 
 
 def step_class(tensor: Tensor) -> type[HostStep]:

@@ -337,3 +337,12 @@ def test_a_type_that_the_package_does_not_have_is_named() -> None:
 def test_operands_on_a_gpu_are_named_as_the_caller_knows_them(pretended_gpu: Any) -> None:
     with pytest.raises(ShapeError, match=r"weight has shape \(6, 8\); it must be \(N, 5\)"):
         ltt.functional.linear(torch.ones(3, 5), torch.ones(6, 8))
+
+
+def test_arguments_of_an_operator_have_different_names() -> None:
+    """Inductor makes a signature in Python of each schema."""
+    schemas = [each for each in torch._C._jit_get_all_schemas() if each.name.startswith("lt_runtime::")]
+    assert len(schemas) >= 18
+    for schema in schemas:
+        names = [each.name for each in schema.arguments]
+        assert len(names) == len({*names}), schema
