@@ -12,7 +12,14 @@ from tests.support.fake_gpu import FakeGpu
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-WITH_EXAMPLES = ["README.md", "docs/fp8.md", "docs/models.md", "docs/own-loops.md", "docs/training.md", "docs/weights.md"]
+WITH_EXAMPLES = [
+    "README.md",
+    "docs/fp8.md",
+    "docs/models.md",
+    "docs/own-loops.md",
+    "docs/training.md",
+    "docs/weights.md",
+]
 
 
 def examples(page: str, kind: str) -> list[str]:
