@@ -71,9 +71,8 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
     "case",
     [
         layer_case(m=20, accumulate_dx=True),
-        layer_case(m=20, activation="relu", accumulate=True),
+        layer_case(m=20, activation="relu", accumulate=True, add=FLAT),
         layer_case(m=20, activation="none", add=FLAT, add_over_out=True),
-        layer_case(m=20, activation="relu", add=FLAT),
     ],
 )
 def test_a_layer_that_is_met_is_tuned_although_it_ran_before(hurried: FakeGpu, case: LinearCase) -> None:

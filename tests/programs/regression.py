@@ -12,7 +12,7 @@ from sklearn.neural_network import MLPRegressor
 
 import lt_runtime as lt
 
-BATCH, PATIENCE, EPOCHS = 100, 20, 120
+BATCH, PATIENCE, EPOCHS = 100, 10, 60
 
 
 def main(xp: Any, device: str) -> dict[str, float]:
