@@ -264,6 +264,7 @@ VARIANTS: Final = (
     *over("resize.cu", SCALAR=SCALAR.values()),
     *over("copy_rows.cu"),
     *over("cast_fp8.cu", SCALAR=SCALAR.values(), E5M2="01", ALIGNED="01"),
+    *over("fp8_scales.cu"),
     *over("scale.cu", SCALAR=SCALAR.values()),
     *over("verify.cu"),
     *_matmul_epilogue(),

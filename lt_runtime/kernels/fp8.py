@@ -1,4 +1,4 @@
-"""cast_fp8.cu: a matrix in FP8, row by row, transposed or both, and the largest absolute value of its elements."""
+"""cast_fp8.cu and fp8_scales.cu: matrices in FP8, row by row and transposed, and the scales of all FP8 tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, declared, define
-from lt_runtime.kernels.tiling import OCTET, VECTOR_BYTES, moves_vectors, square_tiles
+from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, moves_vectors, square_tiles
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, Spec
 
 CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
+FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 
 
 @declared
@@ -80,3 +81,28 @@ def _moves_bytes(spec: Spec) -> bool:
     """Whether every row of an FP8 matrix begins at a multiple of 16 bytes."""
     pitch = spec.layout.leading_dimension if spec.layout.rows > 1 else 0
     return spec.alignment % VECTOR_BYTES == 0 and pitch % VECTOR_BYTES == 0
+
+
+class ScalesPass:
+    """The scales of FP8 tensors for the next step; see `update_fp8_scales` in lt_runtime/reference/fp8.py.
+
+    Args:
+        tensors: number of the tensors.
+        length: steps of the history.
+        headroom: factor by which later absolute maxima may exceed those of the history without an overflow.
+    """
+
+    def __init__(self, tensors: int, length: int, headroom: float, device: int) -> None:
+        params = FP8_SCALES.params(tensors=tensors, length=length, headroom=headroom)
+        self._launches = Launches(FP8_SCALES, (), device, Tiling((-(-tensors // THREADS), 1), (THREADS, 1)), params)
+
+    def launch(self, slots: int, history: int, skipped: int, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+
+        Args:
+            slots, history: addresses of FP32 arrays (tensors, 8) and (tensors, length).
+            skipped: address of a uint32 that is not zero if the step is skipped; 0 if none ever is.
+        """
+        params, launch = self._launches[memory.stream]
+        params.slots, params.history, params.skipped = slots, history, skipped
+        launch()

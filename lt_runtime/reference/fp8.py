@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import ml_dtypes
@@ -53,3 +54,46 @@ def next_fp8_scale(scale: Any, amax: Any, largest: float, headroom: float) -> np
     mantissa = (1 << _MANTISSA_BITS) - 1
     exponent = (high >> _MANTISSA_BITS) - (low >> _MANTISSA_BITS) - ((low & mantissa) > (high & mantissa))
     return np.float32(2.0 ** max(-SCALE_EXPONENT, min(exponent, SCALE_EXPONENT)))
+
+
+INVERSE, SCALE, AMAX, LARGEST_NUMBER, OVERFLOWS = range(5)
+"""Columns of the slots of FP8 tensors, an FP32 array (tensors, `SLOT_WIDTH`).
+
+They hold 1 / scale, by which a product is multiplied; the scale, by which the tensor is multiplied before it is cast;
+the largest absolute value since the last update; the largest number of the tensor's type; and the number of updates
+whose largest absolute value was beyond what the scale allows.
+"""
+SLOT_WIDTH: Final = 8
+
+
+def fp8_slots(dtypes: Sequence[str]) -> NDArray[np.float32]:
+    """The slots of tensors of the given FP8 types before the first update, with scales of 1."""
+    slots = np.zeros((len(dtypes), SLOT_WIDTH), np.float32)
+    slots[:, [INVERSE, SCALE]] = 1.0
+    slots[:, LARGEST_NUMBER] = [LARGEST[each] for each in dtypes]
+    return slots
+
+
+def update_fp8_scales(
+    slots: NDArray[np.float32], history: NDArray[np.float32], headroom: float, *, skip: bool = False
+) -> None:
+    """Updates slots and history in place, for the next step: scales follow the largest value of the history.
+
+    Overflows are counted and the absolute maxima start again at 0 in any case. If a maximum is infinite or NaN, or with
+    `skip`, the tensor's scale and history stay as they are.
+
+    Args:
+        slots: (tensors, `SLOT_WIDTH`), see the names of its columns.
+        history: (tensors, steps) absolute maxima, the latest first.
+        headroom: see `next_fp8_scale`.
+        skip: whether the step is skipped, as for a gradient that is not finite.
+    """
+    for slot, past in zip(slots, history, strict=True):
+        amax = slot[AMAX]
+        slot[AMAX] = 0
+        slot[OVERFLOWS] += not amax * slot[SCALE] <= slot[LARGEST_NUMBER]
+        if skip or not np.isfinite(amax):
+            continue
+        past[1:], past[0] = past[:-1].copy(), amax
+        slot[SCALE] = next_fp8_scale(slot[SCALE], past.max(), float(slot[LARGEST_NUMBER]), headroom)
+        slot[INVERSE] = 1 / slot[SCALE]

@@ -19,7 +19,7 @@ from tests.support.races import Touch
 _WRITTEN: Final = frozenset(
     (
         *("amax", "average", "bias_gradient", "claimed", "copy", "counted", "d", "db", "dgate", "dvalue", "dz"),
-        *("gradient", "growth_tracker"),
+        *("gradient", "growth_tracker", "history", "slots"),
         *("kept", "loss", "m", "mean", "out", "partial", "parts", "preactivation", "state", "sum", "sums", "targets"),
         *("ticket", "tickets", "to", "transposed", "v", "v_max"),
     )

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.reference import amax_of, cast_fp8, next_fp8_scale
-from lt_runtime.reference.fp8 import LARGEST, SCALE_EXPONENT
+from lt_runtime.reference import amax_of, cast_fp8, fp8_slots, next_fp8_scale, update_fp8_scales
+from lt_runtime.reference.fp8 import AMAX, INVERSE, LARGEST, OVERFLOWS, SCALE, SCALE_EXPONENT
 
 FORMATS = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
 """Bits of the exponent and of the mantissa."""
@@ -106,3 +106,18 @@ def test_a_scale_is_the_largest_power_of_two_that_fits(amax: float, headroom: fl
 @pytest.mark.parametrize("amax", [0.0, np.inf, np.nan])
 def test_a_scale_stays_where_the_maximum_says_nothing(amax: float) -> None:
     assert next_fp8_scale(0.25, amax, 448.0, 2.0) == 0.25
+
+
+def test_scales_follow_the_largest_value_of_the_history() -> None:
+    """Three steps are remembered; a step that is skipped or not finite leaves scale and history as they are."""
+    slots, history = fp8_slots(["float8_e4m3fn"]), np.zeros((1, 3), np.float32)
+    seen = []
+    for amax, skip in ((7.0, False), (1.0, False), (np.inf, False), (100.0, True), (1.0, False), (1.0, False)):
+        slots[0, AMAX] = amax
+        update_fp8_scales(slots, history, 2.0, skip=skip)
+        assert slots[0, AMAX] == 0
+        assert slots[0, INVERSE] * slots[0, SCALE] == 1
+        seen.append((float(slots[0, SCALE]), float(slots[0, OVERFLOWS])))
+    # 448 / (2 · 7) = 32; 100 · 32 and infinity are beyond 448; 7 leaves the history last: 448 / 2 = 224, rounded down
+    assert seen == [(32, 0), (32, 0), (32, 1), (32, 2), (32, 2), (128, 2)]
+    assert history.tolist() == [[1, 1, 1]]

@@ -1,0 +1,72 @@
+// The scales of all FP8 tensors for the next step, from the largest absolute values of the last steps. A thread a tensor.
+// lt_runtime/reference/fp8.py computes the same bits.
+
+#include "instructions.cuh"
+
+namespace lt {
+
+// What is known of a tensor. A product takes the address of `inverse`, which some versions of cuBLASLt want aligned to 16.
+struct alignas(16) Fp8Slot {
+  float inverse;    // 1 / scale
+  float scale;      // a power of two, which the tensor is multiplied by before it is cast
+  float amax;       // the largest absolute value since the last update
+  float largest;    // the largest number of the tensor's FP8 type
+  float overflows;  // number of updates that found amax · scale above `largest`, or infinite, or NaN
+  float reserved[3];
+};
+
+struct Fp8ScalesParams {
+  Fp8Slot* slots;
+  float* history;         // (tensors, length) largest absolute values of the last steps, the latest first
+  const uint32* skipped;  // if this is not zero, scales and history stay as they are; may be null
+  uint32 tensors;
+  uint32 length;
+  float headroom;  // factor by which later absolute values may exceed those of the history without an overflow
+};
+
+constexpr int kMantissaBits = 23;
+constexpr int kExponentBias = 127;
+constexpr int kMaxExponent = 126;
+
+// The largest power of two s with reached · s <= largest, for positive numbers; limited to exponents of ±kMaxExponent.
+__device__ inline float largest_scale(float largest, float reached) {
+  constexpr uint32 kMantissa = (1u << kMantissaBits) - 1;
+  const uint32 high = __float_as_uint(largest), low = __float_as_uint(reached);
+  int exponent = static_cast<int>(high >> kMantissaBits) - static_cast<int>(low >> kMantissaBits);
+  exponent -= (low & kMantissa) > (high & kMantissa);
+  exponent = exponent > kMaxExponent ? kMaxExponent : exponent < -kMaxExponent ? -kMaxExponent : exponent;
+  return __uint_as_float(static_cast<uint32>(exponent + kExponentBias) << kMantissaBits);
+}
+
+__device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028234663852886e38f; }
+
+// Puts a value before the older ones, and returns the largest of all.
+__device__ inline float push(float* history, uint32 length, float value) {
+  float peak = 0.0f;
+  for (uint32 i = 0; i < length; ++i) {
+    const float older = history[i];
+    history[i] = value;
+    peak = fmaxf(peak, value);
+    value = older;
+  }
+  return peak;
+}
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(256) fp8_scales(const lt::Fp8ScalesParams p) {
+  using namespace lt;
+  wait_for_predecessor();
+  const uint32 tensor = blockIdx.x * blockDim.x + threadIdx.x;
+  if (tensor >= p.tensors) return;
+  Fp8Slot slot = p.slots[tensor];
+  const float amax = slot.amax;
+  slot.amax = 0.0f;
+  if (!(amax * slot.scale <= slot.largest)) slot.overflows += 1.0f;
+  if (is_finite(amax) && !(p.skipped && *p.skipped)) {
+    const float peak = push(p.history + static_cast<int64>(tensor) * p.length, p.length, amax);
+    if (peak > 0.0f) slot.scale = largest_scale(slot.largest, peak * p.headroom);
+    slot.inverse = 1.0f / slot.scale;
+  }
+  p.slots[tensor] = slot;
+}
