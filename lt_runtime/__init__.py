@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lt_runtime.binding import bind
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.fitting import Epoch, fit
+    from lt_runtime.fp8 import FP8
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.nn.block import Block
     from lt_runtime.nn.containers import Chain, Parallel, Residual
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
     from lt_runtime.ops.fp8 import cast_fp8
+    from lt_runtime.ops.fp8_linear import FP8State
     from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
@@ -51,6 +53,7 @@ _EXPORTS = {
     "binding": "bind",
     "epilogue": "Epilogue",
     "fitting": "Epoch fit",
+    "fp8": "FP8",
     "grad_scaler": "GradScaler",
     "ops._linear": "LinearContext",
     "ops.add": "add",
@@ -58,6 +61,7 @@ _EXPORTS = {
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
     "ops.fp8": "cast_fp8",
+    "ops.fp8_linear": "FP8State",
     "ops.gated": "GatedContext gated_bwd gated_fwd",
     "ops.linear": "linear linear_bwd linear_fwd",
     "ops.losses": "Loss bce_with_logits cross_entropy huber_loss mse_loss",
@@ -92,7 +96,7 @@ __all__ += ["NormContext", "layer_norm_bwd", "layer_norm_fwd", "rms_norm_bwd", "
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
 __all__ += ["GEGLU", "MLP", "Block", "Chain", "Dropout", "Gated", "LayerNorm", "Linear", "Parallel", "Pass"]
 __all__ += ["RMSNorm", "ReGLU", "Residual", "SwiGLU"]
-__all__ += ["EMA", "AdamW", "GradScaler", "Optimizer", "Parameter", "Schedule"]
+__all__ += ["EMA", "FP8", "AdamW", "FP8State", "GradScaler", "Optimizer", "Parameter", "Schedule"]
 __all__ += ["Epoch", "Metrics", "Prefetcher", "TrainStep", "evaluate", "fit", "prefetch"]
 __all__ += ["load", "load_checkpoint", "load_model", "save", "save_checkpoint", "save_model"]
 __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tune", "tuning"]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arguments import by_layer, check_instance, flag, integer, shown
+from lt_runtime.arguments import by_layer, check_instance, flag, integer, one_of, shown
 from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.fp8 import FP8
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.run import Pass
+from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
@@ -36,6 +38,7 @@ from lt_runtime.problem import (
 from lt_runtime.ranges import range_of
 
 if TYPE_CHECKING:
+    from lt_runtime.ops.fp8_linear import FP8State
     from lt_runtime.tuner.chain import LayerChain
 
 _seeds: Final = itertools.count()
@@ -61,10 +64,14 @@ class Linear(Block):
         seed: of the initial values and of dropout; if None, the next of a sequence that begins at 0 in each process.
         dtype, compute, master_weights, device: as for `lt.MLP`.
 
+        precision: "fp8", or an `lt.FP8`, to train with products in FP8, see `lt.FP8State`; None otherwise. Inference
+            stays in `dtype`.
+
     Attributes:
         weight: (outputs, inputs).
         bias: (outputs,); None for a layer without a bias.
         activation, dropout, compute, seed: as given.
+        scales: the `lt.FP8State` of a layer with `precision`; None otherwise.
 
     Raises:
         ArgumentError: an option that is not accepted.
@@ -84,8 +91,10 @@ class Linear(Block):
         dtype: DTypeLike = "float32",
         compute: ComputeName = "float32",
         master_weights: bool = True,
+        precision: Literal["fp8"] | FP8 | None = None,
         device: object = "auto",
     ) -> None:
+        self.scales = scales_of(precision)
         self.inputs, self.outputs = size_of("inputs", inputs), size_of("outputs", outputs)
         self.activation, self.dropout = activation_of("activation", activation), probability("dropout", dropout)
         self.seed, self.compute = seed_of(seed), compute
@@ -146,12 +155,19 @@ def forward_layers(
             if rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             else:
-                x, context = linear_fwd(x, layer.weight.data, bias, dropout=layer.dropout, rng=rng, **options)
+                options |= {"dropout": layer.dropout, "rng": rng, "precision": layer.scales}
+                x, context = linear_fwd(x, layer.weight.data, bias, **options)
                 contexts.append(context)
     if contexts and stand_in is not None:
         contexts[0].x = stand_in
-    run.keep(contexts, needs_dx, met.taken(start) if met else [])
+    # The tuner takes layers in FP8 as products, not as a chain.
+    run.keep(contexts, needs_dx, met.taken(start) if met and not _are_in_fp8(contexts) else [])
     return x
+
+
+def _are_in_fp8(contexts: Sequence[LinearContext]) -> bool:
+    """Whether the products of any of the layers are computed in FP8."""
+    return any(each.state is not None for each in contexts)
 
 
 def backward_layers(
@@ -175,7 +191,8 @@ def backward_layers(
     if not needs_dx:
         trained = [any(map(run.trains_parameter, (layer.weight, layer.bias))) for layer in layers]
         lowest = trained.index(True) if True in trained else len(layers)
-    met, last, own = run.met, len(layers) - 1, layers[-1].bias
+    met, last, own = None if _are_in_fp8(contexts) else run.met, len(layers) - 1, layers[-1].bias
+    is_through = False  # whether the gradient has been taken through the layer's activation by the call above
     start = len(met.problems) if met else 0
     for i in range(last, -1, -1):
         context = contexts.pop()
@@ -190,17 +207,21 @@ def backward_layers(
             context.x, needs_dx = remake(dx), False
         # Each call also computes the bias gradient of the layer below. The last layer, with no layer above it, computes
         # its own too. If both are one buffer, because the two layers share the bias, the next call computes the second.
+        # A layer in FP8 leaves the layer below all of its own work.
         goes_on = i > lowest
-        below = layers[i - 1].bias if goes_on else None
+        takes_through = goes_on and context.state is None
+        below = layers[i - 1].bias if takes_through else None
         below, left = (None, own) if below is own else (below, None)
+        if goes_on and not takes_through:
+            left = layers[i - 1].bias
         (dw, db, db_below), adds = run.grads(layers[i].weight, own, below)
         options: dict[str, Any] = {"need_dw": dw is not None, "need_db": db is not None, "need_dx": goes_on or needs_dx}
-        options |= {"through": contexts[-1], "need_db_below": db_below is not None} if goes_on else {}
-        options |= {"out_dw": dw, "out_db": db, "before_activation": i < last, "accumulate": adds}
+        options |= {"through": contexts[-1], "need_db_below": db_below is not None} if takes_through else {}
+        options |= {"out_dw": dw, "out_db": db, "before_activation": is_through, "accumulate": adds}
         with range_of(f"backward/{layers[i].name}"):
             dx, *_ = linear_bwd(dy.pop(), context, out_db_below=db_below, stream=run.stream, **options)
         dy.append(dx)
-        own = left
+        own, is_through = left, takes_through
         del dx, context
         if goes_on:
             contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
@@ -218,6 +239,21 @@ def _chain(forwards: Sequence[Any], backwards: Sequence[Any]) -> LayerChain:
     backs: list[BackwardProblem | None] = [each for each in backwards if isinstance(each, BackwardProblem)]
     backs += [None] * (len(fronts) - len(backs))  # layers below the lowest that is trained
     return LayerChain((*map(Layer, fronts, reversed(backs)),)).plain
+
+
+def scales_of(precision: object) -> FP8State | None:
+    """The state of a layer with the option `precision`; None for a layer in its own type.
+
+    Raises:
+        KindError, ArgumentError: the option is neither None, "fp8" nor an `lt.FP8`.
+    """
+    if precision is None:
+        return None
+    from lt_runtime.ops.fp8_linear import FP8State  # imported late, because few models have a precision
+
+    if not isinstance(precision, FP8):
+        one_of("precision", precision, ("fp8",))
+    return FP8State(precision if isinstance(precision, FP8) else FP8())
 
 
 class Maker:

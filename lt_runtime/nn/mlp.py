@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -15,12 +15,13 @@ from lt_runtime.arguments import by_layer, flag, integers, shown
 from lt_runtime.arrays.operand import CUPY, Operand, library_of, read_step
 from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
+from lt_runtime.fp8 import FP8
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
-from lt_runtime.nn.linear import Linear, activations_by_layer, backward_layers, forward_layers
+from lt_runtime.nn.linear import Linear, activations_by_layer, backward_layers, forward_layers, scales_of
 from lt_runtime.nn.narrow import NarrowPasses
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops._linear import LinearContext
@@ -61,6 +62,9 @@ class MLP(Block, surrounded=False):
         seed: of the initial values and of dropout.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a `torch.device`.
         compute: "float32" or "tf32".
+        precision: "fp8", or an `lt.FP8`, to train with the layers' products in FP8, see `lt.FP8State`; None otherwise.
+            Layers with sizes that are no multiples of 16 stay in `dtype`, as inference does. Model files and
+            checkpoints do not hold the scales: a loaded model finds them anew.
 
     Attributes:
         layers: list of `Linear`.
@@ -89,6 +93,7 @@ class MLP(Block, surrounded=False):
         device: object = "auto",
         compute: ComputeName = "float32",
         master_weights: bool = True,
+        precision: Literal["fp8"] | FP8 | None = None,
     ) -> None:
         self.dims = integers("dims", dims)
         if len(self.dims) < 2 or min(self.dims) < 1:
@@ -109,7 +114,11 @@ class MLP(Block, surrounded=False):
         made = self._parameters(biases, has_masters=self.master_weights and self.dtype is not DType.FLOAT32)
         shared, each = {"seed": self.seed, "compute": compute}, enumerate(zip(activations, dropouts, strict=True))
         self.layers = [Linear.of(f"layer{i}", made, activation=f, dropout=p, **shared) for i, (f, p) in each]
-        self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, self.device.ordinal)
+        for layer in self.layers:
+            layer.scales = scales_of(precision)
+        # Narrow passes are not in FP8.
+        narrow_on = self.device.ordinal if precision is None else None
+        self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, narrow_on)
 
     def parts(self) -> Iterable[tuple[str, Any]]:
         """See `Block`."""
@@ -158,6 +167,7 @@ class MLP(Block, surrounded=False):
         rows.append(("total", "", "", "", "", "", f"{sum(counts):,}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row[:-1], widths)) + "  " + row[-1].rjust(widths[-1]) for row in rows]
+        masters += ", products in FP8" if self.layers[0].scales else ""
         return "\n".join([f"MLP on {self.device.description}, {self.dtype.value}{masters}", *lines])
 
     def __call__(self, x: Any, *, stream: Any = None) -> Any:

@@ -14,6 +14,7 @@ from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError, CaptureError
+from lt_runtime.fp8 import Fp8Problem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.streams import stream_handle
@@ -55,7 +56,9 @@ class Met:
 
     def _note(self, work: Any) -> None:
         if threading.get_ident() == self._thread and isinstance(work, PreparedCall):
-            self.problems.append(work.request.problem)
+            problem = work.request.problem
+            products = work.plan.products.values() if work.plan and isinstance(problem, Fp8Problem) else ()
+            self.problems += [each.problem for each in products] or [problem]
 
     def taken(self, start: int) -> list[Any]:
         """Removes the problems behind the first `start` ones, and returns them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -61,11 +61,13 @@ class LinearContext:
 
     Attributes:
         layer: the layer's sizes and options.
-        x, w: the operands.
+        x, w: the operands; their transposes in FP8 if `state` is not None.
         saved: the array that the activation's derivative is computed from; None if there is none.
         preactivation: x · wᵀ + bias (..., N) if it was saved for backward or requested; None otherwise.
         rng: the source of the dropout mask; None without dropout.
         y: the layer's output, kept so that `linear_bwd` can tell whether it is another layer's x.
+        state: the `FP8State` of a layer whose products are computed in FP8; None otherwise.
+        cast_slots: copy of the state's slots of x and w, with the scales by which they were cast.
     """
 
     layer: Layer
@@ -75,6 +77,8 @@ class LinearContext:
     preactivation: Any
     rng: Philox | None
     y: Any
+    state: Any = None
+    cast_slots: Any = None
 
     def __repr__(self) -> str:
         (m, n, k), layer = self.shape, self.layer
@@ -98,7 +102,7 @@ class LinearForward(Operation):
     scalars are `Sources`. A request's detail is the `Layer`.
     """
 
-    names = ("x", "w", "bias", "out", "out_z", "add")
+    names: ClassVar[tuple[str, ...]] = ("x", "w", "bias", "out", "out_z", "add")
     required = 2
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:
@@ -153,17 +157,20 @@ class LinearForward(Operation):
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Sources) -> Any:
         """See `Operation`: y and the `LinearContext`; y alone for inference, for which no tensor is saved."""
-        x, w, _, y, kept, _ = arrays
         request = prepared.request
         if not request.problem.backward:
-            return y
-        layer: Layer = request.detail
-        saved_as = layer.saved_as
-        rng = scalars[0] if layer.dropout else None
-        if saved_as is Saved.MASK:
-            return y, LinearContext(layer, x, w, kept, None, rng, y)
-        saved = kept if saved_as is Saved.PREACTIVATION else y if saved_as is Saved.OUTPUT else None
-        return y, LinearContext(layer, x, w, saved, kept, rng, y)
+            return arrays[_Y]
+        return context_of(request.detail, arrays, scalars)
+
+
+def context_of(layer: Layer, arrays: Sequence[Any], scalars: Sources) -> tuple[Any, LinearContext]:
+    """y and the context of a forward call, from the call's arrays."""
+    x, w, _, y, kept, _ = arrays
+    saved_as, rng = layer.saved_as, scalars[0] if layer.dropout else None
+    if saved_as is Saved.MASK:
+        return y, LinearContext(layer, x, w, kept, None, rng, y)
+    saved = kept if saved_as is Saved.PREACTIVATION else y if saved_as is Saved.OUTPUT else None
+    return y, LinearContext(layer, x, w, saved, kept, rng, y)
 
 
 def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]:
@@ -256,7 +263,14 @@ class BackwardOptions(NamedTuple):
 class LinearBackward(Operation):
     """The gradients of a linear layer; a call's scalars are its `Sources`."""
 
-    names = ("dy", "x", "w", "the saved tensor", "the saved tensor below", *(f"out_{name}" for name in _OUTPUTS))
+    names: ClassVar[tuple[str, ...]] = (
+        "dy",
+        "x",
+        "w",
+        "the saved tensor",
+        "the saved tensor below",
+        *(f"out_{name}" for name in _OUTPUTS),
+    )
     required = 3
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:
@@ -265,7 +279,7 @@ class LinearBackward(Operation):
         dy, x, w, saved, saved_below, *outputs = operands
         layer, below = options.layer, options.below
         given = dict(zip(_OUTPUTS, outputs, strict=True))
-        wanted = _wanted(options, given)
+        wanted = wanted_gradients(options, given)
         check_same(x, dy, w)
         _, n, k = layer.shape
         shape = (*x.shape[:-1], n)
@@ -275,9 +289,9 @@ class LinearBackward(Operation):
         places = [(place, name) for place, name in enumerate(_OUTPUTS, _FIRST_OUTPUT) if wanted[name]]
         specs = {name: result_spec(place, given[name], shapes[name], x, new) for place, name in places}
         dtype = x.element_type()
-        own = _derivative(layer, saved, specs.get("db"))
+        own = derivative_of(layer, saved, specs.get("db"))
         own = unchanged(own.db) if options.before_activation else own
-        of_below = None if below is None else _derivative(below, saved_below, specs.get("db_below"))
+        of_below = None if below is None else derivative_of(below, saved_below, specs.get("db_below"))
         kinds, inputs = (dtype, Compute.parse(layer.compute, dtype)), (x.spec, w.spec, dy.spec)
         results = specs.get("dx"), specs.get("dw"), specs.get("dz")
         adds_to_dx = options.accumulate_dx and options.need_dx
@@ -317,7 +331,7 @@ class LinearBackward(Operation):
         return ChainedGradients(dx, dw, db, db_below)
 
 
-def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
+def wanted_gradients(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
     """Whether each gradient is computed, by its name; dz is computed as a result if the caller gives a buffer for it.
 
     Raises:
@@ -347,7 +361,7 @@ FORWARD: Final = LinearForward()
 BACKWARD: Final = LinearBackward()
 
 
-def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
+def derivative_of(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
     spec = saved.spec if saved else None
     if saved and layer.saved_layout:  # forward has made the array: the strides of a single row do not tell its layout
         spec = Spec(layer.saved_layout, saved.alignment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from lt_runtime.arguments import flag, shown
 from lt_runtime.arrays.checks import is_same_matrix
@@ -10,6 +10,9 @@ from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, BackwardOptions, ChainedGradients, LinearContext, LinearGradients
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ActivationName, ComputeName, Philox
+
+if TYPE_CHECKING:
+    from lt_runtime.ops.fp8_linear import FP8State
 
 
 def linear_fwd(
@@ -23,6 +26,7 @@ def linear_fwd(
     rng: Philox | None = None,
     compute: ComputeName = "float32",
     propagate_nan: bool = False,
+    precision: FP8State | None = None,
     add: Any = None,
     out: Any = None,
     out_z: Any = None,
@@ -52,6 +56,8 @@ def linear_fwd(
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores.
         propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0 and takes 1 for the derivative at exactly 0. If
             False, the derivative at exactly 0 is 0 or 1, depending on the plan.
+        precision: the `lt.FP8State` of this layer: x and w, and dy in `linear_bwd`, are cast to FP8 and multiplied so,
+            and the context keeps x and w in FP8. It has no effect unless M, N and K are multiples of 16.
         add: (..., N), such as the input of a residual block; its gradient is dy. Without activation and dropout the
             product may add it: a 16-bit product is then rounded before the addition.
         out: (..., N) buffer for y; may be `add` itself, which y then overwrites.
@@ -71,6 +77,10 @@ def linear_fwd(
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     options = (activation, negative_slope, dropout, compute, propagate_nan, True)
+    if precision is not None:
+        from lt_runtime.ops.fp8_linear import forward
+
+        return forward(precision, (x, w, bias, out, out_z, add), options, rng, stream)
     made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z, add), options, (rng, None), stream)
     return made
 
@@ -206,6 +216,8 @@ def linear_bwd(
     if through is not None and not isinstance(through, LinearContext):
         raise KindError(f"through is {shown(through)}; it must be None, or a context that linear_fwd returned")
     layer = ctx.layer
+    if ctx.state is not None and through is not None:
+        raise ArgumentError("through is given, and ctx has a precision, which excludes through; drop it")
     below, saved_below, rng_below, below_has_bias = None, None, None, False
     if through is not None:
         if through.y is not ctx.x:
@@ -218,6 +230,10 @@ def linear_bwd(
     try:
         saved = None if before_activation else ctx.saved
         outputs = out_dx if need_dx else None, out_dw if need_dw else None, out_db if need_db else None
+        if ctx.state is not None:
+            from lt_runtime.ops.fp8_linear import backward
+
+            return backward(dy, ctx, saved, (*outputs, out_dz), options, stream)
         arrays = dy, ctx.x, ctx.w, saved, saved_below, *outputs, out_dz, out_db_below if need_db_below else None
     except Exception:  # a flag could be an array, which has no truth value
         BackwardOptions.of(options)

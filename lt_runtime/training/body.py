@@ -22,6 +22,7 @@ from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.nn.block import Block
+from lt_runtime.nn.linear import Linear
 from lt_runtime.nn.mlp import MLP, check_model_type
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
@@ -166,6 +167,7 @@ class StepBody:
 
     Attributes:
         arity: the number of the model's inputs; None before the first batch.
+        scales: the `FP8State` of each layer whose products are computed in FP8.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class StepBody:
         self.arity: int | None = None
         self._places = len(model.layers) if isinstance(model, MLP) else PLACES
         trained = {id(each) for each in optimizer.parameters}
+        self.scales = [block.scales for block in model.blocks() if isinstance(block, Linear) and block.scales]
         self._frozen = [each for each in model.parameters() if id(each) not in trained]
 
     def set_arity(self, count: int) -> None:
@@ -271,6 +274,8 @@ class StepBody:
         if updates:
             with range_of("optimizer"):
                 self.optimizer.step(stream=stream)
+                for each in self.scales:
+                    each.update(stream=stream)
             if self.ema is not None:
                 with range_of("ema"):
                     self.ema.update(stream=stream)

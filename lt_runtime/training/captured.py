@@ -273,6 +273,8 @@ class GpuStep:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
             buffers = StepBuffers(batch, self._body.parts, stream)
+            if self._body.scales:  # the rehearsal finds the scales of FP8 tensors, if no step has
+                buffers.fill([(each.address, _pitch(each)) for each in batch], stream)
             self._rehearse_first(buffers, stream)
             if self._captures:
                 self._rehearse(buffers, self._pool, stream)  # allocates the memory that the graph keeps

@@ -153,6 +153,13 @@ def float8_matmul(world: World) -> Call:
     return world.lt.matmul, {**arrays, "out": out, "dtype": "float8_e4m3fn", "fast_accumulation": True}
 
 
+def fp8_update(world: World) -> Call:
+    state = world.lt.FP8State()
+    world.lt.linear_fwd(world.ones(16, 16), world.ones(16, 16), precision=state)
+    world.arrays += [state.slots, state.history]
+    return state.update, {"skipped": world.ones(1, dtype=np.uint32)}
+
+
 def loss(name: str, *names: str, labels: Any = np.float32, **more: tuple[int, ...]) -> Callable[[World], Call]:
     def make(world: World) -> Call:
         target = world.ones(M, dtype=labels) if labels is np.int32 else world.ones(M, N)
@@ -357,6 +364,10 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "Epilogue": plain("Epilogue"),
     "Philox": plain("Philox"),
     "Schedule": plain("Schedule", decay="linear", total_steps=5),
+    "FP8": plain("FP8"),
+    "FP8State": plain("FP8State"),
+    "FP8State.state_dict": lambda w: (w.lt.FP8State().state_dict, {}),
+    "FP8State.update": fp8_update,
     "GradScaler": plain("GradScaler"),
     "schedules.constant": plain("schedules.constant"),
     "schedules.warmup": plain("schedules.warmup"),
@@ -430,6 +441,7 @@ ELSEWHERE: Final = {
     "CaptureReport": "what check_capture returns",
     "check_capture": "tests/cpu/profiling/test_capture_check.py has what it refuses",
     "GradScaler.bind": "called by an optimizer alone",
+    "FP8State.load_state_dict": "tests/cpu/test_fake_gpu_fp8_layers.py has what it refuses",
     **dict.fromkeys(("Epoch", "GatedContext", "LinearContext", "Loss", "Metrics", "NormContext"), "classes of results"),
     **dict.fromkeys(("Prefetcher", "Prefetcher.close"), "the class of what prefetch returns"),
     **dict.fromkeys(("Block", "Chain", "Parallel"), "tests/cpu/nn/test_blocks.py has what they refuse"),

@@ -1,0 +1,74 @@
+"""The recipe of FP8 training, as data: types, scales and accumulation of the products of linear layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lt_runtime.arguments import integer, number, one_of, shown
+from lt_runtime.errors import ArgumentError
+from lt_runtime.problem import BackwardProblem, DType, ForwardProblem
+
+Recipe = Literal["delayed", "current"]
+_MOST_STEPS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FP8:
+    """How a linear layer's three products are computed in FP8. Inputs and weights are cast to E4M3.
+
+    Every tensor has one scale, a power of two. "delayed" casts with a scale from the largest magnitudes of the last
+    `history` steps, in one read of the tensor: a tensor that grows by more than `headroom` from one step to the next is
+    saturated, which is counted. "current" reads each tensor twice, and casts with a scale from its own largest
+    magnitude.
+
+    Attributes:
+        recipe: "delayed" or "current".
+        gradients: type of the gradients of outputs: "e5m2", or "e4m3" with one bit more of mantissa and less range.
+        history: steps whose largest magnitudes decide a delayed scale, in [1, 1024].
+        headroom: at least 1; a delayed scale leaves room for this multiple of the largest magnitude.
+        fast_accumulation: which products are summed with about 14 bits: "forward", "always" or "never".
+
+    Raises:
+        ArgumentError: an attribute has another value.
+    """
+
+    recipe: Recipe = "delayed"
+    gradients: Literal["e5m2", "e4m3"] = "e5m2"
+    history: int = 16
+    headroom: float = 2.0
+    fast_accumulation: Literal["forward", "always", "never"] = "forward"
+
+    def __post_init__(self) -> None:
+        one_of("recipe", self.recipe, ("delayed", "current"))
+        one_of("gradients", self.gradients, ("e5m2", "e4m3"))
+        one_of("fast_accumulation", self.fast_accumulation, ("forward", "always", "never"))
+        if not 1 <= integer("history", self.history) <= _MOST_STEPS:
+            raise ArgumentError(f"history is {shown(self.history)}; it must be in [1, {_MOST_STEPS}]")
+        headroom = number("headroom", self.headroom)
+        if not (headroom >= 1.0 and math.isfinite(headroom)):
+            raise ArgumentError(f"headroom is {headroom}; it must be finite and at least 1")
+        object.__setattr__(self, "headroom", headroom)
+
+    @property
+    def dtypes(self) -> tuple[DType, DType, DType]:
+        """The FP8 types of x, w and dy."""
+        gradient = DType.FLOAT8_E5M2 if self.gradients == "e5m2" else DType.FLOAT8_E4M3FN
+        return DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FN, gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The recipe of a layer's products, and whether this call finds the scales of its tensors before it casts them."""
+
+    recipe: FP8
+    calibrates: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Problem:
+    """A pass of a layer whose products are computed in FP8. The plan cache has entries for the products alone."""
+
+    layer: ForwardProblem | BackwardProblem
+    precision: Precision

@@ -1,0 +1,442 @@
+"""Linear layers whose products are computed in FP8, and the state of their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.arguments import check_instance
+from lt_runtime.arrays.checks import check_shape, check_type
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
+from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store
+from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError, ShapeError
+from lt_runtime.fp8 import FP8, Fp8Problem, Precision
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.fp8 import ScalesPass
+from lt_runtime.layout import packed
+from lt_runtime.ops._linear import (
+    FORWARD,
+    BackwardOptions,
+    LinearBackward,
+    LinearContext,
+    LinearForward,
+    LinearGradients,
+    context_of,
+    derivative_of,
+    wanted_gradients,
+)
+from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
+from lt_runtime.ops.first_use import before_first_use
+from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, fp8_kept_spec
+from lt_runtime.plans.strategies import unchanged
+from lt_runtime.problem import BackwardProblem, Compute, Philox, Saved, Spec
+from lt_runtime.products.plan import Plan
+from lt_runtime.reference.fp8 import (
+    AMAX,
+    FP8_TYPES,
+    INVERSE,
+    OVERFLOWS,
+    SCALE,
+    SLOT_WIDTH,
+    amax_of,
+    cast_fp8,
+    fp8_slots,
+    update_fp8_scales,
+)
+from lt_runtime.reference.products import rows_of
+
+_UNIT: Final = 16
+_E4M3: Final = FP8_TYPES["float8_e4m3fn"]
+_LEAST_SCALE: Final = 2.0**-126
+# Indices of a forward call's arrays.
+_KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST = 4, 6, 7, 8, 9, 10
+_OUTPUTS: Final = ("dx", "dw", "db", "dz")
+# Index of the first output among the arrays of a backward call.
+_FIRST: Final = 5
+
+
+class FP8State:
+    """The scales of one linear layer's tensors x, w and dy, on the device of the layer, for `precision=`.
+
+    The first forward and the first backward call find the scales of their tensors from the tensors themselves. With the
+    recipe "delayed", call `update` once a step, after the step's last backward call; a captured graph may hold that.
+    The arrays are made at the first call, on the device of its x.
+
+    Args:
+        recipe: types, scales and accumulation.
+
+    Attributes:
+        recipe: see above.
+        slots: FP32 (3, 8), a row for x, w and dy: 1 / scale, scale, largest magnitude since the last update, largest
+            number of the FP8 type, number of overflows; None before the first call.
+        history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
+        calibrated: rows of the tensors that have found their scales.
+
+    Raises:
+        KindError: `recipe` is no `FP8`.
+    """
+
+    def __init__(self, recipe: FP8 = FP8()) -> None:  # noqa: B008  # it is frozen
+        check_instance("recipe", recipe, FP8, "an lt.FP8")
+        self.recipe = recipe
+        self.slots: Any = None
+        self.history: Any = None
+        self.calibrated: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"FP8State({self.recipe})"
+
+    def update(self, *, skipped: Any = None, stream: Any = None) -> None:
+        """Sets the scales for the next step by the largest magnitudes of the last steps, and counts overflows.
+
+        It does nothing with the recipe "current", or before the first call of the layer.
+
+        Args:
+            skipped: one uint32 on the device; unless it is 0, scales and history stay.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
+        """
+        if self.slots is not None and self.recipe.recipe == "delayed":
+            arrays = self.slots, self.history, skipped
+            perform(_UPDATE, arrays, (*self.history.shape, self.recipe.headroom), None, stream)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scales of x, w and dy, by which they are multiplied before they are cast. Waits for the stream."""
+        return self._column(SCALE)
+
+    @property
+    def overflows(self) -> dict[str, int]:
+        """For x, w and dy, how many updates found a saturated, infinite or NaN element. Waits for the stream."""
+        return {name: int(value) for name, value in self._column(OVERFLOWS).items()}
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Copies of the state on the host, from which `load_state_dict` continues bit for bit. Waits for the stream.
+
+        It is empty before the first call.
+        """
+        if self.slots is None:
+            return {}
+        arrays = {"slots": self.slots, "history": self.history}
+        calibrated = np.isin(np.arange(3), list(self.calibrated))
+        return {name: _host(name, array).copy() for name, array in arrays.items()} | {"calibrated": calibrated}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, like: Any = None) -> None:
+        """Replaces scales and history by those of a `state_dict`.
+
+        Args:
+            like: an array on the device of the layer, needed before the first call of the layer.
+
+        Raises:
+            KindError: `state` is no mapping.
+            ArgumentError: an entry is missing or unknown, or `like` is needed.
+            OperandError: an entry is no array, or is of another recipe.
+        """
+        check_instance("state", state, Mapping, "a state_dict")
+        if state.keys() != {"slots", "history", "calibrated"}:
+            raise ArgumentError(f"state has the entries {sorted(state)}; it must have calibrated, history and slots")
+        if self.slots is None:
+            if like is None:
+                raise ArgumentError("like is None, and there was no call that tells the device; pass an array on it")
+            arrays_of(self, like)
+        writes = []
+        for name, array in (("slots", self.slots), ("history", self.history)):
+            operand = read(name, array, library_of(array).current_stream(device_of(name, array)))
+            values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
+            check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
+            stream = 0 if operand.device == HOST else library_of(array).current_stream(operand.device)
+            writes.append((operand, values, stream))
+        replace_all(writes)
+        self.calibrated = {int(each) for each in np.flatnonzero(state["calibrated"])}
+
+    def _column(self, column: int) -> dict[str, float]:
+        if self.slots is None:
+            raise ArgumentError("the state has no scales yet: pass it to lt.linear_fwd(..., precision=state) first")
+        return dict(zip(("x", "w", "dy"), map(float, _host("slots", self.slots)[:, column]), strict=True))
+
+
+def _host(name: str, array: Any) -> NDArray[Any]:
+    """The values of one of the state's arrays, once the current stream has computed them."""
+    device = device_of(name, array)
+    stream = 0 if device == HOST else CUPY.current_stream(device)
+    return fetch(read(name, array, stream), stream)
+
+
+def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
+    """Slots and history of a state. The first call makes them on the device of x, and waits for the copies."""
+    if state.slots is not None:
+        return state.slots, state.history
+    device = device_of("x", x)
+    slots = fp8_slots([each.value for each in state.recipe.dtypes])
+    steps = 1 if state.recipe.recipe == "current" else state.recipe.history
+    made = []
+    for values in (slots, np.zeros((len(slots), steps), np.float32)):
+        if device == HOST:
+            array = host_zeros(values.size, values.dtype).reshape(values.shape)
+            array[...] = values
+        else:
+            stream = CUPY.current_stream(device)
+            array = CUPY.empty(values.shape, values.dtype, device, stream)
+            store(read("the scales", array, stream), values, stream)
+        made.append(array)
+    state.slots, state.history = made
+    return state.slots, state.history
+
+
+def precision_of(state: FP8State, *rows: int) -> Precision:
+    """The precision of a call that casts the tensors of these rows, which are calibrated if they never were."""
+    return Precision(state.recipe, state.recipe.recipe == "current" or not state.calibrated.issuperset(rows))
+
+
+def fits(x: Any, w: Any) -> bool:
+    """Whether the tensor cores can multiply a layer's matrices in FP8: M, N and K are positive multiples of 16."""
+    try:
+        *rows, inputs = x.shape
+        sizes = int(np.prod(rows)), inputs, *w.shape
+        return all(size > 0 and size % _UNIT == 0 for size in sizes)
+    except (AttributeError, TypeError, ValueError):  # x or w is no matrix, which the ordinary call refuses
+        return False
+
+
+class _Update(PassOperation):
+    """The scales of a layer's tensors for the next step; a call's options are those of `ScalesPass`."""
+
+    names = ("slots", "history", "skipped")
+    required = 2
+
+    class Launched:
+        """`ScalesPass` as the pass of a call."""
+
+        scratch_bytes = 0
+
+        def __init__(self, tensors: int, length: int, headroom: float, device: int) -> None:
+            self._pass = ScalesPass(tensors, length, headroom, device)
+
+        def launch(self, call: Call, memory: Any) -> None:
+            """See `Pass`."""
+            slots, history, skipped = call.addresses
+            self._pass.launch(slots, history, skipped, memory)
+
+    make_pass = Launched
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
+        """See `Operation`."""
+        _, _, skipped = operands
+        if skipped is not None:
+            check_type(skipped, "uint32")
+            if skipped.shape not in ((), (1,)):
+                raise ShapeError(f"skipped has shape {skipped.shape}; accepted are () and (1,)")
+        return Request(options, (0, 1), {})
+
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
+        """See `Operation`."""
+        slots, history, skipped = arrays
+        update_fp8_scales(slots, history, request.problem[2], skip=skipped is not None and bool(skipped.item()))
+
+
+def _cast_on_host(x: NDArray[Any], row: int, precision: Precision, slots: Any, history: Any) -> NDArray[Any]:
+    """x in FP8 by the scale in its slot, which is found first if the call calibrates; see `Cast`."""
+    recipe, slot = precision.recipe, slots[row]
+    is_current = recipe.recipe == "current"
+    if precision.calibrates:
+        slot[SCALE], slot[AMAX] = _LEAST_SCALE, np.maximum(slot[AMAX], amax_of(x))
+        update_fp8_scales(slots[row : row + 1], history[row : row + 1], 1.0 if is_current else recipe.headroom)
+    if not is_current:
+        slot[AMAX] = amax_of(np.array([slot[AMAX], amax_of(x)]))
+    return cast_fp8(x, slot[SCALE], recipe.dtypes[row].value)
+
+
+def _check_products(*operands: Operand | None) -> None:
+    """Checks matrices that an FP8 product reads as C or writes as D.
+
+    Raises:
+        LayoutError: the rows, or columns, are not a multiple of 16 elements apart.
+        AlignmentError: the address is not a multiple of 16 bytes.
+    """
+    for each in operands:
+        if each is None:
+            continue
+        if each.layout.leading_dimension % _UNIT:
+            found = f"{each.name} has strides {each.strides}"
+            raise LayoutError(f"{found}; with precision those above 1 must be multiples of {_UNIT}")
+        if each.device != HOST and each.alignment < _UNIT:
+            found = f"{each.name} is at {each.address:#x}"
+            raise AlignmentError(f"{found}; with precision it must be a multiple of {_UNIT} bytes")
+
+
+class Fp8Forward(LinearForward):
+    """`LinearForward` with the product in FP8; the last option is the `Precision`."""
+
+    names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots")
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
+        """See `Operation`."""
+        *of_layer, precision = options
+        request = super().read(operands[:_SLOTS], of_layer, scalars)
+        x, _, _, y, z, _ = operands[:_SLOTS]
+        _check_products(y, z)
+        (m, n, k), new = request.detail.shape, {**request.new}
+        new |= {_X8: New((k, m), _E4M3, x.library), _W8: New((k, n), _E4M3, x.library)}
+        new[_CAST] = New((2, SLOT_WIDTH), np.dtype(np.float32), x.library)
+        written, problem = (_SLOTS, _HISTORY, *new, *request.written), Fp8Problem(request.problem, precision)
+        return request._replace(problem=problem, written=written, new=new)
+
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        problem = request.problem
+        return _measured(lambda: Fp8ForwardPlan(problem.layer, problem.precision, device), device)
+
+    def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
+        """See `Operation`: the pre-activation is saved if there is an activation."""
+        problem = request.problem.layer
+        kept = fp8_kept_spec(problem)
+        if kept is None:
+            return request
+        layer = request.detail
+        if problem.activation.name != "none":
+            layer = replace(layer, saved_as=Saved.PREACTIVATION, saved_layout=kept.layout)
+        x, shape = operands[0], (*operands[0].shape[:-1], problem.y.layout.cols)
+        new = {} if operands[_KEPT] is not None else {_KEPT: New(shape, problem.dtype.numpy, x.library)}
+        return request._replace(new={**request.new, **new}, detail=layer)
+
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
+        """See `Operation`."""
+        x, w, bias, y, z, add, slots, history, x8, w8, cast_slots = arrays
+        problem, precision = request.problem.layer, request.problem.precision
+        cast = [_cast_on_host(rows_of(each), row, precision, slots, history) for row, each in ((X, x), (W, w))]
+        exact = [each.astype(np.float64) * slots[row, INVERSE] for row, each in zip((X, W), cast, strict=True)]
+        x8[...], w8[...], cast_slots[...] = cast[0].T, cast[1].T, slots[:2]
+        of_layer = exact[0].reshape(x.shape), exact[1], bias, y, z, add
+        super().on_host(request._replace(problem=problem), of_layer, scalars)
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
+        """See `Operation`: as of `LinearForward`, with the transposes of x and w in FP8 in the place of x and w."""
+        *of_layer, _, _, x8, w8, cast_slots = arrays
+        y, ctx = context_of(prepared.request.detail, of_layer, scalars)
+        ctx.x, ctx.w, ctx.cast_slots = x8, w8, cast_slots
+        return y, ctx
+
+
+class Fp8Backward(LinearBackward):
+    """`LinearBackward` of a layer by `Fp8Forward`; the last option is the `Precision`."""
+
+    names = (
+        "dy",
+        "x8",
+        "w8",
+        "cast_slots",
+        "the saved tensor",
+        *(f"out_{name}" for name in _OUTPUTS),
+        "slots",
+        "history",
+    )
+    required = 4
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
+        """See `Operation`."""
+        *of_layer, precision = options
+        given = BackwardOptions.of(of_layer)
+        dy, _, _, _, saved, *outputs, _, _ = operands
+        layer = given.layer
+        (m, n, k), dtype = layer.shape, dy.element_type()
+        check_type(dy, layer.dtype)
+        shape = (*dy.shape[:-1], n)
+        check_shape("dy", (dy.layout.rows, dy.shape[-1]), (m, n), "y's rows and columns")
+        buffers = dict(zip(_OUTPUTS, outputs, strict=True))
+        wanted = wanted_gradients(given, {**buffers, "db_below": None})
+        shapes = {"dx": (*dy.shape[:-1], k), "dw": (n, k), "db": (n,), "dz": shape}
+        new: dict[int, New] = {}
+        places = [(place, name) for place, name in enumerate(_OUTPUTS, _FIRST) if wanted[name]]
+        specs = {name: result_spec(place, buffers[name], shapes[name], dy, new) for place, name in places}
+        _check_products(buffers["dx"], buffers["dw"])
+        own = derivative_of(layer, saved, specs.get("db"))
+        own = unchanged(own.db) if given.before_activation else own
+        x, w = (Spec(packed(*size)) for size in ((m, k), (n, k)))
+        results = specs.get("dx"), specs.get("dw"), specs.get("dz")
+        adds = given.accumulate_dx and given.need_dx
+        kinds = dtype, Compute.FLOAT32
+        problem = BackwardProblem(*kinds, x, w, dy.spec, own, *results, given.accumulate, None, adds)
+        drops = not given.before_activation and layer.dropout > 0
+        written = (*range(_FIRST, len(self.names) - 2), len(self.names) - 2, len(self.names) - 1)
+        dropouts = (layer.dropout, 0.0) if drops else None
+        return Request(Fp8Problem(problem, precision), written, new, given, dropouts=dropouts)
+
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        problem = request.problem
+        return _measured(lambda: Fp8BackwardPlan(problem.layer, problem.precision, device), device)
+
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
+        """See `Operation`."""
+        dy, x8, w8, cast_slots, saved, dx, dw, db, dz, slots, history = arrays
+        options, problem, precision = request.detail, request.problem.layer, request.problem.precision
+        exact = rows_of(dy).astype(np.float64)
+        if not (options.before_activation or problem.output_derivative.is_identity):
+            z, layer = exact if saved is None else rows_of(saved), options.layer
+            factors = reference.dropout_factors(layer.shape[:2], layer.dropout, scalars[0])
+            exact = reference.through_activation(exact, z, layer.activation, factors)
+        rounded = exact.astype(dy.dtype)
+        results = {"db": (db, exact.sum(axis=0)), "dz": (dz, rounded)}
+        if dx is not None or dw is not None:
+            cast = _cast_on_host(rounded, DY, precision, slots, history).astype(np.float64) * slots[DY, INVERSE]
+            x, w = (each.T.astype(np.float64) * cast_slots[row, INVERSE] for row, each in ((X, x8), (W, w8)))
+            results |= {"dx": (dx, cast @ w), "dw": (dw, cast.T @ x)}
+        for name, (out, values) in results.items():
+            if out is not None:
+                adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"
+                out[...] = (values.reshape(out.shape) + (out.astype(np.float64) if adds else 0.0)).astype(out.dtype)
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients:
+        """See `Operation`."""
+        return LinearGradients(*arrays[_FIRST : _FIRST + 3])
+
+
+def _measured(make: Callable[[], Plan], device: int) -> Plan:
+    """A plan whose products have been measured before, if tuning is on."""
+    plan = make()
+    for each in plan.products.values():
+        before_first_use(each.problem, device)
+    return make()
+
+
+_FORWARD: Final = Fp8Forward()
+_BACKWARD: Final = Fp8Backward()
+_UPDATE: Final = _Update()
+
+
+def forward(
+    state: FP8State, arrays: tuple[Any, ...], options: tuple[Any, ...], rng: Philox | None, stream: Any
+) -> tuple[Any, LinearContext]:
+    """`linear_fwd` with its product in FP8, if M, N and K are multiples of 16.
+
+    Args:
+        arrays, options: of the operation `LinearForward`.
+
+    Raises:
+        KindError: `state` is no `FP8State`.
+    """
+    check_instance("precision", state, FP8State, "None or an lt.FP8State")
+    x, w, *_ = arrays
+    if not fits(x, w):
+        plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)
+        return plain
+    given = *arrays, *arrays_of(state, x), None, None, None
+    y, ctx = perform(_FORWARD, given, (*options, precision_of(state, X, W)), (rng, None), stream)
+    state.calibrated |= {X, W}
+    ctx.state = state
+    return y, ctx
+
+
+def backward(
+    dy: Any, ctx: LinearContext, saved: Any, outputs: tuple[Any, ...], options: tuple[Any, ...], stream: Any
+) -> LinearGradients:
+    """`linear_bwd` of a context that `forward` made; `options` are those of the operation `LinearBackward`."""
+    arrays = dy, ctx.x, ctx.w, ctx.cast_slots, saved, *outputs, *arrays_of(ctx.state, dy)
+    made: LinearGradients = perform(_BACKWARD, arrays, (*options, precision_of(ctx.state, DY)), (ctx.rng, None), stream)
+    if made.dx is not None or made.dw is not None:
+        ctx.state.calibrated |= {DY}
+    return made

@@ -1,0 +1,219 @@
+"""The plans of a linear layer whose products are computed in FP8: casts, products, and the passes of any layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.fp8 import Precision
+from lt_runtime.gpu.driver import call as driver_call
+from lt_runtime.gpu.memory import StreamMemory, aligned
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
+from lt_runtime.kernels.fp8 import CastPass, ScalesPass
+from lt_runtime.kernels.tiling import VECTOR_BYTES
+from lt_runtime.layout import packed
+from lt_runtime.plans.strategies import dz_spec
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Spec
+from lt_runtime.products.methods import known_algorithm
+from lt_runtime.products.plan import Plan
+from lt_runtime.reference.fp8 import AMAX, INVERSE, SCALE, SLOT_WIDTH
+
+X, W, DY = range(3)
+"""The rows of a layer's tensors in the slots and the history of its scales."""
+_WORD: Final = 4  # bytes of an FP32 number
+_SLOT: Final = _WORD * SLOT_WIDTH
+_LEAST_SCALE: Final = 0x00800000  # 2⁻¹²⁶ as FP32
+_SCALES: Final = ("scale_a", "scale_b")
+
+
+class Cast:
+    """A tensor of a layer in FP8, as it lies and transposed, by the scale in its slot.
+
+    Args:
+        row: the tensor's row in the slots and the history.
+        out, transposed: whether to make either.
+
+    Attributes:
+        spec: of the tensor in FP8. transposed: of its transpose.
+    """
+
+    def __init__(
+        self, dtype: DType, source: Spec, row: int, precision: Precision, device: int, *, out: bool, transposed: bool
+    ) -> None:
+        rows, cols = source.layout.shape
+        self.spec, self.transposed = Spec(packed(rows, cols)), Spec(packed(cols, rows))
+        self._row, self._recipe = row, precision.recipe
+        results = self.spec if out else None, self.transposed if transposed else None
+        name = precision.recipe.dtypes[row].value
+        self._cast = CastPass(dtype, name, source, *results, device)
+        self._amax = CastPass(dtype, name, source, None, None, device) if precision.calibrates else None
+        # The scale of a tensor's own values needs no room for larger values.
+        is_current = precision.recipe.recipe == "current"
+        steps, headroom = (1, 1.0) if is_current else (precision.recipe.history, precision.recipe.headroom)
+        self._scales = ScalesPass(1, steps, headroom, device) if precision.calibrates else None
+        self._steps, self._collects = steps, not is_current
+
+    def put(self, x: int, out: int, transposed: int, state: tuple[int, int], memory: StreamMemory) -> int:
+        """Puts the cast on the memory's stream; returns the address of 1 / scale, by which products multiply.
+
+        Args:
+            x, out, transposed: addresses.
+            state: addresses of the slots and the history.
+        """
+        slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
+        scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
+        if self._amax is not None and self._scales is not None:
+            # With the least scale no value overflows, so that the scale of earlier values is not judged by these ones.
+            driver_call("cuMemsetD32Async", scale, _LEAST_SCALE, 1, memory.stream)
+            self._amax.launch(Call((x, 0, 0, 0, amax), memory.stream), memory)
+            self._scales.launch(slot, history, 0, memory)
+        collected = amax if self._collects else 0
+        self._cast.launch(Call((x, scale, out, transposed, collected), memory.stream), memory)
+        return slot + _WORD * INVERSE
+
+
+class Fp8ForwardPlan(Plan):
+    """The plan of a layer's forward pass with its product in FP8: two casts, the product, and perhaps a pass.
+
+    The addresses of its calls are those of `ForwardProblem.operands`, then slots and history, then what backward reads:
+    the transposes of x and of w in FP8, and a copy of both tensors' slots with the scales that they were cast with.
+
+    Raises:
+        GpuError: the GPU does not multiply FP8 matrices.
+    """
+
+    def __init__(self, problem: ForwardProblem, precision: Precision, device: int) -> None:
+        self.problem, self.device = problem, device
+        casts = ((problem.x, X), (problem.w, W))
+        self._x, self._w = (
+            Cast(problem.dtype, spec, row, precision, device, out=True, transposed=True) for spec, row in casts
+        )
+        self._bytes = tuple(aligned(each.spec.layout.size) for each in (self._x, self._w))
+        self.kept_spec = fp8_kept_spec(problem)
+        has_bias, is_16_bits = problem.bias is not None, problem.dtype.itemsize == 2
+        # An FP8 product takes a bias of BF16, or of D's type if D has 16 bits.
+        self._adds_bias = problem.bias is not None and is_16_bits and problem.bias >= VECTOR_BYTES
+        pass_adds = has_bias and not self._adds_bias
+        keeps_product = self.kept_spec is not None
+        has_pass = keeps_product or pass_adds or problem.dropout or problem.addend is not None
+        has_pass |= problem.activation != Activation()
+        # The product may not lie in y before the pass has read an addend, because y may be the addend's memory.
+        self._is_apart = problem.addend is not None and not keeps_product
+        apart = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
+        d = self.kept_spec or (apart if self._is_apart else problem.y)
+        kinds, is_fast = precision.recipe.dtypes[:2], precision.recipe.fast_accumulation != "never"
+        product = _product(kinds, problem.dtype, self._x.spec, self._w.spec.transposed, d, fast=is_fast)
+        if self._adds_bias and problem.bias:
+            product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=problem.bias)
+        self._product = known_algorithm(product, device)
+        self.products = {"y": self._product}
+        kept = self.kept_spec if pass_adds else None
+        self._pass = ForwardPass(problem, product, kept, device) if has_pass else None
+        self._product_bytes = aligned(problem.dtype.itemsize * d.layout.size) if self._is_apart else 0
+
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        memory.scratch(sum(self._bytes) + self._product_bytes)
+        self._product.reserve(memory)
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, cast_slots = call.addresses
+        x8 = memory.scratch(sum(self._bytes) + self._product_bytes)
+        w8 = x8 + self._bytes[0]
+        state = slots, history
+        inverses = (
+            self._x.put(x, x8, x_transposed, state, memory),
+            self._w.put(w, w8, w_transposed, state, memory),
+        )
+        product = w8 + self._bytes[1] if self._is_apart else kept or y
+        vector = bias if self._adds_bias else 0
+        self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
+        if self._pass is not None:
+            self._pass.launch(product, bias, y, kept, addend, call.dropouts[0], memory.stream)
+        driver_call("cuMemcpyDtoDAsync", cast_slots, slots, 2 * _SLOT, memory.stream)
+
+
+def _product(kinds: tuple[DType, DType], result: DType, a: Spec, b: Spec, d: Spec, *, fast: bool) -> MatmulProblem:
+    """A product of matrices of two FP8 types with a scale each."""
+    other = None if kinds[0] is kinds[1] else kinds[1]
+    plain = MatmulProblem(kinds[0], result, Compute.FLOAT32, a, b, d)
+    return replace(plain, b_dtype=other, scales=_SCALES, fast_accumulation=fast)
+
+
+def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
+    """The spec of the pre-activation that is stored besides y: the caller's, or one for backward; None without one."""
+    is_read = problem.activation != Activation()
+    return problem.preactivation or (Spec(packed(*problem.y.layout.shape)) if is_read else None)
+
+
+class Fp8BackwardPlan(Plan):
+    """The plan of a layer's gradients with their products in FP8: a pass for dz, a cast, and up to two products.
+
+    The addresses of its calls are those of dy, the transposes of x and w in FP8 and their slots as forward left them,
+    the saved tensor, dx, dw, db and dz, then slots and history.
+
+    Args:
+        problem: without an `input_derivative`; its x and w are not read.
+
+    Raises:
+        GpuError: the GPU does not multiply FP8 matrices.
+    """
+
+    def __init__(self, problem: BackwardProblem, precision: Precision, device: int) -> None:
+        self.problem, self.device = problem, device
+        derivative, recipe = problem.output_derivative, precision.recipe
+        self._makes_dz = not derivative.is_identity or problem.dz is not None
+        dz = dz_spec(problem) if self._makes_dz else problem.dy
+        has_pass = self._makes_dz or derivative.db is not None
+        self._pass = None
+        if has_pass:
+            written = dz if self._makes_dz else None
+            accumulate = problem.accumulate
+            self._pass = BackwardPass(problem.dtype, derivative, problem.dy, written, device, accumulate=accumulate)
+        needs_dx, needs_dw = problem.dx is not None, problem.dw is not None
+        self._cast = Cast(problem.dtype, dz, DY, precision, device, out=needs_dx, transposed=needs_dw)
+        _, kind, gradient = recipe.dtypes
+        (m, k), n = problem.x.layout.shape, problem.w.layout.rows
+        kinds, is_fast = (gradient, kind), recipe.fast_accumulation == "always"
+        w, x = Spec(packed(k, n)).transposed, Spec(packed(k, m)).transposed
+        found = {}
+        if problem.dx is not None:
+            found["dx"] = _product(kinds, problem.dtype, self._cast.spec, w, problem.dx, fast=is_fast)
+        if problem.dw is not None:
+            found["dw"] = _product(kinds, problem.dtype, self._cast.transposed, x, problem.dw, fast=is_fast)
+        self._adds = {"dx": problem.accumulate_dx, "dw": problem.accumulate}
+        added = {name: replace(each, c=each.d if self._adds[name] else None) for name, each in found.items()}
+        self.products = {name: known_algorithm(each, device) for name, each in added.items()}
+        keeps_dz = self._makes_dz and problem.dz is None
+        self._dz_bytes = aligned(dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
+        self._partial_bytes = aligned(self._pass.partial_bytes) if self._pass else 0
+        self._cast_bytes = aligned(m * n)
+
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        memory.scratch(self._dz_bytes + self._partial_bytes + 2 * self._cast_bytes)
+        for each in self.products.values():
+            each.reserve(memory)
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        dy, x_transposed, w_transposed, cast_slots, saved, dx, dw, db, dz, slots, history = call.addresses
+        scratch = memory.scratch(self._dz_bytes + self._partial_bytes + 2 * self._cast_bytes)
+        partial = scratch + self._dz_bytes
+        dz8 = partial + self._partial_bytes
+        dz8_transposed = dz8 + self._cast_bytes
+        dz = (dz or scratch) if self._makes_dz else dy
+        if self._pass is not None:
+            self._pass.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
+        if not self.products:
+            return
+        inverse = self._cast.put(dz, dz8, dz8_transposed, (slots, history), memory)
+        operands = {"dx": (dz8, w_transposed, dx, W), "dw": (dz8_transposed, x_transposed, dw, X)}
+        for name, product in self.products.items():
+            a, b, d, row = operands[name]
+            inverses = inverse, cast_slots + _SLOT * row + _WORD * INVERSE
+            scalars = 1.0, float(self._adds[name])
+            product.put(Call((a, b, d, 0, 0, d, *inverses), memory.stream, scalars), memory)

@@ -1,0 +1,172 @@
+"""Linear layers with FP8 products: NumPy arrays against the layer in its own type, the pretended GPU against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.ops.fp8_linear import arrays_of
+from tests.support.fake_gpu import FakeGpu
+from tests.support.fp8_layers import CASES, Fp8Case, Fp8Layer, decibels
+
+GROWING = (1.0, 4.0, 16.0)
+Make = Callable[[Fp8Case], Fp8Layer]
+
+
+@pytest.fixture(params=["on NumPy arrays", "on a GPU"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes a layer on NumPy arrays or on the pretended GPU."""
+    if request.param == "on NumPy arrays":
+        return lambda case: Fp8Layer(case, lt)
+    gpu: FakeGpu = request.getfixturevalue("gpu")
+    return lambda case: Fp8Layer(case, gpu.lt, gpu)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_on_numpy_arrays_as_precise_as_the_types(case: Fp8Case) -> None:
+    """E4M3 products have about 28 dB, mixed ones 24; a layer without FP8 is the reference."""
+
+    class Plain:
+        Philox, linear_bwd = lt.Philox, staticmethod(lt.linear_bwd)
+        FP8, FP8State = lt.FP8, lt.FP8State
+
+        @staticmethod
+        def linear_fwd(*arrays: Any, precision: Any, **options: Any) -> Any:
+            arrays_of(precision, arrays[0])
+            return lt.linear_fwd(*arrays, **options)
+
+    found, wanted = Fp8Layer(case, lt).step(0), Fp8Layer(case, Plain).step(0)
+    limits = {"y": 26.0, "z": 26.0, "dx": 22.0, "dw": 22.0, "db": 22.0}
+    for name in wanted.keys() & limits.keys():
+        assert decibels(found[name], wanted[name]) > limits[name], name
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_on_a_gpu_as_on_numpy_arrays(gpu: FakeGpu, case: Fp8Case) -> None:
+    with gpu.others_package() as package:
+        on_host = Fp8Layer(case, package)
+        expected = [on_host.step(number, scale) for number, scale in enumerate(GROWING)]
+    on_gpu = Fp8Layer(case, gpu.lt, gpu)
+    for number, (scale, wanted) in enumerate(zip(GROWING, expected, strict=True)):
+        found = on_gpu.step(number, scale)
+        assert wanted.keys() == found.keys()
+        for name in ("slots", "history"):
+            np.testing.assert_allclose(found.pop(name), wanted.pop(name), rtol=2.0**-7)
+        for name, values in wanted.items():
+            assert decibels(found[name], values) > 40.0, (number, name)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_overflows_are_counted_and_scales_recover(make: Make, recipe: Any) -> None:
+    """x grows by 2¹⁰ at once: a delayed scale, with room for a factor of 4 at most, saturates one step."""
+    layer = make(Fp8Case(recipe=lt.FP8(recipe=recipe), activation="none"))
+    for number, scale in enumerate((1.0, 1024.0, 1024.0, 1024.0)):
+        layer.step(number, scale)
+    assert layer.state.overflows == {"x": int(recipe == "delayed"), "w": 0, "dy": 0}
+    assert layer.state.scales["x"] <= 0.25
+
+
+def test_a_scale_follows_the_largest_magnitude_of_the_history() -> None:
+    layer = Fp8Layer(Fp8Case(recipe=lt.FP8(history=2, headroom=1.0)), lt)
+    scales = []
+    for number, size in enumerate((1.0, 64.0, 1.0, 1.0)):
+        layer.step(number, size)
+        scales.append(layer.state.scales["x"])
+    assert scales[1] == scales[2] < scales[3]  # the large step is forgotten after two
+
+
+def test_a_skipped_step_changes_no_scale(make: Make) -> None:
+    layer = make(Fp8Case())
+    layer.step(0)
+    before = layer.state.scales
+    layer.step(1, 1024.0, update=False)
+    layer.state.update(skipped=layer.put(np.ones(1, np.uint32)))
+    assert layer.state.scales == before
+    assert layer.state.overflows["x"] == 1
+    layer.step(2, 1024.0, update=False)
+    layer.state.update(skipped=layer.put(np.zeros((), np.uint32)))
+    assert layer.state.scales["x"] < before["x"]
+
+
+def test_a_restored_state_continues_bit_for_bit(make: Make) -> None:
+    unbroken, first, second = (make(Fp8Case()) for _ in range(3))
+    assert first.state.state_dict() == {}
+    for number in range(2):
+        unbroken.step(number)
+        first.step(number)
+    second.state.load_state_dict(first.state.state_dict(), like=second.put(np.zeros(1, np.float32)))
+    wanted, found = unbroken.step(2), second.step(2)
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
+def test_contexts_keep_the_scales_of_their_own_call() -> None:
+    """With "current" a second forward call finds other scales, before the first one's backward."""
+    state = lt.FP8State(lt.FP8(recipe="current"))
+    generator = np.random.default_rng(0)
+    xs = [(size * generator.standard_normal((32, 32))).astype(np.float32) for size in (1.0, 1000.0)]
+    w, dy = (generator.standard_normal((32, 32), np.float32) for _ in range(2))
+    contexts = [lt.linear_fwd(x, w, precision=state)[1] for x in xs]
+    for x, ctx in zip(xs, contexts, strict=True):
+        assert decibels(lt.linear_bwd(dy, ctx).dw, (dy.T @ x).astype(np.float64)) > 22.0
+
+
+def test_other_sizes_stay_in_their_type() -> None:
+    state, x, w = lt.FP8State(), np.ones((20, 32), np.float32), np.ones((16, 32), np.float32)
+    y, ctx = lt.linear_fwd(x, w, precision=state)
+    assert state.slots is None
+    assert ctx.state is None
+    np.testing.assert_array_equal(y, x @ w.T)
+
+
+X, W = np.ones((16, 16), np.float32), np.ones((16, 16), np.float32)
+STATE = {"slots": 0, "history": 0, "calibrated": 0}
+GAPS = np.ones((16, 24), np.float32)[:, :16]
+REFUSED = {
+    "no state": (lambda: lt.linear_fwd(X, W, precision=lt.FP8()), "it must be None or an lt.FP8State"),
+    "no recipe": (lambda: lt.FP8State("delayed"), "recipe is 'delayed'; it must be an lt.FP8"),
+    "recipe": (lambda: lt.FP8(recipe="rowwise"), "recipe is 'rowwise'; accepted are delayed, current"),
+    "gradients": (lambda: lt.FP8(gradients="bf16"), "gradients is 'bf16'"),
+    "history": (lambda: lt.FP8(history=0), r"history is 0; it must be in \[1, 1024\]"),
+    "headroom": (lambda: lt.FP8(headroom=0.5), "headroom is 0.5; it must be finite and at least 1"),
+    "scales too early": (lambda: lt.FP8State().scales, "the state has no scales yet"),
+    "no device": (lambda: lt.FP8State().load_state_dict(STATE), "like is None"),
+    "no mapping": (lambda: lt.FP8State().load_state_dict([1]), r"state is \[1\]; it must be a state_dict"),
+    "entries": (lambda: lt.FP8State().load_state_dict({}), "it must have calibrated, history and slots"),
+    "another recipe's state": (lambda: _load(lt.FP8(history=4), lt.FP8()), r"has shape \(3, 4\); it must be \(3, 16\)"),
+    "odd rows": (lambda: lt.linear_fwd(X, W, precision=lt.FP8State(), out=GAPS), "out has strides"),
+    "through": (lambda: _through(), "through is given"),
+}
+
+
+def _load(saved: lt.FP8, recipe: lt.FP8) -> None:
+    states = lt.FP8State(saved), lt.FP8State(recipe)
+    for each in states:
+        lt.linear_fwd(X, W, precision=each)
+    states[1].load_state_dict(states[0].state_dict())
+
+
+def _through() -> None:
+    y, below = lt.linear_fwd(X, W)
+    _, ctx = lt.linear_fwd(y, W, precision=lt.FP8State())
+    lt.linear_bwd(X, ctx, through=below)
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(call: Any, message: str) -> None:
+    with pytest.raises(LtError, match=message):
+        call()
+
+
+def test_a_refused_call_calibrates_nothing() -> None:
+    state = lt.FP8State()
+    with pytest.raises(ArgumentError):
+        lt.linear_fwd(X, W, activation="tanhh", precision=state)
+    assert state.calibrated == set()
+    lt.linear_fwd(X, W, precision=state)
+    assert state.calibrated == {0, 1}

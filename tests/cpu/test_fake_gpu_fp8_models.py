@@ -1,0 +1,90 @@
+"""Models with FP8 products: gradients against the model's own type, and training steps, eager and as graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from tests.support.fake_gpu import FakeGpu
+from tests.support.fp8_layers import BF16, decibels
+
+DIMS = [32, 64, 48, 10]  # the last layer stays in the model's type
+ROWS = 32
+
+
+def batches(count: int) -> list[tuple[Any, Any]]:
+    generator = np.random.default_rng(1)
+    inputs = generator.standard_normal((count, ROWS, DIMS[0])).astype(BF16)
+    return [(x, generator.integers(0, DIMS[-1], ROWS).astype(np.int32)) for x in inputs]
+
+
+def gradients(precision: Any, **options: Any) -> list[np.ndarray[Any, Any]]:
+    model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cpu", precision=precision, **options)
+    (x, labels), *_ = batches(1)
+    y, contexts = model.forward(x, 0)
+    gradient = lt.cross_entropy(y, labels).gradient
+    dx = model.backward(gradient, contexts, need_dx=True)
+    return [dx, *(each.grad for each in model.parameters())]
+
+
+@pytest.mark.parametrize("precision", ["fp8", lt.FP8(recipe="current", gradients="e4m3")])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.25}, {"bias": [True, False, True]}])
+def test_gradients(precision: Any, options: Any) -> None:
+    for found, wanted in zip(gradients(precision, **options), gradients(None, **options), strict=True):
+        assert decibels(found.astype(np.float64), wanted.astype(np.float64)) > 18.0
+
+
+def test_layers_say_how_they_are_computed() -> None:
+    model = lt.MLP(DIMS, dtype="bfloat16", device="cpu", precision="fp8")
+    assert "bfloat16, FP32 master copies, products in FP8" in repr(model)
+    assert len({id(layer.scales) for layer in model.layers}) == 3
+    assert lt.Linear(16, 16, device="cpu").scales is None
+    assert lt.Linear(16, 16, device="cpu", precision=lt.FP8(history=4)).scales.recipe.history == 4
+
+
+def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, **options: Any) -> list[bytes]:
+    """Parameters, losses and scales after each of five steps."""
+    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision="fp8", **options)
+    optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2)
+    step = gpu.lt.TrainStep(
+        model, optimizer, loss="cross_entropy", batch_size=ROWS * parts, accumulate=parts, graph=graph, tune=False
+    )
+    made = []
+    given = batches(5 * parts)
+    for number in range(5):
+        xs, labels = zip(*given[number * parts : (number + 1) * parts], strict=True)
+        loss = step(gpu.cp.asarray(np.concatenate(xs)), gpu.cp.asarray(np.concatenate(labels)))
+        gpu.synchronize_all()
+        states = [array for layer in model.layers[:2] for array in (layer.scales.slots, layer.scales.history)]
+        arrays = [loss, *(each.data for each in model.parameters()), *states]
+        made.append(b"".join(gpu.host_of(each).tobytes() for each in arrays))
+    assert model.layers[2].scales.slots is None
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.25}, {"parts": 2}])
+def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: FakeGpu, options: Any) -> None:
+    """The first step finds the scales from its own batch, in both."""
+    assert train(gpu, graph=True, **options) == train(gpu, graph=False, **options)
+
+
+def test_training_lowers_the_loss() -> None:
+    model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cpu", precision="fp8")
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="cross_entropy", batch_size=ROWS)
+    (x, labels), *_ = batches(1)
+    losses = [float(step(x, labels)) for _ in range(30)]
+    assert losses[-1] < 0.1 * losses[0]
+    assert model.layers[0].scales.overflows == {"x": 0, "w": 0, "dy": 0}
+
+
+def test_a_step_that_is_tuned_measures_the_products_in_fp8(gpu: FakeGpu) -> None:
+    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", device="cuda", precision="fp8")
+    found = [each for each in model.rehearse(ROWS) if type(each).__name__ == "MatmulProblem"]
+    # y and dw of two layers, and the dx of the second; the inputs' gradient is not computed
+    assert sorted((each.m, each.n, each.k) for each in found) == sorted(
+        [(ROWS, 64, 32), (ROWS, 48, 64), (64, 32, ROWS), (48, 64, ROWS), (ROWS, 64, 48)]
+    )
+    assert all(each.dtype.is_float8 for each in found)

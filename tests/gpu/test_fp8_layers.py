@@ -1,0 +1,63 @@
+"""Linear layers with FP8 products on the GPU, against NumPy arrays and against replays of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from tests.support.float8_products import host_of, placed
+from tests.support.fp8_layers import BF16, CASES, Fp8Case, Fp8Layer, K, M, N, decibels
+
+pytestmark = pytest.mark.skipif("not device_info(0).has_fp8", reason="the GPU does not multiply FP8 matrices")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_as_on_numpy_arrays(gpu: Any, case: Fp8Case) -> None:
+    on_host, on_gpu = Fp8Layer(case, lt), Fp8Layer(case, lt, gpu)
+    for number, scale in enumerate((1.0, 4.0, 16.0)):
+        wanted, found = on_host.step(number, scale), on_gpu.step(number, scale)
+        for name in ("slots", "history"):
+            np.testing.assert_allclose(found.pop(name), wanted.pop(name), rtol=2.0**-6)
+        for name, values in wanted.items():
+            assert decibels(found[name], values) > 36.0, (number, name)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_graph_of_a_step_replays_as_eager_steps(gpu: Any, recipe: Any) -> None:
+    """Ten replays of forward, backward and update, with x growing, equal ten eager steps bit for bit."""
+    generator = np.random.default_rng(3)
+    inputs = [(2.0**step * generator.standard_normal((M, K))).astype(BF16) for step in range(10)]
+    w = placed(gpu, (0.2 * generator.standard_normal((N, K))).astype(BF16))
+    dy = placed(gpu, generator.standard_normal((M, N)).astype(BF16))
+    x, y, z, dx, dw = (placed(gpu, np.zeros(each, BF16)) for each in ((M, K), (M, N), (M, N), (M, K), (N, K)))
+    state, stream, contexts = lt.FP8State(lt.FP8(recipe=recipe)), gpu.stream, []
+
+    def step() -> None:
+        _, ctx = lt.linear_fwd(x, w, activation="silu", precision=state, out=y, out_z=z, stream=stream)
+        lt.linear_bwd(dy, ctx, out_dx=dx, out_dw=dw, stream=stream)
+        state.update(stream=stream)
+        contexts.append(ctx)  # a graph writes to its arrays
+
+    def run(launch: Any) -> list[bytes]:
+        made = []
+        for values in inputs:
+            gpu.cp.copyto(x.view(np.uint16), gpu.cp.asarray(values.view(np.uint16)))
+            gpu.synchronize()
+            launch()
+            gpu.synchronize(stream.ptr)
+            made.append(b"".join(host_of(gpu, each).tobytes() for each in (y, dx, dw, state.slots, state.history)))
+        return made
+
+    run(step)  # calibrates, and allocates the stream's memory
+    start = state.state_dict()
+    eager = run(step)
+    with stream:
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+    state.load_state_dict(start)
+    gpu.synchronize()
+    assert run(lambda: graph.launch(stream)) == eager
