@@ -103,10 +103,11 @@ class CupyLibrary(Library):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
         module = sys.modules.get("cupy") or cupy()
+        make = self.maker(shape, dtype, device)
         if module.cuda.runtime.getDevice() == device and module.cuda.get_current_stream().ptr == stream:
-            return module.ndarray(shape, dtype)
+            return make()
         with cupy_stream(device, stream):
-            return module.ndarray(shape, dtype)
+            return make()
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """An array as `empty` makes it, which a memset fills with zeros; a captured graph repeats the memset."""
@@ -116,8 +117,11 @@ class CupyLibrary(Library):
         return array
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
-        """See `Library`."""
-        return functools.partial(cupy().ndarray, shape, dtype)
+        """See `Library`. CuPy makes no array of FP8, but views bytes as such."""
+        make = cupy().ndarray
+        if dtype.kind == "V" and dtype.itemsize == 1:
+            return lambda: make(shape, np.uint8).view(dtype)
+        return functools.partial(make, shape, dtype)
 
     def current_stream(self, device: int) -> int:
         """See `Library`; the default stream if CuPy was not imported."""

@@ -72,6 +72,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     ) -> None:
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.dtype = np.dtype(dtype)
+        if memptr is None and self.dtype.kind == "V" and self.dtype.itemsize == 1:
+            raise TypeError(f"Unsupported dtype {self.dtype}")  # as CuPy says of FP8, but for views of bytes
         self.itemsize, self.ndim, self.size = self.dtype.itemsize, len(self.shape), math.prod(self.shape)
         self.nbytes = self.size * self.itemsize
         self.strides = _packed_strides(self.shape, self.itemsize) if strides is None else tuple(strides)
