@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import sys
 import threading
 import traceback
@@ -191,7 +192,7 @@ class CapturedStep:
         # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory meanwhile.
         capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
         try:
-            with _one_at_a_time, self._beside(), _as_outside(schedules), no_collection(), capturing:
+            with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing:
                 outputs = self._step(*arguments)
         except Exception as error:
             _forget_failed(graph, self._stream)
@@ -202,11 +203,11 @@ class CapturedStep:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Makes the stream of the captures current, and orders it with the caller's."""
+        """Makes the stream of the captures current, and orders it with the caller's; models make no needless masks."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), _no_needless_masks():
                 yield
         finally:
             current.wait_stream(self._stream)
@@ -324,27 +325,42 @@ class _Met(Met):
 
 
 @contextlib.contextmanager
-def _as_outside(schedules: list[Callable[[], Any]]) -> Iterator[None]:
-    """Within a `with` block, calls of schedulers are added to a list and not made, and masks are as outside a capture.
-
-    In a capture, transformers 5.17 and older make a mask where none is given, with which PyTorch's attention may
-    compute in FP32: a captured step of ViT-L takes twice as long.
-    """
+def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
+    """Within a `with` block, calls of schedulers are added to a list and not made."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., None]:
         return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
 
-    masks = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as restored:
         for kind in _with_subclasses(LRScheduler):
             if "step" in vars(kind):
                 restored.callback(setattr, kind, "step", kind.step)
                 kind.step = noting(kind.step)
-        if masks is not None:
-            is_tracing = masks.is_tracing
-            restored.callback(setattr, masks, "is_tracing", is_tracing)
-            masks.is_tracing = lambda mask=None: mask is not None and is_tracing(mask)  # type: ignore[attr-defined]
         yield
+
+
+@contextlib.contextmanager
+def _no_needless_masks() -> Iterator[None]:
+    """Within a `with` block, models of transformers make no attention mask where they are given none.
+
+    In a capture, transformers 5.17 and older make one, with which PyTorch's attention may compute in FP32: a captured
+    step of ViT-L takes twice as long. Warm-up calls run so too: torch.compile compiles anew for another function.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+        return
+    original = masks.is_tracing
+    masks.is_tracing = _tracing_of(original)
+    try:
+        yield
+    finally:
+        masks.is_tracing = original
+
+
+@functools.cache
+def _tracing_of(is_tracing: Callable[[Any], bool]) -> Callable[..., bool]:
+    return lambda mask=None: mask is not None and is_tracing(mask)
 
 
 def _with_subclasses(kind: Any) -> Iterator[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +276,28 @@ def test_an_optimizer_that_cannot_be_captured_is_refused_before_it_writes(pools:
     with pytest.raises(ArgumentError, match=r"param_groups\[0\] of AdamW has capturable=False; make it with"):
         run(batch_of(0))
     assert torch.equal(model[0].weight, before)
+
+
+def test_models_of_transformers_make_no_mask_that_they_were_not_given(
+    pools: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one function in all calls: torch.compile would compile anew in the capture for another one."""
+    masks = types.ModuleType("transformers.masking_utils")
+    masks.is_tracing = original = lambda mask=None: True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    seen = []
+
+    def step(x: Any) -> Any:
+        seen.append(masks.is_tracing)
+        assert (masks.is_tracing(None), masks.is_tracing(x)) == (False, True)
+        return x * 2
+
+    run = ltt.capture(step)
+    for _ in range(3):
+        run(torch.ones(2))
+    assert len(seen) == 3
+    assert len({*seen}) == 1
+    assert masks.is_tracing is original
 
 
 def test_what_cannot_be_captured_is_told_with_its_line(pools: list[Any]) -> None:
