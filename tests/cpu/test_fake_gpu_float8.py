@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import LtError
 from tests.support.fake_gpu import FakeGpu
 from tests.support.float8_products import (
@@ -41,6 +42,25 @@ def test_on_a_gpu(gpu: FakeGpu, case: Float8Case) -> None:
     gpu.synchronize()
     product.check({name: host_of(gpu, array) for name, array in arrays.items()})
     assert bool(gpu.library.calls[-1].desc.fast_accumulation) == case.fast
+
+
+TUNED = (Float8Case(fast=True), Float8Case(d=E4M3, scale_d=2.0), Float8Case(b=E5M2, epilogue=Epilogue.GELU_AUX_BIAS))
+
+
+@pytest.mark.parametrize("case", TUNED, ids=["fast", "to e4m3", "gelu"])
+def test_tuning_verifies_and_remembers_products(gpu: FakeGpu, case: Float8Case) -> None:
+    product = Float8Product(case)
+    arrays = {name: placed(gpu, array) for name, array in product.arrays.items()}
+    matrices = placed(gpu, product.a), placed(gpu, product.b)
+    with gpu.lt.tuning():
+        gpu.lt.matmul(*matrices, **arrays, **product.options())
+    gpu.synchronize_all()
+    product.check({name: host_of(gpu, array) for name, array in arrays.items()})
+    made = len(gpu.library.calls)
+    with gpu.lt.tuning():  # nothing is measured again
+        gpu.lt.matmul(*matrices, **arrays, **product.options())
+    gpu.synchronize_all()
+    assert len(gpu.library.calls) == made + 1
 
 
 def test_a_scale_is_read_at_each_replay(gpu: FakeGpu) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,29 @@ def test_training_lowers_the_loss() -> None:
     losses = [float(step(x, labels)) for _ in range(30)]
     assert losses[-1] < 0.1 * losses[0]
     assert model.layers[0].scales.overflows == {"x": 0, "w": 0, "dy": 0}
+
+
+def test_a_checkpoint_with_the_scales_continues_bit_for_bit(gpu: FakeGpu, tmp_path: Path) -> None:
+    def made() -> tuple[Any, Any, Any]:
+        model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision="fp8")
+        optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2)
+        options = {"loss": "cross_entropy", "batch_size": ROWS, "tune": False}
+        return model, optimizer, gpu.lt.TrainStep(model, optimizer, **options)
+
+    def run(step: Any, given: list[tuple[Any, Any]]) -> list[float]:
+        return [float(step(*map(gpu.cp.asarray, each)).get()) for each in given]
+
+    (model, optimizer, unbroken), given = made(), batches(6)
+    run(unbroken, given[:3])
+    gpu.synchronize_all()
+    gpu.lt.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    states = [layer.scales.state_dict() for layer in model.layers[:2]]
+    resumed_model, resumed_optimizer, resumed = made()
+    gpu.lt.load_checkpoint(tmp_path / "checkpoint", resumed_model, resumed_optimizer)
+    for layer, state in zip(resumed_model.layers, states, strict=False):
+        layer.scales.load_state_dict(state, like=layer.weight.data)
+    assert run(resumed, given[3:]) == run(unbroken, given[3:])
+    gpu.synchronize_all()
 
 
 def test_a_step_that_is_tuned_measures_the_products_in_fp8(gpu: FakeGpu) -> None:
