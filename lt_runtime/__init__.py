@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from lt_runtime.nn.linear import Linear
     from lt_runtime.nn.mlp import MLP
     from lt_runtime.nn.run import Pass
+    from lt_runtime.ops._fp8_linear import FP8State
     from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops.add import add
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
     from lt_runtime.ops.fp8 import cast_fp8
-    from lt_runtime.ops.fp8_linear import FP8State
     from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
@@ -61,7 +61,7 @@ _EXPORTS = {
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
     "ops.fp8": "cast_fp8",
-    "ops.fp8_linear": "FP8State",
+    "ops._fp8_linear": "FP8State",
     "ops.gated": "GatedContext gated_bwd gated_fwd",
     "ops.linear": "linear linear_bwd linear_fwd",
     "ops.losses": "Loss bce_with_logits cross_entropy huber_loss mse_loss",

@@ -38,7 +38,7 @@ from lt_runtime.problem import (
 from lt_runtime.ranges import range_of
 
 if TYPE_CHECKING:
-    from lt_runtime.ops.fp8_linear import FP8State
+    from lt_runtime.ops._fp8_linear import FP8State
     from lt_runtime.tuner.chain import LayerChain
 
 _seeds: Final = itertools.count()
@@ -249,7 +249,7 @@ def scales_of(precision: object) -> FP8State | None:
     """
     if precision is None:
         return None
-    from lt_runtime.ops.fp8_linear import FP8State  # imported late, because few models have a precision
+    from lt_runtime.ops._fp8_linear import FP8State  # imported late, because few models have a precision
 
     if not isinstance(precision, FP8):
         one_of("precision", precision, ("fp8",))

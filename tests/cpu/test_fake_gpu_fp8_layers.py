@@ -10,7 +10,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.ops.fp8_linear import arrays_of
+from lt_runtime.ops._fp8_linear import arrays_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fp8_layers import CASES, Fp8Case, Fp8Layer, decibels
 

@@ -21,6 +21,7 @@ FLOORS = (
     {"environment", "errors", "paths"},
     {"arguments", "files", "tables"},
     {"epilogue", "grad_scaler", "layout", "problem", "ranges", "rules", "schedules"},
+    {"fp8"},
     {"arrays", "cublaslt", "gpu", "reference"},
     {"kernels", "store"},
     {"products"},

@@ -84,7 +84,8 @@ class World:
     arrays: list[Any] = field(default_factory=list)
 
     def ones(self, *shape: int, dtype: Any = np.float32) -> Any:
-        array = self.place(np.ones(shape, dtype))
+        values = np.ones(shape, dtype)
+        array = self.place(values.view(np.uint8)).view(E4M3) if values.dtype == E4M3 else self.place(values)
         self.arrays.append(array)
         return array
 
