@@ -20,8 +20,10 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.gpu.streams import private_stream
+from lt_runtime.kernels.call import Call as KernelCall
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
+from lt_runtime.kernels.fp8 import CastGradientPass, CastPass
 from lt_runtime.layout import packed
 from lt_runtime.nn import narrow
 from lt_runtime.plans.cache import forget, make_layer_plan
@@ -88,6 +90,35 @@ def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int])
     forward = ForwardPass(problem, product, None, 0)
     state = _state(dropout, rng)
     return lambda z, y, stream: forward.launch(z, 0, y, 0, 0, state, stream)
+
+
+def fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
+    """Returns a function that launches GELU and the cast to E4M3, or GELU's derivative and the cast to E5M2.
+
+    Backward also makes the bias gradient, and only the transposed result. The function takes the addresses of z, of the
+    result (backward: of dy) and of the transposed result, and a stream.
+    """
+    rows, cols = shape
+    bf16, activation = DType.BFLOAT16, Activation("gelu")
+    spec, turned = Spec(packed(rows, cols)), Spec(packed(cols, rows))
+    scale, amax, sums = cp.ones(1, cp.float32), cp.zeros(1, cp.float32), cp.empty(cols, bf16.numpy)
+    if not backward:
+        cast = CastPass(bf16, "float8_e4m3fn", spec, spec, turned, DEVICE, activation)
+
+        def forward(z: int, out: int, transposed: int, stream: int) -> None:
+            addresses = z, scale.data.ptr, out, transposed, amax.data.ptr
+            cast.launch(KernelCall(addresses, stream), stream_memory(DEVICE, stream))
+
+        return forward
+    derivative = Derivative(activation, Saved.PREACTIVATION, spec, 256)
+    cast_gradient = CastGradientPass(bf16, "float8_e5m2", derivative, spec, None, turned, DEVICE)
+    partial = cp.empty(cast_gradient.partial_bytes, cp.uint8)
+
+    def run(z: int, dy: int, transposed: int, stream: int) -> None:
+        fp8 = scale.data.ptr, 0, transposed, amax.data.ptr
+        cast_gradient.launch(dy, z, fp8, sums.data.ptr, partial.data.ptr, None, stream_memory(DEVICE, stream))
+
+    return run
 
 
 def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:

@@ -215,6 +215,34 @@ def _cast_fp8(shape: tuple[int, int], sets: int) -> Builders:
     return {"lt": ours, **_torch("cast_fp8", made), **rows_alone}
 
 
+# Case: GELU and the cast, in both orientations, which moves four bytes an element; or GELU's derivative, the bias
+# gradient and the transposed cast, which moves five.
+
+
+def epilogue_fp8(rows: int, cols: int, *, backward: bool = False) -> Case:
+    """Contenders for a layer's activation in FP8, forward, or for its gradient, as a first layer needs it."""
+    what = "derivative, bias gradient and transposed E5M2" if backward else "and E4M3 in both orientations"
+    builders = partial(_epilogue_fp8, (rows, cols), backward)
+    return Case(f"cast_fp8 GELU {what} {rows}×{cols}", (5 if backward else 4) * rows * cols, builders)
+
+
+def _epilogue_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders:
+    import cupy as cp
+
+    second = partial(normal, shape, "bfloat16") if backward else partial(cp.empty, shape, np.dtype("float8_e4m3fn"))
+    turned = np.dtype("float8_e5m2" if backward else "float8_e4m3fn")
+    made = [(normal(shape, "bfloat16"), second(), cp.empty(shape[::-1], turned)) for _ in range(sets)]
+
+    def ours() -> Contender:
+        from benchmarks.internals import fp8_pass
+
+        addresses = [tuple(each.data.ptr for each in arrays) for arrays in made]
+        run = fp8_pass(shape, backward=backward)
+        return Contender(lambda i, stream: run(*addresses[i], stream))
+
+    return {"lt": ours}
+
+
 # Case: LayerNorm or RMSNorm in BF16. An element takes four bytes forward and six backward, with a residual eight.
 
 
@@ -427,6 +455,7 @@ CASES: Final[Sequence[Case]] = (
     *(norm("rms_norm", 8192, 1024, backward=backward) for backward in (False, True)),
     cast_fp8(4096, 4096),
     cast_fp8(8192, 14336),
+    *(epilogue_fp8(8192, 14336, backward=backward) for backward in (False, True)),
     dropout("bfloat16", 8192, 8192),
     dropout("float32", 8192, 8192),
     adamw_step(GPT2_NAME, GPT2, "float32"),

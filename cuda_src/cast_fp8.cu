@@ -1,19 +1,93 @@
-// A matrix times a scale in FP8, row by row, transposed or both, and the largest absolute value of its elements: all in one
-// read of the matrix. With neither result it only finds the largest absolute value. See fp8.cuh.
+// A matrix in FP8, row by row, transposed or both, and the largest absolute value of its elements: all in one read of the
+// matrix, which an elementwise function may pass through first. With neither result only the largest absolute value is
+// found. See fp8.cuh.
 //
-// Compiled for a SCALAR type of the matrix, and for E5M2 and ALIGNED of fp8.cuh.
+// Compiled for:
+//   SCALAR         the type of all other matrices
+//   ACTIVATION     a struct of activations.cuh
+//   DROPOUT        0 or 1
+//   BACKWARD       0 for dropout(act(x)); 1 for dropout'(x) · act'(saved), where x is a gradient, and for its sum over rows
+//   SAVED          1 where act' is computed from `saved`, the pre-activation; 0 where it is one. Always 0 if BACKWARD is 0
+//   E5M2, ALIGNED  see fp8.cuh; ALIGNED is 0 only for the plain cast: ACTIVATION None, DROPOUT and BACKWARD 0
 
+#include "activations.cuh"
+#include "column_sum.cuh"
 #include "fp8.cuh"
+#include "philox.cuh"
 
 namespace lt {
 
 struct CastFp8Params {
   Matrix x;
+  Matrix saved;  // null if SAVED is 0
   Fp8Output fp8;
+  ColumnSum<SCALAR> db;  // only if BACKWARD is 1; the grid has a row of blocks for each part of the sum
+  Dropout dropout;
+  float slope;
 };
 
-// Blocks of a multiprocessor. Each loads 32 KiB at once; while some wait for loads, others store. FP32 needs more registers.
-constexpr int kBlocks = sizeof(SCALAR) == 4 ? 3 : 4;
+template <class T>
+constexpr bool kIsNone = false;
+template <>
+constexpr bool kIsNone<None> = true;
+
+// Whether the pass only casts 16-bit numbers, which takes few registers.
+constexpr bool kIsLight = kIsNone<ACTIVATION> && !BACKWARD && !DROPOUT && sizeof(SCALAR) == 2;
+// Rows that a thread loads at once, before it computes: as many as registers allow.
+constexpr int kInFlight = !ALIGNED ? 1 : DROPOUT || SAVED ? 2 : kIsLight ? 8 : 4;
+// Blocks of a multiprocessor: while some wait for loads, others compute and store. The functions of GeluErf need the most
+// registers.
+template <class T>
+constexpr int kBlocksOf = 3;
+template <>
+constexpr int kBlocksOf<GeluErf> = 2;
+constexpr int kBlocks = !ALIGNED ? 1 : kIsLight ? 4 : kBlocksOf<ACTIVATION>;
+
+#if ALIGNED
+using Raw = Packed<SCALAR>;
+#else
+using Raw = Octet;
+#endif
+
+// The octets of a thread's patch.
+struct Octets {
+  uint32 last_row;
+  int64 col;
+  int64 cols;
+  int count;  // number of the octet's elements that exist; the others are loaded as zeros
+
+  __device__ explicit Octets(const Fp8Output& out)
+      : last_row(out.rows - 1), col(static_cast<int64>(blockIdx.x) * kTile + threadIdx.x * kOctet), cols(out.cols) {
+    if (col >= cols) col = 0;
+    count = octet_count(col, cols);
+  }
+
+  __device__ uint32 existing(uint32 row) const { return row < last_row ? row : last_row; }
+
+  __device__ Raw load_from(const Matrix& m, uint32 row) const {
+#if ALIGNED
+    return load_packed(element<SCALAR>(m, existing(row), col));
+#else
+    return load<SCALAR>(m, existing(row), col, count);
+#endif
+  }
+};
+
+// The elementwise function.
+__device__ inline Octet compute(const CastFp8Params& p, const Octets& at, Octet x, const Raw& saved, uint32 step, uint32 row) {
+  const uint64 index = static_cast<uint64>(at.existing(row)) * at.cols + at.col;
+  if (!BACKWARD) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) x.v[i] = ACTIVATION::forward(x.v[i], p.slope);
+  }
+  if (DROPOUT) apply_dropout<true>(x, p.dropout, step, index);
+  if (SAVED) {
+    const Octet z = unpack(saved);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) x.v[i] *= ACTIVATION::derivative(z.v[i], p.slope);
+  }
+  return x;
+}
 
 }  // namespace lt
 
@@ -21,30 +95,30 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) cast_fp8(const lt
   using namespace lt;
   wait_for_predecessor();
   Fp8Writer writer(p.fp8);
-  const int64 col = static_cast<int64>(blockIdx.x) * kTile + threadIdx.x * kOctet;
-  const int count = octet_count(col, p.fp8.cols);
-  constexpr int kInFlight = 16 / sizeof(SCALAR);  // rows that a thread loads at once, which 32 registers hold
+  const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
+  // Threads beyond the last row or column compute what a thread within computes: so no load depends on a condition, and all
+  // are in flight together. Only existing elements are stored and added up.
+  const Octets at(p.fp8);
+  Octet sums{};
   for (uint32 block_row = blockIdx.y * kTile; block_row < p.fp8.rows; block_row += gridDim.y * kTile) {
     const uint32 row = block_row + threadIdx.y * kOctet;
-    const int rows = count ? octet_count(row, p.fp8.rows) : 0;
-#pragma unroll
+#pragma unroll 1  // unrolled, it would load all rows first, and spill registers
     for (int first = 0; first < kOctet; first += kInFlight) {
-#if ALIGNED
-      Packed<SCALAR> raw[kInFlight] = {};
+      Raw x[kInFlight], saved[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        if (first + i < rows) raw[i] = load_packed(element<SCALAR>(p.x, row + first + i, col));
+        x[i] = at.load_from(p.x, row + first + i);
+        if (SAVED) saved[i] = at.load_from(p.saved, row + first + i);
       }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) writer.take(first + i, unpack(raw[i]));
-#else
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        writer.take(first + i, first + i < rows ? load<SCALAR>(p.x, row + first + i, col, count) : Octet{});
+        const Octet made = compute(p, at, unpack(x[i]), saved[i], step, row + first + i);
+        writer.take(block_row, first + i, made);
+        if (BACKWARD && row + first + i < p.fp8.rows) sums += made;
       }
-#endif
     }
     writer.store(block_row);
   }
   writer.store_amax();
+  if (BACKWARD && p.db.sum) sum_over_grid(p.db, sums, p.fp8.cols);
 }

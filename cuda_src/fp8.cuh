@@ -68,7 +68,7 @@ __device__ inline float larger_or_nan(float a, float b) {
 #endif
 }
 
-// Takes the eight rows of a thread's patch, and stores the patches of a block. Blocks are kTileBlock × kTileBlock threads.
+// Takes the eight rows of a thread's patch, and stores them in both orientations. Blocks are kTileBlock × kTileBlock threads.
 class Fp8Writer {
  public:
   __device__ explicit Fp8Writer(const Fp8Output& out)
@@ -77,19 +77,23 @@ class Fp8Writer {
         block_col_(static_cast<int64>(blockIdx.x) * kTile),
         cols_(octet_count(block_col_ + threadIdx.x * kOctet, out.cols)) {}
 
-  // Converts the patch's row `i`; elements that do not exist are zeros.
-  __device__ void take(int i, const Octet& row) {
-    const float* v = row.v;
+  // Converts the patch's row `i` in the tile whose first row is `block_row`, and stores it. Rows and columns that do not
+  // exist must have elements of others, or zeros.
+  __device__ void take(uint32 block_row, int i, const Octet& numbers) {
+    const float* v = numbers.v;
 #pragma unroll
     for (int j = 0; j < kOctet; ++j) amax_ = larger_or_nan(amax_, fabsf(v[j]));
-    words_[i].x = to_fp8(v[0] * scale_, v[1] * scale_) | to_fp8(v[2] * scale_, v[3] * scale_) << 16;
-    words_[i].y = to_fp8(v[4] * scale_, v[5] * scale_) | to_fp8(v[6] * scale_, v[7] * scale_) << 16;
+    const uint2 words{to_fp8(v[0] * scale_, v[1] * scale_) | to_fp8(v[2] * scale_, v[3] * scale_) << 16,
+                      to_fp8(v[4] * scale_, v[5] * scale_) | to_fp8(v[6] * scale_, v[7] * scale_) << 16};
+    const int row = threadIdx.y * kOctet + i;
+    if (out_.transposed.data) {
+      reinterpret_cast<uint2*>(shared_tile())[row * kTileBlock + (threadIdx.x ^ (swizzle(row / kRun) / 2))] = words;
+    }
+    if (out_.out.data && block_row + row < out_.rows) store_row(block_row + row, words);
   }
 
-  // Stores the tile whose first row is `block_row`. Every thread of the block must call it.
+  // Stores the transposed tile, whose rows all have been taken. Every thread of the block must call it.
   __device__ void store(uint32 block_row) const {
-    if (out_.transposed.data) put_into_tile();
-    if (out_.out.data) store_rows(block_row + threadIdx.y * kOctet);
     if (!out_.transposed.data) return;
     __syncthreads();
     store_tile(block_row);
@@ -113,36 +117,36 @@ class Fp8Writer {
   }
 
  private:
-  static constexpr int kVectors = kTile / 16;  // of a column of the tile
+  static constexpr int kRun = 16;            // bytes of a column that a thread stores at once
+  static constexpr int kRuns = kTile / kRun;  // of a column of the tile
+  static constexpr int kWords = kTile / 4;    // of a row of the tile
 
-  static __device__ uint4* shared_tile() {
-    __shared__ uint4 tile[kTile * kVectors];
-    return tile;
+  static __device__ uint32* shared_tile() {
+    __shared__ uint4 tile[kTile * kTile / 16];
+    return &tile->x;
   }
 
   static __device__ uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
 
-  // Puts the transposed patch into shared memory, where the tile's columns are contiguous: eight bytes of each column.
-  // The place within a column is permuted by the number of the eight columns: so 16 threads side by side, which write
-  // to 16 columns, reach all banks.
-  __device__ void put_into_tile() const {
-    uint2* tile = reinterpret_cast<uint2*>(shared_tile()) + threadIdx.x * kOctet * 2 * kVectors;
-    const int place = threadIdx.y ^ threadIdx.x;
+  // The words of a row of the tile are permuted by the number of the run that the row belongs to: so eight threads, which
+  // read the same word of eight runs, and four of these groups, which read words side by side, reach all banks.
+  static __device__ int swizzle(int run) { return 4 * run; }
+
+  __device__ void store_row(uint32 row, uint2 words) const {
+    const Matrix& m = out_.out;
+    unsigned char* at = element<unsigned char>(m, row, block_col_ + threadIdx.x * kOctet);
+#if ALIGNED
+    if (cols_) *reinterpret_cast<uint2*>(at) = words;
+#else
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32 upper[4], lower[4];
-      transpose(0, half, upper);
-      transpose(4, half, lower);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tile[(4 * half + i) * 2 * kVectors + place] = uint2{upper[i], lower[i]};
+    for (int j = 0; j < kOctet; ++j) {
+      if (j < cols_) at[j * m.col_stride] = (j < 4 ? words.x : words.y) >> (8 * (j % 4)) & 0xFF;
     }
+#endif
   }
 
-  // Transposes four columns of the four rows from `first` on.
-  __device__ void transpose(int first, int half, uint32 (&columns)[4]) const {
-    uint32 rows[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) rows[i] = half ? words_[first + i].y : words_[first + i].x;
+  // Transposes four columns of four rows.
+  static __device__ void transpose(const uint32 (&rows)[4], uint32 (&columns)[4]) {
     const uint32 left01 = choose_bytes(rows[0], rows[1], 0x5140), right01 = choose_bytes(rows[0], rows[1], 0x7362);
     const uint32 left23 = choose_bytes(rows[2], rows[3], 0x5140), right23 = choose_bytes(rows[2], rows[3], 0x7362);
     columns[0] = choose_bytes(left01, left23, 0x5410);
@@ -151,40 +155,32 @@ class Fp8Writer {
     columns[3] = choose_bytes(right01, right23, 0x7632);
   }
 
-  __device__ void store_rows(uint32 row) const {
-    const int rows = octet_count(row, out_.rows);
-    const Matrix& m = out_.out;
-    unsigned char* at = element<unsigned char>(m, row, block_col_ + threadIdx.x * kOctet);
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i, at += m.row_stride) {
-      if (i >= rows) return;
-#if ALIGNED
-      if (cols_) *reinterpret_cast<uint2*>(at) = words_[i];
-#else
-      for (int j = 0; j < cols_; ++j) at[j * m.col_stride] = (j < 4 ? words_[i].x : words_[i].y) >> (8 * (j % 4)) & 0xFF;
-#endif
-    }
-  }
-
-  // Stores the columns that `put_into_tile` has put into shared memory: eight threads one column, 16 bytes each.
+  // A thread stores a run of four columns; eight threads side by side store whole columns of the tile.
   __device__ void store_tile(uint32 block_row) const {
-    constexpr int kStep = kTileBlock * kTileBlock / kVectors;  // columns at a time
-    const int self = threadIdx.y * kTileBlock + threadIdx.x, part = self % kVectors;
-    const uint32 row = block_row + part * 16;
-    if (row >= out_.rows) return;
+    const int self = threadIdx.y * kTileBlock + threadIdx.x, run = self % kRuns, word = self / kRuns;
+    const uint32* first = shared_tile() + run * kRun * kWords + (word ^ swizzle(run));
+    uint32 columns[kRun / 4][4];
+#pragma unroll
+    for (int k = 0; k < kRun / 4; ++k) {
+      uint32 rows[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rows[i] = first[(4 * k + i) * kWords];
+      transpose(rows, columns[k]);
+    }
+    const uint32 row = block_row + run * kRun;
     const Matrix& m = out_.transposed;
 #pragma unroll
-    for (int column = self / kVectors; column < kTile; column += kStep) {
-      const int place = column / kOctet;
-      if (block_col_ + column >= out_.cols) return;
-      uint4 found = shared_tile()[column * kVectors + (part ^ (place >> 1))];
-      if (place & 1) found = uint4{found.z, found.w, found.x, found.y};
-      unsigned char* at = element<unsigned char>(m, block_col_ + column, row);
+    for (int i = 0; i < 4; ++i) {
+      const int64 col = block_col_ + word * 4 + i;
+      unsigned char* at = element<unsigned char>(m, col, row);
 #if ALIGNED
-      *reinterpret_cast<uint4*>(at) = found;
+      const uint4 found{columns[0][i], columns[1][i], columns[2][i], columns[3][i]};
+      if (col < out_.cols && row < out_.rows) *reinterpret_cast<uint4*>(at) = found;
 #else
-      const uint32 words[] = {found.x, found.y, found.z, found.w};
-      for (int i = 0; i < 16 && row + i < out_.rows; ++i) at[i * m.col_stride] = words[i / 4] >> (8 * (i % 4)) & 0xFF;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        if (col < out_.cols && row + j < out_.rows) at[j * m.col_stride] = columns[j / 4][i] >> (8 * (j % 4)) & 0xFF;
+      }
 #endif
     }
   }
@@ -194,7 +190,6 @@ class Fp8Writer {
   float amax_ = 0.0f;
   int64 block_col_;
   int cols_;  // number of the patch's columns that exist
-  uint2 words_[kOctet];
 };
 
 }  // namespace lt

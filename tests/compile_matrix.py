@@ -21,6 +21,7 @@ from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.add import _ADD_BLOCKS
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks, _forward_blocks
+from lt_runtime.kernels.fp8 import cast_macros
 from lt_runtime.kernels.gated import blocks_of
 from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES
@@ -32,6 +33,7 @@ from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Order, packed
 from lt_runtime.plans.strategies import forward_strategies
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, MLPProblem, Saved, Spec
+from lt_runtime.reference.fp8 import LARGEST
 from tests.support.kernel_digest import compiler_build, family_digest
 from tests.support.kernel_families import ENTRIES
 from tests.support.kernel_usage import ARCHITECTURES, Usage, Variant, everywhere, faults
@@ -117,6 +119,20 @@ def _epilogue_bwd() -> list[Variant]:
         )
         for variant in _swept(bare, partial(_backward_blocks, dropout=dropout))
     ]
+
+
+def _cast_fp8() -> list[Variant]:
+    """Variants of the cast to FP8: alone, after an activation, and after a derivative, whose result may be E5M2 too."""
+    plain = itertools.product(SCALAR, LARGEST, (False, True))
+    made = [cast_macros(scalar, dtype, aligned=aligned) for scalar, dtype, aligned in plain]
+    scalar = DType.BFLOAT16
+    for function, dropout in itertools.product(map(Activation, ACTIVATIONS), (False, True)):
+        is_identity = function.name == "none"
+        if dropout or not is_identity:
+            made.append(cast_macros(scalar, "float8_e4m3fn", function, dropout=dropout))
+        options = {"dropout": dropout, "backward": True, "saved": not is_identity}
+        made += [cast_macros(scalar, dtype, function, **options) for dtype in LARGEST]
+    return [Variant("cast_fp8.cu", macros) for macros in made]
 
 
 def _gated() -> list[Variant]:
@@ -263,7 +279,7 @@ VARIANTS: Final = (
     *over("tally.cu", SCALAR=SCALAR.values()),
     *over("resize.cu", SCALAR=SCALAR.values()),
     *over("copy_rows.cu"),
-    *over("cast_fp8.cu", SCALAR=SCALAR.values(), E5M2="01", ALIGNED="01"),
+    *_cast_fp8(),
     *over("fp8_scales.cu"),
     *over("scale.cu", SCALAR=SCALAR.values()),
     *over("verify.cu"),

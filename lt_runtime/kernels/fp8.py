@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
+from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.call import Call, DropoutState
+from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, declared, define
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, moves_vectors, square_tiles
 from lt_runtime.layout import Layout, Order
-from lt_runtime.problem import DType, Spec
+from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
 
 CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
+_IDENTITY: Final = Activation()
+# Most blocks in y of a sum over rows: each adds a part to the sum, which the last block reads again.
+_MOST_PARTS: Final = 64
 
 
 @declared
@@ -30,8 +35,28 @@ class Fp8Output(Struct):
         self.scale, self.out.data, self.transposed.data, self.amax = scale, out, transposed, amax
 
 
+def cast_macros(
+    scalar: DType,
+    dtype: str,
+    activation: Activation = _IDENTITY,
+    *,
+    dropout: bool = False,
+    backward: bool = False,
+    saved: bool = False,
+    aligned: bool = True,
+) -> Macros:
+    """The macros of cast_fp8.cu."""
+    is_plain = activation.name == "none" and not (dropout or backward)
+    assert is_plain or (aligned and scalar is DType.BFLOAT16), (scalar, activation, dropout, backward, aligned)
+    function, is_e5m2 = ACTIVATION_NAMES[activation.name], dtype == "float8_e5m2"
+    elementwise = define(SCALAR=scalar, ACTIVATION=function, DROPOUT=dropout, BACKWARD=backward, SAVED=saved)
+    return elementwise + define(E5M2=is_e5m2, ALIGNED=aligned)
+
+
 class CastPass:
-    """out = x · scale in FP8 and its transpose; amax = max(amax, max |x|).
+    """out = y · scale in FP8, and its transpose, where y = dropout(act(x)); amax = max(amax, max |y|).
+
+    An activation and dropout need a BF16 matrix, and matrices for which `moves_tiles` holds.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
@@ -44,24 +69,117 @@ class CastPass:
     scratch_bytes = 0
 
     def __init__(
-        self, scalar: DType, dtype: str, x: Spec, out: Spec | None, transposed: Spec | None, device: int
+        self,
+        scalar: DType,
+        dtype: str,
+        x: Spec,
+        out: Spec | None,
+        transposed: Spec | None,
+        device: int,
+        activation: Activation = _IDENTITY,
+        *,
+        dropout: bool = False,
     ) -> None:
         check_fp8(device)
         self._writes = out is not None, transposed is not None
         aligned = moves_tiles((scalar, x), out=out, transposed=transposed)
-        macros = define(SCALAR=scalar, E5M2=dtype == "float8_e5m2", ALIGNED=aligned)
-        params = CAST_FP8.params(Matrix.of(x), Fp8Output.of(x.layout, out, transposed))
+        macros = cast_macros(scalar, dtype, activation, dropout=dropout, aligned=aligned)
+        params = CAST_FP8.params(x=Matrix.of(x), fp8=Fp8Output.of(x.layout, out, transposed))
+        params.slope = activation.negative_slope
         self._launches = Launches(CAST_FP8, macros, device, square_tiles(x.layout), params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
-            call: its addresses are those of x, scale, out, transposed and amax.
+            call: its addresses are those of x, scale, out, transposed and amax; its first mask is that of the dropout.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, scale, out, transposed, amax = call.addresses
         params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
+        if call.dropouts[0] is not None:
+            params.dropout = call.dropouts[0].block()
+        launch()
+
+
+class CastGradientPass:
+    """out = dz · scale in FP8, its transpose, and the bias gradient, where dz = dropout'(dy) · act'(saved).
+
+    Also amax = max(amax, max |dz|). The bias gradient is the FP32 sum of dz before the cast, rounded once. dy is
+    BF16, and `moves_tiles` holds for all matrices.
+
+    Args:
+        derivative: the factor of dy; it saves the pre-activation or nothing. Its `db` is None without a bias gradient.
+        dtype: name of the FP8 type, see `FP8_TYPES`.
+        out, transposed: specs of the results; None for an absent one.
+        accumulate: whether the bias gradient is added to the present values of its buffer.
+
+    Attributes:
+        partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
+
+    Raises:
+        GpuError: the GPU has no instructions for FP8.
+    """
+
+    def __init__(
+        self,
+        scalar: DType,
+        dtype: str,
+        derivative: Derivative,
+        dy: Spec,
+        out: Spec | None,
+        transposed: Spec | None,
+        device: int,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        check_fp8(device)
+        saved = derivative.saved_spec
+        assert derivative.saved in (Saved.NOTHING, Saved.PREACTIVATION), derivative.saved
+        self._writes, self._sums = (out is not None, transposed is not None), derivative.db is not None
+        read = [(scalar, each) for each in (dy, saved) if each is not None]
+        macros = cast_macros(
+            scalar,
+            dtype,
+            derivative.activation if saved else _IDENTITY,
+            dropout=derivative.dropout,
+            backward=True,
+            saved=saved is not None,
+            aligned=moves_tiles(*read, out=out, transposed=transposed),
+        )
+        tiling = square_tiles(dy.layout, _MOST_PARTS)
+        (columns, parts), (x, _) = tiling
+        self.partial_bytes = 4 * parts * columns * x * OCTET if self._sums and parts > 1 else 0
+        params = CAST_FP8.params(Matrix.of(dy), Matrix.of(saved), Fp8Output.of(dy.layout, out, transposed))
+        params.db.accumulate, params.slope = accumulate, derivative.activation.negative_slope
+        self._launches = Launches(CAST_FP8, macros, device, tiling, params)
+
+    def launch(
+        self,
+        dy: int,
+        saved: int,
+        fp8: tuple[int, int, int, int],
+        db: int,
+        partial: int,
+        dropout: DropoutState | None,
+        memory: StreamMemory,
+    ) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+
+        Args:
+            dy, saved, db: addresses; the pass uses only the operands that it was made with.
+            fp8: addresses of scale, out, transposed and amax.
+            partial: address of `partial_bytes`.
+        """
+        params, launch = self._launches[memory.stream]
+        params.x.data, params.saved.data = dy, saved
+        scale, out, transposed, amax = fp8
+        params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
+        if self._sums:
+            sums = params.db
+            sums.sum, sums.partial, sums.tickets = db, partial, memory.tickets
+        if dropout is not None:
+            params.dropout = dropout.block()
         launch()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_runtime.kernels import fp8
-from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.fp8 import CastPass
+from lt_runtime.kernels.call import Call, DropoutState
+from lt_runtime.kernels.fp8 import CastGradientPass, CastPass
 from lt_runtime.kernels.tiling import Tiling
-from lt_runtime.problem import DType
-from lt_runtime.reference import amax_of, cast_fp8
+from lt_runtime.problem import Activation, ActivationName, Derivative, DType, Philox, Saved, keep_threshold
+from lt_runtime.reference import activate, amax_of, cast_fp8, derivative, dropout_scale
 from lt_runtime.reference.fp8 import FP8_TYPES
-from tests.host_kernels.arrays import Guarded, numbers
+from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, orders, seeds
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import Memory, spec_of
-from tests.host_kernels.variants import TYPES
+from tests.host_kernels.variants import BF16, TYPES
 from tests.support.strategies import Placement, placements
 
 _SPECIAL = (np.nan, -np.nan, np.inf, -np.inf, 3e38, -3e38, 448.0, 464.0, 464.1, 57344.0, 61440.0, 1e-40, -0.0)
@@ -108,3 +108,83 @@ def test_casts(host: HostKernels, dtype: DType, to: str, case: Case) -> None:
     largest = amax_of(np.array([0.5, amax_of(x.array)])) if case.wanted[2] else np.float32(0.5)
     np.testing.assert_array_equal(amax[0], largest)
     x.assert_unchanged()
+
+
+@dataclass(frozen=True)
+class Function:
+    """An elementwise function before the cast: dropout of an activation, or backward of its derivative."""
+
+    dtype: DType
+    activation: ActivationName
+    to: str
+    dropout: bool
+    backward: bool
+
+    def __str__(self) -> str:
+        options = "backward" if self.backward else "forward", "dropout" if self.dropout else "whole"
+        return "-".join([self.dtype.value, self.activation, self.to, *options])
+
+
+FUNCTIONS = (
+    Function(BF16, "gelu", "float8_e4m3fn", dropout=False, backward=False),
+    Function(BF16, "sigmoid", "float8_e4m3fn", dropout=True, backward=False),
+    Function(BF16, "none", "float8_e5m2", dropout=False, backward=True),
+    Function(BF16, "gelu", "float8_e5m2", dropout=False, backward=True),
+    Function(BF16, "silu", "float8_e4m3fn", dropout=True, backward=True),
+)
+_P = 0.25
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@FEW
+@given(case=cases, accumulate=st.booleans(), blocks=st.sampled_from((1, 2, 64)))
+def test_functions(host: HostKernels, function: Function, case: Case, accumulate: bool, blocks: int) -> None:
+    """Results lie between the casts of the exact number less and plus the error of the FP32 arithmetic."""
+    case, dtype, philox = replace(case, aligned=True), function.dtype, Philox(case.seed, 3, 5)
+    rows, cols = shape = -(-case.shape[0] // 16) * 16, -(-case.shape[1] // 16) * 16
+    generator, activation = np.random.default_rng(case.seed), Activation(function.activation)
+    x, saved = (Guarded(numbers(generator, shape, dtype), _suited(case, place, cols, 2)) for place in case.places[:2])
+    out, transposed = (
+        Guarded(np.zeros(each, FP8_TYPES[function.to]), _suited(case, case.places[2], each[1], 1))
+        for each in (shape, shape[::-1])
+    )
+    specs = [spec_of(each) if wanted else None for each, wanted in zip((out, transposed), case.wanted, strict=False)]
+    scale, amax, db = np.float32([case.scale]), np.zeros(1, np.float32), vector(np.full(cols, 0.5), dtype)
+    fp8_addresses = scale.ctypes.data, out.address, transposed.address, amax.ctypes.data
+    dropout = DropoutState(keep_threshold(_P), philox) if function.dropout else None
+    with pytest.MonkeyPatch.context() as patch, host.in_order(case.order):
+        patch.setattr(fp8, "check_fp8", lambda _: None)
+        patch.setattr(fp8, "_MOST_PARTS", blocks)
+        if function.backward:
+            reads = Saved.NOTHING if function.activation == "none" else Saved.PREACTIVATION
+            of_saved = None if function.activation == "none" else spec_of(saved)
+            derived = Derivative(activation, reads, of_saved, 256, function.dropout)
+            back = CastGradientPass(dtype, function.to, derived, spec_of(x), *specs, 0, accumulate=accumulate)
+            memory = Memory(back.partial_bytes)
+            pointers = x.address, saved.address, fp8_addresses, db.address, memory.workspace
+            back.launch(*pointers, dropout, memory)  # type: ignore[arg-type]
+        else:
+            made = CastPass(dtype, function.to, spec_of(x), *specs, 0, activation, dropout=function.dropout)
+            memory = Memory()
+            made.launch(Call((x.address, *fp8_addresses), 0, dropouts=(dropout, None)), memory)  # type: ignore[arg-type]
+    memory.check()
+    values = x.array.astype(np.float64)
+    if function.backward:
+        exact, error = values * derivative(saved.array.astype(np.float64), activation), np.abs(values)
+    else:
+        exact, error = activate(values, activation), 1 + np.abs(values)
+    factors = dropout_scale(shape, _P, philox) if function.dropout else np.float64(1)
+    exact, error = exact * factors, 32 * EPS32 * error * factors
+    casts = [cast_fp8(np.float32(each), case.scale, function.to) for each in (exact - error, exact, exact + error)]
+    low, _, high = (each.astype(np.float64) for each in casts)
+    for found, wanted, turned in ((out, case.wanted[0], False), (transposed, case.wanted[1], True)):
+        values = found.values().T if turned else found.values()
+        if wanted:
+            assert ((low <= values) & (values <= high)).all()
+        else:
+            found.assert_unchanged()
+    assert abs(float(amax[0]) - np.abs(exact).max()) <= error.max()
+    if function.backward:
+        sums = exact.sum(0) + 0.5 * accumulate
+        bound = rounding(dtype, sums) + error.sum(0) + rows * EPS32 * np.abs(exact).sum(0)
+        assert_close("db", db.values()[0], sums, bound)

@@ -103,7 +103,7 @@ class KernelCall(NamedTuple):
 
     def _size(self, path: str, owner: Any) -> int | None:
         """Returns the number of bytes from an operand's address to its end; None if it is unknown."""
-        p, field = self.params, path.rpartition(".")[2]
+        p, field = getattr(self.params, "fp8", self.params), path.rpartition(".")[2]
         operand, kinds = getattr(owner, field), (self.macros.get("SCALAR", "float"), self.macros.get("PRODUCT"))
         item = 4 if "float" in kinds else 2
         if path.startswith("fp8."):

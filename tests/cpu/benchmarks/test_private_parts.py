@@ -47,6 +47,18 @@ def test_epilogue_kernels_run_alone(gpu: FakeGpu, internals: ModuleType) -> None
     assert {*np.unique(gpu.host_of(dy).astype(np.float32)).round(1)} == {0.0, np.float32(1.7)}
 
 
+def test_the_epilogues_in_fp8_run_alone(gpu: FakeGpu, internals: ModuleType) -> None:
+    z, dy = (gpu.cp.ones((16, 32), np.dtype("bfloat16")) for _ in range(2))
+    out = gpu.cp.ones((16, 32), np.dtype("float8_e4m3fn"))
+    turned = [gpu.cp.ones((32, 16), np.dtype(each)) for each in ("float8_e4m3fn", "float8_e5m2")]
+    internals.fp8_pass((16, 32), backward=False)(z.data.ptr, out.data.ptr, turned[0].data.ptr, 0)
+    internals.fp8_pass((16, 32), backward=True)(z.data.ptr, dy.data.ptr, turned[1].data.ptr, 0)
+    gpu.synchronize_all()
+    # GELU(1) = 0.841 and GELU'(1) = 1.083, rounded
+    for found, value in ((out, 0.8125), (turned[0], 0.8125), (turned[1], 1.0)):
+        assert (gpu.host_of(found).astype(np.float32) == value).all()
+
+
 def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) -> None:
     process = internals.SecondProcess()
     process.build(import_module("benchmarks.layers").Block("test", 16, 24, 8, "bf16", "gelu"))
