@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -136,6 +135,8 @@ class MatmulPlan(AlgorithmPlan):
         self._lock = threading.Lock()
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._set: dict[cublaslt.MatmulDescAttribute, int] = {}
+        vectors = cublaslt.MatmulDescAttribute.BIAS_POINTER, cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER
+        self._held = *vectors, *map(self._pointer, problem.scales)  # the descriptor has the addresses of these
         self.algorithm = None
         if not problem.is_empty:
             self._refuse_inaccurate()
@@ -342,7 +343,9 @@ class MatmulPlan(AlgorithmPlan):
             if self.problem.c is None:
                 c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
             at = alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, memory.stream
-            call.computed = self, memory, self._pointers(vector, aux, scales), prepared.arguments(*at)
+            held = zip(self._held, (vector, aux, *filter(None, scales)), strict=True)
+            pointers = tuple([each for each in held if each[1]]) if vector or aux or scales else ()
+            call.computed = self, memory, pointers, prepared.arguments(*at)
         _, _, pointers, arguments = call.computed
         with self._lock:  # no other thread may change the descriptor's addresses before the launch has returned
             for attribute, address in pointers:
@@ -352,15 +355,6 @@ class MatmulPlan(AlgorithmPlan):
             status = prepared.launch(*arguments)
         if status:
             raise failure("cublasLtMatmul", status)
-
-    def _pointers(
-        self, vector: int, aux: int, scales: Sequence[int]
-    ) -> tuple[tuple[cublaslt.MatmulDescAttribute, int], ...]:
-        """The addresses of a call that the descriptor holds, with their attributes."""
-        attribute = cublaslt.MatmulDescAttribute
-        held = [(attribute.BIAS_POINTER, vector), (attribute.EPILOGUE_AUX_POINTER, aux)]
-        held += zip(map(self._pointer, self.problem.scales), filter(None, scales), strict=True)
-        return tuple(each for each in held if each[1])
 
     def _put_without(self, call: Call, stream: int) -> None:
         """Writes β·C to D if there is nothing to multiply, because a sum over no terms is zero."""
