@@ -133,11 +133,11 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
-    """Problems of the backward passes of both layers with the times of their strategies, grouped by tree.
+    """Samples of both layers' backward passes (sizes, and times of the strategies), by the decision tree to be fitted.
 
-    The second layer's passes have a tree for each kind of tensor that the first layer saves.
+    The second layer's passes have a tree for each activation and kind of tensor that the first layer saves.
 
-    Strategies in which our kernel takes the derivative are samples for the activations without an epilogue as well.
+    Strategies in which our kernel computes the derivative also count for the tree of activations without an epilogue.
     """
     made: Samples = {}
     for row in rows:

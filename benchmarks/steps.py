@@ -316,7 +316,7 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
 def peers(
     setup: Setup, options: argparse.Namespace, ways: Sequence[str | None]
 ) -> Iterator[tuple[str, Callable[[], StepContender]]]:
-    """Functions that build JAX's contender, and PyTorch's in the given ways to hold parameters, by contender."""
+    """Contenders' names, and functions that build them: PyTorch's for each way to hold parameters, and JAX's."""
     for way in ways:
         suffix = "" if way is None else f"_{way}"
         yield GRAPH + suffix, peer("torch_steps", "contender", setup, way)
@@ -337,7 +337,7 @@ def _turns(contenders: Mapping[str, StepContender], count: int, stream: Any) -> 
 
 
 def graph_turn(contender: StepContender, count: int, stream: Any) -> Turn:
-    """Times one turn of the graph alone; each turn has another batch."""
+    """Times launches of the graph without the host's other work; each turn reads another batch."""
     if contender.turn is not None:
         return contender.turn
 

@@ -1,8 +1,9 @@
 """The suite `torch`: whole training steps of PyTorch models, with `lt_runtime.torch`, without it, and with Liger.
 
-Contenders hold parameters and moments in the same types, and take turns as a script calls them: the time of a call has
-the host's work and the copy of the batch. Contenders with `graph` in their name run the step as one CUDA graph, which
-`lt_runtime.torch.capture` makes for all of them; those with `compile` have forward and loss compiled by torch.compile.
+All contenders hold parameters and moments in the same types. They are timed in turns, called as a training script calls
+them: a time includes the host's work and the copy of the batch. Contenders with `graph` in their name run the step as
+one CUDA graph, which `lt_runtime.torch.capture` makes for all of them; those with `compile` have forward and loss
+compiled by torch.compile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.report import Finding, Json, Row
 from benchmarks.suite import Job, Suite, plan_cache
 
 WAYS: Final = ("eager", "graph", "compile", "compile_graph")
-"""How steps run: the contender's name behind that of its library."""
+"""How steps run; a contender's name is its library's, `_`, and one of these."""
 _OTHER_MODES: Final = {
     "torch_compile": ("torch_max_autotune",),
     "torch_compile_graph": ("torch_max_autotune_graph",),
@@ -82,7 +83,7 @@ def measure(case: TorchCase, options: argparse.Namespace, _: Any = None) -> Row:
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: the times of PyTorch and Liger as multiples of ours in the same way, and our memory beside PyTorch's."""
+    """Figures for each way: times of PyTorch and Liger as multiples of ours; our memory as a fraction of PyTorch's."""
     made = []
     for way in WAYS:
         for library in ("torch", "liger"):
@@ -98,7 +99,7 @@ def _by_case(rows: Sequence[Json], figure: Callable[[Json], float | None]) -> di
 
 
 def ratio(row: Json, way: str, library: str = "torch") -> float | None:
-    """Another library's time as a multiple of ours, the best mode of torch.compile's; None without one of the two."""
+    """Another library's time, in torch.compile's fastest mode, as a multiple of ours; None if either is missing."""
     us, names = row["us"], (f"{library}_{way}", *_OTHER_MODES.get(f"{library}_{way}", ()))
     theirs = min((us[name] for name in names if name in us), default=None)
     return None if theirs is None or f"lt_{way}" not in us else theirs / us[f"lt_{way}"]

@@ -1,4 +1,4 @@
-"""The models and batches of the suite `torch`, and what each library puts in their place; needs PyTorch."""
+"""The models and batches of the suite `torch`, and each library's kit of parts for them; needs PyTorch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _layer(size: int) -> tuple[Any, list[Any]]:
 
 
 def of_torch() -> Kit:
-    """PyTorch's own parts."""
+    """The kit of PyTorch's own modules, losses and optimizer."""
 
     def head(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(functional.linear(x, weight), labels)
@@ -75,7 +75,7 @@ def of_torch() -> Kit:
 
 
 def of_lt() -> Kit:
-    """The parts of `lt_runtime.torch`."""
+    """The kit of `lt_runtime.torch`."""
     import lt_runtime.torch as ltt
 
     def layer(size: int) -> tuple[Any, list[Any]]:
@@ -90,7 +90,7 @@ def of_lt() -> Kit:
 
 
 def of_liger() -> Kit:
-    """Liger's kernels where it has some, and PyTorch's parts elsewhere."""
+    """The kit of Liger's kernels, with PyTorch's parts where Liger has none."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
 
@@ -115,7 +115,7 @@ class Task(NamedTuple):
         cost: the loss of a batch.
         batch: makes a batch of random inputs and targets.
         trains: whether an optimizer updates the parameters.
-        gradient: of the cost where it is no single value.
+        gradient: the gradient that backward starts from; None for a cost of a single value.
     """
 
     parameters: Sequence[Any]

@@ -54,7 +54,7 @@ class Training:
         options = {"lr": torch_tasks.LEARNING_RATE, "weight_decay": torch_tasks.WEIGHT_DECAY}
         self._optimizer = kit.optimizer(self._task.parameters, **options) if self._task.trains else None
         self._cost = self._task.cost if mode is None else torch.compile(self._task.cost, mode=mode, dynamic=False)
-        # For every library, so that all captured contenders do the same besides their models' work.
+        # It captures every library's step, so that captured contenders differ in nothing but their models' work.
         self._captured = ltt.capture(self._step, tune=True)
         self.losses = [self.graph()]  # eager, and tunes
         self._own = torch.cuda.memory_allocated() - before
@@ -69,7 +69,7 @@ class Training:
         return self._captured(*next(self._batches))
 
     def capture(self) -> int:
-        """Captures the third step and takes the first steps of the case; returns the peak bytes of the capture."""
+        """Captures the third step, and takes the rest of the first steps; returns the peak bytes of the capture."""
         torch.cuda.empty_cache()
         memory = self._peak_of_next_step()
         while len(self.losses) < self._case.steps:
@@ -159,6 +159,6 @@ def _turn(case: TorchCase, call: Call) -> Turn:
 
 
 def _end_compile_workers() -> None:
-    """Ends the threads of torch.compile, beside which the package makes no graphs of repeated calls."""
+    """Ends torch.compile's worker threads: while they live, the package makes no graphs of repeated calls."""
     if (module := sys.modules.get("torch._inductor.async_compile")) is not None:
         module.shutdown_compile_workers()

@@ -163,7 +163,7 @@ def call(name: str, *arguments: Any, attribute: Attribute | None = None) -> None
 
 
 def failure(name: str, status: int, attribute: Attribute | None = None) -> CublasLtError | MissingLibraryError:
-    """The exception for the status, not SUCCESS, that the call `name` returned, perhaps for an attribute.
+    """The exception for a call of `name` that failed with `status`; `attribute` is the one that it read or wrote.
 
     A library that is older than the attribute returns INVALID_VALUE; the exception then says which version has it.
     """

@@ -107,7 +107,7 @@ class StreamMemory:
         if self._branch is None:
             self._check_capture(self.workspace_size)
             own = stream_memory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
-            # waits, because the new memory's counters are zeroed on the branch's stream
+            # this stream waits for the branch's stream, on which the new memory's counters are zeroed
             order_after(self.stream, own.stream)
             self._branch = own
         return self._branch

@@ -65,11 +65,11 @@ class MatmulPass:
         self._launches = Launches(entry, macros, device, tiling, params, batch=problem.batch)
 
     def launch(self, call: Call, product: int, stream: int) -> None:
-        """Puts the pass on `stream`, whose memory's lock the caller holds, after the plain product.
+        """Launches the pass on `stream`, after the plain product. The caller holds the lock of the stream's memory.
 
         Args:
-            call: of the whole problem; its own stream is not read.
-            product: address of the product, which is D's unless the pass was made for a separate one.
+            call: the call of the whole problem; its attribute `stream` is not read.
+            product: address of the product: D's address, unless the pass was made for a product in separate memory.
         """
         if self._is_empty:
             return

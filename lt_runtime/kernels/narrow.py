@@ -55,7 +55,10 @@ class _Form(NamedTuple):
 
 
 def supports(problem: MatmulProblem) -> bool:
-    """Whether a kernel computes the product: one dimension is tiny, and the orders are those of a layer's products."""
+    """Whether a kernel computes the product: x · Wᵀ with a tiny N, dy · W with a tiny K, or dyᵀ · x with a tiny M.
+
+    x, W, dy and the results are row-major.
+    """
     return _form_of(problem) is not None
 
 

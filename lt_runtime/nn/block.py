@@ -60,7 +60,7 @@ class Block:
     """Whether forward and backward have ranges of their own in profiles; False for blocks that only call others."""
 
     def __init_subclass__(cls, *, surrounded: bool = True) -> None:
-        """Surrounds forward and backward by the checks of `Pass`; a class that does so itself passes False."""
+        """Wraps forward and backward in the checks of `Pass`. With `surrounded=False` the class makes these itself."""
         if not surrounded:
             return
         for name, wrap in (("forward", _forward), ("backward", _backward)):

@@ -180,11 +180,11 @@ def backward_layers(
     Args:
         dy: a list of one array, which is removed from it, so that it is freed after its last reader.
         add: an array to add to the gradient with respect to the inputs.
-        remake: for a single layer that has kept a stand-in: a function that takes the gradient with respect to x, and
-            returns x, which may lie over that gradient.
+        remake: for a single layer whose forward kept a stand-in for x: a function that takes the gradient with respect
+            to x, and returns x, possibly in the gradient's memory.
 
     Returns:
-        The gradient with respect to the inputs; None if nothing reads it, and after `remake`, which has taken it.
+        The gradient with respect to the inputs; None if nothing reads it, or if it was given to `remake`.
     """
     contexts, needs_dx, forwards = run.take()
     lowest = 0

@@ -247,7 +247,8 @@ class Pass:
         """Surrounds a block's backward, and checks that it takes what the block's forward kept.
 
         Raises:
-            ArgumentError: another block's backward is due; or this block has left kept arrays, or a part's backward.
+            ArgumentError: another block's backward is due; or this block's backward has not taken all that its forward
+                kept, or has not called the backward of a part.
         """
         if not self.trains:
             raise ArgumentError(f"{block.title}.backward was called in a pass for inference; make it with trains=True")

@@ -169,8 +169,8 @@ class PreparedCall:
 
         Args:
             given: addresses of `arrays`, 0 for an absent one.
-            stream: the stream that the new arrays' memory is ordered with; None if that stream, and the device, are
-                the current ones of the arrays' library.
+            stream: the stream in whose order the new arrays' memory is allocated; None if stream and device are
+                current in the arrays' library, so that its own constructor does the same.
         """
         filled, addresses = list(arrays), list(given)
         for (place, each), maker in zip(self.request.new.items(), self.makers, strict=True):
@@ -251,8 +251,8 @@ class PassOperation(Operation):
     """An operation that one pass of ours computes.
 
     Attributes:
-        make_pass: makes the pass for a request's problem, whose parts are its first arguments, and a device.
-        empty: the pass of a request without a problem, as for arrays without elements; None if there is nothing to do.
+        make_pass: makes the pass; its arguments are the parts of the request's problem, then the device.
+        empty: the pass if the request's problem is None, as for empty arrays; None if nothing is to be launched.
     """
 
     make_pass: ClassVar[Callable[..., Pass]]

@@ -24,7 +24,7 @@ _CONTAINERS: Final = (Chain, Residual, Parallel)
 _LEAVES: Final = (Linear, MLP, LayerNorm, RMSNorm, Gated, SwiGLU, GEGLU, ReGLU, Dropout)
 _CLASSES: Final[Mapping[str, Any]] = {each.__name__: each for each in (*_CONTAINERS, *_LEAVES)}
 _OPTIONS: Final = ("activation", "compute", "dropout", "eps", "join", "p", "seed", "split")
-"""Arguments of blocks that are their attributes, or those of a gated block's first layer."""
+"""Constructor arguments that a block holds as attributes of the same name; a gated block's layer `up` may hold them."""
 
 
 def named_parameters(model: Block) -> dict[str, Parameter]:

@@ -67,7 +67,7 @@ def parse_key(key: str) -> Remembered:
             _require_small(max(problem.batch * each.batch_stride for each in specs if each is not None))
         if isinstance(problem, MLPProblem):
             _require_small(max(problem.dims) * max(problem.rows, *problem.dims))
-        if problem_key(problem) != key:  # the key made again differs if a value has another type than its field
+        if problem_key(problem) != key:  # for example, a number has another type: 1.0 for 1
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
         raise ValueError(f"{key[:80]!r} is not the key of a problem ({error})") from None

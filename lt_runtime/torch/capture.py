@@ -29,13 +29,13 @@ from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tunin
 from lt_runtime.torch.tensors import Tensor
 
 _INNER: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""The folders of PyTorch and of this package, whose lines are not the step's own."""
+"""Folders of PyTorch and of this package: an error quotes the step's last line that lies in neither."""
 _REMEDIES: Final = (
     "a graph holds work on the GPU only: a step must not read a tensor's value (item(), float(), print, `if` on a "
     "tensor), wait for the GPU, or copy from the host"
 )
 _FOLLOWED: Final = {"lr", "weight_decay"}
-"""The options that the `apply_settings` of an optimizer writes to the GPU."""
+"""Options that `apply_settings` of an optimizer writes to the GPU, so that graphs follow their changes."""
 _one_at_a_time: Final = threading.Lock()
 
 
@@ -51,10 +51,10 @@ def capture(
     Python runs in the eager calls and during the capture. Later calls repeat the work on the GPU: what Python decided
     then (branches, numbers, train or eval mode) stays as it was, and a tensor that lives from call to call must be
     written in place. Two kinds of work on the host go on: schedulers of `torch.optim.lr_scheduler` that `step` calls
-    are called after each launch, and `lt_runtime.torch.AdamW` reads its learning rate and weight decay before. Other
+    are called after each launch, and `lt_runtime.torch.AdamW` reads its learning rate and weight decay before it. Other
     optimizers need `capturable=True` where they have it, and a learning rate that changes must be a tensor on the GPU.
-    A step that adds to the gradients of earlier calls needs them to stay: `zero_grad(set_to_none=False)`. Otherwise
-    `.grad` is not defined after a call.
+    A step that adds up gradients over several calls must zero them by `zero_grad(set_to_none=False)`. In other steps
+    `.grad` is undefined after a call.
 
     Parameters may be written between calls. After `load_state_dict` of an optimizer, or if a parameter was moved, the
     graphs are captured anew. Without a GPU all calls run eagerly.
@@ -91,7 +91,7 @@ class _Shape:
     """The shapes and types of a batch: the inputs of their graph, and the graph once it is captured.
 
     Attributes:
-        inputs: tensors that each batch is copied into; None for None.
+        inputs: the graph's input tensors, into which each batch is copied; None where the batch has None.
         calls: the number of eager calls.
         outputs: the result of `step`, which each launch of the graph fills.
         schedules: the calls of schedulers that `step` makes, to be made after each launch.
@@ -167,10 +167,10 @@ class CapturedStep:
         with self._beside(), self._optimizers.watched(), not_tuning(), _Met() as met:
             made = self._step(*arguments)
         results = self._results(made)
-        del made  # with it, autograd's graph of the step
+        del made  # also frees autograd's graph of the step
         shape.calls += 1
         if tunes and met.problems:
-            torch.cuda.empty_cache()  # measurements allocate their memory past PyTorch
+            torch.cuda.empty_cache()  # the tuner allocates memory outside of PyTorch's allocator
             before_first_step(met.to_tune(), self._device.index, self._stream.cuda_stream)
         return results
 
@@ -187,7 +187,7 @@ class CapturedStep:
         graph, schedules = torch.cuda.CUDAGraph(), list[Callable[[], Any]]()
         self._optimizers.note_numbers()
         self._optimizers.apply_settings()
-        # Graphs share a pool of memory, because one runs at a time. A pool whose graphs are all gone cannot be used.
+        # Graphs share a memory pool, because only one runs at a time. A pool whose graphs were all freed is unusable.
         pool = next((each.graph.pool() for each in self._shapes.values() if each.graph is not None), None)
         # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory meanwhile.
         capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
@@ -203,7 +203,7 @@ class CapturedStep:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Makes the stream of the captures current, and orders it with the caller's; models make no needless masks."""
+        """Makes the capture stream current, ordered with the caller's; transformers' models make no needless masks."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -222,7 +222,7 @@ class CapturedStep:
         return pytree.tree_unflatten([each if each is None else each.detach().clone() for each in leaves], structure)
 
     def _explained(self, error: Exception) -> CaptureError:
-        """The error of a step that cannot be captured; PyTorch raises another error at the end of a failed capture."""
+        """The error for a step that cannot be captured, by its cause: PyTorch raises another as the capture ends."""
         cause = error.__context__ or error
         frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(_INNER)]
         place = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
@@ -234,9 +234,10 @@ class CapturedStep:
 def _forget_failed(graph: Any, stream: Any) -> None:
     """Ends what PyTorch leaves open after a failed capture: its allocator's pool, and its generator's capture.
 
-    Otherwise later random numbers would fail. An empty capture that succeeds ends the generator's.
+    Otherwise later calls that draw random numbers would fail. The generator's capture ends with any capture that
+    succeeds, such as an empty one.
     """
-    with contextlib.suppress(RuntimeError):  # the pool has been ended
+    with contextlib.suppress(RuntimeError):  # PyTorch has ended the pool already
         torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():  # the error of the step is the one to see
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
@@ -245,7 +246,7 @@ def _forget_failed(graph: Any, stream: Any) -> None:
 
 
 class _Optimizers:
-    """The optimizers that a step runs, and everything of theirs that its graphs hold.
+    """The optimizers that a step runs, with the addresses of parameters and the numbers that its graphs hold.
 
     Attributes:
         numbers: the options that the graphs hold as numbers, by optimizer, index of the group, and name.
@@ -288,13 +289,13 @@ class _Optimizers:
         return self._present_addresses() != self._addresses
 
     def apply_settings(self) -> None:
-        """Writes changed options to the GPU, of optimizers that can."""
+        """Writes changed options of optimizers that have `apply_settings` to the GPU."""
         for each in self._found:
             if hasattr(each, "apply_settings"):
                 each.apply_settings()
 
     def note_numbers(self) -> None:
-        """Notes the numbers of the first graph; all others must have the same."""
+        """Notes the options that the first graph holds as numbers; later graphs must hold the same numbers."""
         if self.numbers:
             return
         for optimizer in self._found:
@@ -317,7 +318,7 @@ class _Optimizers:
 
 
 class _Met(Met):
-    """Also notes the problems of backward passes, which PyTorch runs in threads of its own."""
+    """A `Met` that also notes the problems of backward passes, which PyTorch runs in threads of its own."""
 
     def _note(self, work: Any) -> None:
         if isinstance(work, PreparedCall):
@@ -326,7 +327,7 @@ class _Met(Met):
 
 @contextlib.contextmanager
 def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
-    """Within a `with` block, calls of schedulers are added to a list and not made."""
+    """Within a `with` block, calls of schedulers' `step` are added to a list instead of being made."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., None]:
         return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
@@ -344,7 +345,8 @@ def _no_needless_masks() -> Iterator[None]:
     """Within a `with` block, models of transformers make no attention mask where they are given none.
 
     In a capture, transformers 5.17 and older make one, with which PyTorch's attention may compute in FP32: a captured
-    step of ViT-L takes twice as long. Warm-up calls run so too: torch.compile compiles anew for another function.
+    step of ViT-L takes twice as long. Warm-up calls run within the block too: torch.compile guards the identity of the
+    replaced function, and would compile anew in the capture.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None:

@@ -45,8 +45,8 @@ def linear(
     Args:
         x: (..., K), float32, float16 or bfloat16; on the CPU float64 too. It is read where it lies if its rows are at
             equal distances, else copied once.
-        weight: (N, K), of x's type and device, as all operands. A transposed view of a (K, N) tensor costs no copy, in
-            backward neither.
+        weight: (N, K), of x's type and device, as all operands. A transposed view of a (K, N) tensor is not copied,
+            neither here nor in backward.
         bias: (N,), or None.
         activation: a name of `lt.ACTIVATIONS`, or an `lt.Activation`. "gelu" is `gelu(approximate="tanh")` of PyTorch,
             "gelu_erf" its default.
@@ -70,7 +70,7 @@ def linear(
 
 
 def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """Linear layers in a row.
+    """Consecutive linear layers with activations and dropout, which run as one operator.
 
     Args:
         parameters: the weight and the bias (None without one) of each layer.

@@ -77,7 +77,7 @@ class GatedLayers(Operator):
         return dx + [torch.empty_like(w) for need, w in zip(needs[3:6], (gate, up, down), strict=True) if need] + biases
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
-        """See `Operator`. The gated values, which forward did not keep, come from the pass over their gradient."""
+        """See `Operator`. The pass over h computes the gated values again, because forward did not keep them."""
         gradients = iter(placed(made))
         dx, _, _, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias = [
             next(gradients) if need else None for need in needs

@@ -1,6 +1,6 @@
-"""What classes of modules compute, of PyTorch and of transformers, as functions over the package's operations.
+"""For each known class of PyTorch and transformers, the function over our operations that replaces its computation.
 
-Classes are known by their names, so that nothing of transformers is imported.
+Classes are identified by their full names, so that transformers need not be imported.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def full_name(kind: type) -> str:
 
 
 def name_of(part: Any) -> Any:
-    """The full name of a module's class, which imports nothing; a function is its own name."""
+    """The full name of a module's class; any other activation, such as a function, is returned as it is."""
     return full_name(type(part)) if isinstance(part, nn.Module) else part
 
 
 def unusual(module: Any) -> str:
-    """Why calling a module may do more than its class says; "" if it does not."""
+    """The reason why calling a module may do more than its class defines; "" without one."""
     if "forward" in vars(module):
         return "its forward was set from outside"
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -58,7 +58,7 @@ def unusual(module: Any) -> str:
 
 
 class _Run:
-    """Linear layers in a row, with activations and dropout after them, which run as one operator."""
+    """Consecutive linear layers, with the activation and dropout that follow each, which run as one operator."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -66,7 +66,7 @@ class _Run:
         self.options: list[list[Any]] = []  # activation, slope and probability of dropout of each layer
 
     def takes(self, part: Any) -> bool:
-        """Appends a part if it may follow here."""
+        """Appends a part if it can be the next of this run; returns whether it was appended."""
         if isinstance(part, nn.Module) and unusual(part):
             return False
         name = name_of(part)
@@ -83,7 +83,7 @@ class _Run:
         return True
 
     def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
-        """y of the last layer, with `add` added."""
+        """The sum of the last layer's output and `add`."""
         return linear_layers(x, self.parameters, tuple(zip(*self.options, strict=True)), add)
 
 
@@ -97,7 +97,7 @@ def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
 
 
 def _steps(parts: Iterable[Any]) -> list[Any]:
-    """The parts, with runs of linear layers put together."""
+    """The parts in order, with each run of linear layers merged into one `_Run`."""
     steps: list[Any] = []
     for part in parts:
         if steps and type(steps[-1]) is _Run and steps[-1].takes(part):
@@ -108,7 +108,7 @@ def _steps(parts: Iterable[Any]) -> list[Any]:
 
 
 def _chain(*parts: Any) -> Function:
-    """Linear layers in a row, with all that stands between and after them."""
+    """The `_Run` that computes all parts; the reason if they do not form one run."""
     steps = _steps(parts)
     if len(steps) == 1 and type(steps[0]) is _Run:
         run: _Run = steps[0]
@@ -129,7 +129,7 @@ def _linear(module: Any) -> Function:
 
 
 def sequence(module: Any) -> Function:
-    """The modules of an `nn.Sequential`, of which linear layers and what follows them run as one."""
+    """The modules of an `nn.Sequential`; linear layers with activations and dropout behind them run as one operator."""
     steps = _steps(module)
     if not any(type(each) is _Run and len(each.parts) > 1 for each in steps):
         return "it has no linear layer with an activation, dropout or another one behind"
@@ -138,7 +138,7 @@ def sequence(module: Any) -> Function:
 
 def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
     """down(dropout(activation(gate(x)) ∘ up(x)))."""
-    run: Any = _chain(gate, activation, up, *dropout, down)  # reads them: their order in a row is as good as any
+    run: Any = _chain(gate, activation, up, *dropout, down)  # checks and reads the parts; it is never called
     if isinstance(run, str):
         return run
     (name, slope, _), (_, _, p), _ = run.options
@@ -147,7 +147,7 @@ def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) 
 
 
 def _norm(module: Any) -> Function:
-    """LayerNorm or RMSNorm, PyTorch's or of transformers."""
+    """LayerNorm or RMSNorm, of PyTorch or of transformers."""
     weight, bias, has_mean = module.weight, getattr(module, "bias", None), isinstance(module, nn.LayerNorm)
     if weight is None or weight.dim() != 1:
         return "it has no weight, or several axes"
@@ -163,7 +163,7 @@ def _norm(module: Any) -> Function:
 
 
 def _residual(*parts: Any) -> Function:
-    """Linear layers in a row, to whose output a residual is added, and a norm of the sum."""
+    """norm(layers(x) + residual), with consecutive linear layers; the residual is x unless the call gives another."""
     *layers, norm = parts
     run, kind = _chain(*layers), KINDS.get(name_of(norm))
     normalise = unusual(norm) or (_norm(norm) if kind and kind.read is _norm else "it is no norm")
@@ -172,7 +172,7 @@ def _residual(*parts: Any) -> Function:
 
     def compute(x: Tensor, add: Tensor = None) -> Any:
         add = x if add is None else add
-        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)  # else the sum has add's type
+        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)  # else the type is add's
         total = run(x, add) if is_exact else run(x) + add
         y = normalise(total)
         return norm(total) if y is None else y
@@ -181,12 +181,12 @@ def _residual(*parts: Any) -> Function:
 
 
 class Kind(NamedTuple):
-    """What a class of modules computes.
+    """How the package computes modules of one class.
 
     Attributes:
-        read: takes the module, or its parts.
-        parts: names of attributes of the module, or of modules in it; "" if `read` takes the module itself.
-        method: the method that computes it.
+        read: returns the function for a module, given the module or its parts; or the reason why there is none.
+        parts: names of attributes, also dotted, that hold the parts; "" if `read` takes the module itself.
+        method: the method of the class that the function replaces.
     """
 
     read: Callable[..., Function]
@@ -194,7 +194,7 @@ class Kind(NamedTuple):
     method: str = "forward"
 
     def function(self, module: Any) -> Function:
-        """Computes what the method does, or None if this call needs the method of the class."""
+        """The function that replaces the method, or a reason; if it returns None, the original method must run."""
         if not self.parts:
             return self.read(module)
         for each in self._holders(module):
@@ -203,7 +203,7 @@ class Kind(NamedTuple):
         return self.read(*self._parts(module))
 
     def absorbed(self, module: Any) -> list[Any]:
-        """Modules whose work the function does too, and that need no replacement."""
+        """The modules inside whose work the function includes, so that they are not replaced themselves."""
         if self.read is sequence:
             return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
         return [*self._holders(module), *self._parts(module)]

@@ -1,4 +1,4 @@
-"""Linear layers in a row as one operator, whose backward takes each gradient through the layer below."""
+"""Consecutive linear layers as one operator; each step of backward also applies the derivative of the layer below."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_
 from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, placed
 
 _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
-"""Makes equal layers one object: the package remembers its calls by the identity of a layer."""
+"""Returns one object for equal layers, because the package finds prepared calls by the identity of a layer."""
 
 
 class Form(NamedTuple):
@@ -33,7 +33,7 @@ class Form(NamedTuple):
 def forms_of(
     activations: tuple[Any, ...], slopes: tuple[float, ...], dropouts: tuple[float, ...], has_add: bool
 ) -> tuple[Form, ...]:
-    """The forms of layers in a row; `has_add` says whether a tensor is added to the last one's output.
+    """The forms of consecutive layers; `has_add` says whether a tensor is added to the last layer's output.
 
     The output of ReLU determines its derivative, unless a tensor was added to it.
 
@@ -64,7 +64,7 @@ class LinearLayers(Operator):
             return super().eager(operands, options, training=training)
         try:
             return (_apply_on_gpu(options, *operands) if training else _infer(options, *operands),)
-        except OperandError:  # the package has other names for the operands
+        except OperandError:  # `check` raises it with the caller's names of the operands
             self.check(operands, (*options, training))
             raise
 
@@ -106,7 +106,7 @@ class LinearLayers(Operator):
         for i, (form, out) in enumerate(zip(forms, outs, strict=True)):
             z = next(kept, None) if form.saved is Saved.PREACTIVATION else None
             arrays = x, *parameters[2 * i : 2 * i + 2], out, z, add if i == last else None
-            # The problem is one for training only if it keeps z: otherwise its plan could make a mask.
+            # A layer that keeps no z is planned as for inference: a plan for training could save a mask instead of y.
             chosen = form.activation, 0.01, form.dropout, compute_of(x.dtype), False, z is not None
             made = perform(FORWARD, arrays, chosen, (masks_of(form.dropout, i, key), None), None)
             x = made if z is None else made[0]
@@ -165,7 +165,7 @@ def _descend(
 ) -> list[Any]:
     """The gradients of x and of each layer's weight and bias.
 
-    Each layer's backward takes the gradient of its input through the layer below, and makes that layer's bias gradient.
+    Each layer's backward also applies the derivative of the layer below to dx, and sums up that layer's bias gradient.
 
     Args:
         xs: the input of each layer; None for the first if only its shape matters.
@@ -202,7 +202,7 @@ def _scratch(like: Any, shape: tuple[int, ...]) -> Any:
 
 
 class _OnGpu(torch.autograd.Function):
-    """An eager call on a GPU, in as few steps as possible: they take longer than a small layer's kernels."""
+    """An eager call on a GPU, with little work in Python, which takes longer than a small layer's kernels."""
 
     @staticmethod
     def forward(ctx: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def masks_of(p: float, layer: int, key: Any) -> Philox | None:
 
 
 def compute_of(dtype: Any) -> ComputeName:
-    """How products are computed: FP32 ones as PyTorch's setting says."""
+    """The compute type of products: "tf32" for FP32 operands if PyTorch's setting says so, else "float32"."""
     is_tf32 = dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
     return "tf32" if is_tf32 else "float32"
 

@@ -22,9 +22,9 @@ from lt_runtime.torch.tensors import Tensor, Tensors, as_numpy, as_rows, check_o
 _REDUCTIONS: Final = ("mean", "sum")
 _CHUNK_BYTES: Final = 1 << 28
 _CHUNK_ROWS: Final = 128
-"""Chunks are multiples of so many rows: cuBLASLt's tiles."""
+"""The rows of a chunk are a multiple of this, the height of cuBLASLt's tiles."""
 _PADDING: Final = 8
-"""Logits begin at multiples of so many elements, which keeps 16-bit rows aligned to 16 bytes."""
+"""Rows of logits begin at multiples of this many elements, which keeps 16-bit rows aligned to 16 bytes."""
 
 
 class CrossEntropy(Operator):
@@ -75,11 +75,11 @@ class CrossEntropy(Operator):
 
 
 class LinearCrossEntropy(Operator):
-    """Mean cross-entropy of logits x · weightᵀ + bias (M, N), made in chunks, and its gradients, made on the way.
+    """Mean cross-entropy of logits x · weightᵀ + bias (M, N), computed in chunks of rows together with its gradients.
 
-    A chunk of 0 rows stands for the default. Outputs besides the loss are the gradients of x, weight and bias for a
-    loss with the factor 1; empty where the options say that there is none. With FP16 they are FP32, because a loss
-    scale follows.
+    A chunk of 0 rows stands for the default. The outputs besides the loss are the gradients of x, weight and bias,
+    unscaled; those that the option `wanted` leaves out are empty. Gradients of FP16 operands are FP32, because they
+    could underflow before backward multiplies them by the loss scale.
     """
 
     name = "linear_cross_entropy"
@@ -110,7 +110,7 @@ class LinearCrossEntropy(Operator):
         kept = labels != ignore_index
         count, labels = kept.sum(), torch.where(kept, labels, 0)
         divisor = count.clamp(min=1).to(loss.dtype)
-        # In FP16 the logits' gradients are divided afterwards: they would vanish.
+        # In FP16 the logits' gradients would underflow if divided by the count here: their sums are divided afterwards.
         weights, after = kept.to(loss.dtype) / (1 if is_half else divisor), divisor if is_half else 1
         chunk = chunk or _rows_of_chunk(rows, classes, x)
         losses = loss.new_zeros(-(-rows // chunk))
@@ -284,7 +284,7 @@ def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
 
 
 def _sum_of(gradient: Tensor, losses: Tensor) -> Tensor:
-    """The tensor to add a gradient up in: with several chunks an FP32 one if the gradient has 16 bits."""
+    """The tensor that a gradient is added up in: with several chunks an FP32 one if the gradient has 16 bits."""
     if gradient is None:
         return None
     is_exact = len(losses) == 1 or gradient.dtype is losses.dtype

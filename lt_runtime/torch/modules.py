@@ -51,7 +51,7 @@ class Linear(torch.nn.Linear):
 
 
 def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor = None) -> Tensor:
-    """Runs layers in a row as one operator, whose backward takes each gradient through the layer below."""
+    """Runs consecutive layers as one operator; each step of backward also applies the derivative of the layer below."""
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
     drops = [layer.dropout if layer.training else 0.0 for layer in layers]
     forms = tuple([layer.activation for layer in layers]), tuple([layer.negative_slope for layer in layers])
@@ -59,7 +59,7 @@ def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor = None) -> Tensor:
 
 
 class MLP(torch.nn.Sequential):
-    """Linear layers in a row, which run as one operator: backward takes each gradient through the layer below.
+    """Linear layers in sequence, run as one operator; each backward also applies the derivative of the layer below.
 
     Forward hooks of the layers are not called.
 
@@ -109,7 +109,7 @@ class FeedForward(torch.nn.Module):
 
     Args:
         width: columns of x and y.
-        hidden: columns between.
+        hidden: columns of the hidden values.
         activation: a name of `lt.ACTIVATIONS`, or an `lt.Activation`.
         gated: whether the block has a gate.
         dropout: probability of dropout of the hidden values, in training.

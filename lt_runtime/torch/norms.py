@@ -52,7 +52,7 @@ class Norm(Operator):
         return made + [x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(1 + self.has_mean)]
 
     def compute(self, operands: Tensors, options: Options) -> list[Tensor]:
-        """See `Operator`. The package makes the outputs, because buffers of ours would take longer to read."""
+        """See `Operator`. `lt.layer_norm_fwd` allocates the outputs: the host takes longer to check given buffers."""
         x, add, *vectors = placed(operands)
         forward = norm.layer_norm_fwd if self.has_mean else norm.rms_norm_fwd
         y, context = forward(x, *vectors[: 1 + self.has_mean], eps=options[0], add=add)

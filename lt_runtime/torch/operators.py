@@ -1,4 +1,4 @@
-"""Differentiable operators of PyTorch: registered with its dispatcher for tracers, and called past it by eager code."""
+"""Differentiable operators of PyTorch: registered with its dispatcher for tracers; eager code bypasses it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class SecondDerivativeError(LtError, NotImplementedError):
 class Operator(ABC):
     """A functional operator with a first derivative: NAME_fwd(operands, options, training) and NAME_bwd.
 
-    PyTorch's dispatcher takes longer for an operator in Python with a gradient (about 30 µs) than a small layer. So
-    eager calls go past it, and only tracers, modes and tensor subclasses see the registered operators.
+    PyTorch's dispatcher takes about 30 µs for an operator that is written in Python and has a gradient: longer than a
+    small layer. So eager calls bypass it. Only tracers, dispatch modes and tensor subclasses see the registered
+    operators.
 
     Attributes:
         name: of the operator.
@@ -97,7 +98,7 @@ class Operator(ABC):
         """
         if _is_eager(operands):
             device = operands[0].get_device()  # -1 for the CPU
-            if device >= 0 and device != torch._C._cuda_getDevice():  # each call would be planned anew
+            if device >= 0 and device != torch._C._cuda_getDevice():  # else each call would be planned anew
                 with torch.cuda.device(device):
                     return self(operands, options)
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
@@ -108,19 +109,19 @@ class Operator(ABC):
         return outputs[0] if self.visible == 1 else outputs[: self.visible]
 
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
-        """Computes all outputs past the dispatcher; `training` says whether a gradient will be computed."""
+        """Computes all outputs without the dispatcher; `training` says whether a gradient will be computed."""
         options = (*options, training)
         outputs: Tensors = self._apply(self, self.run, options, *operands) if training else self.run(operands, options)
         return outputs
 
     def run(self, operands: Tensors, options: Options) -> list[Tensor]:
-        """Computes all outputs, past the dispatcher."""
+        """Computes all outputs without the dispatcher."""
         if not operands[0].is_cuda:
             self.check(operands, options)
         try:
             with _NOTHING if operands[0].is_cuda else accepting_fp64():
                 return self.compute(operands, options)
-        except Exception:  # operands on a GPU are checked by the package, which has other names for them
+        except Exception:  # on a GPU: `check` raises it with the caller's names of the operands
             self.check(operands, options)
             raise
 
@@ -129,7 +130,7 @@ class Operator(ABC):
         return self.outputs(operands, options)
 
     def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """Computes the gradients of the operands that need one, past the dispatcher."""
+        """Computes the gradients of the operands that need one, without the dispatcher."""
         dys = [each if each is None else as_rows(each) for each in dys]
         is_cuda = any(each is not None and each.is_cuda for each in dys)
         with _NOTHING if is_cuda else accepting_fp64():
@@ -160,7 +161,7 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Callable[..., Any
 
     Args:
         leading: the number of arguments before the options, which become one tuple.
-        run: computes the outputs. make: only makes them.
+        run: computes the outputs. make: makes them uninitialised, for tracers.
     """
 
     def over_options(function: Any) -> Callable[..., Any]:
@@ -201,18 +202,18 @@ class _Differentiable(torch.autograd.Function):
 
 
 def applied(function: Any, name: str) -> Callable[..., Any]:
-    """`apply` of a function of autograd's, under the name that profilers show.
+    """The `apply` of an autograd function, which profilers show under the given name.
 
-    It is without PyTorch's search for tensors of `torch.func`, which takes 5 µs: `_is_eager` refuses those.
+    It skips PyTorch's search for tensors of `torch.func`, which takes 5 µs: `_is_eager` refuses such tensors.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
     return apply
 
 
 def begin_backward(name: str) -> None:
-    """Names the thread if autograd has started it; raises `SecondDerivativeError` if the derivative of this is wanted.
+    """Names the thread if autograd has started it; raises `SecondDerivativeError` if autograd records this backward.
 
-    Python calls a thread that it did not start "Dummy-1" and so on. By the new name the package knows that the thread
+    Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
     synchronises only in backward passes, so that repeated calls may become graphs.
     """
     thread = threading.current_thread()
@@ -226,7 +227,7 @@ def begin_backward(name: str) -> None:
 
 
 def _is_eager(tensors: Tensors) -> bool:
-    """Whether tensors can be computed with at once: nothing traces the call, and all are plain.
+    """Whether a call may bypass the dispatcher: nothing traces it, and all tensors are plain ones that hold values.
 
     Raises:
         SecondDerivativeError: a transform of `torch.func` is active.

@@ -21,29 +21,29 @@ _OTHERS: Final = ("master", "ema")
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, which on a GPU updates all parameters of a group by one kernel.
 
-    Arguments, groups, schedulers, `torch.amp.GradScaler` and `state_dict` are those of `torch.optim.AdamW`, whose
-    states load here and the other way round. BF16 parameters are rounded stochastically, or rounded from FP32 master
-    copies. Values that are written into a parameter between two steps also go into its master copy; values that are
-    written through `parameter.data` do so only in the first step after `load_state_dict`.
+    Arguments, groups, schedulers, `torch.amp.GradScaler` and `state_dict` are those of `torch.optim.AdamW`; states
+    load in both directions. BF16 parameters are rounded stochastically, or rounded from FP32 master copies. Values that
+    are written into a parameter between two steps also go into its master copy; values that are written through
+    `parameter.data` do so only in the first step after `load_state_dict`.
 
     A CUDA graph that is captured from `step` reads learning rate and weight decay from the device. If `lr` is a tensor
     on the GPU, each replay reads it. Otherwise call `apply_settings` after a change. Run a step before the capture.
 
     `load_state_dict` and `add_param_group` end all captured graphs of the optimizer: capture them anew.
 
-    A state has the additional keys "master" and "ema", and "step" is one tensor for many parameters while training.
+    A state has the additional keys "master" and "ema". In training, parameters of equally many updates share a "step".
 
     Args:
         params: float32, float16 or bfloat16, without gaps between their elements, all on one GPU or all on the CPU; as
             `torch.optim.AdamW` takes them.
         arguments, keywords: those of `torch.optim.AdamW`: lr, betas, eps, weight_decay, amsgrad, maximize. Its foreach,
             capturable and fused have no effect here, and its differentiable must be False.
-        max_norm: clip the gradients to this norm over all parameters together, as `clip_grad_norm_`; None does not.
+        max_norm: clip the gradients to this norm over all parameters together, as `clip_grad_norm_`; None: no clipping.
         masters: keep FP32 master copies of BF16 parameters. FP16 parameters always have them.
         moments: `torch.float32` or `torch.bfloat16`; None for FP32, and BF16 for BF16 parameters without master copy.
             BF16 moments are rounded stochastically.
         ema_decay: in [0, 1): keep an exponential moving average of each parameter in `state[parameter]["ema"]`, FP32,
-            which each step that updates the parameter moves; None keeps none.
+            which is updated by each step that updates the parameter; None keeps none.
         seed: of the random numbers that stochastic rounding draws; 64 bits.
 
     Attributes:
@@ -92,10 +92,10 @@ class AdamW(torch.optim.AdamW):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops all that the next step can make again from `state` and `param_groups`."""
+        """Drops the caches, which the next step makes again from `state` and `param_groups`."""
         self._bucket_of: dict[Tensor, Bucket] = {}
         self._prepared: dict[Any, HostStep] = {}
-        self._captured: list[Any] = []  # all that captured graphs read, which must live as long as these
+        self._captured: list[Any] = []  # tensors that captured graphs read: they must live as long
         self._numbered = 0
         self.grad_norm: Tensor | None = None
 
@@ -144,8 +144,8 @@ class AdamW(torch.optim.AdamW):
 
         Raises:
             DTypeError, LayoutError, DeviceError: a parameter or gradient is not accepted. Nothing has been updated.
-            CaptureError: the stream is being captured, and some parameter has not been updated before, or settings
-                have been changed since.
+            CaptureError: the stream is being captured, and a parameter has never been updated, or settings have changed
+                since the last step.
             GpuError: the driver or the compiler failed.
         """
         loss = None
@@ -172,7 +172,7 @@ class AdamW(torch.optim.AdamW):
         return (each for group in self.param_groups for each in group["params"])
 
     def _key(self, active: list[Tensor]) -> tuple[Any, ...]:
-        """Everything that a prepared step depends on; not the addresses of gradients, which are new in many steps."""
+        """Everything that a prepared step depends on, except the addresses of gradients, which change in many steps."""
         key: list[Any] = [group["amsgrad"] for group in self.param_groups]
         for parameter in active:
             grad, state = local(parameter.grad), self.state.get(parameter, {})
@@ -186,7 +186,7 @@ class AdamW(torch.optim.AdamW):
             self._check(parameter, active[0])
         updated = {*active}
         for bucket in {self._bucket_of[each] for each in updated & self._bucket_of.keys()}:
-            if not bucket.states.keys() <= updated:  # from now on the numbers of updates differ in the bucket
+            if not bucket.states.keys() <= updated:  # its parameters will differ in their number of updates
                 for parameter in bucket.states:
                     del self._bucket_of[parameter]
         if updates.is_capturing(active[0]) and updated - self._bucket_of.keys():
@@ -206,7 +206,7 @@ class AdamW(torch.optim.AdamW):
                     continue
                 state = self._complete_state(parameter, group)
                 if parameter in self._bucket_of:
-                    state["step"] = self._bucket_of[parameter].step  # it may have been replaced by a copy
+                    state["step"] = self._bucket_of[parameter].step  # the user may have put a copy there
                 else:
                     found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), {})[parameter] = state
         for (i, *_), states in found.items():
@@ -215,7 +215,7 @@ class AdamW(torch.optim.AdamW):
             self._bucket_of.update(dict.fromkeys(states, bucket))
 
     def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter, in which missing tensors are made; a first "step" is 0."""
+        """Adds missing tensors to a parameter's state, and returns it; a new "step" is 0."""
         options = self._options
         state: dict[str, Tensor] = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0))

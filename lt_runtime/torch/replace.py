@@ -1,7 +1,7 @@
 """`replace`: modules of a PyTorch model compute by the package's operations, with the parameters they have.
 
-A replaced module's class becomes a subclass of its class, in which one method is another. So parameters, keys of
-state_dict, `isinstance` and the places of modules stay as they are, and `restore` gives back the class.
+`replace` sets a module's class to a subclass that overrides one method. So parameters, keys of state_dict,
+`isinstance` and the places of modules stay as they are. `restore` sets the original class again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Replacement(NamedTuple):
         name: of the module in the model, "" for the model itself.
         kind: its class.
         replaced: whether it computes by the package's operations now.
-        reason: why not, or how it was decided.
+        reason: why it was not replaced; otherwise how that was decided, such as "faster".
         theirs, ours: measured microseconds of PyTorch's and of the package's forward and backward; None if not
             measured.
     """
@@ -83,25 +83,25 @@ def _refused(parts: Iterable[Any]) -> str:
 
 
 class _Replaced:
-    """Base of the classes of replaced modules; `replaces` is the module's own class."""
+    """Base of the classes of replaced modules; `replaces` is the original class."""
 
     replaces: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and files hold the module's own class, because nobody can import this one."""
+        """Copies and pickles name the original class, because this one cannot be imported; `_empty` finds it again."""
         made: Any = super().__reduce_ex__(protocol)
         return _empty, (self.replaces,), *made[2:]
 
 
 def _empty(base: type) -> Any:
-    """A replaced module without attributes."""
+    """A module of the subclass for `base`, without attributes: `copy` and `pickle` set them."""
     made: Any = _class_of(base)
     return made.__new__(made)
 
 
 @functools.cache
 def _class_of(base: Any) -> Any:
-    """The class of replaced modules of a class."""
+    """The subclass of `base` whose method computes by the package's operations."""
     kind = KINDS[full_name(base)]
     original, read = getattr(base, kind.method), kind.function if kind.parts else kind.read
 
@@ -125,8 +125,8 @@ def replace(model: Any, example_inputs: Any = None) -> Report:
     Args:
         model: a `torch.nn.Module`.
         example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a dict of keyword
-            arguments. With them the modules on a GPU are measured, forward and backward, and none is replaced that is
-            slower so. Without them, all modules are replaced that can be.
+            arguments. With them the modules on a GPU are measured, forward and backward, and those that would become
+            slower are not replaced. Without them, every module that can be replaced is.
 
     Returns:
         What was replaced, what was not, and why. `print` shows it as a table.
@@ -196,7 +196,7 @@ def causal_loss(
 
 
 def _sites_of(model: Any, declined: dict[Any, Replacement]) -> tuple[dict[Any, str], dict[str, Replacement]]:
-    """The names of modules that can be replaced, and entries for them and for all other modules with parameters."""
+    """The names of modules that can be replaced, and the report's entries for these and for others with parameters."""
     sites, entries, absorbed = {}, {}, set[int]()
     for name, module in model.named_modules():
         kind = KINDS.get(name_of(module))
@@ -227,7 +227,7 @@ def _why_not(module: Any, kind: Kind | None) -> str:
 
 
 def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, float]]) -> Replacement:
-    """What is done with a module; equal modules share a race."""
+    """Decides whether a module is replaced; equal modules share one measurement."""
     label = type(module).__name__
     if not inputs or not all(each.is_cuda and each.is_floating_point() for each in inputs):
         return Replacement(name, label, True, "not measured")
@@ -241,7 +241,7 @@ def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, 
 
 
 def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[Any, list[Tensor]]:
-    """The tensors, without values, that each module is called with first when the model runs on the example inputs."""
+    """For each module, tensors like those of its first call in a run on the example inputs, without their values."""
     met: dict[Any, list[Tensor]] = {}
     devices = {each.device for each in model.parameters() if each.is_cuda}
     with contextlib.ExitStack() as restored:
@@ -267,7 +267,7 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
 
 
 def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
-    """Microseconds of forward and backward by PyTorch and by the package: medians of rounds in turns."""
+    """Microseconds of forward and backward by PyTorch and by the package: medians over alternating rounds."""
     own: Any = type(module)
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
     with contextlib.ExitStack() as restored:
@@ -275,7 +275,7 @@ def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
         for each in module.buffers():  # such as BatchNorm's averages
             restored.callback(each.copy_, each.clone())
         restored.enter_context(torch.random.fork_rng(devices=[inputs[0].device]))
-        # Backward in this thread: `lt.tuning` acts in the calling thread.
+        # Backward runs in this thread, because `lt.tuning` acts in the calling thread only.
         restored.enter_context(torch.autograd.set_multithreading_enabled(False))
         arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
         leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]

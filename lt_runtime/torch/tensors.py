@@ -35,7 +35,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def check_operands(operands: dict[str, Tensor]) -> None:
-    """Raises unless all operands, given by name, None for an absent one, have the device and type of the first.
+    """Raises unless all operands, given by name, have the device and type of the first; None is an absent operand.
 
     Raises:
         DeviceError: an operand is neither on a GPU nor on the CPU, or not on the first one's device.
@@ -94,7 +94,7 @@ def placed(tensors: Tensors) -> list[Any]:
 
 @contextlib.contextmanager
 def accepting_fp64() -> Iterator[None]:
-    """Within it, the package's operations take FP64 NumPy arrays."""
+    """Within a `with` block, the package's operations accept FP64 NumPy arrays."""
     token = fp64_on_host.set(True)
     try:
         yield

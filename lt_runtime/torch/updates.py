@@ -33,7 +33,7 @@ _SETTINGS: Final = len(_STATE) + kernels.UPDATE_TICKETS
 """Index of a bucket's first word of settings, after the kernel's state and its counters of blocks."""
 _ALIGNMENT: Final = 16
 _MOST_PREPARED: Final = 16
-_PLACES: Final = 4  # for tables, of each stream
+_PLACES: Final = 4  # buffers for tables, on each stream
 
 
 class Options(NamedTuple):
@@ -94,14 +94,14 @@ class Bucket:
         return kernels.Options((self.rule,), constant(), max_norm, False, None, self.moments, True, seed)
 
     def refresh_masters(self) -> None:
-        """Takes values that were written into parameters since the last step into their master copies."""
+        """Copies values that were written into parameters since the last step to their master copies."""
         for (parameter, state), version in zip(self.states.items(), self._versions, strict=True):
             if "master" in state and parameter._version != version:
                 master = state["master"]
                 master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
 
     def note_versions(self) -> None:
-        """Notes that the parameters have the values of their master copies."""
+        """Notes the parameters' versions, at which they have the values of their master copies."""
         self._versions = [each._version for each in self.states]
 
     def apply_settings(self) -> None:
@@ -150,7 +150,7 @@ class Bucket:
             start, size, count = self.words.data_ptr(), kernels.WORD_BYTES, self.first + len(self.states)
             params = kernels.update_params(self._kernel_options(), 0, start + _SETTINGS * size, count)
             params.state, params.tickets = start, start + len(_STATE) * size
-            # PyTorch's GradScaler moves the scale: the kernel's own rule is made to keep it.
+            # PyTorch's GradScaler changes the scale: factors of 1 keep the kernel's own rule from changing it.
             params.growth_factor, params.backoff_factor, params.growth_interval = 1.0, 1.0, 1
             params.growth_tracker = start + (self.words.numel() - 1) * size
             stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.states.items())
@@ -162,7 +162,7 @@ class Bucket:
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
         """Writes what PyTorch's GradScaler found. Returns the address of the scale; 0 for a scale of 1.
 
-        The kernel divides gradients by the scale; a negative one maximises.
+        The kernel divides gradients by the scale, so that a negative scale maximises.
         """
         sign = -1.0 if self.group["maximize"] else 1.0
         if found_inf is not None:
@@ -177,7 +177,7 @@ class Bucket:
 
 
 class HostStep:
-    """A step of some buckets on the CPU, by the reference."""
+    """A step of some buckets on the CPU, by the NumPy reference."""
 
     def __init__(self, buckets: list[Bucket], options: Options) -> None:
         self.buckets, self.options = buckets, options
@@ -187,7 +187,7 @@ class HostStep:
 
         Args:
             scale: the loss scale that the gradients are divided by; None for 1.
-            found_inf: not 0 to leave the update out; None for 0.
+            found_inf: the update is skipped unless this is 0; None for 0.
 
         Returns:
             Tensors that a graph captured from the step reads, and nothing else keeps alive.
@@ -277,7 +277,7 @@ class GpuStep(HostStep):
         return tables
 
     def _tables_on(self, stream: int) -> list[Tensor]:
-        """The tables with the present addresses of the gradients, on the GPU in the order of a stream."""
+        """The tables with the gradients' present addresses, on the GPU for work on the given stream."""
         addresses = [bucket.gradients() for bucket in self.buckets]
         key = stream, *addresses
         if key not in self._uploaded:
@@ -289,9 +289,9 @@ class GpuStep(HostStep):
         return self._uploaded[key]
 
     def _placed(self, tables: list[NDArray[Any]], stream: int) -> list[Tensor]:
-        """Copies tables to the place of a stream that was used least recently.
+        """Copies tables into those of the stream's buffers that were used least recently.
 
-        New memory in each step would move the gradients of the next one to other addresses.
+        If each step allocated new ones, PyTorch's allocator would give the next step's gradients other addresses.
         """
         if stream not in self._places:
             self._places[stream] = collections.deque(
@@ -306,7 +306,7 @@ class GpuStep(HostStep):
 
 
 def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
-    """A copy of a kernel's table, in which gradients are at address 0, with the addresses of those not empty."""
+    """A copy of a kernel's table that replaces the gradients' address 0 by the addresses of non-empty gradients."""
     rows, column = table.copy(), "gradient" if "gradient" in (table.dtype.names or ()) else "data"
     starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]  # first rows have offset 0
     rows[column] += starts
@@ -324,7 +324,7 @@ def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
 def _upload(table: NDArray[Any], like: Tensor) -> Tensor:
     """A copy of a table on a tensor's device, where it stays at its address.
 
-    During a capture the copy is made at once, by another stream: it would be part of the graph otherwise, and lie in
+    During a capture the copy is made at once, on another stream: otherwise it would become part of the graph, in
     memory that the graph uses for other tensors too.
     """
     host = _on_host(table, like)

@@ -134,7 +134,7 @@ class _Search:
         return [split for split in splits if split[-1].problem == self._readers[split[0].strategy.saved]]
 
     def _untuned_and_plainest(self, plans: _Plans) -> list[_Split]:
-        """The split that the priors rank first, and the split of plain products and our kernels.
+        """Two splits: the one that the priors rank first, and the one of products without epilogues and our kernels.
 
         Raises:
             PlanError: all splits have been rejected.

@@ -61,7 +61,7 @@ _NAMES: Final = {
 
 
 _alive: Final[list[Attempt]] = []
-"""Attempts that live until this process ends: freed earlier, they would not find their GPU."""
+"""Attempts kept until this process ends: to free what they hold, their pretended GPU would have to be active."""
 
 
 def _open(gpu: FakeGpu) -> Counter[str]:

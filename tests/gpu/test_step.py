@@ -1,4 +1,4 @@
-"""Training steps as graphs have the bits of eager steps; captures by the caller, and the tally of metrics."""
+"""Training steps as graphs equal eager steps bit for bit; captures by the caller, and the tally of metrics."""
 
 from __future__ import annotations
 

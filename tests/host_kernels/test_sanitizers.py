@@ -91,7 +91,7 @@ OTHERS: dict[str, Iterable[object]] = {
 
 
 def names_of(cases: Mapping[str, Iterable[object]]) -> list[str]:
-    """Ids of the tests of a table, whose values are the tests' parameters; a test without parameters has none."""
+    """Ids of a table's tests, one for each id of parameters; a test without any stands for itself."""
     return [name for test, names in cases.items() for name in [f"{test}[{each}]" for each in names] or [test]]
 
 

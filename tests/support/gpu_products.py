@@ -35,9 +35,9 @@ class Product:
     Args:
         kind: the plan that makes the product, NarrowPlan or TilePlan.
         shape: M, N, K.
-        column_major: A and B.
-        place: elements after each row (column), and before the first.
-        c: "nowhere", where D is ("in place"), or "apart".
+        column_major: whether A, and whether B, is column-major.
+        place: elements of padding after each row (column), and elements before the first row (column).
+        c: where C is: "nowhere" (there is none), "in place" (in D), or "apart".
     """
 
     def __init__(

@@ -281,7 +281,7 @@ def test_an_optimizer_that_cannot_be_captured_is_refused_before_it_writes(pools:
 def test_models_of_transformers_make_no_mask_that_they_were_not_given(
     pools: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one function in all calls: torch.compile would compile anew in the capture for another one."""
+    """All calls see the same replaced function: for another one torch.compile would compile anew in the capture."""
     masks = types.ModuleType("transformers.masking_utils")
     masks.is_tracing = original = lambda mask=None: True  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)

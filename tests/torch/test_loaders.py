@@ -77,7 +77,8 @@ def test_tensors_for_a_gpu_go_through_its_buffers(
 
     streams: list[int] = []
     seen = []
-    with pytest.MonkeyPatch.context() as patched:  # ends before the pretended GPU does, which has a torch of its own
+    # This patch is undone before the fixture `gpu` ends, which has put a pretended torch into `sys.modules` as well.
+    with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "torch", torch)
         patched.setattr(torch, "from_dlpack", from_dlpack)
         current = lambda _: streams.append(1) or gpu.stream.ptr  # noqa: E731

@@ -108,7 +108,7 @@ timestamp: Final = functools.partial(_number, _U64, "cuptiGetTimestamp")
 
 
 push_id: Final = functools.partial(call, "cuptiActivityPushExternalCorrelationId", OUR_IDS)
-"""Function of an id, to which CUPTI links all further driver and runtime calls of this thread, until `pop_id`."""
+"""Function of an id: CUPTI links this thread's driver and runtime calls to the id, until `pop_id`."""
 
 
 pop_id: Final = functools.partial(_number, _U64, "cuptiActivityPopExternalCorrelationId", OUR_IDS)
