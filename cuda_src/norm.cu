@@ -23,14 +23,16 @@
 namespace lt {
 
 constexpr bool kShort = ALIGNED && sizeof(SCALAR) == 2, kAhead = kShort && !LONG;
-constexpr int kOctets = kShort && LONG ? 4 : 2;  // octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same
+// Octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same. With four, norm_fwd takes half as many instructions
+// an element for addresses and sums over threads as with two.
+constexpr int kForwardOctets = ALIGNED ? 4 : 2, kBackwardOctets = kShort && LONG ? 4 : 2;
+// Whether LayerNorm corrects a mean by the sum of the differences to it. FP32 adds up 16-bit numbers with errors far below their own
+// rounding, so there it corrects only the mean of a part of a row.
+constexpr bool kCorrects = MEAN && (LONG || sizeof(SCALAR) == 4);
 constexpr int kSums = 1 + MEAN;  // numbers that are summed up for each row; gradients that are summed up for each column
-// Launch bounds: blocks that a multiprocessor shall hold. A thread of norm_bwd has 128 registers. A thread of norm_fwd has 40 in
-// small blocks of aligned 16-bit numbers, 64 if weights are FP32 or blocks or numbers are larger, and all that it needs if rows are
-// long or not aligned.
-constexpr bool kDense = kAhead && sizeof(WEIGHT) == 2 && FORWARD_THREADS == 256;
-constexpr int kForwardThreads = kDense ? 1536 : ALIGNED ? 1024 : 512;
-constexpr int kForwardBlocks = LONG ? 1 : kForwardThreads / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
+// Launch bounds: blocks that a multiprocessor shall hold. A thread has 128 registers. In norm_fwd it has 64 if numbers are aligned
+// and have 16 bits, and as many as it needs if rows are long.
+constexpr int kForwardBlocks = LONG ? 1 : (kShort ? 1024 : 512) / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
 
 #if LONG
 using Index = int64;  // a column, or a number of columns
@@ -77,16 +79,18 @@ struct NormSumsParams {
   int accumulate;
 };
 
-template <class T>
-__device__ inline Packed<T> as_packed(const Packed<T>& packed) {
-  return packed;
-}
-template <class T>
-__device__ inline Packed<T> as_packed(const Octet& octet) {
-  return pack<T>(octet);
+// Converts each number in one instruction; the conversion of the CUDA header takes two for the second number of a word.
+__device__ inline Octet unpack(const Packed<__nv_bfloat16>& packed) {
+  uint32 words[kOctet / 2];
+  memcpy(words, &packed, sizeof(words));
+  Octet out;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) out.v[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
+  return out;
 }
 
 // A thread's octets of a row; `part` counts the pieces of a row that registers hold at a time.
+template <int kOctets>
 struct Place {
   int64 row;
   Index first;  // column of the first octet
@@ -99,15 +103,16 @@ struct Place {
   static __device__ Index width() { return static_cast<Index>(kOctets * kOctet) * blockDim.x; }  // columns of a part
   static __device__ Index last(int64 cols) { return LONG ? (cols - 1) / width() : 0; }           // last part of a row
   __device__ Index col(int k) const { return first + static_cast<Index>(k * kOctet) * blockDim.x; }
-  __device__ Index first_of_warp() const { return first - static_cast<Index>(threadIdx.x % kWarp * kOctet); }
-  __device__ int count(int k) const { return octet_count(col(k), cols); }
+  __device__ bool has(int k) const { return col(k) < cols; }
+  // How many elements an octet has, if it has any.
+  __device__ int count(int k) const { return ALIGNED ? kOctet : octet_count(col(k), cols); }
 
   // Calls `use(k)` for each octet that has elements.
   template <class Use>
   __device__ void each(Use use) const {
 #pragma unroll
     for (int k = 0; k < kOctets; ++k) {
-      if (count(k)) use(k);
+      if (has(k)) use(k);
     }
   }
   // The address of the octet `k` in a row that begins at `data`. The stride of aligned rows is 1.
@@ -124,45 +129,46 @@ struct Place {
   }
 };
 
-// A thread's octets of a row of a matrix, or of a vector. Elements beyond the last column or row are zeros, and so are those of
-// a null operand.
-template <class T>
+// A thread's octets of a row of a matrix, or of a vector. Elements beyond the last column or row are zeros.
+template <class T, int kOctets>
 struct Held {
-  Packed<T> raw[kOctets];
+  typename Access<T>::Raw raw[kOctets];
 
-  __device__ void load(const T* data, int64 col_stride, const Place& at) {
-    for (Packed<T>& each : raw) each = {};
-    if (!data) return;
-    at.each([&](int k) {
-      raw[k] = as_packed<T>(Access<T>::load(at.element(data, col_stride, k), col_stride, at.count(k)));
-    });
+  __device__ void load(const T* data, int64 col_stride, const Place<kOctets>& at) {
+    for (auto& each : raw) each = {};
+    at.each([&](int k) { raw[k] = Access<T>::load(at.element(data, col_stride, k), col_stride, at.count(k)); });
   }
-  __device__ void load(const Matrix& m, const Place& at) {
-    load(m.data ? element<T>(m, at.row, 0) : nullptr, m.col_stride, at);
-  }
+  __device__ void load(const Matrix& m, const Place<kOctets>& at) { load(element<T>(m, at.row, 0), m.col_stride, at); }
   __device__ Octet operator[](int k) const { return unpack(raw[k]); }
+  // Replaces an octet by another one, rounded.
+  __device__ void round(int k, const Octet& octet) {
+    if constexpr (ALIGNED) {
+      raw[k] = pack<T>(octet);
+    } else {
+      raw[k] = unpack(pack<T>(octet));
+    }
+  }
 };
+
+using Forward = Place<kForwardOctets>;
+using Backward = Place<kBackwardOctets>;
 
 struct Statistics {
   float mean, rstd;
 
-  __device__ void load(const NormBwdParams& p, const Place& at) {
+  __device__ void load(const NormBwdParams& p, const Backward& at) {
     mean = MEAN && at.cols ? p.mean[at.row] : 0.0f;
     rstd = at.cols ? p.rstd[at.row] : 0.0f;
   }
 };
 
-// Octets of a row of x and of another matrix, and the row's statistics in backward.
+// A thread's octets of a row of x and dy, and the row's statistics.
 struct Row : Statistics {
-  Held<SCALAR> x, other;
+  Held<SCALAR, kBackwardOctets> x, dy;
 
-  __device__ void load(const NormFwdParams& p, const Place& at) {
+  __device__ void load(const NormBwdParams& p, const Backward& at) {
     x.load(p.x, at);
-    other.load(p.add, at);
-  }
-  __device__ void load(const NormBwdParams& p, const Place& at) {
-    x.load(p.x, at);
-    other.load(p.dy, at);
+    dy.load(p.dy, at);
     Statistics::load(p, at);
   }
 };
@@ -170,20 +176,22 @@ struct Row : Statistics {
 // The next row of x and dy on its way to shared memory. A thread copies the octets that it will read, so that no thread waits
 // for another.
 struct Ahead : Statistics {
-  Packed<SCALAR>* const own;
+  using Raw = Access<SCALAR>::Raw;
+
+  Raw* const own;
   const int threads;
   int slot = 0;  // of the row that was begun before the latest
 
   __device__ explicit Ahead(float4* memory)
-      : own(reinterpret_cast<Packed<SCALAR>*>(memory) + threadIdx.y * blockDim.x + threadIdx.x),
+      : own(reinterpret_cast<Raw*>(memory) + threadIdx.y * blockDim.x + threadIdx.x),
         threads(static_cast<int>(blockDim.x * blockDim.y)) {}
 
-  __device__ Packed<SCALAR>& octet(int operand, int k) const { return own[((2 * slot + operand) * kOctets + k) * threads]; }
-  __device__ void copy(const Matrix& m, int operand, const Place& at) const {
+  __device__ Raw& octet(int operand, int k) const { return own[((2 * slot + operand) * kBackwardOctets + k) * threads]; }
+  __device__ void copy(const Matrix& m, int operand, const Backward& at) const {
     const SCALAR* const data = element<SCALAR>(m, at.row, 0);
     at.each([&](int k) { copy_async(&octet(operand, k), at.element(data, 1, k)); });
   }
-  __device__ void begin(const NormBwdParams& p, const Place& at) {
+  __device__ void begin(const NormBwdParams& p, const Backward& at) {
     copy(p.x, 0, at);
     copy(p.dy, 1, at);
     end_copies();
@@ -194,20 +202,20 @@ struct Ahead : Statistics {
   __device__ void take(Row& row) const {
     wait_for_copies<1>();
 #pragma unroll
-    for (int k = 0; k < kOctets; ++k) row.x.raw[k] = octet(0, k), row.other.raw[k] = octet(1, k);
+    for (int k = 0; k < kBackwardOctets; ++k) row.x.raw[k] = octet(0, k), row.dy.raw[k] = octet(1, k);
   }
 };
 
-// Adds up numbers over those threads of a row that are in the calling thread's warp; all of them get the sums.
-template <int kCount>
-__device__ inline void sum_over_warp(float (&values)[kCount]) {
+// Adds up numbers over groups of `kLanes` lanes, or of `lanes` if these are fewer; all lanes get the sums of their groups.
+template <int kLanes, int kCount>
+__device__ inline void sum_over_lanes(float (&values)[kCount], uint32 lanes) {
 #pragma unroll
   for (float& value : values) {
 #pragma unroll
-    for (uint32 step = kWarp / 2; step > 0; step /= 2) {
+    for (uint32 step = kLanes / 2; step > 0; step /= 2) {
       // No branch around the shuffle, because it took longer than the shuffle.
       const float other = __shfl_xor_sync(0xFFFFFFFF, value, step);
-      if (step < blockDim.x) value += other;
+      if (step < lanes) value += other;
     }
   }
 }
@@ -216,11 +224,11 @@ __device__ inline void sum_over_warp(float (&values)[kCount]) {
 // memory, so that one barrier suffices: a warp may write its next numbers while another warp still reads these.
 template <int kThreads, int kCount>
 __device__ inline void sum_over_row(float (&values)[kCount], uint32& turn) {
-  constexpr int kWarps = kThreads / kWarp;
+  constexpr uint32 kWarps = kThreads / kWarp;
   __shared__ float scratch[2][kCount][kWarps];
-  sum_over_warp(values);
+  sum_over_lanes<kWarp>(values, blockDim.x);
   if (blockDim.x <= kWarp) return;
-  const int warps = static_cast<int>(blockDim.x / kWarp), first = static_cast<int>(threadIdx.y) * warps;
+  const uint32 warps = blockDim.x / kWarp, first = threadIdx.y * warps, one = threadIdx.x % kWarps;
   turn ^= 1;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
@@ -228,35 +236,8 @@ __device__ inline void sum_over_row(float (&values)[kCount], uint32& turn) {
   }
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) values[j] = sum_column(&scratch[turn][j][first], 1, warps);
-}
-
-// Adds up sums of squares and of differences to `shift` over all threads of a row of LayerNorm. Each warp comes with a shift of its
-// own, so that it needs no barrier before; all leave with that of the row's first warp.
-template <int kThreads>
-__device__ inline void merge_over_row(float (&sums)[kSums], float& shift, Index cols) {
-  constexpr Index kHeld = kWarp * kOctet;
-  __shared__ float scratch[kSums + 1][kThreads / kWarp];
-  sum_over_warp(sums);
-  if (blockDim.x <= kWarp) return;
-  const uint32 lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, first = threadIdx.y * warps;
-  if (lane == 0) {
-    const uint32 warp = first + threadIdx.x / kWarp;
-    scratch[0][warp] = sums[0], scratch[MEAN][warp] = sums[MEAN], scratch[kSums][warp] = shift;
-  }
-  // Each lane moves the sums of one warp, which has `columns` columns of the row.
-  Index columns = 0;
-  for (Index from = static_cast<Index>(lane) * kHeld; from < cols; from += static_cast<Index>(blockDim.x) * kOctet) {
-    columns += cols - from < kHeld ? cols - from : kHeld;
-  }
-  __syncthreads();
-  shift = scratch[kSums][first];
-  const uint32 warp = lane < warps ? first + lane : first;
-  const float squares = scratch[0][warp], differences = scratch[MEAN][warp], move = scratch[kSums][warp] - shift;
-  const float added = static_cast<float>(columns) * move;
-  sums[0] = lane < warps ? squares + move * (2.0f * differences + added) : 0.0f;
-  sums[MEAN] = lane < warps ? differences + added : 0.0f;
-  sum_over_warp(sums);
+  for (int j = 0; j < kCount; ++j) values[j] = one < warps ? scratch[turn][j][first + one] : 0.0f;
+  sum_over_lanes<kWarps>(values, kWarps);
 }
 
 }  // namespace lt
@@ -264,66 +245,76 @@ __device__ inline void merge_over_row(float (&sums)[kSums], float& shift, Index 
 extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks) norm_fwd(const lt::NormFwdParams p) {
   using namespace lt;
   const int64 row = static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const Index last = Place::last(p.cols);
+  const Index last = Forward::last(p.cols);
   const float share = 1.0f / static_cast<float>(p.cols);
   uint32 turn = 0;
-  float sums[kSums] = {};
-  Row now;
+  float shift = 0.0f, sums[1 + kCorrects] = {};
+  Octet x[kForwardOctets];  // elements, then their differences to `shift`
   wait_for_predecessor();
-  // The variance is computed from differences to the mean of the octets that a warp reads first, so that no digits cancel.
-  float shift = 0.0f;
+  const auto load = [&](const Matrix& m, const Forward& at, bool adds) {  // `adds`: whether p.add is added and the sum stored
+    Held<SCALAR, kForwardOctets> now, other;
+    now.load(m, at);
+    if (adds) {
+      other.load(p.add, at);
+      at.each([&](int k) {
+        Octet total = now[k];
+        total += other[k];
+        at.store(p.total, k, total);
+        now.round(k, total);
+      });
+    }
+#pragma unroll
+    for (int k = 0; k < kForwardOctets; ++k) x[k] = now[k];
+  };
+  const auto subtract = [&](const Forward& at) {
+#pragma unroll
+    for (int k = 0; k < kForwardOctets; ++k) {
+      const float mean = at.has(k) ? shift : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) x[k].v[i] -= ALIGNED || i < at.count(k) ? mean : 0.0f;
+    }
+  };
+  const auto each_element = [&](auto use) {
+#pragma unroll
+    for (int i = 0; i < kForwardOctets * kOctet; ++i) use(x[i / kOctet].v[i % kOctet]);
+  };
+  // LayerNorm squares differences to the mean, because in the difference between the mean square and the squared mean digits would
+  // cancel. The differences in a long row are those to the mean of its first part, which their sum corrects.
 #pragma unroll 1
   for (Index part = 0; part <= last; ++part) {
-    const Place at(p, row, part);
-    now.load(p, at);
-    at.each([&](int k) {
-      if (!p.add.data) return;
-      Octet total = now.x[k];
-      total += now.other[k];
-      now.x.raw[k] = pack<SCALAR>(total);
-      at.store(p.total, k, total);
-    });
+    const Forward at(p, row, part);
+    load(p.x, at, p.add.data);
     if (MEAN && part == 0) {
-      float first[1] = {};
-      const Octet octet = now.x[0];
-#pragma unroll
-      for (const float& each : octet.v) first[0] += each;
-      sum_over_warp(first);
-      const Index most = kOctet * static_cast<Index>(blockDim.x < kWarp ? blockDim.x : kWarp), rest = at.cols - at.first_of_warp();
-      if (rest > 0) shift = first[0] * reciprocal_approx(static_cast<float>(rest < most ? rest : most));
+      float total[1] = {};
+      each_element([&](float each) { total[0] += each; });
+      sum_over_row<FORWARD_THREADS>(total, turn);
+      shift = total[0] / static_cast<float>(last ? Forward::width() : static_cast<Index>(p.cols));
     }
-    at.each([&](int k) {
-      const Octet octet = now.x[k];
-      const int count = ALIGNED ? kOctet : at.count(k);
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        const float difference = i < count ? octet.v[i] - shift : 0.0f;
-        sums[0] += difference * difference;
-        if (MEAN) sums[MEAN] += difference;
-      }
+    if (MEAN) subtract(at);
+    each_element([&](float each) {
+      sums[0] += each * each;
+      if (kCorrects) sums[kCorrects] += each;
     });
   }
-  if (MEAN) {
-    merge_over_row<FORWARD_THREADS>(sums, shift, static_cast<Index>(p.cols));
-  } else {
-    sum_over_row<FORWARD_THREADS>(sums, turn);
-  }
-  const float offset = MEAN ? sums[MEAN] * share : 0.0f, mean = shift + offset, variance = sums[0] * share - offset * offset;
+  sum_over_row<FORWARD_THREADS>(sums, turn);
+  const float offset = kCorrects ? sums[kCorrects] * share : 0.0f, variance = sums[0] * share - offset * offset;
   const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
   if (threadIdx.x == 0 && row < p.rows) {
-    if (MEAN) p.mean[row] = mean;
+    if (MEAN) p.mean[row] = shift + offset;
     p.rstd[row] = rstd;
   }
 #pragma unroll 1
   for (Index part = last; part >= 0; --part) {
-    const Place at(p, row, part);
-    if (part < last) now.x.load(p.add.data ? p.total : p.x, at);
+    const Forward at(p, row, part);
+    if (part < last) {
+      load(p.add.data ? p.total : p.x, at, false);
+      if (MEAN) subtract(at);
+    }
     at.each([&](int k) {
-      const Octet factors = at.load(p.weight, k);
-      Octet y = now.x[k];
+      const Octet factors = at.load(p.weight, k), terms = MEAN && p.bias ? at.load(p.bias, k) : Octet{};
+      Octet y;
 #pragma unroll
-      for (int i = 0; i < kOctet; ++i) y.v[i] = (y.v[i] - mean) * rstd * factors.v[i];
-      if (MEAN && p.bias) y += at.load(p.bias, k);
+      for (int i = 0; i < kOctet; ++i) y.v[i] = (x[k].v[i] - offset) * rstd * factors.v[i] + terms.v[i];
       at.store(p.out, k, y);
     });
   }
@@ -334,45 +325,53 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
   using namespace lt;
   DYNAMIC_SHARED(float4, memory);
   const int64 step = static_cast<int64>(gridDim.x) * blockDim.y;
-  const Index last = Place::last(p.cols);
+  const Index last = Backward::last(p.cols);
   float* const partial = p.partial ? p.partial + blockIdx.x * kSums * p.pitch : nullptr;
   // The column sums of LONG rows. Each thread alone reads and writes the columns of its octets.
   float* const long_sums = p.holds_sums ? &memory->x : partial;
   const int64 own = threadIdx.x * kOctet, own_step = static_cast<int64>(kOctet) * blockDim.x;
   const int64 end = LONG && partial ? kSums * p.pitch : 0;
   const float share = 1.0f / static_cast<float>(p.cols);
-  Octet sums[kSums][kOctets] = {};
+  Octet sums[kSums][kBackwardOctets] = {};
   uint32 turn = 0;
   Row now;
-  Held<SCALAR> added;
-  Held<WEIGHT> weights;
+  Held<SCALAR, kBackwardOctets> added;
+  Held<WEIGHT, kBackwardOctets> weights;
   Ahead ahead(memory);
   wait_for_predecessor();
-  if (kAhead) weights.load(p.weight, 1, Place(p, 0, 0));
+  const auto weighted = [&](const Backward& at, int k) {
+    const Octet weight = kAhead ? weights[k] : at.load(p.weight, k);
+    Octet g = now.dy[k];
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) g.v[i] *= weight.v[i];
+    return g;
+  };
+  if (kAhead) weights.load(p.weight, 1, Backward(p, 0, 0));
   for (int64 at = own; at < end; at += own_step) store_packed(long_sums + at, Packed<float>{});
   int64 row = static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (kAhead) ahead.begin(p, Place(p, row, 0));
+  if (kAhead) ahead.begin(p, Backward(p, row, 0));
   for (; row - threadIdx.y < p.rows; row += step) {
     if (kAhead) {
       now.mean = ahead.mean, now.rstd = ahead.rstd;
-      ahead.begin(p, Place(p, row + step, 0));
+      ahead.begin(p, Backward(p, row + step, 0));
       ahead.take(now);
     }
     float means[kSums] = {};
+    Octet g[kBackwardOctets];  // used again if the registers hold the whole row
 #pragma unroll 1
     for (Index part = 0; part <= last; ++part) {
-      const Place at(p, row, part);
+      const Backward at(p, row, part);
       if (!kAhead) now.load(p, at);
-      if (!LONG) added.load(p.add, at);
+      if (!LONG && p.add.data) added.load(p.add, at);
       at.each([&](int k) {
-        const Octet dy = now.other[k], weight = kAhead ? weights[k] : at.load(p.weight, k);
-        Octet terms[2] = {now.x[k], dy};
+        g[k] = weighted(at, k);
+        Octet terms[2] = {now.x[k], now.dy[k]};
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
-          const float normalised = (terms[0].v[i] - now.mean) * now.rstd, g = dy.v[i] * weight.v[i];
-          means[0] += g * normalised;
-          if (MEAN) means[MEAN] += g;
-          terms[0].v[i] = dy.v[i] * normalised;
+          const float normalised = (terms[0].v[i] - now.mean) * now.rstd;
+          means[0] += g[k].v[i] * normalised;
+          if (MEAN) means[MEAN] += g[k].v[i];
+          terms[0].v[i] = terms[1].v[i] * normalised;
         }
 #pragma unroll
         for (int j = 0; j < kSums; ++j) {
@@ -389,16 +388,14 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
     const float scale = -now.rstd * share, slope = scale * now.rstd * means[0], constant = MEAN ? scale * means[MEAN] : 0.0f;
 #pragma unroll 1
     for (Index part = last; part >= 0; --part) {
-      const Place at(p, row, part);
+      const Backward at(p, row, part);
       if (part < last) now.load(p, at);
-      if (LONG) added.load(p.add, at);
+      if (LONG && p.add.data) added.load(p.add, at);
       at.each([&](int k) {
-        const Octet x = now.x[k], weight = kAhead ? weights[k] : at.load(p.weight, k);
-        Octet dx = now.other[k];
+        const Octet x = now.x[k];
+        Octet dx = kAhead ? g[k] : weighted(at, k);
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) {
-          dx.v[i] = now.rstd * (dx.v[i] * weight.v[i]) + (slope * (x.v[i] - now.mean) + constant);
-        }
+        for (int i = 0; i < kOctet; ++i) dx.v[i] = now.rstd * dx.v[i] + (slope * (x.v[i] - now.mean) + constant);
         if (p.add.data) dx += added[k];
         at.store(p.dx, k, dx);
       });
@@ -409,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
 #pragma unroll
   for (int j = 0; j < kSums; ++j) {
 #pragma unroll
-    for (int k = 0; k < kOctets; ++k) {
+    for (int k = 0; k < kBackwardOctets; ++k) {
       float* const part = partial + j * p.pitch + k * own_step;
       if (blockDim.y == 1) {
         store_packed(part + own, pack<float>(sums[j][k]));

@@ -17,12 +17,13 @@ NORM_FWD: Final = Entry("norm_fwd", "norm.cu")
 NORM_BWD: Final = Entry("norm_bwd", "norm.cu")
 NORM_SUMS: Final = Entry("norm_sums", "norm.cu")
 
-# Octets of a row that a thread holds, as in norm.cu. The second number is that of long rows of aligned 16-bit numbers.
+# Octets of a row that a thread holds, as in norm.cu: two, or four in norm_fwd if rows are aligned, and in norm_bwd if
+# they are also long and of 16-bit numbers.
 _OCTETS: Final = 2
-_LONG_OCTETS: Final = 4
+_MANY_OCTETS: Final = 4
 # Most threads of a block, by `Width`: of norm_fwd, for aligned rows and for others, and of norm_bwd. The launch bounds
 # of norm.cu let a multiprocessor run at least as many at a time as a wide row's block may have, or a long row's.
-_FORWARD_THREADS: Final = {True: (256, 1024, 512), False: (256, 512, 256)}
+_FORWARD_THREADS: Final = {True: (128, 512, 512), False: (256, 512, 256)}
 _BACKWARD_THREADS: Final = (256, 512, 512)
 # Rows of shared memory by which norm_bwd loads ahead: the present row and the next, of x and of dy.
 _AHEAD: Final = 4
@@ -91,10 +92,13 @@ class _Rows:
         aligned = are_aligned(norm.dtype, *matrices) and vectors % VECTOR_BYTES == 0
         threads = _FORWARD_THREADS[aligned] if forward else _BACKWARD_THREADS
         octets_of_row = -(-layout.cols // OCTET)
-        fitting = [each for each in Width if octets_of_row <= _OCTETS * threads[each] or each is Width.LONG]
+        is_short = aligned and norm.dtype.itemsize == 2
+        octets = _MANY_OCTETS if forward and aligned else _OCTETS
+        fitting = [each for each in Width if octets_of_row <= octets * threads[each] or each is Width.LONG]
         self.width = width = fitting[0]
         most = threads[max(width, Width.WIDE)]
-        octets = _LONG_OCTETS if width is Width.LONG and aligned and norm.dtype.itemsize == 2 else _OCTETS
+        if width is Width.LONG and is_short:
+            octets = _MANY_OCTETS
         lanes = min(-(-octets_of_row // octets), most)
         lanes = next_power_of_two(lanes) if lanes <= WARP else -(-lanes // WARP) * WARP
         share = -(-layout.rows // wave_of(device, 1))
@@ -105,8 +109,7 @@ class _Rows:
         self.macros = norm_macros(norm, aligned=aligned, width=width)
         held = lanes * OCTET * octets
         self.pitch = -(-layout.cols // held) * held
-        is_ahead = aligned and width is not Width.LONG and norm.dtype.itemsize == 2
-        self.ahead_bytes = is_ahead * _AHEAD * _OCTETS * VECTOR_BYTES * lanes * rows
+        self.ahead_bytes = (is_short and width is not Width.LONG) * _AHEAD * _OCTETS * VECTOR_BYTES * lanes * rows
 
 
 class NormForwardPass:

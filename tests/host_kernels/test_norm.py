@@ -250,7 +250,7 @@ def test_the_order_of_execution_does_not_reach_the_bits(host: HostKernels, norm:
     assert bits(FORWARD) == bits(REVERSE) == bits(SHUFFLED)
 
 
-@pytest.mark.parametrize("norm", [LAYER, RMS], ids=name_of)
+@pytest.mark.parametrize("norm", [LAYER, RMS, Norm(BF16, BF16, has_mean=True)], ids=name_of)
 def test_special_rows(norm: Norm) -> None:
     """A row of equal numbers has variance 0; one NaN or infinity makes its row NaN, and no other row."""
     case = Case(shape=(4, 72), adds=False, has_bias=False)
