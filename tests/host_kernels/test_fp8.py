@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lt_runtime.kernels import fp8
@@ -16,7 +16,7 @@ from lt_runtime.kernels.tiling import Tiling
 from lt_runtime.problem import Activation, ActivationName, Derivative, DType, Philox, Saved, keep_threshold
 from lt_runtime.reference import activate, amax_of, cast_fp8, derivative, dropout_scale
 from lt_runtime.reference.fp8 import FP8_TYPES
-from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, orders, seeds
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import Memory, spec_of
@@ -62,6 +62,20 @@ cases = st.builds(
 )
 
 
+# The grid has one block in y, which goes from tile to tile: the second tile overwrites the first in shared memory.
+_TWO_TILES = Case(
+    shape=(144, 40),
+    aligned=True,
+    places=(FLAT,) * 3,
+    wanted=(True,) * 3,
+    scale=1.0,
+    special=False,
+    short=True,
+    order=0,
+    seed=0,
+)
+
+
 def _suited(case: Case, place: Placement, width: int, itemsize: int) -> Placement:
     """The placement of the case, or one whose rows begin at multiples of 16 bytes."""
     if not case.aligned:
@@ -74,6 +88,8 @@ def _suited(case: Case, place: Placement, width: int, itemsize: int) -> Placemen
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda each: each.value)
 @FEW
 @given(case=cases)
+@example(case=_TWO_TILES)
+@example(case=replace(_TWO_TILES, aligned=False))
 def test_casts(host: HostKernels, dtype: DType, to: str, case: Case) -> None:
     rows, cols = (-(-each // 16) * 16 if case.aligned else each for each in case.shape)
     generator = np.random.default_rng(case.seed)
@@ -138,6 +154,8 @@ _P = 0.25
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 @FEW
 @given(case=cases, accumulate=st.booleans(), blocks=st.sampled_from((1, 2, 64)))
+@example(case=_TWO_TILES, accumulate=True, blocks=1)
+@example(case=_TWO_TILES, accumulate=True, blocks=2)
 def test_functions(host: HostKernels, function: Function, case: Case, accumulate: bool, blocks: int) -> None:
     """Results lie between the casts of the exact number less and plus the error of the FP32 arithmetic."""
     case, dtype, philox = replace(case, aligned=True), function.dtype, Philox(case.seed, 3, 5)
