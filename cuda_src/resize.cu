@@ -172,10 +172,11 @@ __device__ inline void resize_column(const Resized& item, const Source& source, 
   const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;  // columns that lie in the next row
   const Words mask = masked(Words::ones(), 0, octet_count(col, source.cols));
   const Words next_mask = masked(Words::ones(), there, there + octet_count(0, source.cols < rest ? source.cols : rest));
-  // In the first row and the last ones an octet's words may reach beyond the matrix.
-  const bool is_plain = source.col_stride == 1 && source.cols >= kOctet && there + rest == kOctet;
-  const int64 last = is_plain ? source.rows - (rest ? 2 : 1) : 0;
-  const int64 pitch = item.from.row_stride, from_step = at.step * pitch, to_step = at.step * item.to.row_stride;
+  // In the first row and the last ones, and behind the source's last column, an octet's words may reach beyond the matrix.
+  const int64 pitch = item.from.row_stride;
+  const bool is_plain = source.col_stride == 1 && source.cols >= kOctet && there + rest == kOctet && col < source.cols;
+  const int64 last = is_plain ? source.rows - (rest ? 2 : 1) - (pitch < 2 * kOctet ? 1 : 0) : 0;
+  const int64 from_step = at.step * pitch, to_step = at.step * item.to.row_stride;
   const auto whole = [&](const SCALAR* from) {
     const Words octet = load_shifted(from + col) & mask;
     return rest ? octet | (load_shifted(from + pitch - there) & next_mask) : octet;

@@ -145,10 +145,11 @@ class FP8State:
             arrays_of(self, like)
         writes = []
         for name, array in (("slots", self.slots), ("history", self.history)):
-            operand = read(name, array, library_of(array).current_stream(device_of(name, array)))
+            device = device_of(name, array)
+            stream = 0 if device == HOST else library_of(array).current_stream(device)
+            operand = read(name, array, stream)
             values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
             check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
-            stream = 0 if operand.device == HOST else library_of(array).current_stream(operand.device)
             writes.append((operand, values, stream))
         replace_all(writes)
         self.calibrated = {int(each) for each in np.flatnonzero(state["calibrated"])}

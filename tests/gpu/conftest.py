@@ -15,3 +15,11 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> RealGpu:
 @pytest.fixture(autouse=True)
 def captures_never_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_runtime.ops.call._CAPTURE_SHARE", 1.0)
+
+
+@pytest.fixture
+def fp8_products() -> None:
+    from lt_runtime.gpu.devices import device_info
+
+    if not device_info(0).has_fp8:
+        pytest.skip("the GPU does not multiply FP8 matrices")

@@ -14,7 +14,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.gpu.graphs import captured_nodes
 from tests.support.float8_products import CASES, E4M3, E5M2, FP32, Float8Case, Float8Product, host_of, placed
 
-pytestmark = pytest.mark.skipif("not device_info(0).has_fp8", reason="the GPU does not multiply FP8 matrices")
+pytestmark = pytest.mark.usefixtures("fp8_products")
 
 
 @pytest.mark.parametrize("tuned", [False, True])

@@ -11,7 +11,7 @@ import lt_runtime as lt
 from tests.support.float8_products import host_of, placed
 from tests.support.fp8_layers import BF16, CASES, Fp8Case, Fp8Layer, K, M, N, decibels
 
-pytestmark = pytest.mark.skipif("not device_info(0).has_fp8", reason="the GPU does not multiply FP8 matrices")
+pytestmark = pytest.mark.usefixtures("fp8_products")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -10,7 +10,7 @@ import pytest
 import lt_runtime as lt
 from tests.support.fp8_layers import BF16
 
-pytestmark = pytest.mark.skipif("not device_info(0).has_fp8", reason="the GPU does not multiply FP8 matrices")
+pytestmark = pytest.mark.usefixtures("fp8_products")
 
 DIMS, ROWS = [256, 512, 256, 64], 512
 

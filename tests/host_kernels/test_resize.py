@@ -35,6 +35,8 @@ TRIMMING = Copy((8, 16), (7, 13), (Placement(True, 0, 0), Placement(True, 2, 1))
 TURNING = Copy((100, 71), (104, 72), (FLAT, Placement(True, 0, 0)))
 LARGE = Copy((300, 479), (300, 480), (FLAT, FLAT))
 TRIMMING_FLAT = Copy((300, 480), (300, 477), (FLAT, FLAT))
+PADDING_FAR = Copy((60, 9), (60, 400), (FLAT, FLAT))
+"""The target's last columns lie behind the end of the source's memory, counted from its last rows."""
 TRIMMING_LARGE = Copy((300, 480), (299, 479), (FLAT, Placement(False, 0, 3)))
 
 
@@ -64,6 +66,7 @@ class _Operands:
 @example(drawn=[TRIMMING], blocks=2048, order=1, seed=1)
 @example(drawn=[TRIMMING_FLAT], blocks=4, order=0, seed=1)
 @example(drawn=[TRIMMING_LARGE], blocks=2048, order=1, seed=1)
+@example(drawn=[PADDING_FAR], blocks=1, order=0, seed=1)
 @example(drawn=[TURNING, PADDING], blocks=4, order=0, seed=2)
 @given(drawn=st.lists(copies, min_size=1, max_size=3), blocks=st.sampled_from((1, 4, 2048)), order=orders, seed=seeds)
 def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int, order: int, seed: int) -> None:

@@ -49,8 +49,8 @@ def test_epilogue_kernels_run_alone(gpu: FakeGpu, internals: ModuleType) -> None
 
 def test_the_epilogues_in_fp8_run_alone(gpu: FakeGpu, internals: ModuleType) -> None:
     z, dy = (gpu.cp.ones((16, 32), np.dtype("bfloat16")) for _ in range(2))
-    out = gpu.cp.ones((16, 32), np.dtype("float8_e4m3fn"))
-    turned = [gpu.cp.ones((32, 16), np.dtype(each)) for each in ("float8_e4m3fn", "float8_e5m2")]
+    out = gpu.cp.ones((16, 32), np.uint8).view("float8_e4m3fn")
+    turned = [gpu.cp.ones((32, 16), np.uint8).view(each) for each in ("float8_e4m3fn", "float8_e5m2")]
     internals.fp8_pass((16, 32), backward=False)(z.data.ptr, out.data.ptr, turned[0].data.ptr, 0)
     internals.fp8_pass((16, 32), backward=True)(z.data.ptr, dy.data.ptr, turned[1].data.ptr, 0)
     gpu.synchronize_all()
