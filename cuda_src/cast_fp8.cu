@@ -73,7 +73,7 @@ struct Octets {
   }
 };
 
-// The elementwise function.
+// Applies the activation and dropout, or their derivatives, to an octet of x.
 __device__ inline Octet compute(const CastFp8Params& p, const Octets& at, Octet x, const Raw& saved, uint32 step, uint32 row) {
   const uint64 index = static_cast<uint64>(at.existing(row)) * at.cols + at.col;
   if (!BACKWARD) {

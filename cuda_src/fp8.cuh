@@ -77,8 +77,8 @@ class Fp8Writer {
         block_col_(static_cast<int64>(blockIdx.x) * kTile),
         cols_(octet_count(block_col_ + threadIdx.x * kOctet, out.cols)) {}
 
-  // Converts the patch's row `i` in the tile whose first row is `block_row`, and stores it. Rows and columns that do not
-  // exist must have elements of others, or zeros.
+  // Converts the patch's row `i` in the tile whose first row is `block_row`, and stores it. For rows and columns beyond the
+  // matrix, `numbers` must hold zeros or copies of other elements, which leave the maximum as it is.
   __device__ void take(uint32 block_row, int i, const Octet& numbers) {
     const float* v = numbers.v;
 #pragma unroll

@@ -65,7 +65,7 @@ class Cast:
         slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
         scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
         if self._amax is not None and self._scales is not None:
-            # With the least scale no value overflows, so that the scale of earlier values is not judged by these ones.
+            # The old scale was chosen for earlier values. With the least scale, the update counts no overflow of these.
             driver_call("cuMemsetD32Async", scale, _LEAST_SCALE, 1, memory.stream)
             self._amax.launch(Call((x, 0, 0, 0, amax), memory.stream), memory)
             self._scales.launch(slot, history, 0, memory)
@@ -75,7 +75,7 @@ class Cast:
 
 
 class Fp8ForwardPlan(Plan):
-    """The plan of a layer's forward pass with its product in FP8: two casts, the product, and perhaps a pass.
+    """The plan of a layer's forward pass with its product in FP8: two casts, the product, perhaps an epilogue pass.
 
     The addresses of its calls are those of `ForwardProblem.operands`, then slots and history, then what backward reads:
     the transposes of x and of w in FP8, and a copy of both tensors' slots with the scales that they were cast with.
