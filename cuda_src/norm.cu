@@ -274,10 +274,6 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
       for (int i = 0; i < kOctet; ++i) x[k].v[i] -= ALIGNED || i < at.count(k) ? mean : 0.0f;
     }
   };
-  const auto each_element = [&](auto use) {
-#pragma unroll
-    for (int i = 0; i < kForwardOctets * kOctet; ++i) use(x[i / kOctet].v[i % kOctet]);
-  };
   // LayerNorm squares differences to the mean, because in the difference between the mean square and the squared mean digits would
   // cancel. The differences in a long row are those to the mean of its first part, which their sum corrects.
 #pragma unroll 1
@@ -286,15 +282,18 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
     load(p.x, at, p.add.data);
     if (MEAN && part == 0) {
       float total[1] = {};
-      each_element([&](float each) { total[0] += each; });
+#pragma unroll
+      for (int i = 0; i < kForwardOctets * kOctet; ++i) total[0] += x[i / kOctet].v[i % kOctet];
       sum_over_row<FORWARD_THREADS>(total, turn);
       shift = total[0] / static_cast<float>(last ? Forward::width() : static_cast<Index>(p.cols));
     }
     if (MEAN) subtract(at);
-    each_element([&](float each) {
+#pragma unroll
+    for (int i = 0; i < kForwardOctets * kOctet; ++i) {
+      const float each = x[i / kOctet].v[i % kOctet];
       sums[0] += each * each;
       if (kCorrects) sums[kCorrects] += each;
-    });
+    }
   }
   sum_over_row<FORWARD_THREADS>(sums, turn);
   const float offset = kCorrects ? sums[kCorrects] * share : 0.0f, variance = sums[0] * share - offset * offset;

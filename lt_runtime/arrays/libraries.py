@@ -119,7 +119,7 @@ class CupyLibrary(Library):
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
         """See `Library`. CuPy makes no array of FP8, but views bytes as such."""
         make = cupy().ndarray
-        if dtype.kind == "V" and dtype.itemsize == 1:
+        if dtype.kind in "Vf" and dtype.itemsize == 1:  # E5M2 counts as a floating type of NumPy's
             return lambda: make(shape, np.uint8).view(dtype)
         return functools.partial(make, shape, dtype)
 

@@ -217,11 +217,15 @@ class MatmulPlan(AlgorithmPlan):
         on_device, prepared = self.problem.device_scalars, self._prepare(algorithm)
         alpha, beta = (_ANY_ADDRESS, _ANY_ADDRESS) if on_device else (1.0, 0.0)
         a = b = d = _ANY_ADDRESS
-        c = d if self.problem.c is None else 2 * _ANY_ADDRESS
+        c = self._unread(d) if self.problem.c is None else 2 * _ANY_ADDRESS
         try:
             return rehearse(partial(prepared, alpha, a, b, beta, c, d, _ANY_ADDRESS, self.workspace_size), self.device)
         except CublasLtError:  # cuBLASLt refuses to launch some algorithms that its heuristic offers
             return []
+
+    def _unread(self, d: int) -> int:
+        """The address of the C of a product without one: D's, or NULL if C's layout differs, as beside a D in FP8."""
+        return d if self._operands[2] is self._operands[3] else 0
 
     def _prepare(self, algorithm: cublaslt.Algorithm) -> cublaslt.PreparedMatmul:
         return cublaslt.PreparedMatmul(self.handle, self._desc, self._operands, algorithm)
@@ -341,7 +345,8 @@ class MatmulPlan(AlgorithmPlan):
             if self._swapped:
                 a, b = b, a
             if self.problem.c is None:
-                c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
+                c = self._unread(d)
+                beta = memory.zeros if self.problem.device_scalars else 0.0
             at = alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, memory.stream
             held = zip(self._held, (vector, aux, *filter(None, scales)), strict=True)
             pointers = tuple([each for each in held if each[1]]) if vector or aux or scales else ()

@@ -26,7 +26,8 @@ def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
         scale: FP32 number.
         dtype: name of an FP8 type.
     """
-    scaled = x.astype(np.float32) * np.float32(scale)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        scaled = x.astype(np.float32) * np.float32(scale)
     cast = np.asarray(np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])).astype(FP8_TYPES[dtype])
     cast.view(np.uint8)[np.isnan(scaled)] = _NAN
     return cast

@@ -352,6 +352,7 @@ class FakeCublasLt:
         layouts = [self.layout(address_of(each)) for each in (a_layout, b_layout, c_layout, d_layout)]
         assert algorithm is not None, "the library would ask its heuristic anew at each call"
         blob = ctypes.string_at(address_of(algorithm), 64)
+        assert c != d or layouts[2] == layouts[3], "cuBLASLt refuses a C that is D with another layout"
         operands = (a, layouts[0], b, layouts[1], scalars[1], c, layouts[2], d, layouts[3])
         return Matmul(desc, scalars[0], *operands, bias, aux, scales, blob, workspace or 0, size, stream or 0)
 

@@ -72,7 +72,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     ) -> None:
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.dtype = np.dtype(dtype)
-        if memptr is None and self.dtype.kind == "V" and self.dtype.itemsize == 1:
+        if memptr is None and self.dtype.kind in "Vf" and self.dtype.itemsize == 1:
             raise TypeError(f"Unsupported dtype {self.dtype}")  # as CuPy says of FP8, but for views of bytes
         self.itemsize, self.ndim, self.size = self.dtype.itemsize, len(self.shape), math.prod(self.shape)
         self.nbytes = self.size * self.itemsize

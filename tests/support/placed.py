@@ -36,12 +36,13 @@ class Placed:
         self._shape, self._steps = (batch, lines, width), (stride, pitch, 1)
         self._place, self._plain = place, values.ndim == 2
         self._block(self._host)[...] = values
-        is_fp8 = values.dtype.kind == "V" and values.itemsize == 1  # which CuPy copies only as bytes
+        is_fp8 = values.dtype.kind in "Vf" and values.itemsize == 1  # which CuPy copies only as bytes
         self._buffer = gpu.cp.asarray(self._host.view(np.uint8) if is_fp8 else self._host).view(values.dtype)
         item = values.dtype.itemsize
         start = self._buffer.data + place.offset * item
         byte_steps = tuple(step * item for step in self._steps)
-        whole = gpu.cp.ndarray(self._shape, values.dtype, start, byte_steps)
+        raw = np.dtype(np.uint8) if is_fp8 else values.dtype
+        whole = gpu.cp.ndarray(self._shape, raw, start, byte_steps).view(values.dtype)
         turned = whole.swapaxes(1, 2) if place.column_major else whole
         self.array = turned[0] if self._plain else turned
 
