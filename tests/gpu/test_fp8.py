@@ -62,5 +62,6 @@ def test_every_number_of_sixteen_bits(gpu: Any, dtype: DType, to: Any) -> None:
     np.testing.assert_array_equal(gpu.cp.asnumpy(rows.view(np.uint8)), expected)
     np.testing.assert_array_equal(gpu.cp.asnumpy(transposed.view(np.uint8)), expected.T)
     assert np.isnan(float(amax[0]))
-    lt.cast_fp8(gpu.cp.asarray(values[:127]), dtype=to, amax=(finite := gpu.cp.zeros(1, np.float32)))
-    assert float(finite[0]) == amax_of(values[:127])
+    numbers = values[:124]  # no infinity or NaN of either type begins in these
+    lt.cast_fp8(gpu.cp.asarray(numbers), dtype=to, amax=(finite := gpu.cp.zeros(1, np.float32)))
+    assert float(finite[0]) == amax_of(numbers)
