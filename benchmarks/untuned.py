@@ -33,7 +33,10 @@ _ROUNDS: Final = 3
 
 
 def blocks() -> list[Block]:
-    """The blocks for fitting and for judging, in turn; any number of the first ones has all types and activations."""
+    """Returns the blocks for fitting and for judging, alternately.
+
+    Each half uses all pairs of type and activation before it repeats one, so that a few first blocks vary in both.
+    """
     halves = [_drawn(half) for half in (FIT, JUDGE)]
     return [block for pair in zip(*halves, strict=True) for block in pair]
 

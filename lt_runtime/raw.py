@@ -1,7 +1,7 @@
 """The linear layer over raw device addresses: FP32, row-major, matrices without gaps.
 
 Y[m,n] = act(op(A)[m,k] · op(B)[k,n] + bias[n]). Addresses are ints, 0 means absent. `trans_a` says that A is stored
-(k, m), `trans_b` that B is stored (n, k); no other copy is ever made. `stream` None means CuPy's current stream.
+(k, m), `trans_b` that B is stored (n, k); both are read in place. `stream` None means CuPy's current stream.
 """
 
 from __future__ import annotations

@@ -183,7 +183,12 @@ def _merge(arguments: argparse.Namespace) -> _Result:
 
 
 def _store_for(path: Path, document: Document) -> PlanStore:
-    """The store to which a file's entries belong: this machine's, or an equal machine's that the cache has already."""
+    """Returns the plan store that a file is merged into: the one with the file's fingerprint.
+
+    Raises:
+        ArgumentError: the file was measured on a machine that differs from this one and from all in the cache; there is
+            no machine to compare it with; or it is damaged.
+    """
     theirs = document.fingerprint
     differences = _differences([*machine(), *(file.document.fingerprint for file in _files() if file.document)], theirs)
     if differences is None:

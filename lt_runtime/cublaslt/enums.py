@@ -110,22 +110,22 @@ class Epilogue(enum.IntEnum):
 
     @property
     def has_bias(self) -> bool:
-        """Whether it adds a bias."""
+        """Whether the epilogue adds a bias."""
         return bool(self & 4)
 
     @property
     def has_bias_gradient(self) -> bool:
-        """Whether it writes a bias gradient, be it of the product or of an operand."""
+        """Whether the epilogue writes a bias gradient: the sums of the product (16), of A (256) or of B (512)."""
         return bool(self & (16 | 256 | 512))
 
     @property
     def has_gelu(self) -> bool:
-        """Whether it applies GELU or GELU's derivative."""
+        """Whether the epilogue applies GELU or GELU's derivative."""
         return bool(self & (32 | 64))
 
     @property
     def has_derivative(self) -> bool:
-        """Whether it multiplies by the derivative of ReLU or GELU, which reads the auxiliary matrix."""
+        """Whether the epilogue multiplies by ReLU's or GELU's derivative, computed from the auxiliary matrix."""
         return bool(self & (8 | 64))
 
     @property

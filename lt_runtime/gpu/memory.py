@@ -201,7 +201,7 @@ class BoundPlan:
     The graph uses the workspace and the scratch memory of its stream, as an unbound call of the same operation does.
 
     Args:
-        put: puts the operation on a memory's stream. It has run before, on any stream.
+        put: launches the operation on the stream of a `StreamMemory`. It must have run before, on any stream.
         device: ordinal of the GPU. It is current now, and must be current at each call.
         stream: handle of the stream that each call runs on.
         reserve: allocates the memory that `put` needs.

@@ -39,7 +39,7 @@ class Met:
 
     Attributes:
         problems: the problems outside of `chains`, in the order in which they ran.
-        chains: the groups of linear layers that a `Pass` with this object has run back.
+        chains: groups of consecutive linear layers whose backward has run, in a `Pass` whose `met` is this object.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Met:
             self.problems += [each.problem for each in products] or [problem]
 
     def taken(self, start: int) -> list[Any]:
-        """Removes the problems behind the first `start` ones, and returns them."""
+        """Removes the problems from index `start` on, and returns them."""
         taken, self.problems[start:] = self.problems[start:], []
         return taken
 
@@ -194,7 +194,7 @@ class Pass:
         return all(x is not each for each in self._inputs)
 
     def trains_parameter(self, parameter: Parameter | None) -> bool:
-        """Whether there is such a parameter, and its gradient is to be computed."""
+        """Whether the parameter's gradient is computed: False if the parameter is None or frozen."""
         return parameter is not None and id(parameter.owner) not in self._frozen
 
     def grad(self, parameter: Parameter) -> tuple[Any, bool]:
@@ -229,7 +229,7 @@ class Pass:
         return isinstance(last, LinearContext) and last.y is y and last.saved is not y
 
     def release(self, y: Any) -> None:
-        """Lets go of outputs y that were just computed, if no backward reads their values."""
+        """Drops the reference to outputs y that were just computed, if no backward reads their values."""
         if self.may_overwrite(y):
             self._kept[-1][0][-1].y = None
 

@@ -32,7 +32,7 @@ __all__ = ["AdamW", "Optimizer", "Parameter"]
 
 MomentsType: TypeAlias = Literal["float32", "bfloat16"] | DType | np.dtype[Any] | type[Any] | TorchDType
 Bounds: TypeAlias = Mapping[str, tuple[float, float]]
-"""The lowest and the highest value of arrays, by name."""
+"""By an array's name, the lowest and the highest value that training can give an element of the array."""
 LAST_STEP: Final = 2**32 - 2
 """The largest number of steps from which training can continue: an update uses the number plus 1 in 32 bits."""
 
@@ -404,7 +404,7 @@ def state_ranges(optimizer: Optimizer, names: Sequence[str] | None = None) -> di
     bounds: dict[str, tuple[float, float]] = {
         f"{name}.{moment}": (0.0, math.inf)
         for name, kinds in zip(names, _moment_names(optimizer), strict=True)
-        for moment in kinds[1:]  # second moments: squares
+        for moment in kinds[1:]  # second moments are means or maxima of squares, never negative
     }
     bounds |= {"steps": (0, LAST_STEP), "skipped_steps": (0, LAST_STEP)}
     if optimizer.scaler is not None:

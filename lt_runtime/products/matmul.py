@@ -64,7 +64,7 @@ def _is_swapped(problem: MatmulProblem) -> bool:
 
 
 def library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
-    """cuBLASLt's name of an epilogue; if the operands are swapped, sums of A are sums of B and the other way round."""
+    """cuBLASLt's constant for an epilogue. Swapped operands exchange BGRADA and BGRADB, the sums of A and of B."""
     if epilogue is Epilogue.NONE:
         return cublaslt.Epilogue.DEFAULT
     if epilogue.sums_operand and swapped:

@@ -68,7 +68,7 @@ class Pass(Protocol):
     scratch_bytes: int
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock."""
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`."""
 
 
 class PassPlan(Plan):

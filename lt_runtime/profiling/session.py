@@ -172,7 +172,7 @@ class Profile:
 
     @contextlib.contextmanager
     def _phase(self, measuring: Any) -> Iterator[Any]:
-        """Has a timer or a collector measure a block. It is told of the thread's open ranges as if they began now."""
+        """Measures a `with` block by a timer or a collector, which first enters the ranges that are already open."""
         measuring.__enter__()
         try:
             for name in self._thread.open:

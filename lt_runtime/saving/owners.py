@@ -46,7 +46,7 @@ class State(NamedTuple):
 
 
 def state_of(owners: Mapping[str, Any]) -> State:
-    """The state of objects by keyword.
+    """Collects the state of all objects of a mapping from keyword to object.
 
     A parameter of an optimizer is named after the first model that has it, in the order of the keywords.
 
@@ -124,7 +124,7 @@ def _arrays(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
 
 
 def _options_of_model(model: Block) -> dict[str, Any]:
-    """The options of all blocks that decide how training goes on; of blocks of the package also their class."""
+    """Collects the options of all blocks that affect training, and the class of each block of the package."""
     options: dict[str, Any] = {"kind": "Block"}
     for block in model.blocks():
         held, place = vars(block), block.name.removeprefix(model.name).removeprefix(".")
@@ -152,7 +152,7 @@ def _options_of_optimizer(optimizer: Optimizer, names: Sequence[str]) -> dict[st
 
 
 def _names(keyword: str, parameters: Sequence[Parameter], named: Mapping[int, tuple[str, str]]) -> list[str]:
-    """The names of an optimizer's parameters; with the keywords of their models if one name stands for several."""
+    """The names of an optimizer's parameters, prefixed with their models' keywords if two names are equal."""
     places = [named.get(id(each), ("", each.name)) for each in parameters]
     names = [name for _, name in places]
     if len({*names}) < len(names):

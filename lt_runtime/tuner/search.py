@@ -88,7 +88,10 @@ class _Session:
         return [*parts, *(([each], partial(self._tune_mlp, given, each)) for each in narrow)]
 
     def _tune_part(self, chain: LayerChain, part: Part) -> Tuned | None:
-        """Decides a part; returns None if the part is empty or equal to an earlier part."""
+        """Decides a forward problem and the backward problem that reads its saved tensor, or one of the two.
+
+        Returns None if a matrix is empty, or if this session has decided equal problems before.
+        """
         kept = {index: saved_as(each, self._store) for index, each in chain.forwards.items() if each in self._met}
         chain = chain.keeping(kept)
         if part.forward is not None and kept.get(part.forward) is not None:
