@@ -32,7 +32,7 @@ from lt_runtime.ops._linear import (
 )
 from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
 from lt_runtime.ops.first_use import before_first_use
-from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, fp8_kept_spec
+from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import BackwardProblem, Compute, Philox, Saved, Spec
 from lt_runtime.products.plan import Plan
@@ -383,7 +383,8 @@ class Fp8Backward(LinearBackward):
         rounded = exact.astype(dy.dtype)
         results = {"db": (db, exact.sum(axis=0)), "dz": (dz, rounded)}
         if dx is not None or dw is not None:
-            cast = _cast_on_host(rounded, DY, precision, slots, history).astype(np.float64) * slots[DY, INVERSE]
+            source = exact.astype(np.float32) if casts_dz(problem) else rounded
+            cast = _cast_on_host(source, DY, precision, slots, history).astype(np.float64) * slots[DY, INVERSE]
             x, w = (each.T.astype(np.float64) * cast_slots[row, INVERSE] for row, each in ((X, x8), (W, w8)))
             results |= {"dx": (dx, cast @ w), "dw": (dw, cast.T @ x)}
         for name, (out, values) in results.items():

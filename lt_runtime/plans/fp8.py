@@ -9,13 +9,22 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.fp8 import Precision
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory, aligned
-from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
-from lt_runtime.kernels.fp8 import CastPass, ScalesPass
+from lt_runtime.kernels.fp8 import CastGradientPass, CastPass, ScalesPass, moves_tiles
 from lt_runtime.kernels.tiling import VECTOR_BYTES
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import dz_spec
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Spec
+from lt_runtime.problem import (
+    Activation,
+    BackwardProblem,
+    Compute,
+    Derivative,
+    DType,
+    ForwardProblem,
+    MatmulProblem,
+    Spec,
+)
 from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import AMAX, INVERSE, SCALE, SLOT_WIDTH
@@ -34,44 +43,92 @@ class Cast:
     Args:
         row: the tensor's row in the slots and the history.
         out, transposed: whether to make either.
+        derivative: if not None, the tensor is dz, which the cast computes from dy and the saved tensor, together with
+            the bias gradient; see `CastGradientPass`. The source is then dy.
+        accumulate: whether the bias gradient is added to the present values of its buffer.
 
     Attributes:
         spec: of the tensor in FP8. transposed: of its transpose.
+        partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
     """
 
     def __init__(
-        self, dtype: DType, source: Spec, row: int, precision: Precision, device: int, *, out: bool, transposed: bool
+        self,
+        dtype: DType,
+        source: Spec,
+        row: int,
+        precision: Precision,
+        device: int,
+        *,
+        out: bool,
+        transposed: bool,
+        derivative: Derivative | None = None,
+        accumulate: bool = False,
     ) -> None:
         rows, cols = source.layout.shape
         self.spec, self.transposed = Spec(packed(rows, cols)), Spec(packed(cols, rows))
         self._row, self._recipe = row, precision.recipe
         results = self.spec if out else None, self.transposed if transposed else None
         name = precision.recipe.dtypes[row].value
-        self._cast = CastPass(dtype, name, source, *results, device)
-        self._amax = CastPass(dtype, name, source, None, None, device) if precision.calibrates else None
+        self._cast: CastPass | CastGradientPass
+        self._amax: CastPass | CastGradientPass | None = None
+        if derivative is None:
+            self._cast, self.partial_bytes = CastPass(dtype, name, source, *results, device), 0
+            if precision.calibrates:
+                self._amax = CastPass(dtype, name, source, None, None, device)
+        else:
+            fused = CastGradientPass(dtype, name, derivative, source, *results, device, accumulate=accumulate)
+            self._cast, self.partial_bytes = fused, fused.partial_bytes
+            if precision.calibrates:
+                self._amax = CastGradientPass(dtype, name, replace(derivative, db=None), source, None, None, device)
         # The scale of a tensor's own values needs no room for larger values.
         is_current = precision.recipe.recipe == "current"
         steps, headroom = (1, 1.0) if is_current else (precision.recipe.history, precision.recipe.headroom)
         self._scales = ScalesPass(1, steps, headroom, device) if precision.calibrates else None
         self._steps, self._collects = steps, not is_current
 
-    def put(self, x: int, out: int, transposed: int, state: tuple[int, int], memory: StreamMemory) -> int:
+    def put(
+        self,
+        x: int,
+        out: int,
+        transposed: int,
+        state: tuple[int, int],
+        memory: StreamMemory,
+        backward: tuple[int, int, int, DropoutState | None] = (0, 0, 0, None),
+    ) -> int:
         """Puts the cast on the memory's stream; returns the address of 1 / scale, by which products multiply.
 
         Args:
             x, out, transposed: addresses.
             state: addresses of the slots and the history.
+            backward: addresses of the saved tensor, the bias gradient and its partial sums, and the dropout mask; for a
+                cast with a derivative.
         """
         slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
         scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
         if self._amax is not None and self._scales is not None:
             # The old scale was chosen for earlier values. With the least scale, the update counts no overflow of these.
             driver_call("cuMemsetD32Async", scale, _LEAST_SCALE, 1, memory.stream)
-            self._amax.launch(Call((x, 0, 0, 0, amax), memory.stream), memory)
+            _launch(self._amax, x, (0, 0, 0, amax), backward, memory)
             self._scales.launch(slot, history, 0, memory)
         collected = amax if self._collects else 0
-        self._cast.launch(Call((x, scale, out, transposed, collected), memory.stream), memory)
+        _launch(self._cast, x, (scale, out, transposed, collected), backward, memory)
         return slot + _WORD * INVERSE
+
+
+def _launch(
+    made: CastPass | CastGradientPass,
+    x: int,
+    fp8: tuple[int, int, int, int],
+    backward: tuple[int, int, int, DropoutState | None],
+    memory: StreamMemory,
+) -> None:
+    """Launches a cast; `fp8` are the addresses of scale, out, transposed and amax, `backward` those of `Cast.put`."""
+    if isinstance(made, CastPass):
+        made.launch(Call((x, *fp8), memory.stream), memory)
+    else:
+        saved, db, partial, dropout = backward
+        made.launch(x, saved, fp8, db, partial, dropout, memory)
 
 
 class Fp8ForwardPlan(Plan):
@@ -149,8 +206,19 @@ def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
     return problem.preactivation or (Spec(packed(*problem.y.layout.shape)) if is_read else None)
 
 
+def casts_dz(problem: BackwardProblem) -> bool:
+    """Whether dz is cast before it is rounded to the layer's type: it is not wanted in that type, and the type is BF16.
+
+    If the operands also allow vectors, one pass then computes dz, its casts and the bias gradient.
+    """
+    wants_product = problem.dx is not None or problem.dw is not None
+    return problem.dz is None and problem.dtype is DType.BFLOAT16 and wants_product
+
+
 class Fp8BackwardPlan(Plan):
-    """The plan of a layer's gradients with their products in FP8: a pass for dz, a cast, and up to two products.
+    """The plan of a layer's gradients with their products in FP8: a cast of dz, and up to two products.
+
+    If the cast cannot compute dz and the bias gradient itself, see `casts_dz`, a pass for them precedes it.
 
     The addresses of its calls are those of dy, the transposes of x and w in FP8 and their slots as forward left them,
     the saved tensor, dx, dw, db and dz, then slots and history.
@@ -164,17 +232,21 @@ class Fp8BackwardPlan(Plan):
 
     def __init__(self, problem: BackwardProblem, precision: Precision, device: int) -> None:
         self.problem, self.device = problem, device
-        derivative, recipe = problem.output_derivative, precision.recipe
-        self._makes_dz = not derivative.is_identity or problem.dz is not None
+        derivative, recipe, accumulate = problem.output_derivative, precision.recipe, problem.accumulate
+        has_work = not derivative.is_identity or derivative.db is not None
+        reads = [(problem.dtype, each) for each in (problem.dy, derivative.saved_spec) if each is not None]
+        in_cast = has_work and casts_dz(problem) and moves_tiles(*reads, out=None, transposed=None)
+        self._makes_dz = not in_cast and (not derivative.is_identity or problem.dz is not None)
         dz = dz_spec(problem) if self._makes_dz else problem.dy
-        has_pass = self._makes_dz or derivative.db is not None
         self._pass = None
-        if has_pass:
+        if self._makes_dz or (derivative.db is not None and not in_cast):
             written = dz if self._makes_dz else None
-            accumulate = problem.accumulate
             self._pass = BackwardPass(problem.dtype, derivative, problem.dy, written, device, accumulate=accumulate)
         needs_dx, needs_dw = problem.dx is not None, problem.dw is not None
-        self._cast = Cast(problem.dtype, dz, DY, precision, device, out=needs_dx, transposed=needs_dw)
+        self._cast = Cast(
+            problem.dtype, dz, DY, precision, device, out=needs_dx, transposed=needs_dw,
+            derivative=derivative if in_cast else None, accumulate=accumulate,
+        )  # fmt: skip
         _, kind, gradient = recipe.dtypes
         (m, k), n = problem.x.layout.shape, problem.w.layout.rows
         kinds, is_fast = (gradient, kind), recipe.fast_accumulation == "always"
@@ -189,7 +261,7 @@ class Fp8BackwardPlan(Plan):
         self.products = {name: known_algorithm(each, device) for name, each in added.items()}
         keeps_dz = self._makes_dz and problem.dz is None
         self._dz_bytes = aligned(dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
-        self._partial_bytes = aligned(self._pass.partial_bytes) if self._pass else 0
+        self._partial_bytes = aligned((self._pass or self._cast).partial_bytes)
         self._cast_bytes = aligned(m * n)
 
     def reserve(self, memory: StreamMemory) -> None:
@@ -210,7 +282,8 @@ class Fp8BackwardPlan(Plan):
             self._pass.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
         if not self.products:
             return
-        inverse = self._cast.put(dz, dz8, dz8_transposed, (slots, history), memory)
+        of_derivative = saved, db, partial, call.dropouts[0]
+        inverse = self._cast.put(dz, dz8, dz8_transposed, (slots, history), memory, of_derivative)
         operands = {"dx": (dz8, w_transposed, dx, W), "dw": (dz8_transposed, x_transposed, dw, X)}
         for name, product in self.products.items():
             a, b, d, row = operands[name]

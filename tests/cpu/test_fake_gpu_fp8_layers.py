@@ -12,7 +12,7 @@ import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._fp8_linear import arrays_of
 from tests.support.fake_gpu import FakeGpu
-from tests.support.fp8_layers import CASES, Fp8Case, Fp8Layer, decibels
+from tests.support.fp8_layers import CASES, FP16, Fp8Case, Fp8Layer, decibels
 
 GROWING = (1.0, 4.0, 16.0)
 Make = Callable[[Fp8Case], Fp8Layer]
@@ -59,6 +59,28 @@ def test_on_a_gpu_as_on_numpy_arrays(gpu: FakeGpu, case: Fp8Case) -> None:
             np.testing.assert_allclose(found.pop(name), wanted.pop(name), rtol=2.0**-7)
         for name, values in wanted.items():
             assert decibels(found[name], values) > 40.0, (number, name)
+
+
+PASSES = {
+    "after an activation": (Fp8Case(), ["cast_fp8"]),
+    "without activation": (Fp8Case(activation="none"), ["cast_fp8"]),
+    "dropout alone": (Fp8Case(activation="none", dropout=0.5), ["cast_fp8"]),
+    "current": (Fp8Case(recipe=lt.FP8(recipe="current")), ["cast_fp8", "fp8_scales", "cast_fp8"]),
+    "float16": (Fp8Case(FP16), ["epilogue_bwd", "cast_fp8"]),
+    "only a bias gradient": (Fp8Case(needs=(False, False, True)), ["epilogue_bwd"]),
+}
+
+
+@pytest.mark.parametrize(("case", "passes"), PASSES.values(), ids=PASSES)
+def test_passes_of_backward(gpu: FakeGpu, case: Fp8Case, passes: list[str]) -> None:
+    """In BF16 one pass computes dz, its casts and the bias gradient."""
+    layer = Fp8Layer(case, gpu.lt, gpu)
+    layer.step(0)
+    gpu.kernels.launched.clear()
+    layer.step(1, update=False)
+    forward = len(gpu.kernels.launched) - len(passes)
+    assert gpu.kernels.launched[forward:] == passes
+    assert not {"epilogue_bwd"} & {*gpu.kernels.launched[:forward]}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

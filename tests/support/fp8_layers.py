@@ -45,6 +45,8 @@ CASES = {
     "adds": Fp8Case(activation="none", add=True),
     "adds after an activation": Fp8Case(activation="gelu_erf", add=True, dropout=0.5),
     "the caller's pre-activation": Fp8Case(activation="none", out_z=True),
+    "dropout without activation": Fp8Case(activation="none", dropout=0.5),
+    "dropout after an activation": Fp8Case(recipe=lt.FP8(recipe="current"), dropout=0.5, accumulate=True),
     "first layer": Fp8Case(needs=(False, True, True)),
     "frozen weights": Fp8Case(needs=(True, False, False)),
     "only a bias gradient": Fp8Case(needs=(False, False, True)),
@@ -72,10 +74,14 @@ class Fp8Layer:
         """One forward and backward call; returns results by name."""
         case, generator = self.case, np.random.default_rng(number)
 
-        def draw(size: float, *shape: int) -> Any:
-            return self.put((size * generator.standard_normal(shape)).astype(case.dtype))
+        def draw(size: float, *shape: int, odd: bool = False) -> Any:
+            values = (size * generator.standard_normal(shape)).astype(case.dtype)
+            # Odd numbers lie halfway between no two of FP8, which a factor of almost 1 would round up or down.
+            values.view(f"u{values.itemsize}")[...] |= odd
+            return self.put(values)
 
-        x, w, bias, dy, add = draw(scale, M, K), draw(0.2, N, K), draw(1, N), draw(1e-3, M, N), draw(1, M, N)
+        x, w, bias, dy = draw(scale, M, K), draw(0.2, N, K), draw(1, N), draw(1e-3, M, N, odd=True)
+        add = draw(1, M, N)
         y, ctx = self.lt.linear_fwd(
             x, w, bias if case.bias else None, activation=case.activation, dropout=case.dropout,
             rng=self.lt.Philox(5, 0, number), precision=self.state, add=add if case.add else None,
