@@ -504,7 +504,7 @@ def _copy_row(copies: Callable[[Any], Ceiling], stream: Any) -> Row:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    copies = functools.cache(measure_copies)  # Whichever row runs first measures the copies, for all rows.
+    copies = functools.cache(measure_copies)  # The first row that runs measures the copies for all rows.
     made: dict[str, Job] = {case.name: partial(measure_case, case, options, copies) for case in CASES}
     return made | {COPY: partial(_copy_row, copies)}
 

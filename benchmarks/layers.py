@@ -43,7 +43,7 @@ REPRESENTATIVE: Final = (
 )
 """The layers that `--max-autotune` compares with torch.compile, which takes a minute for each."""
 
-FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # about the rates that an H200 reaches
+FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # approximate rates of an H200
 BYTES_PER_US: Final = 4.2e6
 _REPLAY_US: Final = 400.0  # the least time of a replay, because an event's resolution is half a microsecond
 _MOST_REPETITIONS: Final = 48
@@ -254,9 +254,9 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
 
 
 def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders, dict[str, Any]]:
-    """Measures other strategies for the block and the tuner's other candidates.
+    """Makes the contenders that run the block by other strategies, and by the tuner's other candidates.
 
-    Returns contenders and facts about both.
+    Returns both, and facts about them for the row.
     """
     from benchmarks import splits
 

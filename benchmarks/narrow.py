@@ -100,7 +100,7 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    copies = functools.cache(measure_copies)  # Whichever row runs first measures the copies, for all rows.
+    copies = functools.cache(measure_copies)  # The first row that runs measures the copies for all rows.
     return {case.name: partial(measure, case, options, copies) for case in CASES}
 
 

@@ -228,7 +228,7 @@ def _table(left: Iterable[str], numbers: Iterable[str], right: Iterable[str]) ->
 
 
 def console() -> Console:
-    """A console on the terminal, or on a file with room for a whole line."""
+    """Makes the console that prints tables: as wide as the terminal, or `_WIDTH` characters if stdout is a file."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 

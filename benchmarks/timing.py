@@ -138,7 +138,7 @@ def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
             for i in range(repetitions):
                 kept.append(run(i % sets, stream.ptr))
         except BaseException:
-            with contextlib.suppress(Exception):  # Its status can only repeat the error that is being raised.
+            with contextlib.suppress(Exception):  # an error here would only repeat the one that is raised below
                 stream.end_capture()
             raise
         graph = stream.end_capture()

@@ -41,35 +41,35 @@ class Epilogue(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Epilogue:
-        """Has a call of the class refuse as `parse` does."""
+        """Makes `Epilogue(value)` raise `parse`'s error for an unknown name."""
         return cls.parse(value)
 
     @property
     def activation(self) -> Literal["relu", "gelu", "none"]:
-        """The name of the activation that it applies or differentiates: "relu", "gelu" or "none"."""
+        """The name of the activation that the epilogue applies or differentiates: "relu", "gelu" or "none"."""
         return "relu" if "relu" in self.value else "gelu" if "gelu" in self.value else "none"
 
     @property
     def has_bias(self) -> bool:
-        """Whether it adds a bias."""
+        """Whether the epilogue adds a bias."""
         return self.value.endswith("bias")
 
     @property
     def is_derivative(self) -> bool:
-        """Whether it multiplies by an activation's derivative, which it computes from the auxiliary input."""
+        """Whether the epilogue multiplies by an activation's derivative, computed from the auxiliary input."""
         return self.value.startswith(("drelu", "dgelu"))
 
     @property
     def has_aux_output(self) -> bool:
-        """Whether it writes the auxiliary output, which the derivative needs."""
+        """Whether the epilogue writes the auxiliary output, from which backward computes the derivative."""
         return "_aux" in self.value
 
     @property
     def sums_operand(self) -> bool:
-        """Whether it sums A or B over K."""
+        """Whether the epilogue sums A or B over K."""
         return self in (Epilogue.BGRADA, Epilogue.BGRADB)
 
     @property
     def has_bias_gradient(self) -> bool:
-        """Whether it writes a bias gradient."""
+        """Whether the epilogue writes a bias gradient."""
         return self.value.endswith("bgrad") or self.sums_operand

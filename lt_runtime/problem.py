@@ -46,7 +46,7 @@ class DType(enum.Enum):
 
     @property
     def is_float8(self) -> bool:
-        """Whether it is one of the 8-bit types, which only matrix products and casts take."""
+        """Whether the type is one of the 8-bit types, which only matrix products and casts accept."""
         return self in FLOAT8
 
     @property
@@ -117,7 +117,7 @@ class Compute(enum.Enum):
     def parse(cls, compute: str, dtype: DType) -> Compute:
         """The member named `compute`; `ArgumentError` if it is unknown, or TF32 with operands that are not FP32.
 
-        FP64 operands are always computed in FP64, whichever of the two names is given.
+        Products of FP64 operands are always computed in FP64; "float32" is accepted for them.
         """
         one_of("compute", compute, ("float32", "tf32"))
         if compute == "tf32" and dtype is not DType.FLOAT32:

@@ -143,7 +143,7 @@ def _show(arguments: argparse.Namespace) -> _Result:
 
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
-    """Names and values of one entry's lines."""
+    """Yields the lines that `show` prints for an entry: a name and a value each."""
     yield "algorithm" if isinstance(entry, ProductEntry) else "strategy", choice_in_words(entry)
     if entry.barred is None and not entry.is_usable:
         yield "merged", "to be verified before its first use"

@@ -130,7 +130,7 @@ class Epilogue(enum.IntEnum):
 
     @property
     def has_aux(self) -> bool:
-        """Whether it reads or writes an auxiliary matrix: the mask of ReLU, or the input of GELU."""
+        """Whether the epilogue reads or writes an auxiliary matrix: the mask of ReLU, or the input of GELU."""
         return bool(self & 128)
 
 

@@ -67,7 +67,7 @@ def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout
     layouts = {"A": a, "B": b, "C": c, "D": d}
     if not any(layout.recall(_L.BATCH_MODE) == BatchMode.GROUPED for layout in layouts.values()):
         for name, layout in layouts.items():
-            # again: `set` may have changed the layout since its construction
+            # the constructor checked this too, but `set` may have changed the layout since
             layout.check_leading_dimension(f"layout of {name}: ")
         _check_shapes(desc, a, b, c, d)
         _check_batch(d)

@@ -156,7 +156,7 @@ def nvrtc_libraries() -> Iterator[Path]:
 
 
 def _is_loaded() -> bool:
-    """Whether this process has loaded NVRTC, from wherever; it then uses that library."""
+    """Whether a library named as NVRTC is loaded in this process already, from any path; it is then used."""
     try:
         ctypes.CDLL(_NVRTC, mode=os.RTLD_NOLOAD)
     except OSError:

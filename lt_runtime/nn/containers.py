@@ -88,7 +88,7 @@ class Chain(Block):
 
 
 def _flat(blocks: Iterable[Block]) -> Iterable[Block]:
-    """The blocks, with the blocks of chains in the chains' places."""
+    """The blocks, with every `Chain` replaced by its own blocks."""
     for block in blocks:
         if type(block) is Chain:
             yield from _flat(block.sequence)

@@ -91,7 +91,7 @@ def rounds_before_epilogue(problem: MatmulProblem) -> bool:
 
 
 def _changes_16_bits(problem: MatmulProblem) -> bool:
-    """Whether there is an epilogue that changes the values of a 16-bit product."""
+    """Whether the problem has an epilogue that changes the values of a 16-bit product."""
     epilogue = problem.epilogue
     return epilogue is not Epilogue.NONE and not epilogue.sums_operand and problem.d_dtype.itemsize == 2
 
@@ -136,7 +136,7 @@ class MatmulPlan(AlgorithmPlan):
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._set: dict[cublaslt.MatmulDescAttribute, int] = {}
         vectors = cublaslt.MatmulDescAttribute.BIAS_POINTER, cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER
-        self._held = *vectors, *map(self._pointer, problem.scales)  # the descriptor has the addresses of these
+        self._held = *vectors, *map(self._pointer, problem.scales)  # the descriptor stores their addresses
         self.algorithm = None
         if not problem.is_empty:
             self._refuse_inaccurate()
@@ -197,7 +197,7 @@ class MatmulPlan(AlgorithmPlan):
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
     def launches_at_most_two_kernels_by(self, algorithm: cublaslt.Algorithm) -> bool:
-        """`launches_at_most_two_kernels` for any algorithm of the product."""
+        """As `launches_at_most_two_kernels`, but for a given algorithm."""
         nodes = self.nodes(algorithm)
         most = 1 if self.problem.no_split_k or self._is_cut_in_two(algorithm) else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}

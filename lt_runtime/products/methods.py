@@ -215,7 +215,7 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
 
 
 def plan_from_blob(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
-    """The plan of a product by an earlier plan's `blob`.
+    """Makes the plan of a product by the method and algorithm that an earlier plan's `blob` holds.
 
     Raises:
         PlanError: see `MatmulPlan`, `OwnPlan` and `PaddedPlan`; or another version wrote the blob.

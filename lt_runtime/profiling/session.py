@@ -53,7 +53,7 @@ class Profile:
         self._seen = self._traced_steps = 0
         # Whether steps end with calls of `step` rather than of a `TrainStep`; None before the first step.
         self._is_marked = marked
-        self._timer = Timer(None)  # a timer without steps, until steps are timed
+        self._timer = Timer(None)  # replaced by another timer when timing begins
         self._collector: Any = None
         self._notes: list[str] = []
         self._undo = contextlib.ExitStack()

@@ -252,7 +252,7 @@ class Timer:
             # host time 0: the host does not run the code of a replay's ranges
             self._add(frame, path, frame.parent or parent, us, 0.0)
             self._keep(None, path, us, began_us + sum(times[: frame.start]))
-            # reset: the times of the copy's next launch are added to the same frame
+            # set back to zero: the copy's next launch adds its times to the same frame
             frame.inside = frame.host_inside = 0.0
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:

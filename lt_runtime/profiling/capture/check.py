@@ -259,7 +259,7 @@ def _write_arrays(arrays: _Arrays, contents: Mapping[str, bytes], stream: int) -
 
 
 def _is_other(values: Sequence[bytes], others: Sequence[bytes]) -> bool:
-    """Whether the values that the host gave two nodes at their captures differ."""
+    """Whether two captured nodes differ in the values that the host passed."""
     pairs = zip(values, others, strict=False)
     return any(len(one) != len(other) or differ(one, other) for one, other in pairs)
 
