@@ -76,7 +76,7 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
         parameters: the weight and the bias (None without one) of each layer.
         options: activations, slopes of leaky ReLU, and probabilities of dropout: a tuple of each, one a layer.
     """
-    key = _key(x) if any(options[2]) else None
+    key = draw_key(x) if any(options[2]) else None
     if x.dim() == 1:
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
     return LINEAR(cast((x, add, key, *parameters)), options)
@@ -109,7 +109,7 @@ def gated(
         y (..., N), of x's type.
     """
     p = dropout if training else 0.0
-    operands = x, add, _key(x) if p else None, gate, up, down, gate_bias, up_bias, down_bias
+    operands = x, add, draw_key(x) if p else None, gate, up, down, gate_bias, up_bias, down_bias
     return _GATED(cast(operands), (*_named(activation, negative_slope), p))
 
 
@@ -125,7 +125,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:
         OperandError, ArgumentError, SecondDerivativeError: as `linear`.
     """
     probability("p", p)
-    return _DROPOUT((x, _key(x)), (p,)) if training and p else x
+    return _DROPOUT((x, draw_key(x)), (p,)) if training and p else x
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor = None, *, eps: float = 1e-5, add: Tensor = None) -> Any:
@@ -163,7 +163,7 @@ def _named(activation: Any, negative_slope: float) -> tuple[Any, float]:
     return activation, negative_slope
 
 
-def _key(like: Tensor) -> Tensor:
+def draw_key(like: Tensor) -> Tensor:
     """A key of dropout masks, drawn from PyTorch's generator: 32 random bits."""
     return torch.randint(-(2**31), 2**31, (1,), dtype=torch.int32, device=like.device)
 

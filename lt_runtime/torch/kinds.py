@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from lt_runtime.torch.functional import PLAIN, gated, layer_norm, linear_layers, rms_norm
+from lt_runtime.torch.fp8 import chain
+from lt_runtime.torch.functional import PLAIN, gated, layer_norm, rms_norm
 from lt_runtime.torch.tensors import Tensor
 
 Function: TypeAlias = "Callable[..., Any] | str"
@@ -62,6 +63,7 @@ class _Run:
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
+        self.layers: list[Any] = []
         self.parameters: list[Tensor] = []
         self.options: list[list[Any]] = []  # activation, slope and probability of dropout of each layer
 
@@ -71,6 +73,7 @@ class _Run:
             return False
         name = name_of(part)
         if name in _LAYERS:
+            self.layers.append(part)
             self.parameters += _parameters_of(part)
             self.options.append(["none", 0.01, 0.0])
         elif name == "torch.nn.modules.dropout.Dropout" and self.parts and part.p < 1 and not self.options[-1][2]:
@@ -84,7 +87,7 @@ class _Run:
 
     def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
         """The sum of the last layer's output and `add`."""
-        return linear_layers(x, self.parameters, tuple(zip(*self.options, strict=True)), add)
+        return chain(self.layers, x, self.parameters, tuple(zip(*self.options, strict=True)), add)
 
 
 def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
@@ -125,7 +128,7 @@ def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _linear(module: Any) -> Function:
-    return functools.partial(linear_layers, parameters=_parameters_of(module), options=PLAIN)
+    return functools.partial(chain, [module], parameters=_parameters_of(module), options=PLAIN)
 
 
 def sequence(module: Any) -> Function:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from lt_runtime.arguments import by_layer
 from lt_runtime.errors import ArgumentError
+from lt_runtime.fp8 import FP8
 from lt_runtime.problem import Activation, ActivationName, activation_of, probability
-from lt_runtime.torch.functional import gated, layer_norm, linear_layers, rms_norm
+from lt_runtime.torch.fp8 import chain, set_precision
+from lt_runtime.torch.functional import gated, layer_norm, rms_norm
 from lt_runtime.torch.tensors import Tensor
+
+Precision: TypeAlias = "Literal['fp8'] | FP8 | None"
 
 
 class Linear(torch.nn.Linear):
@@ -21,9 +25,19 @@ class Linear(torch.nn.Linear):
         in_features, out_features, bias, device, dtype: as for `torch.nn.Linear`, whose initial values it has.
         activation: a name of `lt.ACTIVATIONS`, or an `lt.Activation`.
         dropout: probability of dropout in training, in [0, 1).
+        precision: "fp8", or an `lt.FP8`, to train with products in FP8; None otherwise. A call that computes no
+            gradient, and sizes that are no multiples of 16, stay in the type of the weight. See docs/fp8.md.
+
+    Attributes:
+        scales: the `lt.FP8State` of a layer with `precision`; None otherwise. The step of the optimizer that holds the
+            weight updates them, also in a CUDA graph: once a step, however many backward passes it adds up. Other
+            optimizers than `torch.optim.Optimizer`'s subclasses do not: call `scales.update()` after their step. The
+            state_dict holds them.
 
     Raises:
-        ArgumentError: an unknown activation; `dropout` outside [0, 1).
+        KindError: `precision` is of another type.
+        ArgumentError: an unknown activation or precision; `dropout` outside [0, 1).
+        GpuError: in the first call with `precision` on a GPU without FP8.
     """
 
     def __init__(
@@ -34,12 +48,14 @@ class Linear(torch.nn.Linear):
         activation: ActivationName | Activation = "none",
         dropout: float = 0.0,
         *,
+        precision: Precision = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         chosen, p = activation_of("activation", activation), probability("dropout", dropout)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation, self.negative_slope, self.dropout = chosen.name, chosen.negative_slope, p
+        set_precision(self, precision)
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., out_features) for x (..., in_features) and add (..., out_features)."""
@@ -55,7 +71,7 @@ def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor = None) -> Tensor:
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
     drops = [layer.dropout if layer.training else 0.0 for layer in layers]
     forms = tuple([layer.activation for layer in layers]), tuple([layer.negative_slope for layer in layers])
-    return linear_layers(x, parameters, (*forms, tuple(drops)), add)
+    return chain(layers, x, parameters, (*forms, tuple(drops)), add)
 
 
 class MLP(torch.nn.Sequential):
@@ -70,9 +86,11 @@ class MLP(torch.nn.Sequential):
         output_activation: of the last layer, if `activation` is one for all.
         dropout: probability of dropout after each hidden layer, in training.
         bias, device, dtype: as for `torch.nn.Linear`.
+        precision: as for `Linear`; each layer has its own scales, and derivatives are not joined.
 
     Raises:
-        ArgumentError: sizes without a layer, an unknown activation, `dropout` outside [0, 1).
+        KindError, GpuError: as for `Linear`.
+        ArgumentError: sizes without a layer, an unknown activation or precision, `dropout` outside [0, 1).
     """
 
     def __init__(
@@ -83,6 +101,7 @@ class MLP(torch.nn.Sequential):
         dropout: float = 0.0,
         bias: bool = True,
         *,
+        precision: Precision = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -91,7 +110,7 @@ class MLP(torch.nn.Sequential):
             raise ArgumentError(f"sizes is {sizes}; it must hold the columns of the inputs and of at least one layer")
         last = activation_of("output_activation", output_activation)
         _, each = by_layer("activation", activation, count, activation_of, last)
-        options = {"bias": bias, "device": device, "dtype": dtype}
+        options: Any = {"bias": bias, "precision": precision, "device": device, "dtype": dtype}
         drops = [dropout] * (count - 1) + [0.0]
         layers = zip(sizes[:-1], sizes[1:], each, drops, strict=True)
         super().__init__(*[Linear(k, n, activation=act, dropout=p, **options) for k, n, act, p in layers])

@@ -96,7 +96,7 @@ class Operator(ABC):
             SecondDerivativeError: a transform of `torch.func` is active.
             LtError: see `check`.
         """
-        if _is_eager(operands):
+        if is_eager(operands):
             device = operands[0].get_device()  # -1 for the CPU
             if device >= 0 and device != torch._C._cuda_getDevice():  # else each call would be planned anew
                 with torch.cuda.device(device):
@@ -138,7 +138,7 @@ class Operator(ABC):
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """The gradients of all operands, None where there is none."""
-        if _is_eager((*dys, *saved)):
+        if is_eager((*dys, *saved)):
             made = iter(self.run_backward(dys, saved, needs, options))
         else:
             made = iter(self._backward([*dys], [*saved], [*needs], *options))
@@ -204,7 +204,7 @@ class _Differentiable(torch.autograd.Function):
 def applied(function: Any, name: str) -> Callable[..., Any]:
     """The `apply` of an autograd function, which profilers show under the given name.
 
-    It skips PyTorch's search for tensors of `torch.func`, which takes 5 µs: `_is_eager` refuses such tensors.
+    It skips PyTorch's search for tensors of `torch.func`, which takes 5 µs: `is_eager` refuses such tensors.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
     return apply
@@ -226,7 +226,7 @@ def begin_backward(name: str) -> None:
         )
 
 
-def _is_eager(tensors: Tensors) -> bool:
+def is_eager(tensors: Tensors) -> bool:
     """Whether a call may bypass the dispatcher: nothing traces it, and all tensors are plain ones that hold values.
 
     Raises:

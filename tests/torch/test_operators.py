@@ -55,7 +55,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
         return torch.float64, {"rtol": 1e-10, "atol": 1e-10}
     request.getfixturevalue("pretended_gpu")
     if request.param == "gpu traced":
-        monkeypatch.setattr(operators, "_is_eager", lambda _: False)
+        monkeypatch.setattr(operators, "is_eager", lambda _: False)
     return torch.float32, {"rtol": 1e-4, "atol": 1e-4}
 
 

@@ -1,0 +1,199 @@
+"""Modules in FP8 on the CPU: products of dequantised operands, when scales are updated, and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np
+from torch.utils.checkpoint import checkpoint
+
+import lt_runtime as lt
+import lt_runtime.torch as ltt
+from lt_runtime.errors import ArgumentError, KindError, OperandError
+
+
+def exact(tensor: Any, scale: float, dtype: Any) -> Any:
+    """The values of a tensor that PyTorch casts to FP8, in float64."""
+    return (tensor.detach().float() * scale).to(dtype).double() / scale
+
+
+def trained(model: Any, steps: int, *, optimizer: Any = None, seed: int = 0) -> Any:
+    """The optimizer, after steps with batches of 32 rows of 64 columns."""
+    optimizer = optimizer or ltt.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(32, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("recipe", [lt.FP8(), lt.FP8(recipe="current", gradients="e4m3")], ids=lambda each: each.recipe)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_dequantised_operands(recipe: lt.FP8, dtype: Any) -> None:
+    torch.manual_seed(0)
+    layer = ltt.Linear(64, 32, precision=recipe, dtype=dtype)
+    x, add = (torch.randn(2, 16, n, dtype=dtype, requires_grad=True) for n in (64, 32))
+    y, dy = layer(x, add), torch.randn(2, 16, 32, dtype=dtype)
+    y.backward(dy)
+    scales, gradients = layer.scales.scales, torch.float8_e5m2 if recipe.gradients == "e5m2" else torch.float8_e4m3fn
+    x8, w8 = exact(x, scales["x"], torch.float8_e4m3fn), exact(layer.weight, scales["w"], torch.float8_e4m3fn)
+    dy8 = exact(dy, scales["dy"], gradients).flatten(0, 1)
+    expected = {
+        "y": (y, x8 @ w8.T + layer.bias.double() + add.double()),
+        "dx": (x.grad, (dy8 @ w8).reshape(x.shape)),
+        "dw": (layer.weight.grad, dy8.T @ x8.flatten(0, 1)),
+        "db": (layer.bias.grad, dy.double().sum((0, 1))),
+        "add": (add.grad, dy.double()),
+    }
+    for name, (found, values) in expected.items():
+        torch.testing.assert_close(found, values.to(dtype), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_an_mlp_in_fp8_learns_as_in_its_own_type() -> None:
+    losses = {}
+    for precision in (None, "fp8"):
+        torch.manual_seed(0)
+        model = ltt.MLP([64, 48, 16], "gelu", dropout=0.1, precision=precision)
+        trained(model, 20)
+        with torch.no_grad():
+            losses[precision] = model.eval()(torch.randn(64, 64, generator=torch.Generator().manual_seed(1))).square()
+    assert losses["fp8"].mean() < 0.01
+    assert losses["fp8"].mean() != losses[None].mean()
+    torch.testing.assert_close(losses["fp8"].mean(), losses[None].mean(), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("columns", [24, 32])
+def test_other_sizes_and_calls_without_gradients_stay_in_their_own_type(rows: int, columns: int) -> None:
+    layer = ltt.Linear(64, columns, activation="gelu", precision="fp8")
+    plain, x = ltt.Linear(64, columns, activation="gelu"), torch.randn(rows, 64)
+    plain.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer(x), plain(x)) == (rows == 8 or columns == 24)
+
+
+def test_scales_are_updated_once_a_step_by_all_its_batches() -> None:
+    layer = ltt.Linear(64, 32, precision=lt.FP8(history=4))
+    optimizer = trained(layer, 1)
+    before, amax = layer.scales.state_dict(), []
+    for factor in (3.0, 2.0, 1.0):
+        x = factor * torch.randn(32, 64)
+        amax.append(float(x.abs().max()))
+        layer(x).square().mean().backward()
+    assert np.array_equal(layer.scales.state_dict()["history"], before["history"])
+    optimizer.step()
+    history = layer.scales.state_dict()["history"]
+    assert history[0, 0] == np.float32(max(amax))
+    assert np.array_equal(history[:, 1:], before["history"][:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("trains", "holds", "follows"),
+    [("weight bias", "weight", True), ("weight bias", "bias", False), ("bias", "bias", True), ("", "", True)],
+)
+def test_scales_follow_the_optimizer_that_trains_the_layer(trains: str, holds: str, follows: bool) -> None:
+    layer, other = ltt.Linear(64, 32, precision="fp8"), torch.nn.Parameter(torch.ones(2))
+    for name, each in layer.named_parameters():
+        each.requires_grad_(name in trains.split())
+    layer(torch.randn(32, 64, requires_grad=True)).square().mean().backward()
+    before, other.grad = layer.scales.state_dict()["history"], torch.ones(2)
+    torch.optim.SGD([other, *[getattr(layer, name) for name in holds.split()]], lr=0.1).step()
+    assert np.array_equal(layer.scales.state_dict()["history"], before) != follows
+
+
+def test_a_step_that_a_grad_scaler_skips_leaves_the_scales() -> None:
+    layer = ltt.Linear(64, 32, precision="fp8")
+    optimizer = trained(layer, 1)
+    before = layer.scales.state_dict()["history"]
+    optimizer.found_inf = torch.tensor(1.0)
+    trained(layer, 1, optimizer=optimizer)
+    assert np.array_equal(layer.scales.state_dict()["history"], before)
+    optimizer.found_inf = torch.tensor(0.0)
+    trained(layer, 1, optimizer=optimizer)
+    assert not np.array_equal(layer.scales.state_dict()["history"], before)
+
+
+def test_a_resumed_run_equals_the_unbroken_one() -> None:
+    model = ltt.MLP([64, 32, 16], "gelu", precision="fp8")
+    optimizer, resumed = trained(model, 3), ltt.MLP([64, 32, 16], "gelu", precision="fp8")
+    resumed.load_state_dict(model.state_dict())
+    second = ltt.AdamW(resumed.parameters(), lr=1e-2)
+    second.load_state_dict(optimizer.state_dict())
+    for each, own in ((model, optimizer), (resumed, second)):
+        trained(each, 3, optimizer=own, seed=1)
+    found, expected = resumed.state_dict(), model.state_dict()
+    assert "0.fp8_history" in expected
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_checkpoints_load_with_and_without_fp8() -> None:
+    scaled, plain = ltt.MLP([64, 32, 16], precision="fp8"), ltt.MLP([64, 32, 16])
+    keys = [*plain.state_dict()]
+    trained(scaled, 1)
+    plain.load_state_dict(scaled.state_dict())
+    assert torch.equal(plain[1].weight, scaled[1].weight)
+    assert [*plain.state_dict()] == keys
+    before = scaled[0].scales.scales
+    scaled.load_state_dict(plain.state_dict())
+    assert scaled[0].scales.scales == before
+    with pytest.raises(RuntimeError, match=r"0\.scales: state\['history'\] has shape \(3, 16\)"):
+        ltt.MLP([64, 32, 16], precision=lt.FP8(history=4)).load_state_dict(scaled.state_dict())
+
+
+def test_copies_have_scales_of_their_own() -> None:
+    layer = ltt.Linear(64, 32, precision="fp8")
+    trained(layer, 1)
+    made = copy.deepcopy(layer)
+    trained(layer, 2)
+    before, kept = layer.state_dict(), made.state_dict()
+    assert not torch.equal(before["fp8_history"], kept["fp8_history"])
+    trained(made, 2)
+    assert torch.equal(layer.state_dict()["fp8_history"], before["fp8_history"])
+    made.load_state_dict(before)
+    assert torch.equal(made.state_dict()["fp8_history"], before["fp8_history"])
+
+
+def test_recomputation_has_the_scales_of_the_first_computation() -> None:
+    gradients = []
+    for run in (lambda layer, x: layer(x), lambda layer, x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(0)
+        layer = ltt.Linear(64, 32, activation="gelu", dropout=0.5, precision="fp8")
+        trained(layer, 2)
+        layer.zero_grad()
+        run(layer, torch.randn(32, 64)).square().mean().backward()
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_autocast_casts_the_operands() -> None:
+    layer, x = ltt.Linear(64, 32, precision="fp8"), torch.randn(32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.float().square().mean().backward()
+    assert (y.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert set(layer.scales.scales.values()) != {1.0}
+
+
+@pytest.mark.parametrize(("precision", "error"), [("fp4", ArgumentError), (8, KindError)])
+@pytest.mark.parametrize(
+    "make", [lambda **given: ltt.Linear(16, 16, **given), lambda **given: ltt.MLP([16, 16], **given)]
+)
+def test_other_precisions_are_refused(make: Any, precision: Any, error: Any) -> None:
+    with pytest.raises(error, match="precision is "):
+        make(precision=precision)
+
+
+def test_errors_name_the_operands() -> None:
+    layer = ltt.Linear(64, 32, precision="fp8")
+    with pytest.raises(OperandError, match=r"weight has shape \(32, 64\)"):
+        layer(torch.randn(32, 48))
+    with pytest.raises(OperandError, match=r"weight is torch.float32 but x is torch.bfloat16"):
+        layer(torch.randn(32, 64, dtype=torch.bfloat16))
