@@ -1,8 +1,9 @@
 """Measures suites: `python -m benchmarks SUITE... [options]`; `--list` says what each suite measures.
 
 Some words are commands instead of suites, with options of their own: compare (compares old results with new ones),
-distances (measures how far losses are from a float64 run), report (writes the tables and the plot of
-benchmarks/README.md), derive-priors (fits the table of strategies for unmeasured layers).
+distances (measures how far losses are from a float64 run), fp8-accuracy (compares losses of training in FP8 and in
+BF16), report (writes the tables and the plot of benchmarks/README.md), derive-priors (fits the table of strategies for
+unmeasured layers).
 """
 
 from __future__ import annotations
@@ -15,20 +16,39 @@ from typing import Any, Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "models", "torch", "narrow", "host", "tuning", "cold")
-_COMMANDS: Final = {"compare": "compare", "distances": "distances", "report": "tables", "derive-priors": "priors"}
+SUITES: Final = (
+    "kernels",
+    "layers",
+    "wide",
+    "untuned",
+    "steps",
+    "models",
+    "torch",
+    "narrow",
+    "host",
+    "tuning",
+    "cold",
+    "fp8",
+)
+_COMMANDS: Final = {
+    "compare": "compare",
+    "distances": "distances",
+    "fp8-accuracy": "fp8_accuracy",
+    "report": "tables",
+    "derive-priors": "priors",
+}
 _FLAG: Final = {"action": "store_true"}
 _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
-    "ours": (("host", "kernels", "layers", "models", "steps"), "measure only our public calls", _FLAG),
+    "ours": (("fp8", "host", "kernels", "layers", "models", "steps"), "measure only our public calls", _FLAG),
     "keep-plans": (
-        ("layers", "wide", "steps", "models", "torch"),
+        ("layers", "wide", "steps", "models", "torch", "fp8"),
         "tune in the plan cache of $LT_RUNTIME_CACHE_DIR, and not in an empty one for each row",
         _FLAG,
     ),
     "dtype": (("layers", "wide", "untuned"), "measure only this type", {"choices": ("bf16", "tf32", "fp32")}),
     "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
     "max-autotune": (
-        ("layers", "wide", "steps", "models", "torch", "narrow"),
+        ("layers", "wide", "steps", "models", "torch", "narrow", "fp8"),
         "add torch.compile, a minute for each row; layers: only six shapes; torch: its greatest effort",
         _FLAG,
     ),

@@ -42,12 +42,17 @@ def _kernel(dtype: str) -> Any:
     return cp.ElementwiseKernel("uint64 seed", out, DRAW + store, f"normal_{dtype}")
 
 
-def normal(shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of standard normal numbers, different in each call; `dtype` is "float32" or "bfloat16"."""
+def normal(shape: tuple[int, ...], dtype: str, seed: int | None = None) -> Any:
+    """An array of standard normal numbers of type "float32" or "bfloat16".
+
+    Args:
+        seed: below 2^24; if None, another one for each call.
+    """
     import cupy as cp
 
     plain = "uint16" if dtype == "bfloat16" else dtype
-    return _kernel(dtype)(np.uint64(next(_seeds)), cp.empty(shape, plain)).view(np.dtype(dtype))
+    seed = next(_seeds) if seed is None else seed
+    return _kernel(dtype)(np.uint64(seed), cp.empty(shape, plain)).view(np.dtype(dtype))
 
 
 def labels(rows: int, classes: int) -> Any:

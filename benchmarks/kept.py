@@ -16,6 +16,7 @@ _LABELS: Final = {
     "torch_compile": "torch.compile",
     "torch_graph": "PyTorch in a graph",
     "torch_log_softmax": "PyTorch log_softmax by hand",
+    "torchao": "torchao",
     "torch": "PyTorch",
     "liger": "Liger",
     "jax": "JAX",

@@ -276,7 +276,11 @@ def machine() -> dict[str, Any]:
         "nvrtc": f"{major}.{minor}",
         **{name: version for name, version in libraries.items() if version is not None},
         # Importing these takes long, and only their versions are needed.
-        **{name: metadata.version(name) for name in ("jax", "transformers", "liger_kernel") if find_spec(name)},
+        **{
+            name: metadata.version(name)
+            for name in ("jax", "transformers", "liger_kernel", "torchao")
+            if find_spec(name)
+        },
     }
 
 

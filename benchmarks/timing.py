@@ -44,14 +44,14 @@ def summarise(samples: Sequence[float]) -> Timing:
     return Timing(statistics.median(samples), high - low)
 
 
-def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, Timing]:
+def take_turns(turns: Mapping[str, Turn], rounds: int, warm_up: int = WARM_UP) -> dict[str, Timing]:
     """Gives every contender one turn in each round; every other round goes through the contenders backwards.
 
     A machine that grows warmer or slower during the run thus affects all contenders alike, and no contender always
-    follows the same one.
+    follows the same one. The first `warm_up` rounds do not count.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(-WARM_UP, rounds):
+    for number in range(-warm_up, rounds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
             sample = turns[name]()
             if number >= 0:

@@ -38,7 +38,7 @@ def contender(
         # Makes cuBLAS allocate the stream's workspace.
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
         before = torch.cuda.memory_allocated()
-        made = _Step(setup, way, compiled, make or _network)
+        made = _Step(setup, way, compiled, make or network_of)
         made.warm_up()
     torch.cuda.reset_peak_memory_stats()
     made.capture(outside)
@@ -115,7 +115,7 @@ class _Step:
         return StepContender(replays, calls, self._first_loss, memory)
 
 
-def _network(setup: Setup, dtype: torch.dtype) -> torch.nn.Module:
+def network_of(setup: Setup, dtype: torch.dtype) -> torch.nn.Module:
     """Linear layers with activations between them, and the initial values of our model."""
     case, layers = setup.case, list[torch.nn.Module]()
     for inputs, outputs in itertools.pairwise(case.dims):

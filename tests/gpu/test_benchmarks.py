@@ -13,7 +13,7 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import buffers, cold, host, kernels, models, narrow, splits, steps, tuning
+from benchmarks import buffers, cold, fp8, host, kernels, models, narrow, splits, steps, tuning
 from benchmarks.__main__ import options_of
 from benchmarks.copies import Ceiling
 from benchmarks.host import HostCase
@@ -141,6 +141,22 @@ def test_a_row_of_narrow(stream: Any) -> None:
     theirs = {"torch_graph_bf16"} if HAS["torch"] else set()
     assert {*row["us"]} == {"lt", "lt_one_kernel", "lt_layers"} | theirs
     assert row["floors_us"]["copy"] == pytest.approx(narrow.least_bytes(NARROW) / 4000e3, abs=1e-4)
+
+
+@pytest.mark.usefixtures("fp8_products")
+def test_rows_of_fp8(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "SUSTAINED_US", 1e4)
+    case = fp8.case((64, 128, 64), 256)
+    row = fp8.measure_compared(case, asked("fp8", "--ours"), stream).as_json()
+    assert {*row["us"]} == {*row["sustained_us"]} == {"lt", "lt_bf16", "lt_fast"}
+    assert row["memory_ratio"] > 0
+    assert {*fp8.measure(case, asked("fp8"), stream).timings} == {"lt", "lt_bf16"}
+    inference = fp8.measure_inference(case, asked("fp8"), stream)
+    assert {*inference.timings, *inference.left_out} == {"lt", "lt_bf16"}
+    setup = Setup(case, stream)
+    ours, build = steps.contender(setup), dict(fp8.peers(setup, asked("fp8")))["torch_bf16_graph"]
+    if HAS["torch"]:
+        assert build().first_loss == pytest.approx(ours.first_loss, rel=0.02)
 
 
 def test_rows_of_tuning(tmp_path: Path, stream: Any) -> None:

@@ -1,0 +1,230 @@
+"""The suite `fp8`: training steps and inference of MLPs with products in FP8, against BF16, PyTorch and torchao.
+
+Each step is one CUDA graph. Times are of bursts, as in the suite `steps`, and for the compared steps also of two
+seconds without a pause, in which the GPU's power limit lowers its clock. Two layers, GELU between them, MSE and AdamW;
+all contenders of a row hold parameters, masters and moments in the same types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from benchmarks import report, timing
+from benchmarks.buffers import normal
+from benchmarks.peers import peer
+from benchmarks.report import Finding, Json, Row
+from benchmarks.steps import AUTOTUNE, Setup, StepCase, StepContender, contender, graph_turn, memory_of
+from benchmarks.suite import UNTUNED, Job, Suite, plan_cache, variable
+from benchmarks.timing import Contender, Timing, built, take_turns
+
+RECIPES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""torchao's recipes."""
+SUSTAINED_US: Final = 2e6  # a sustained turn, in microseconds
+_SUSTAINED_ROUNDS: Final = 3
+_PEERS: Final = ("torch_bf16", "torch_autocast", "torchao")
+"""Libraries and their types; each row has the time of the fastest contender of each under its name."""
+_WIDTHS: Final = (512, 1024, 2048, 4096, 8192)
+_BATCHES: Final = (1024, 4096, 16384)
+_INFERENCE_ROWS: Final = (64, 4096)
+_WIDE: Final = (4096, 14336, 4096)
+
+
+@dataclass(frozen=True)
+class FP8Case(StepCase):
+    """A training step of an MLP of two layers.
+
+    Attributes:
+        precision: the option `precision` of our model.
+    """
+
+    precision: Any = None
+    tune: ClassVar[bool | None] = True  # in the first rehearsal, because `lt.tune` knows no products in FP8
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+        return self.preset
+
+    def model(self, device: str = "cuda:0") -> Any:
+        """A new model."""
+        import lt_runtime as lt
+
+        options: dict[str, Any] = {"dtype": self.dtype, "master_weights": self.master, "precision": self.precision}
+        return lt.MLP(self.dims, self.activation, device=device, **options)
+
+    def as_json(self) -> dict[str, Any]:
+        """The case's fields as entries of its row, and the types that every contender's optimizer updates."""
+        kept = "float32" if self.master else "bfloat16"
+        return super().as_json() | {"types": {"parameters": kept, "moments": kept}}
+
+
+def case(dims: tuple[int, ...], rows: int, told: str = "", *, master: bool = False) -> FP8Case:
+    """A case that is named by its widths and a remark."""
+    return FP8Case("-".join(map(str, dims)) + told, "bf16", rows, dims, "gelu", "mse", master)
+
+
+COMPARED: Final = (case(_WIDE, 4096), case((768, 3072, 768), 8192), case(_WIDE, 4096, " FP32 masters", master=True))
+"""Steps that other libraries take too."""
+GRID: Final = tuple(
+    case((width, 4 * width, width), rows, f" batch {rows}") for width, rows in itertools.product(_WIDTHS, _BATCHES)
+)
+"""Steps of ours alone, which show where FP8 pays."""
+INFERENCE: Final = tuple(case(_WIDE, rows, f" inference {rows}") for rows in _INFERENCE_ROWS)
+
+
+def precisions(*, all_ways: bool) -> dict[str, Any]:
+    """The option `precision` of our contenders, by name."""
+    import lt_runtime as lt
+
+    fast = {"lt_fast": lt.FP8(fast_accumulation="always")} if all_ways else {}
+    return {"lt": "fp8", "lt_bf16": None, **fast}
+
+
+def measure(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
+    """Tunes steps in FP8 and in BF16 in an empty plan cache and lets them take turns."""
+    builders = {
+        name: partial(_ours, replace(case, precision=each), stream) for name, each in precisions(all_ways=False).items()
+    }
+    with plan_cache(keep=options.keep_plans):
+        contenders, left_out = built(builders)
+        return _row(case, contenders, _bursts(case, contenders, options, stream), options, left_out)
+
+
+def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
+    """Tunes steps as `measure` does, and lets them and other libraries' steps take turns, in bursts and sustained."""
+    builders: dict[str, Callable[[], StepContender]] = {
+        name: partial(_ours_with_memory, replace(case, precision=each), stream)
+        for name, each in precisions(all_ways=True).items()
+    }
+    with plan_cache(keep=options.keep_plans):
+        if not options.ours:
+            builders |= peers(Setup(case, stream), options)
+        contenders, left_out = built(builders)
+        bursts = _bursts(case, contenders, options, stream)
+        counts = {name: math.ceil(SUSTAINED_US / each.median) for name, each in bursts.items()}
+        turns = {name: graph_turn(each, counts[name], stream) for name, each in contenders.items()}
+        sustained = with_fastest(take_turns(turns, _SUSTAINED_ROUNDS, warm_up=0))
+    row = _row(case, contenders, with_fastest(bursts), options, left_out)
+    memory = {name: each.memory for name, each in contenders.items()}
+    facts: dict[str, Any] = {
+        "sustained_us": {name: round(each.median, 4) for name, each in sustained.items()},
+        "sustained_spread": {name: round(each.spread, 4) for name, each in sustained.items()},
+        "memory_bytes": memory,
+    }
+    if {"lt", "lt_bf16"} <= memory.keys():
+        facts["memory_ratio"] = round(memory["lt"] / memory["lt_bf16"], 4)
+    return replace(row, setting={**row.setting, **facts})
+
+
+def _ours(case: FP8Case, stream: Any) -> StepContender:
+    """Our step, which is tuned when it is made."""
+    return contender(Setup(case, stream))
+
+
+def _ours_with_memory(case: FP8Case, stream: Any) -> StepContender:
+    return _ours(case, stream)._replace(memory=memory_of(case, stream))
+
+
+def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
+    """Names and builders of the other libraries' contenders.
+
+    They hold BF16 parameters, or FP32 parameters under autocast where ours have masters.
+    """
+    way = "autocast" if setup.case.master else "bf16"
+    modes = {"graph": None, "compile": "default"} | ({"max_autotune": AUTOTUNE} if options.max_autotune else {})
+    for name, mode in modes.items():
+        yield f"torch_{way}_{name}", peer("torch_steps", "contender", setup, way, compiled=mode)
+    for recipe in RECIPES:
+        yield f"torchao_{recipe}", peer("torch_fp8", "contender", setup, way, recipe)
+
+
+def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
+    """The timings, and for each other library the fastest of its ways, under their common name."""
+    found = {base: [each for name, each in timings.items() if name.startswith(f"{base}_")] for base in _PEERS}
+    return {**timings, **{base: min(each) for base, each in found.items() if each}}
+
+
+def _bursts(
+    case: FP8Case, contenders: Mapping[str, StepContender], options: argparse.Namespace, stream: Any
+) -> dict[str, Timing]:
+    return take_turns(
+        {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}, options.rounds
+    )
+
+
+def _row(
+    case: FP8Case,
+    contenders: Mapping[str, StepContender],
+    timings: Mapping[str, Timing],
+    options: argparse.Namespace,
+    left_out: Mapping[str, str],
+) -> Row:
+    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays}
+    setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
+    return Row(case.name, timings, setting=setting, left_out=left_out, flops=case.flops)
+
+
+def measure_inference(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
+    """Tunes inference in FP8 and in BF16 and lets graphs of both take turns.
+
+    FP8 is left out if its outputs are BF16's bit for bit, because then the products are in BF16.
+    """
+    models = {name: replace(case, precision=each).model() for name, each in precisions(all_ways=False).items()}
+    weights = 2 * case.parameters
+    sets = timing.buffer_sets(weights, timing.cache_size())
+    batches = [normal((case.rows, case.dims[0]), case.dtype) for _ in range(sets)]
+
+    def build(name: str) -> Contender:
+        outputs = [models[each].device.to_host(models[each](batches[0])) for each in {name, "lt_bf16"}]
+        if name != "lt_bf16" and np.array_equal(*(each.view(np.uint16) for each in outputs)):
+            raise RuntimeError("inference is in BF16: its outputs are those of lt_bf16")
+        return Contender(lambda i, handle: models[name](batches[i], stream=handle))
+
+    count = timing.repetitions(weights, sets)
+    with plan_cache(keep=options.keep_plans), variable(UNTUNED[0], "first-use"):
+        measured = timing.measure({name: partial(build, name) for name in models}, sets, count, options.rounds, stream)
+    setting = case.as_json() | {"rounds": options.rounds, "repetitions": count}
+    return Row(case.name, measured.timings, setting=setting, left_out=measured.left_out)
+
+
+_TARGETS: Final[Mapping[str, Mapping[str, float]]] = {
+    COMPARED[0].name: {"torch_bf16": 1.6, "torchao": 1.22, "lt_bf16": 1.55},
+    COMPARED[1].name: {"lt_bf16": 1.15},
+    COMPARED[2].name: {"torch_autocast": 1.9},
+}
+"""By case and contender, the least multiple of our time that the contender's sustained time should be."""
+_NEVER_SLOWER: Final = 0.99
+_INFERENCE: Final = 1.4
+
+
+def findings(rows: Sequence[Json]) -> list[Finding]:
+    """Figures: sustained steps against every contender, and BF16 against FP8 over the grid and in inference."""
+    made = []
+    for row in rows:
+        us = row.get("sustained_us", {})
+        for name in ("lt_bf16", *_PEERS):
+            if "lt" in us and name in us:
+                what, target = f"{name} / lt, sustained, {row['case']}", _TARGETS[row["case"]].get(name)
+                made.append(Finding(what, us[name] / us["lt"], target))
+    for cases, what, target in ((GRID, "training", _NEVER_SLOWER), (INFERENCE, "inference", _INFERENCE)):
+        names = {case.name for case in cases}
+        found = report.speedups([row for row in rows if row["case"] in names], "lt_bf16")
+        made += [report.worst(f"lt_bf16 / lt, {what}", found, target)] if found else []
+    return made
+
+
+def _jobs(options: argparse.Namespace) -> dict[str, Job]:
+    measures = ((measure_compared, COMPARED), (measure, GRID), (measure_inference, INFERENCE))
+    return {case.name: partial(how, case, options) for how, cases in measures for case in cases}
+
+
+_NAMES: Final = [case.name for case in (*COMPARED, *GRID, *INFERENCE)]
+SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings)
