@@ -183,7 +183,11 @@ def _without_layer_below(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samples:
-    """Samples: the first layer's forward with the backward that the fitted trees then choose; the second's forward."""
+    """Returns the samples to which the trees of forward strategies are fitted.
+
+    A time of a block's first layer includes the backward pass that the fitted trees choose for the saved tensor. A time
+    of the second layer is that of its forward pass alone.
+    """
     made: Samples = {}
     for row in rows:
         if row["activation"] not in _EPILOGUES:

@@ -13,8 +13,8 @@ from lt_runtime.layout import Order
 from lt_runtime.problem import SCALES, DType, MatmulProblem
 
 _UNIT: Final = 16
-"""Elements that each extent and leading dimension, and bytes that each address must be a multiple of. Scales too:
-cuBLASLt refuses others from 12.9 to 13.1 (its release notes, 5728938)."""
+"""Extents and leading dimensions must be multiples of this many elements, addresses of this many bytes. So must the
+addresses of scales: cuBLASLt 12.9 to 13.1 refuses others (its release notes, 5728938)."""
 _E5M2: Final = DType.FLOAT8_E5M2
 
 

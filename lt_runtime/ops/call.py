@@ -126,8 +126,8 @@ class PreparedCall:
         device: ordinal of the GPU, or `HOST`.
         plan: None on the host.
         sizes: bytes from each operand's first element to its last; 0 for an absent one.
-        generation: `cache.generation` before the plan was looked up. Once plans are forgotten the generation is
-            another, and the prepared call is not used any more.
+        generation: `cache.generation` before the plan was looked up. Forgetting plans changes `cache.generation`; a
+            prepared call of an earlier generation is not used again.
         makers: one for each of the request's new arrays, see `Library.maker`.
     """
 

@@ -199,7 +199,7 @@ def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
-    """The plan by the possible method that `fastest_first` puts first, whatever was measured.
+    """The plan by the first method of `fastest_first` that supports the product; measurements are not read.
 
     Raises:
         PlanError: why cuBLASLt does not make the product on the operands as they are.

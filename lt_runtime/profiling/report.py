@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
-"""Microseconds of a step: the printed table leaves out rows of time outside of layers that are shorter and have no
-kernels."""
+"""Of the time outside of layers, the printed table leaves out rows without kernels that take less than this many
+microseconds a step."""
 _SHOWN_NAME: Final = 72
 _CATEGORIES: Final = {
     "memcpy": "gpu_memcpy", "memset": "gpu_memset", "call": "cuda_runtime", "synchronization": "cuda_runtime",

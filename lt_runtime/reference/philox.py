@@ -90,7 +90,7 @@ def dropout_scale(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[n
 
 
 def dropout_factors(shape: tuple[int, ...], p: float, rng: Philox | None) -> NDArray[np.float64] | None:
-    """`dropout_scale` for a caller's arguments, which are checked; None without dropout.
+    """Checks a caller's arguments, and returns their `dropout_scale`; None without dropout.
 
     Raises:
         ArgumentError: see `check_dropout`.

@@ -78,7 +78,7 @@ def _copied(array: Any) -> Any:
 
 
 def _memory_of(array: Any) -> NDArray[Any]:
-    """The array itself; of a tensor, whose type NumPy may not know, the bytes in row-major order."""
+    """Returns a NumPy array itself, and a tensor as row-major bytes, because NumPy may lack its type."""
     if isinstance(array, np.ndarray):
         return array
     memory: NDArray[Any] = array.detach().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()

@@ -237,7 +237,7 @@ def derivative_of(problem: ForwardProblem) -> Derivative:
 
 
 def _plainest(problem: ForwardProblem) -> Saved:
-    """Kind of the tensor that the last strategy of a problem saves: a product without epilogue, then our pass."""
+    """Kind of the tensor that the last strategy saves, in which our pass follows a product without epilogue."""
     *_, last = forward_strategies(problem)
     return last.saved
 

@@ -28,9 +28,9 @@ _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 # constants below bound the difference of a whole output, relative to its norm; a single element may differ `_PEAK`
 # times as much.
 _HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
-# Number of roundings of a value in each layer that it passes.
+# Number of roundings of a value in each layer that it passes through.
 _ROUNDINGS: Final = 2
-# Layers that a value passes in a forward pass and in the backward pass that reads the tensor it saves.
+# Layers that a value passes through: that of a forward pass, and that of the backward pass that reads its saved tensor.
 _LAYERS: Final = 2
 _APPROXIMATION: Final = 2e-3
 _PEAK: Final = 32

@@ -167,7 +167,7 @@ class _Check:
     def _add_calls(self) -> None:
         """Adds a fault for each unsafe call in an uncaptured run, and names the call that ended the capture."""
         collector = Collector()
-        # without CUPTI nobody knows the name of the call that ended the capture
+        # without CUPTI the name of the call that ended the capture is unknown
         with contextlib.suppress(LtError), collector:
             self._run()
         found: dict[tuple[tuple[str, ...], str], str] = {}
