@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
     name: str
     dims: tuple[int, ...]
-    loss: str
+    loss: Any
     rows: int = 1024
 
 
@@ -66,8 +66,8 @@ def inputs(shape: tuple[int, int], seed: int, device: str) -> tuple[Any, Any]:
 
 def _rounded(values: Any) -> tuple[Any, Any]:
     """FP32 values of NumPy or CuPy, rounded to the nearest BF16 number, in BF16 and in FP32."""
-    bits = (values.view(np.uint32) + 0x8000) & 0xFFFF0000
-    return (bits >> 16).astype(np.uint16).view(np.dtype("bfloat16")), bits.view(np.float32)
+    bits = (values.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
+    return (bits >> np.uint32(16)).astype(np.uint16).view(np.dtype("bfloat16")), bits.view(np.float32)
 
 
 def losses(task: Task, seed: int, steps: int, device: str) -> tuple[dict[str, float], dict[str, int]]:

@@ -12,13 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import plot, torch, tuning
+from benchmarks import fp8, plot, torch, tuning
 from benchmarks.kept import COMPARED, Comparison, against, comparisons, is_peer, label, result, rows_of
 from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, speedups
 
 PAGE: Final = Path(__file__).parent / "README.md"
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
-_VERSIONS: Final = {"PyTorch": "torch", "torch.compile": "torch", "JAX": "jax", "CuPy": "cupy", "Liger": "liger_kernel"}
+_VERSIONS: Final = {
+    "PyTorch": "torch",
+    "torch.compile": "torch",
+    "torchao": "torchao",
+    "JAX": "jax",
+    "CuPy": "cupy",
+    "Liger": "liger_kernel",
+}
 """For the first word of a peer's label, the key of its version in a result file's "machine"."""
 
 Lines = Sequence[Sequence[str]]
@@ -193,6 +200,44 @@ def narrow() -> str:
 _FLOORS: Final = (COPY_FLOOR, PEAK_FLOOR)
 
 
+def fp8_steps() -> str:
+    """Table of training steps in FP8 against BF16 and other libraries: of bursts and sustained."""
+    lines = []
+    for row in rows_of("fp8"):
+        if "lt" in row.get("sustained_us", {}):
+            cells = [cell for times_of in ("us", "sustained_us") for cell in _fp8_cells(row[times_of])]
+            memory = f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
+            lines.append([f"{row['case']}, batch {row['rows']}", *cells, memory])
+    others = "our BF16", "PyTorch in BF16", "torchao"
+    headings = "MLP", "FP8, bursts", *others, "FP8, sustained", *others, "memory / BF16's"
+    return markdown(headings, lines)
+
+
+def _fp8_cells(found: Mapping[str, float]) -> list[str]:
+    theirs = "torch_autocast" if "torch_autocast" in found else "torch_bf16"
+    others = (found.get(name) for name in ("lt_bf16", theirs, "torchao"))
+    return [us(found["lt"]), *("" if other is None else times(other / found["lt"]) for other in others)]
+
+
+def fp8_widths() -> str:
+    """Tables of training steps over widths and batches, and of inference: our time in FP8, and BF16's as a multiple."""
+    found = {row["case"]: row["us"] for row in rows_of("fp8") if {"lt", "lt_bf16"} <= row["us"].keys()}
+    lines = dict[str, list[str]]()
+    for case in fp8.GRID:
+        each = found.get(case.name)
+        cell = "" if each is None else f"{us(each['lt'])}, {times(each['lt_bf16'] / each['lt'])}"
+        lines.setdefault("-".join(map(str, case.dims)), []).append(cell)
+    batches = [f"batch {rows}" for rows in dict.fromkeys(case.rows for case in fp8.GRID)]
+    made = markdown(["MLP", *batches], [[name, *cells] for name, cells in lines.items()])
+    inference = [
+        [str(case.rows), us(each["lt"]), times(each["lt_bf16"] / each["lt"])]
+        for case in fp8.INFERENCE
+        if (each := found.get(case.name))
+    ]
+    told = markdown(["rows in inference, 4096-14336-4096", "FP8", "our BF16"], inference)
+    return f"{made}\n\n{told}" if inference else made
+
+
 def host() -> str:
     """Table of the host's time for a call."""
     lines = [[each.what, us(each.ours), peer(each)] for each in comparisons("host")]
@@ -234,6 +279,8 @@ TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "wide": (wide, ("wide",)),
     "kernels": (kernels, ("kernels",)),
     "narrow": (narrow, ("narrow",)),
+    "fp8": (fp8_steps, ("fp8",)),
+    "fp8-widths": (fp8_widths, ("fp8",)),
     "host": (host, ("host",)),
     "cold": (cold, ("cold",)),
     "tuning": (tuning_figures, ("tuning",)),

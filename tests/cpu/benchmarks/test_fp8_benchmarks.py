@@ -81,6 +81,7 @@ def test_the_fastest_of_a_library_counts_and_sustained_times_are_compared() -> N
     assert us == {**given, "torch_bf16": 4.0, "torchao": 3.0}
     rows = [
         {"case": "4096-14336-4096", "us": {}, "sustained_us": {**us, "lt_bf16": 3.0}},
+        {"case": "4096-14336-4096", "us": {}, "sustained_us": {"lt_fast": 2.0, "torchao": 2.5}},
         {"case": "512-2048-512 batch 1024", "us": {"lt": 1.0, "lt_bf16": 0.9}},
         {"case": "1024-4096-1024 batch 4096", "us": {"lt": 1.0, "lt_bf16": 1.5}},
         {"case": "4096-14336-4096 inference 64", "us": {"lt": 1.0, "lt_bf16": 1.5}},
@@ -89,6 +90,7 @@ def test_the_fastest_of_a_library_counts_and_sustained_times_are_compared() -> N
         ("lt_bf16 / lt, sustained, 4096-14336-4096", 1.5, False),
         ("torch_bf16 / lt, sustained, 4096-14336-4096", 2.0, True),
         ("torchao / lt, sustained, 4096-14336-4096", 1.5, True),
+        ("torchao / lt_fast, sustained, 4096-14336-4096", 1.25, False),
         ("lt_bf16 / lt, training, worst", 0.9, False),
         ("lt_bf16 / lt, inference, worst", 1.5, True),
     ]

@@ -212,3 +212,28 @@ def test_steps_of_pytorch_models_are_compared_with_those_that_run_in_the_same_wa
     pytest.importorskip("matplotlib")
     (picture,) = plot.write_losses(tmp_path / "losses.png")
     assert picture.stat().st_size > 1000
+
+
+def test_the_tables_of_fp8_have_bursts_sustained_steps_widths_and_inference(results: Any) -> None:
+    us = {"lt": 10.0, "lt_bf16": 15.0, "torch_bf16": 20.0, "torchao": 30.0}
+    compared = {"us": us, "sustained_us": {**us, "lt": 20.0}, "memory_ratio": 1.05, "rows": 4096}
+    other = {"us": {"lt": 8.0, "torch_autocast": 20.0}, "sustained_us": {"lt": 10.0, "lt_bf16": 11.0}, "rows": 64}
+    results(
+        "fp8",
+        {"case": "4096-14336-4096", **compared},
+        {"case": "4096-14336-4096 FP32 masters", **other},
+        {"case": "512-2048-512 batch 4096", "us": {"lt": 4.0, "lt_bf16": 3.0}},
+        {"case": "4096-14336-4096 inference 64", "us": {"lt": 2.0, "lt_bf16": 3.0}},
+        {"case": "4096-14336-4096 inference 4096", "us": {"lt_bf16": 3.0}},
+    )
+    assert tables.fp8_steps().splitlines()[2:] == [
+        "| 4096-14336-4096, batch 4096 | 10.0 | 1.50× | 2.00× | 3.00× | 20.0 | **0.75×** | 1.00× | 1.50× | 1.05 |",
+        "| 4096-14336-4096 FP32 masters, batch 64 | 8.00 | | 2.50× | | 10.0 | 1.10× | | | |",
+    ]
+    widths, inference = tables.fp8_widths().split("\n\n")
+    assert widths.splitlines()[:3:2] == [
+        "| MLP | batch 1024 | batch 4096 | batch 16384 |",
+        "| 512-2048-512 | | 4.00, **0.75×** | |",
+    ]
+    assert inference.splitlines()[2:] == ["| 64 | 2.00 | 1.50× |"]
+    assert "against PyTorch 2.11, torchao of a version that was not recorded" in tables.source(["fp8"])
