@@ -25,7 +25,7 @@ Enum: TypeAlias = type[enum.IntEnum | enum.IntFlag]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A set of values.
+    """The values that an attribute may be set to.
 
     Attributes:
         allows: whether a number is in the set.
