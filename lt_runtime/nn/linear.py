@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import numpy as np
@@ -130,6 +131,11 @@ class Linear(Block):
         del dy  # `held` has the only reference, so that the array is freed after its last reader
         return backward_layers([self], held, run)
 
+    @property
+    def precision(self) -> FP8 | None:
+        """The recipe of the layer's products in FP8; None for a layer in its own type."""
+        return None if self.scales is None else self.scales.recipe
+
     def __repr__(self) -> str:
         bias, what = self.bias is not None, f"{self.inputs} to {self.outputs}, {self.activation.name}"
         return f"Linear({self.name}, {what}, {bias=}, dropout={self.dropout})"
@@ -245,12 +251,14 @@ def scales_of(precision: object) -> FP8State | None:
     """The state of a layer with the option `precision`; None for a layer in its own type.
 
     Raises:
-        KindError, ArgumentError: the option is neither None, "fp8" nor an `lt.FP8`.
+        KindError, ArgumentError: the option is neither None, "fp8", an `lt.FP8` nor all its fields in a dict.
     """
     if precision is None:
         return None
     from lt_runtime.ops._fp8_linear import FP8State  # imported late, because few models have a precision
 
+    if isinstance(precision, Mapping) and precision.keys() == {each.name for each in fields(FP8)}:
+        return FP8State(FP8(**precision))
     if not isinstance(precision, FP8):
         one_of("precision", precision, ("fp8",))
     return FP8State(precision if isinstance(precision, FP8) else FP8())

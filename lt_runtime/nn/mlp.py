@@ -30,7 +30,7 @@ from lt_runtime.problem import Activation, Chosen, Compute, ComputeName, DType, 
 
 _Value = TypeVar("_Value")
 _DRAWN: Final = 1 << 20  # number of initial values that are drawn at once
-_OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights")
+_OPTIONS: Final = ("dims", "activation", "dropout", "bias", "seed", "compute", "dtype", "master_weights", "precision")
 """The arguments of `MLP` except the device, in the order in which saved files list them."""
 
 
@@ -63,8 +63,7 @@ class MLP(Block, surrounded=False):
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a `torch.device`.
         compute: "float32" or "tf32".
         precision: "fp8", or an `lt.FP8`, to train with the layers' products in FP8, see `lt.FP8State`; None otherwise.
-            Layers with sizes that are no multiples of 16 stay in `dtype`, as inference does. Model files and
-            checkpoints do not hold the scales: a loaded model finds them anew.
+            Layers with sizes that are no multiples of 16 stay in `dtype`, as inference does.
 
     Attributes:
         layers: list of `Linear`.
@@ -148,6 +147,11 @@ class MLP(Block, surrounded=False):
         """Whether the layers have a bias; one value for each layer if they differ."""
         biases = [each.bias is not None for each in self.layers]
         return biases[0] if len({*biases}) == 1 else tuple(biases)
+
+    @property
+    def precision(self) -> FP8 | None:
+        """The recipe of the layers' products in FP8; None for layers in the model's type."""
+        return self.layers[0].precision
 
     @property
     def options(self) -> dict[str, Any]:
@@ -377,9 +381,9 @@ def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) ->
 
 
 def _as_json(option: Any) -> Any:
-    """Converts an option for JSON: tuples become lists, activations dicts, and a type its name."""
+    """Converts an option for JSON: tuples become lists, activations and recipes dicts, and a type its name."""
     if isinstance(option, tuple):
         return [_as_json(each) for each in option]
     if isinstance(option, DType):
         return option.value
-    return asdict(option) if isinstance(option, Activation) else option
+    return asdict(option) if isinstance(option, (Activation, FP8)) else option

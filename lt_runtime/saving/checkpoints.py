@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from lt_runtime.arrays.operand import CUPY, read
 from lt_runtime.arrays.transfer import replace_all, store
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.files import AnyPath, parse_json
+from lt_runtime.fp8 import FP8
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.block import Block
+from lt_runtime.nn.linear import scales_of
 from lt_runtime.nn.mlp import MLP, shapes_of
 from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
 from lt_runtime.ops.optimizer import AdamW, Bounds, Optimizer, outside, state_arrays, state_ranges
@@ -28,6 +30,7 @@ from lt_runtime.rules import AMSGrad
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Arrays, Kinds, check_kinds, kind_of, of_others, shortened
 from lt_runtime.saving.descriptions import describe, make, named_parameters, options_of
+from lt_runtime.saving.fp8_scales import check_scales, names_of_scales, scales_to_load, scales_to_save, without_scales
 from lt_runtime.saving.plan_choices import choices_of, take_choices
 from lt_runtime.schedules import AnySchedule, Table
 
@@ -53,13 +56,13 @@ _PER_PARAMETER: Final = ("lr_scale", "weight_decay")
 
 CHANGEABLE: Final = (
     *("compute", "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed", "weight_decay"),
-    "betas",
+    *("betas", "precision"),
 )
 """Names of options that `load_checkpoint(..., changed=...)` accepts: their values may differ from the checkpoint's."""
 _PLANS: Final = "plans"
 # Options that are not compared: whether there are master copies follows from the names of the arrays.
 _SEEN_OTHERWISE: Final = frozenset({"master_weights"})
-_OF_TRAINING: Final = frozenset({"compute", "dropout", "seed"})
+_OF_TRAINING: Final = frozenset({"compute", "dropout", "precision", "seed"})
 """Options of a model that matter only for training, and are not compared when only a model's values are loaded."""
 
 _ROWS: Final = 20
@@ -68,12 +71,13 @@ _CELL: Final = 40
 
 
 def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
-    """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
+    """Writes parameters, master copies, moments, steps, seeds, scales and all options to a safetensors file.
 
-    The plan cache's entries for the model's training steps are saved with them, see `load_checkpoint`. A digest of
-    everything is saved too. An older file of that name is replaced in one step, when the new file is completely on the
-    disk. The new file has the older one's mode. If the path is a symbolic link, its target is replaced. Temporary files
-    of killed saves to the same path are removed. Waits for the GPU.
+    The scales are those of the loss, and those of layers in FP8 with their histories. The plan cache's entries for the
+    model's training steps are saved with them, see `load_checkpoint`. A digest of everything is saved too. An older
+    file of that name is replaced in one step, when the new file is completely on the disk. The new file has the older
+    one's mode. If the path is a symbolic link, its target is replaced. Temporary files of killed saves to the same path
+    are removed. Waits for the GPU.
 
     Args:
         optimizer: an optimizer of parameters of `model`. No other thread may train the model during the call.
@@ -89,7 +93,7 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
     check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
     arrays = _arrays(model, optimizer)
     model.device.synchronize()
-    host = {name: model.device.to_host(array) for name, array in arrays.items()}
+    host = {name: model.device.to_host(array) for name, array in arrays.items()} | scales_to_save(model)
     _check_values(f"{os.fspath(path)} is not written", host, model, optimizer)
     plans = choices_of(model)
     described = _description(model, optimizer) | ({} if plans is None else {_PLANS: plans})
@@ -109,6 +113,9 @@ def load_checkpoint(
     that the cache does not know, as by `python -m lt_runtime cache merge`: algorithms are rebuilt, and verified before
     their first use. A step that has run before keeps its plans.
 
+    A layer in FP8 takes the file's scales and histories. A file of a model without FP8 has none: then the layer keeps
+    its own, or finds them from its first batch. A model without FP8 leaves out the file's scales.
+
     The file's digest is checked; it shows damage, but is no signature. Values that training cannot reach are refused: a
     loss scale that is no positive, normal FP32 number, a growth tracker that is negative or not below
     `growth_interval`, negative second moments or norms, data that are not the rounding of their master copy, and a
@@ -117,10 +124,11 @@ def load_checkpoint(
 
     Args:
         optimizer: None loads only the parameters' values. The file may then also come from `save_model`, and
-            `compute`, `dropout`, `seed` and master copies of the model may differ from the file's.
+            `compute`, `dropout`, `precision`, `seed` and master copies of the model may differ from the file's.
         changed: names of options that may differ from the file's; the model's and optimizer's present values are kept:
-            "betas", "compute", "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed",
-            "weight_decay".
+            "betas", "compute", "dropout", "eps", "lr", "lr_scale", "max_norm", "precision", "scaler", "schedule",
+            "seed", "weight_decay". "precision" is for two different recipes: a layer whose recipe has other types or
+            another length of the history than the file's takes no scales from the file.
 
     Raises:
         CheckpointError: the file is damaged, it was not written by `save_checkpoint`, its model or optimizer has other
@@ -138,19 +146,24 @@ def load_checkpoint(
         theirs = _description_of(path, file.text)
         if optimizer is None:
             _check_options(path, {"model": theirs["model"]}, {"model": _options_of(model)}, _OF_TRAINING)
-            _write_saved(path, model, file.load(_value_names(path, file.kinds, _shapes_of(model))))
+            names = _value_names(path, file.kinds, _shapes_of(model))
+            _write_saved(path, model, file.load([*names, *check_scales(path, file.kinds)]))
             return
         plans = theirs.pop(_PLANS, None)
         if "optimizer" not in theirs:
             raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
         _check_options(path, theirs, _description(model, optimizer), may_differ)
-        check_kinds(path, file.kinds, {name: kind_of(array) for name, array in arrays.items()})
+        scales = check_scales(path, file.kinds)
+        check_kinds(path, without_scales(file.kinds), {name: kind_of(array) for name, array in arrays.items()})
         values = file.load(file.kinds)
     _check_values(f"{os.fspath(path)} cannot be used", values, model, optimizer)
+    loading = scales_to_load(path, model, {name: values[name] for name in scales})
     model.device.synchronize()
     device = model.device.ordinal
     stream = 0 if device is None else CUPY.current_stream(device)
-    replace_all([(read(name, array, stream), values[name], stream) for name, array in arrays.items()])
+    writes = [(read(name, array, stream), values[name], stream) for name, array in arrays.items()]
+    replace_all([*writes, *loading.writes])
+    loading.finish()
     take_choices(path, plans, model)
 
 
@@ -159,7 +172,8 @@ def save_model(path: AnyPath, model: Block) -> None:
 
     The model is an `lt.MLP`, or made of the package's blocks, which may share weights. If there are FP32 master copies,
     their values are saved, so that training can continue from the file. Other tools find them as "layer0.weight",
-    "layer0.bias" and so on. An older file is replaced as by `save_checkpoint`. Waits for the GPU.
+    "layer0.bias" and so on. The scales of layers in FP8 are saved too, see `lt.FP8State`. An older file is replaced as
+    by `save_checkpoint`. Waits for the GPU.
 
     Raises:
         ArgumentError: the model has a block that is not of the package; `lt.save` takes such models.
@@ -169,7 +183,7 @@ def save_model(path: AnyPath, model: Block) -> None:
     """
     _check_kinds(path, model)
     model.device.synchronize()
-    described, values = json.dumps({"format": _FORMAT, "model": _options_of(model)}), {}
+    described, values = json.dumps({"format": _FORMAT, "model": _options_of(model)}), scales_to_save(model)
     for name, each in named_parameters(model).items():
         values[name] = data = model.device.to_host(each.data)
         if each.master is not None:
@@ -178,7 +192,9 @@ def save_model(path: AnyPath, model: Block) -> None:
     checkpoint_file.write(path, values, described)
 
 
-def load_model(path: AnyPath, device: object = "auto") -> Any:
+def load_model(
+    path: AnyPath, device: object = "auto", *, precision: Literal["file", "fp8"] | FP8 | None = "file"
+) -> Any:
     """Makes the model of a file that `save_model` or `save_checkpoint` has written.
 
     The file's digest is checked as by `load_checkpoint`. The model is made only after the file has been found to hold
@@ -187,19 +203,24 @@ def load_model(path: AnyPath, device: object = "auto") -> Any:
     Args:
         device: the device of the model: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a
             `torch.device`.
+        precision: of the linear layers, as for `lt.MLP`: "fp8", an `lt.FP8`, or None; "file" for that of the model
+            which was saved. If the file has no scales, the model's first call finds them.
 
     Raises:
         CheckpointError: the file is damaged, or it was not written by `save_model` or `save_checkpoint` of this version
             or an earlier one.
-        ArgumentError: a device that does not exist.
+        ArgumentError: a device that does not exist, or another precision.
         FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
             is a FileNotFoundError too.
     """
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
-    place = parse_device(device)
+    place, given = parse_device(device), {}
+    if not (isinstance(precision, str) and precision == "file"):
+        given = {"precision": state.recipe if (state := scales_of(precision)) else None}
     with checkpoint_file.reading(path) as file:
         described = _description_of(path, file.text)["model"]
         # twice the size of the arrays: a model has values and gradients
+        scales = check_scales(path, file.kinds)
         without_masters = (each for each in file.kinds.items() if each[0] + MASTER not in file.kinds)
         values = (kind for name, kind in without_masters if name.rpartition(".")[2] not in _MOMENTS)
         file.require_memory(2 * sum(map(checkpoint_file.size_of, values)))
@@ -209,35 +230,45 @@ def load_model(path: AnyPath, device: object = "auto") -> Any:
             _value_names(path, kinds, _shapes(path, options, kinds))
 
         try:
-            model = make({"block": "MLP", **described}, file.kinds, "cpu" if place is None else place, check_mlp)
+            model = make({"block": "MLP", **described}, file.kinds, "cpu" if place is None else place, check_mlp, given)
         except CheckpointError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
         # compares the file with the model itself, including which layers have a bias
         names = _value_names(path, file.kinds, _shapes_of(model))
-        writer = _Writer(model, names)
+        writer = _Writer(model, names, {name: file.kinds[name] for name in scales})
         file.scan(writer.write)
         if writer.fault:
             raise CheckpointError(f"{path} cannot be used: {writer.fault}")
+    loading = scales_to_load(path, model, writer.kept)
+    replace_all(loading.writes)
+    loading.finish()
     return model
 
 
 class _Writer:
     """Writes pieces of a file's arrays into a new model.
 
+    Args:
+        names: of the arrays of the parameters' values.
+        kept: types and shapes of arrays to keep.
+
     Attributes:
+        kept: those arrays.
         fault: the first finite number that the model's type does not hold, in words; empty if there is none.
     """
 
-    def __init__(self, model: Block, names: Collection[str]) -> None:
-        self.fault = ""
+    def __init__(self, model: Block, names: Collection[str], kept: Kinds) -> None:
+        self.fault, self.kept = "", {name: np.empty(each.shape, each.dtype) for name, each in kept.items()}
         parameters, ordinal = named_parameters(model), model.device.ordinal
         self._parameters = {name: parameters[name.removesuffix(MASTER)] for name in names}
         self._stream = 0 if ordinal is None else CUPY.current_stream(ordinal)
 
     def write(self, name: str, at: int, piece: NDArray[Any]) -> None:
         """Writes a piece, before which an array has `at` elements, into a parameter's data and master copy."""
+        if name in self.kept:
+            self.kept[name].reshape(-1)[at : at + piece.size] = piece
         parameter = self._parameters.get(name)
         if parameter is None:
             return
@@ -299,7 +330,7 @@ def plain(value: Any) -> Any:
     """A value as JSON holds it; NaN and infinity, for which JSON has no numbers, become {"float": "inf"}."""
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, Activation):
+    if isinstance(value, (Activation, FP8)):
         return plain(dataclasses.asdict(value))
     if isinstance(value, np.generic):
         value = value.item()
@@ -354,9 +385,14 @@ def _check_values(complaint: str, arrays: Arrays, model: Block, optimizer: Optim
 
 
 def _check_options(path: AnyPath, theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Set[str]) -> None:
-    """Raises `CheckpointError`, with a table of the differing options, if options differ that must be equal."""
+    """Raises `CheckpointError`, with a table of the differing options, if options differ that must be equal.
+
+    A precision and none may stand for each other: then the difference is the whole precision, not one of its fields.
+    """
     rows = [
-        row for row in differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(_names_in(row[0]))
+        row
+        for row in differences("", theirs, ours)
+        if (may_differ | _SEEN_OTHERWISE).isdisjoint(_names_in(row[0])) and not row[0].endswith(".precision")
     ]
     refuse_differences(path, rows, {name for row in rows for name in _names_in(row[0])}, CHANGEABLE)
 
@@ -446,7 +482,7 @@ def _value_names(path: AnyPath, kinds: Kinds, shapes: Mapping[str, tuple[int, ..
     """
     for name in shapes.keys() - kinds.keys():
         raise CheckpointError(f"{path} has no {shortened(name)}")
-    for name, kind in kinds.items():
+    for name, kind in without_scales(kinds).items():
         owner, _, part = name.rpartition(".")
         shape = shapes.get(name, shapes.get(owner) if part in (MASTER[1:], *_MOMENTS) else None)
         is_number = kind.dtype in _WORDS and math.prod(kind.shape) == 1
@@ -460,6 +496,8 @@ def _value_names(path: AnyPath, kinds: Kinds, shapes: Mapping[str, tuple[int, ..
 def _write_saved(path: AnyPath, model: Block, values: Arrays) -> None:
     """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
 
+    The scales among the values are loaded too.
+
     Raises:
         CheckpointError: the model's type would make a finite value infinite.
     """
@@ -468,7 +506,10 @@ def _write_saved(path: AnyPath, model: Block, values: Arrays) -> None:
         assigned = [(each, values_for(each, name, found[name])) for name, each in named_parameters(model).items()]
     except ArgumentError as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
+    loading = scales_to_load(path, model, {name: values[name] for name in names_of_scales(values)})
     write_values(assigned)
+    replace_all(loading.writes)
+    loading.finish()
 
 
 def _shapes_of(model: Block) -> dict[str, tuple[int, ...]]:

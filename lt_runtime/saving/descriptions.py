@@ -23,7 +23,7 @@ from lt_runtime.saving.checkpoint_file import Kinds
 _CONTAINERS: Final = (Chain, Residual, Parallel)
 _LEAVES: Final = (Linear, MLP, LayerNorm, RMSNorm, Gated, SwiGLU, GEGLU, ReGLU, Dropout)
 _CLASSES: Final[Mapping[str, Any]] = {each.__name__: each for each in (*_CONTAINERS, *_LEAVES)}
-_OPTIONS: Final = ("activation", "compute", "dropout", "eps", "join", "p", "seed", "split")
+_OPTIONS: Final = ("activation", "compute", "dropout", "eps", "join", "p", "precision", "seed", "split")
 """Constructor arguments that a block holds as attributes of the same name; a gated block's layer `up` may hold them."""
 
 
@@ -88,11 +88,18 @@ def _has_masters(block: Block) -> bool:
     return block.dtype is not DType.BFLOAT16 or any(each.master is not None for each in block.parameters())
 
 
-def make(description: Any, kinds: Kinds, device: object, check_mlp: Callable[[Any, Kinds], object]) -> Block:
+def make(
+    description: Any,
+    kinds: Kinds,
+    device: object,
+    check_mlp: Callable[[Any, Kinds], object],
+    given: Mapping[str, Any],
+) -> Block:
     """Makes the model of a description, with the sizes of a file's arrays.
 
     Args:
         check_mlp: is called with the options of an MLP and its arrays before the MLP is made, and may raise.
+        given: options that replace those of the description, in the blocks that take them.
 
     Raises:
         Exception: of any kind; the description is not one of a block, or its sizes do not fit together.
@@ -104,6 +111,7 @@ def make(description: Any, kinds: Kinds, device: object, check_mlp: Callable[[An
             return made[described]
         options = {**described}
         kind = _CLASSES[options.pop("block")]
+        options |= {name: each for name, each in given.items() if name in inspect.signature(kind).parameters}
         arguments: list[Any] = []
         if kind in _CONTAINERS:
             arguments = [block_of(part, f"{place}{name}.") for name, part in options.pop("parts").items()]

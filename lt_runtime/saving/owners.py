@@ -14,6 +14,7 @@ import numpy as np
 from lt_runtime.arguments import not_negative, shown
 from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.nn.block import Block
+from lt_runtime.nn.linear import Linear
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.optimizer import AdamW, Optimizer, state_arrays, state_ranges
 from lt_runtime.problem import Activation
@@ -133,6 +134,8 @@ def _options_of_model(model: Block) -> dict[str, Any]:
         own = {name: held[name] for name in (*_OF_BLOCKS, *["seed"] * draws) if name in held}
         if type(block).__module__.startswith("lt_runtime."):
             own["block"] = type(block).__name__
+        if isinstance(block, Linear) and block.precision is not None:
+            own["precision"] = block.precision
         options |= {f"{place}.{name}" if place else name: value for name, value in own.items()}
     return options
 

@@ -34,6 +34,7 @@ from lt_runtime.saving.checkpoints import (
     plain,
     refuse_differences,
 )
+from lt_runtime.saving.fp8_scales import Loading, check_scales, names_of_scales, scales_to_load, scales_to_save
 from lt_runtime.saving.owners import PLAIN, State, settings_of, state_of
 from lt_runtime.saving.plan_choices import choices_of, take_choices
 from lt_runtime.schedules import Table
@@ -47,9 +48,9 @@ _CHANGEABLE: Final = (*CHANGEABLE, "accumulate", "batch_size", "decay", "loss", 
 def save(path: AnyPath, **owners: Any) -> None:
     """Writes models, optimizers, averages, steps and plain values to one safetensors file, under their keywords.
 
-    The file holds all values that training changes, by name, the options that decide how training goes on. An array
-    that is found several times is written once. The file has a digest and is replaced in one step, as by
-    `save_checkpoint`, and has the plan choices of the models' steps. Waits for the GPU::
+    The file holds all values that training changes, by name, also the scales of layers in FP8, and the options that
+    decide how training goes on. An array that is found several times is written once. The file has a digest and is
+    replaced in one step, as by `save_checkpoint`, and has the plan choices of the models' steps. Waits for the GPU::
 
         lt.save("run.safetensors", model=net, head=optimizer, ema=ema, epoch=3)
         epoch = lt.load("run.safetensors", model=net, head=optimizer, ema=ema)["epoch"]
@@ -77,6 +78,8 @@ def save(path: AnyPath, **owners: Any) -> None:
     host = {key: fetch(*operands[key]) for key, first in firsts.items() if key == first}
     _check(f"{os.fspath(path)} is not written", {key: host[first] for key, first in firsts.items()}, state)
     for keyword, each in objects.items():
+        if isinstance(each, Block):
+            host |= {f"{keyword}/{name}": array for name, array in scales_to_save(each).items()}
         if isinstance(each, Optimizer) and isinstance(each.schedule, Table):
             host[f"{keyword}/schedule"] = np.array(each.schedule.values, np.float32)
     shared = {key: first for key, first in firsts.items() if key != first}
@@ -103,8 +106,8 @@ def load(
 
     Training then continues bit by bit as if it had not been interrupted. Arrays are found by their names and written in
     place, so that captured graphs continue too. Each object that is given is loaded as a whole; the file may have other
-    objects, which are not loaded. The file's digest and the ranges of its values are checked, and the old values are
-    restored if a write fails, as by `load_checkpoint`. Waits for the GPU.
+    objects, which are not loaded. As by `load_checkpoint`, scales of layers in FP8 are loaded, the file's digest and
+    the ranges of its values are checked, and the old values are restored if a write fails. Waits for the GPU.
 
     Args:
         settings: "equal" demands that all options are the file's. "file" sets `lr`, `schedule`, `weight_decay` and
@@ -135,8 +138,11 @@ def load(
         for key in (f"{keyword}/schedule" for keyword in state.names):
             if isinstance(options.get(key), dict) and isinstance(options[key].get("table"), int):
                 like[key] = Kind("float32", (options[key]["table"],))
-        check_kinds(path, {key: file.kinds[source] for key, source in sources.items()}, like)
-        _check_shared(path, _firsts(sources), firsts)
+        check_scales(path, file.kinds)
+        scales = names_of_scales(sources)
+        arrays = {key: source for key, source in sources.items() if key not in scales}
+        check_kinds(path, {key: file.kinds[source] for key, source in arrays.items()}, like)
+        _check_shared(path, _firsts(arrays), firsts)
         content = file.load({*sources.values()})
     saved = {key: content[source] for key, source in sources.items()}
     _check(f"{os.fspath(path)} cannot be used", saved, state)
@@ -147,13 +153,29 @@ def load(
             made += settings_of(keyword, owners[keyword], names, options, table, taken)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: its settings are wrong: {shortened(str(error))}") from error
-    replace_all([(operand, saved[key], stream) for key, (operand, stream) in operands.items() if firsts[key] == key])
+    loadings = _loadings(path, owners, {key: saved[key] for key in scales})
+    writes = [(operand, saved[key], stream) for key, (operand, stream) in operands.items() if firsts[key] == key]
+    replace_all([*writes, *itertools.chain(*(each.writes for each in loadings))])
+    for each in loadings:
+        each.finish()
     for assignment in made:
         setattr(*assignment)
     for model in _models(owners):
         for text in plans:
             take_choices(path, text, model)
     return values
+
+
+def _loadings(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> list[Loading]:
+    """What `scales_to_load` prepares for each model among objects; the scales are by key."""
+    found = []
+    for keyword, owner in owners.items():
+        own = {key.removeprefix(f"{keyword}/"): each for key, each in scales.items() if _keyword(key) == keyword}
+        if isinstance(owner, Block):
+            found.append(scales_to_load(path, owner, own))
+        elif own:
+            raise CheckpointError(f"{path} has {shortened(f'{keyword}/{min(own)}')}, which there is not here")
+    return found
 
 
 def _models(owners: Mapping[str, Any]) -> list[Block]:
@@ -222,7 +244,7 @@ def _check_options(
     rows = {
         key: [*differences(key, theirs.get(key), ours.get(key))]
         for key, name in names.items()
-        if name not in may_differ
+        if name not in may_differ and not (name == "precision" and None in (theirs.get(key), ours.get(key)))
     }
     differing = {names[key] for key, found in rows.items() if found}
     refuse_differences(path, [*itertools.chain(*rows.values())], differing, _CHANGEABLE)

@@ -406,6 +406,7 @@ ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "TrainStep": {"batch_size": "none huge", "accumulate": "huge"},
     "TrainStep.__call__ in parts": {"x": "", "target": ""},
     "EMA": {"decay": ""},
+    "load_model": {"precision": "none"},
     "evaluate": {"batches": "dict"},
     "TrainStep.evaluate": {"batches": "dict"},
     "prefetch": {"iterable": "text list dict array"},
