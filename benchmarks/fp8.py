@@ -206,10 +206,12 @@ _TARGETS: Final[Mapping[tuple[str, str, str], float]] = {
 """By case, our contender and another: the least ratio of the other's sustained time to ours."""
 _NEVER_SLOWER: Final = 0.99
 _INFERENCE: Final = 1.4
+_MEMORY: Final = {False: 1.1, True: 1.0}
+"""The most memory of a step in FP8 as a multiple of BF16's, without and with FP32 masters."""
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: sustained steps against every contender, and BF16 against FP8 over the grid and in inference."""
+    """Figures: sustained steps against every contender, BF16 against FP8 over the grid and in inference, and memory."""
     made = []
     for row, ours, name in itertools.product(rows, ("lt", "lt_fast"), ("lt_bf16", *_PEERS)):
         us = row.get("sustained_us", {})
@@ -220,6 +222,10 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
         names = {case.name for case in cases}
         found = report.speedups([row for row in rows if row["case"] in names], "lt_bf16")
         made += [report.worst(f"lt_bf16 / lt, {what}", found, target)] if found else []
+    for row in rows:
+        if ratio := row.get("memory_ratio"):
+            what, most = f"memory of lt / lt_bf16, {row['case']}", _MEMORY[row["master"]]
+            made.append(Finding(what, ratio, most, at_most=True))
     return made
 
 

@@ -82,6 +82,8 @@ def test_the_fastest_of_a_library_counts_and_sustained_times_are_compared() -> N
     rows = [
         {"case": "4096-14336-4096", "us": {}, "sustained_us": {**us, "lt_bf16": 3.0}},
         {"case": "4096-14336-4096", "us": {}, "sustained_us": {"lt_fast": 2.0, "torchao": 2.5}},
+        {"case": "a", "us": {}, "memory_ratio": 1.05, "master": False},
+        {"case": "b", "us": {}, "memory_ratio": 1.05, "master": True},
         {"case": "512-2048-512 batch 1024", "us": {"lt": 1.0, "lt_bf16": 0.9}},
         {"case": "1024-4096-1024 batch 4096", "us": {"lt": 1.0, "lt_bf16": 1.5}},
         {"case": "4096-14336-4096 inference 64", "us": {"lt": 1.0, "lt_bf16": 1.5}},
@@ -93,6 +95,8 @@ def test_the_fastest_of_a_library_counts_and_sustained_times_are_compared() -> N
         ("torchao / lt_fast, sustained, 4096-14336-4096", 1.25, False),
         ("lt_bf16 / lt, training, worst", 0.9, False),
         ("lt_bf16 / lt, inference, worst", 1.5, True),
+        ("memory of lt / lt_bf16, a", 1.05, True),
+        ("memory of lt / lt_bf16, b", 1.05, False),
     ]
 
 
