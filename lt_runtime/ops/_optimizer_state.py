@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -59,9 +60,12 @@ def _group_of(groups: Groups) -> list[int]:
 class HostState:
     """The state of NumPy parameters, updated by the reference; its arrays are attributes of `lt.Optimizer`."""
 
+    notes_skips = True
+
     def __init__(self, groups: Groups, options: Options) -> None:
         self.steps, self.skipped_steps = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
         self.grad_norm = np.zeros((), np.float32) if options.judges_gradients else None
+        self.skipped = np.zeros(1, np.uint32) if options.skip_nonfinite else None
         self.options = options
         self._parameters = read_parameters([*itertools.chain(*groups)], options, HOST, 0)
         self._group_of = _group_of(groups)
@@ -80,6 +84,8 @@ class HostState:
         check_masters([read.parameter for read in self._parameters], 0)
         with np.errstate(all="ignore"):  # NaN and infinite gradients cost no warnings, as on a GPU
             factor, finite = self._judge()
+            if self.skipped is not None:
+                self.skipped[...] = not finite
             if self.options.skip_nonfinite and not finite:
                 self.skipped_steps += 1
             else:
@@ -125,7 +131,11 @@ class HostState:
 
 
 class GpuState:
-    """The state of parameters on one GPU: moments, settings, the kernels' tables of addresses, and the launches."""
+    """The state of parameters on one GPU: moments, settings, the kernels' tables of addresses, and the launches.
+
+    Attributes:
+        notes_skips: whether steps write `skipped`, which costs a copy of 4 bytes.
+    """
 
     def __init__(self, groups: Groups, options: Options) -> None:
         parameters = [*itertools.chain(*groups)]
@@ -143,7 +153,7 @@ class GpuState:
             # Keeps arrays alive: the kernels' tables hold the addresses of these arrays, besides those of the
             # parameters' arrays.
             self._kept: list[Any] = []
-            words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
+            words = self._zeros((len(_WORDS) + 1,), np.dtype(np.uint32))
             self.moments = _moments(groups, options, lambda size, dtype: self._zeros((size,), dtype))
             self._written = self._settings(self._stream)
             self._device_settings = self._upload(self._written)
@@ -162,6 +172,8 @@ class GpuState:
             options.scaler.bind(*self._scale)
         self.steps, self.skipped_steps = (_word(words, name) for name in ("steps", "skipped"))
         self._nonfinite = int(_word(words, "nonfinite").data.ptr)
+        self.skipped = words[len(_WORDS) :] if options.skip_nonfinite else None
+        self.notes_skips = False
         norm = _word(words, "norm").view(np.float32).reshape(())
         self.grad_norm = norm if options.judges_gradients else None
 
@@ -173,9 +185,13 @@ class GpuState:
                 check_masters(self._unchecked, handle)
                 self._unchecked = ()
             self._apply(handle)
-            ready = [launches[handle] for launches in self._launches]
+            ready: list[Callable[[], object]] = [launches[handle][1] for launches in self._launches]
+            if self.notes_skips and self.skipped is not None:
+                # The first launch counts NaN and infinite gradients, and the last one sets the count back to 0.
+                arguments = self.skipped.data.ptr, self._nonfinite, kernels.WORD_BYTES, handle
+                ready.insert(1, functools.partial(call, "cuMemcpyDtoDAsync", *arguments))
             try:
-                for _, launch in ready:
+                for launch in ready:
                     launch()
             except DriverError:
                 # Resets the count of NaN gradients: otherwise the next step would be skipped too.

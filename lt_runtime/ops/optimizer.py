@@ -128,6 +128,16 @@ class Optimizer(Fixed):
         return self._state.options
 
     @property
+    def skipped(self) -> Any:
+        """Array (1,) of uint32 on the parameters' device: other than 0 if the last step was skipped.
+
+        It is for `FP8State.update(skipped=)`, and is None unless steps may be skipped. Steps write it from its first
+        use on, and graphs only if it was used before their capture.
+        """
+        self._state.notes_skips = True
+        return self._state.skipped
+
+    @property
     def rules(self) -> tuple[Rule, ...]:
         """The rule of each group; may be set to rules that differ in `lr` and `weight_decay`."""
         return self.options.rules

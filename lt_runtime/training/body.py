@@ -179,6 +179,7 @@ class StepBody:
         self._places = len(model.layers) if isinstance(model, MLP) else PLACES
         trained = {id(each) for each in optimizer.parameters}
         self.scales = [block.scales for block in model.blocks() if isinstance(block, Linear) and block.scales]
+        self._skipped = optimizer.skipped if self.scales else None
         self._frozen = [each for each in model.parameters() if id(each) not in trained]
 
     def set_arity(self, count: int) -> None:
@@ -275,7 +276,7 @@ class StepBody:
             with range_of("optimizer"):
                 self.optimizer.step(stream=stream)
                 for each in self.scales:
-                    each.update(stream=stream)
+                    each.update(skipped=self._skipped, stream=stream)
             if self.ema is not None:
                 with range_of("ema"):
                     self.ema.update(stream=stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,28 @@ def test_a_checkpoint_continues_bit_for_bit(gpu: FakeGpu, tmp_path: Path) -> Non
     gpu.lt.load_checkpoint(tmp_path / "checkpoint", resumed_model, resumed_optimizer)
     assert run(resumed, given[3:]) == run(unbroken, given[3:])
     gpu.synchronize_all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"scaler": 8.0}])
+def test_a_skipped_step_changes_no_scale(gpu: FakeGpu, device: str, graph: bool, options: dict[str, Any]) -> None:
+    """A step with a target that is NaN, whose inputs and weights are finite, between steps that are not skipped."""
+    package = gpu.lt
+    if "scaler" in options:
+        options = {"scaler": package.GradScaler(options["scaler"])}
+    model = package.MLP([32, 64, 16], dtype="bfloat16", seed=4, device=device, precision="fp8")
+    optimizer = package.AdamW(model.parameters(), lr=1e-2, **options)
+    step = package.TrainStep(model, optimizer, loss="mse", batch_size=ROWS, graph=graph, tune=False)
+    histories = []
+    for number, (x, _) in enumerate(batches(5)):
+        target = np.full((ROWS, 16), np.nan if number == 2 else 1.0).astype(BF16)
+        step(*map(model.device.asarray, ((number + 1) * x, target)))
+        gpu.synchronize_all()
+        histories.append([layer.scales.state_dict()["history"] for layer in model.layers])
+    changes = [[(now != then).any() for now, then in zip(*each, strict=True)] for each in itertools.pairwise(histories)]
+    assert changes == [[True, True], [False, False], [True, True], [True, True]]
+    assert int(optimizer.skipped_steps.item()) == 1
 
 
 def test_a_step_that_is_tuned_measures_the_products_in_fp8(gpu: FakeGpu) -> None:
