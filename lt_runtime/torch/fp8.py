@@ -1,11 +1,11 @@
-"""Linear layers of modules whose products are computed in FP8, and their scales."""
+"""Linear layers and gated blocks of modules whose products are computed in FP8, and their scales."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,22 +13,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.errors import LtError
+from lt_runtime.fp8 import FP8
 from lt_runtime.nn.linear import scales_of
 from lt_runtime.ops._fp8_linear import FP8State, fits
-from lt_runtime.ops._linear import LinearContext
+from lt_runtime.ops._linear import Layer, LinearContext
+from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd, linear_fwd
-from lt_runtime.torch.functional import LINEAR, cast, draw_key, linear_layers
-from lt_runtime.torch.linear import compute_of, masks_of
-from lt_runtime.torch.operators import Options, applied, begin_backward, is_eager
+from lt_runtime.problem import Activation
+from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated, linear_layers
+from lt_runtime.torch.linear import masks_of, scratch
+from lt_runtime.torch.operators import Needs, Options, applied, begin_backward, is_eager
 from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, placed
+
+Precision: TypeAlias = "Literal['fp8'] | FP8 | None"
 
 _ENTRIES: Final = {name: f"fp8_{name}" for name in ("slots", "history", "calibrated")}
 """Keys of a layer's scales in a state_dict."""
+_GATED_OPTIONS: Final = "activation", "negative_slope", "dropout"
 _layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Layers that have been called in FP8, whose scales `_update` follows."""
 
 
-def set_precision(layer: Any, precision: Any) -> None:
+def set_precision(layer: Any, precision: Precision) -> None:
     """Sets the `scales` of a layer with `weight` and `bias`, and lets its state_dict carry them.
 
     Args:
@@ -69,60 +75,156 @@ _one_by_one: Final[Any] = torch._disable_dynamo(_run_each)
 
 def _run(layer: Any, operands: tuple[Any, ...], options: Options) -> Tensor:
     x, add, weight, bias = cast(operands)
-    scales: FP8State | None = vars(layer).get("scales")
-    training = torch.is_grad_enabled() and torch._C._any_requires_grad(x, add, weight, bias)
-    if scales is None or not (training and fits(x, weight) and is_eager((x, add, weight, bias))):
+    if vars(layer).get("scales") is None or not (_trains(x, add, weight, bias) and fits(x, weight)):
         return linear_layers(operands[0], operands[2:], options, operands[1])
-    _layers.add(layer)
     given = x, add, draw_key(x) if options[2][0] else None, weight, bias
+    return _call(_linear, [layer], tuple(each[0] for each in options), given, lambda: LINEAR.check(given, options))
+
+
+def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
+    """`gated` by the modules `layers`, gate, up and down: all three in FP8, or none.
+
+    Args:
+        parameters: the three weights, then the three biases.
+        options: activation, slope of leaky ReLU, and probability of dropout.
+    """
+    if any(vars(each).get("scales") is None for each in layers):
+        return gated(x, *parameters, **dict(zip(_GATED_OPTIONS, options, strict=True)), add=add)
+    made: Tensor = _gated_at_once(layers, x, parameters, options, add)
+    return made
+
+
+def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
+    x8, add8, *cast_parameters = cast((x, add, *parameters))
+    gate, _, down, *_ = cast_parameters
+    if not (_trains(x8, add8, *cast_parameters) and fits(x8, gate) and fits(gate, down)):
+        return gated(x, *parameters, **dict(zip(_GATED_OPTIONS, options, strict=True)), add=add)
+    given = x8, add8, draw_key(x) if options[2] else None, *cast_parameters
+    return _call(_gated, layers, options, given, lambda: GATED.check(given, options))
+
+
+_gated_at_once: Final[Any] = torch._disable_dynamo(_run_gated)
+
+
+def _trains(*operands: Tensor) -> bool:
+    """Whether a gradient will be computed, of tensors that hold values."""
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands) and is_eager(operands)
+
+
+def _call(function: Any, layers: Sequence[Any], options: Options, operands: tuple[Any, ...], check: Any) -> Tensor:
+    """Calls an autograd function; `check` raises an error that has the caller's names of the operands."""
+    x, _, _, weight, *_ = operands
+    _layers.update(layers)
     try:
-        with on_device(x):
-            _follow(scales, weight)
-            return _apply(scales, tuple(each[0] for each in options), *given)
-    except LtError:  # `check` raises it with the caller's names of the operands
-        LINEAR.check(given, (*options, True))
+        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+            for each in layers:
+                _follow(each.scales, weight)
+            made: Tensor = function([each.scales for each in layers], options, *operands)
+            return made
+    except LtError:
+        check()
         raise
 
 
-def on_device(tensor: Tensor) -> Any:
-    """A context in which a tensor's GPU is PyTorch's current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+class _Record(NamedTuple):
+    """A layer's call, besides the tensors that are kept for backward."""
+
+    layer: Layer
+    scales: FP8State
+    is_contiguous: bool
+
+
+def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: Any) -> tuple[Any, _Record, list[Any]]:
+    """A layer's output, and what its backward takes; x is placed."""
+    w, bias = placed((weight, bias))
+    y, made = linear_fwd(x, w, bias, precision=scales, **options)
+    kept = made.x, made.w, made.cast_slots, made.saved
+    return y, _Record(made.layer, scales, weight.is_contiguous()), _tensors(kept)
+
+
+def _backward(dy: Any, record: _Record, kept: Sequence[Any], key: Any, needs: Needs, **options: Any) -> Sequence[Any]:
+    """The gradients of x, weight and bias that are needed; tensors are placed."""
+    if True not in needs:
+        return None, None, None
+    (x8, w8, slots, saved), layer = kept, record.layer
+    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, 0, key), None, record.scales, slots)
+    if needs[1] and not record.is_contiguous:
+        options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
+    need_dx, need_dw, need_db = needs
+    return [*linear_bwd(dy, context, need_dx=need_dx, need_dw=need_dw, need_db=need_db, **options)]
+
+
+def _tensors(arrays: Sequence[Any]) -> list[Tensor]:
+    return [each if each is None else as_tensor(each) for each in arrays]
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """One layer in FP8: y = dropout(act(x · weightᵀ + bias)) + add."""
+    """One layer: y = dropout(act(x · weightᵀ + bias)) + add."""
 
     @staticmethod
-    def forward(
-        ctx: Any, scales: FP8State, options: Options, x: Tensor, add: Tensor, key: Tensor, weight: Tensor, bias: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *layer: Tensor) -> Tensor:
         """y (..., N)."""
         activation, slope, p = options
-        x, add, keys, w, bias = placed((x, add, key, weight, bias))
+        x, add, keys = placed((x, add, key))
         chosen: Any = {"activation": activation, "negative_slope": slope, "dropout": p, "rng": masks_of(p, 0, keys)}
-        y, made = linear_fwd(x, w, bias, add=add, precision=scales, compute=compute_of(x.dtype), **chosen)
-        ctx.layer, ctx.scales, ctx.is_contiguous = made.layer, scales, weight.is_contiguous()
-        kept = made.x, made.w, made.cast_slots, made.saved
-        ctx.save_for_backward(key, *[each if each is None else as_tensor(each) for each in kept])
+        y, ctx.record, kept = _forward(x, *layer, *scales, add=add, **chosen)
+        ctx.save_for_backward(key, *kept)
         return as_tensor(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """The gradients of x, `add`, weight and bias."""
         begin_backward("linear")
-        needs = ctx.needs_input_grad
-        (like,), (key, x8, w8, slots, saved) = placed([dy]), placed(ctx.saved_tensors)
-        layer: Any = ctx.layer
-        context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, 0, key), None, ctx.scales, slots)
-        wanted: Any = dict(zip(("need_dx", "need_dw", "need_db"), (needs[2], needs[5], needs[6]), strict=True))
-        if needs[5] and not ctx.is_contiguous:
-            wanted["out_dw"] = placed([dy.new_empty(layer.shape[:0:-1]).t()])[0]
-        made = linear_bwd(like, context, **wanted) if any(wanted.values()) else (None, None, None)
-        dx, dw, db = (each if each is None else as_tensor(each) for each in made)
-        return None, None, dx, dy if needs[3] else None, None, dw, db
+        _, _, of_x, of_add, _, *of_layer = ctx.needs_input_grad
+        like, key, *kept = placed([dy, *ctx.saved_tensors])
+        dx, dw, db = _tensors(_backward(like, ctx.record, kept, key, (of_x, *of_layer)))
+        return None, None, dx, dy if of_add else None, None, dw, db
 
 
-_apply: Final = applied(_Fp8Linear, "linear_fp8")
+class _Fp8Gated(torch.autograd.Function):
+    """A gated block: y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ + add."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *layers: Tensor
+    ) -> Tensor:
+        """y (..., N)."""
+        (gate, up, down, *biases), (activation, slope, p) = layers, options
+        width = gate.shape[0]
+        x, add, keys, h = placed((x, add, key, x.new_empty((*x.shape[:-1], 2 * width))))
+        ctx.records, kept = [], [key, as_tensor(h)]
+        for i, (weight, out) in enumerate(((gate, h[..., :width]), (up, h[..., width:]))):
+            _, record, saved = _forward(x, weight, biases[i], scales[i], out=out)
+            ctx.records.append(record)
+            kept += saved
+        a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
+        y, record, saved = _forward(a, down, biases[2], scales[2], add=add)
+        ctx.records.append(record)
+        ctx.options = options
+        ctx.save_for_backward(*kept, *saved)
+        return as_tensor(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """The gradients of x, `add`, the weights and the biases."""
+        begin_backward("gated")
+        _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
+        like, key, h, *kept = placed([dy, *ctx.saved_tensors])
+        (activation, slope, p), (gate, up, down), width = ctx.options, ctx.records, h.shape[-1] // 2
+        of_hidden = of_x or True in (*needs[:2], *needs[3:5])
+        da, ddown, ddown_bias = _backward(like, down, kept[8:], key, (of_hidden, needs[2], needs[5]))
+        dx = dgate = dgate_bias = dup = dup_bias = None
+        if of_hidden:
+            dh = gated_bwd(da, GatedContext(h, Activation.of(activation, slope), p, masks_of(p, 0, key)))
+            dx, dgate, dgate_bias = _backward(dh[..., :width], gate, kept[:4], key, (of_x, needs[0], needs[3]))
+            adds: Any = {"out_dx": dx, "accumulate_dx": True} if of_x else {}
+            _, dup, dup_bias = _backward(dh[..., width:], up, kept[4:8], key, (of_x, needs[1], needs[4]), **adds)
+        dx, *of_layers = _tensors((dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias))
+        return None, None, dx, dy if of_add else None, None, *of_layers
+
+
+_linear: Final = applied(_Fp8Linear, "linear_fp8")
+_gated: Final = applied(_Fp8Gated, "gated_fp8")
 
 
 def _follow(scales: FP8State, weight: Tensor) -> None:

@@ -15,7 +15,7 @@ from lt_runtime.torch.operators import Options
 from lt_runtime.torch.tensors import Tensor, Tensors
 
 LINEAR: Final = LinearLayers()
-_GATED: Final = GatedLayers()
+GATED: Final = GatedLayers()
 _NORMS: Final = {
     (has_mean, has_add): Norm(has_mean, has_add) for has_mean in (True, False) for has_add in (True, False)
 }
@@ -110,7 +110,7 @@ def gated(
     """
     p = dropout if training else 0.0
     operands = x, add, draw_key(x) if p else None, gate, up, down, gate_bias, up_bias, down_bias
-    return _GATED(cast(operands), (*_named(activation, negative_slope), p))
+    return GATED(cast(operands), (*_named(activation, negative_slope), p))
 
 
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:

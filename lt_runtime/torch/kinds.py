@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from lt_runtime.torch.fp8 import chain
-from lt_runtime.torch.functional import PLAIN, gated, layer_norm, rms_norm
+from lt_runtime.torch.fp8 import chain, gated_layers
+from lt_runtime.torch.functional import PLAIN, layer_norm, rms_norm
 from lt_runtime.torch.tensors import Tensor
 
 Function: TypeAlias = "Callable[..., Any] | str"
@@ -37,7 +37,7 @@ _ACTIVATIONS: Final[dict[Any, str]] = {
     F.silu: "silu",
     F.gelu: "gelu_erf",
 }
-_LAYERS: Final = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
+LAYERS: Final = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
 
 
 def full_name(kind: type) -> str:
@@ -72,13 +72,13 @@ class _Run:
         if isinstance(part, nn.Module) and unusual(part):
             return False
         name = name_of(part)
-        if name in _LAYERS:
+        if name in LAYERS:
             self.layers.append(part)
             self.parameters += _parameters_of(part)
             self.options.append(["none", 0.01, 0.0])
         elif name == "torch.nn.modules.dropout.Dropout" and self.parts and part.p < 1 and not self.options[-1][2]:
             self.options[-1][2] = part.p if part.training else 0.0
-        elif self.parts and name_of(self.parts[-1]) in _LAYERS and (activation := _activation_of(part, name)):
+        elif self.parts and name_of(self.parts[-1]) in LAYERS and (activation := _activation_of(part, name)):
             self.options[-1][:2] = activation
         else:
             return False
@@ -146,7 +146,7 @@ def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) 
         return run
     (name, slope, _), (_, _, p), _ = run.options
     operands = *run.parameters[::2], *run.parameters[1::2]
-    return lambda x: gated(x, *operands, activation=name, negative_slope=slope, dropout=p)
+    return lambda x: gated_layers(run.layers, x, operands, (name, slope, p))
 
 
 def _norm(module: Any) -> Function:
@@ -211,6 +211,10 @@ class Kind(NamedTuple):
             return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
         return [*self._holders(module), *self._parts(module)]
 
+    def layers(self, module: Any) -> list[Any]:
+        """The linear layers whose work the function includes."""
+        return [each for each in (module, *self.absorbed(module)) if name_of(each) in LAYERS]
+
     def _holders(self, module: Any) -> list[Any]:
         return [getattr(module, name.partition(".")[0]) for name in self.parts.split() if "." in name]
 
@@ -224,7 +228,7 @@ _GATED: Final = Kind(_gated_block, "gate_proj act_fn up_proj down_proj")
 _TORCH_BLOCK: Final = "linear1 activation dropout linear2"
 _BERT: Final = "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout output.LayerNorm"
 KINDS: Final[dict[Any, Kind]] = {
-    **dict.fromkeys(_LAYERS, Kind(_linear)),
+    **dict.fromkeys(LAYERS, Kind(_linear)),
     "torch.nn.modules.container.Sequential": Kind(sequence),
     "torch.nn.modules.normalization.LayerNorm": Kind(_norm),
     "torch.nn.modules.normalization.RMSNorm": Kind(_norm),

@@ -176,7 +176,7 @@ def _descend(
     for i in range(last, -1, -1):
         at, layer, x, is_last = 1 + 2 * i, layers[i], xs[i], i == last
         if x is None:
-            x = _scratch(dy, (*dy.shape[:-1], layer.shape[2]))
+            x = scratch(dy, (*dy.shape[:-1], layer.shape[2]))
         below = layers[i - 1] if i and True in needs[:at] else None
         goes_on = below is not None
         wanted = goes_on or (i == 0 and needs[0]), needs[at], is_last and needs[at + 1], goes_on and needs[at - 1]
@@ -196,7 +196,7 @@ def _descend(
     return made
 
 
-def _scratch(like: Any, shape: tuple[int, ...]) -> Any:
+def scratch(like: Any, shape: tuple[int, ...]) -> Any:
     """An uninitialised array of the kind and type of another."""
     return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 

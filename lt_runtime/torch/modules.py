@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
 from lt_runtime.arguments import by_layer
 from lt_runtime.errors import ArgumentError
-from lt_runtime.fp8 import FP8
 from lt_runtime.problem import Activation, ActivationName, activation_of, probability
-from lt_runtime.torch.fp8 import chain, set_precision
-from lt_runtime.torch.functional import gated, layer_norm, rms_norm
+from lt_runtime.torch.fp8 import Precision, chain, gated_layers, set_precision
+from lt_runtime.torch.functional import layer_norm, rms_norm
 from lt_runtime.torch.tensors import Tensor
-
-Precision: TypeAlias = "Literal['fp8'] | FP8 | None"
 
 
 class Linear(torch.nn.Linear):
@@ -133,12 +130,14 @@ class FeedForward(torch.nn.Module):
         gated: whether the block has a gate.
         dropout: probability of dropout of the hidden values, in training.
         bias, device, dtype: as for `torch.nn.Linear`.
+        precision: as for `Linear`. A gated block computes in FP8 only if its three layers can.
 
     Attributes:
         up, gate, down: layers; `gate` is None without a gate.
 
     Raises:
-        ArgumentError: an unknown activation; `dropout` outside [0, 1).
+        KindError, GpuError: as for `Linear`.
+        ArgumentError: an unknown activation or precision; `dropout` outside [0, 1).
     """
 
     def __init__(
@@ -150,12 +149,13 @@ class FeedForward(torch.nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         *,
+        precision: Precision = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
         chosen = activation_of("activation", activation)
-        options = {"bias": bias, "device": device, "dtype": dtype}
+        options: Any = {"bias": bias, "precision": precision, "device": device, "dtype": dtype}
         self.gate = Linear(width, hidden, activation=chosen, **options) if gated else None
         of_up: Any = {} if gated else {"activation": chosen}
         self.up = Linear(width, hidden, dropout=probability("dropout", dropout), **of_up, **options)
@@ -167,8 +167,8 @@ class FeedForward(torch.nn.Module):
         if gate is None:
             return _chained([up, down], x, add)
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
-        options: Any = {"activation": gate.activation, "negative_slope": gate.negative_slope, "dropout": up.dropout}
-        return gated(x, *weights, *biases, **options, training=self.training, add=add)
+        options = gate.activation, gate.negative_slope, up.dropout if self.training else 0.0
+        return gated_layers((gate, up, down), x, (*weights, *biases), options, add)
 
 
 class _Norm(torch.nn.Module):

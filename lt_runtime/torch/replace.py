@@ -20,7 +20,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from lt_runtime.arguments import check_instance
 from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.gpu.devices import check_fp8
+from lt_runtime.nn.linear import scales_of
 from lt_runtime.tables import rendered, table
+from lt_runtime.torch.fp8 import Precision, set_precision
 from lt_runtime.torch.kinds import KINDS, Kind, full_name, name_of, sequence, unusual
 from lt_runtime.torch.losses import cross_entropy
 from lt_runtime.torch.tensors import DTYPES, Tensor
@@ -115,7 +118,7 @@ def _class_of(base: Any) -> Any:
     return type(base.__name__, (_Replaced, base), {**names, "replaces": base, kind.method: method})
 
 
-def replace(model: Any, example_inputs: Any = None) -> Report:
+def replace(model: Any, example_inputs: Any = None, *, precision: Precision = None) -> Report:
     """Lets modules of a model compute by the package's operations, in place, with the parameters they have.
 
     Linear layers are replaced with the activation and the dropout that follow them, feed-forward blocks as a whole, and
@@ -127,26 +130,37 @@ def replace(model: Any, example_inputs: Any = None) -> Report:
         example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a dict of keyword
             arguments. With them the modules on a GPU are measured, forward and backward, and those that would become
             slower are not replaced. Without them, every module that can be replaced is.
+        precision: "fp8", or an `lt.FP8`, to train the linear layers of replaced modules with products in FP8; None
+            otherwise. Layers that were replaced before stay as they are. Each layer gets an `lt.FP8State` as `scales`,
+            and its state_dict has entries with the prefix "fp8_"; see `Linear`.
 
     Returns:
         What was replaced, what was not, and why. `print` shows it as a table.
 
     Raises:
-        ArgumentError: model is not a module.
+        KindError, ArgumentError: model is not a module; an unknown precision.
+        GpuError: a parameter is on a GPU without FP8, and `precision` asks for it.
     """
     check_instance("model", model, nn.Module, "a torch.nn.Module")
+    if scales_of(precision):
+        for ordinal in {each.get_device() for each in model.parameters() if each.is_cuda}:
+            check_fp8(ordinal)
     races: dict[Any, tuple[float, float]] = {}
     declined: dict[Any, Replacement] = {}
     while True:
         sites, entries = _sites_of(model, declined)
         inputs = {} if example_inputs is None else _inputs_of(model, sites, example_inputs)
-        decided = {module: _decided(name, module, inputs.get(module), races) for module, name in sites.items()}
+        decided = {
+            module: _decided(name, module, inputs.get(module), races, precision) for module, name in sites.items()
+        }
         slower = {module: each for module, each in decided.items() if not each.replaced}
         if not slower:
             break
         declined |= slower  # the parts of a block that is slower as a whole may be faster one by one
     for module, each in decided.items():
         own: Any = type(module)
+        for layer in _layers_of(module) if precision else ():
+            set_precision(layer, precision)
         entries[each.name], module.__class__ = each, _class_of(own)
     for name, module in model.named_modules():
         if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and _loss_name(module) in _LOSSES:
@@ -168,6 +182,9 @@ def restore(model: Any) -> None:
         if "replaces" not in vars(type(module)):
             raise ArgumentError(f"{name or 'model'} is a {type(module).__name__} now; undo that before ltt.restore")
     for _, module in replaced:
+        for layer in _layers_of(module):
+            if "scales" in vars(layer):
+                layer.scales = None
         module.__class__ = module.replaces
     for module in model.modules():
         if vars(module).get("_loss_function") is causal_loss:
@@ -226,7 +243,14 @@ def _why_not(module: Any, kind: Kind | None) -> str:
     return unusual(module) or why
 
 
-def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, float]]) -> Replacement:
+def _layers_of(module: Any) -> list[Any]:
+    """The linear layers whose work the replacement of a module includes."""
+    return KINDS[name_of(module)].layers(module)
+
+
+def _decided(
+    name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, float]], precision: Precision
+) -> Replacement:
     """Decides whether a module is replaced; equal modules share one measurement."""
     label = type(module).__name__
     if not inputs or not all(each.is_cuda and each.is_floating_point() for each in inputs):
@@ -234,7 +258,7 @@ def _decided(name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, 
     parameters = [(each.shape, each.dtype, each.requires_grad) for each in module.parameters()]
     key = repr(module), *map(repr, parameters), *[(each.shape, each.dtype) for each in inputs]
     try:
-        races[key] = theirs, ours = races.get(key) or _race(module, inputs)
+        races[key] = theirs, ours = races.get(key) or _race(module, inputs, precision)
     except LtError as error:
         return Replacement(name, label, False, str(error))
     return Replacement(name, label, ours <= theirs, "faster" if ours <= theirs else "slower", theirs, ours)
@@ -266,12 +290,15 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
     return met
 
 
-def _race(module: Any, inputs: list[Tensor]) -> tuple[float, float]:
+def _race(module: Any, inputs: list[Tensor], precision: Precision) -> tuple[float, float]:
     """Microseconds of forward and backward by PyTorch and by the package: medians over alternating rounds."""
     own: Any = type(module)
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
     with contextlib.ExitStack() as restored:
         restored.callback(setattr, module, "__class__", own)
+        for layer in _layers_of(module):
+            layer.scales = scales_of(precision)
+            restored.callback(vars(layer).pop, "scales")
         for each in module.buffers():  # such as BatchNorm's averages
             restored.callback(each.copy_, each.clone())
         restored.enter_context(torch.random.fork_rng(devices=[inputs[0].device]))

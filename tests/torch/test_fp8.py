@@ -182,6 +182,84 @@ def test_autocast_casts_the_operands() -> None:
     assert set(layer.scales.scales.values()) != {1.0}
 
 
+def dequantised(layer: Any, x: Any) -> tuple[Any, Any]:
+    """x and the weight of a layer as its products in FP8 see them, with derivatives as if they were not rounded."""
+    scales = layer.scales.scales
+    pairs = (x, scales["x"]), (layer.weight.double(), scales["w"])
+    return tuple(each + (exact(each, scale, torch.float8_e4m3fn) - each.detach()) for each, scale in pairs)
+
+
+def test_a_gated_block_is_that_of_dequantised_operands() -> None:
+    torch.manual_seed(0)
+    block = ltt.FeedForward(32, 48, "silu", gated=True, precision=lt.FP8(recipe="current"))
+    x, add, dy = (torch.randn(2, 16, 32, requires_grad=True) for _ in range(3))
+    y = block(x, add)
+    found = torch.autograd.grad(y, [x, add, *block.parameters()], dy)
+    x64, add64 = (each.detach().double().requires_grad_() for each in (x, add))
+    gate, up = (
+        torch.nn.functional.linear(*dequantised(each, x64), each.bias.double()) for each in (block.gate, block.up)
+    )
+    hidden = torch.nn.functional.silu(gate) * up
+    expected = torch.nn.functional.linear(*dequantised(block.down, hidden), block.down.bias.double()) + add64
+    torch.testing.assert_close(y.double(), expected, rtol=1e-3, atol=1e-3)
+    gradients = torch.autograd.grad(expected, [x64, add64, *block.parameters()], dy.detach().double())
+    for got, each in zip(found, gradients, strict=True):  # dy is rounded to two bits of mantissa
+        assert (got - each).norm() < 0.1 * each.norm()
+
+
+def test_a_replaced_model_computes_in_fp8_until_it_is_restored() -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(
+        linear(64, 48), torch.nn.GELU("tanh"), linear(48, 32), torch.nn.Softplus(), linear(32, 16)
+    )
+    twin = ltt.MLP([64, 48, 32], "gelu", precision="fp8")
+    for layer, of in zip(twin, (model[0], model[2]), strict=True):
+        layer.load_state_dict(of.state_dict())
+    keys, x = [*model.state_dict()], torch.randn(32, 64)
+    plain = model(x)
+    ltt.replace(model, precision="fp8")
+    last = ltt.Linear(32, 16, precision="fp8")
+    last.load_state_dict(model[4].state_dict())
+    assert torch.equal(model(x), last(model[3](twin(x))))
+    trained(model, 2, optimizer=torch.optim.SGD(model.parameters(), lr=1e-6))
+    assert {"0.fp8_history", "2.fp8_history", "4.fp8_history"} < model.state_dict().keys()
+    made = copy.deepcopy(model)
+    assert torch.equal(made(x), model(x))
+    ltt.restore(model)
+    assert [*model.state_dict()] == keys
+    torch.testing.assert_close(model(x), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_replaced_transformer_trains_in_fp8(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "gpt2":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_layer=1, n_embd=32, n_head=2))
+        layer = model.transformer.h[0].mlp.c_fc
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, intermediate_size=64))
+        layer = model.model.layers[0].mlp.up_proj
+    ids = torch.arange(32).reshape(2, 16)
+    gradients = [torch.autograd.grad(model.eval()(ids, labels=ids).loss, layer.weight)[0]]
+    ltt.replace(model, precision="fp8")
+    gradients += torch.autograd.grad(model(ids, labels=ids).loss, layer.weight)
+    assert layer.scales.calibrated == {0, 1, 2}
+    assert gradients[1].stride() == layer.weight.stride()
+    assert 0 < (gradients[1] - gradients[0]).norm() < 0.25 * gradients[0].norm()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which Dynamo reads where it resumes
+def test_compiled_models_call_layers_in_fp8() -> None:
+    layer = ltt.Linear(64, 32, precision="fp8")
+    x, compiled = torch.randn(32, 64), torch.compile(lambda x: 2 * layer(2 * x), backend="eager")
+    compiled(x)  # finds the scales
+    assert torch.equal(compiled(x), 2 * layer(2 * x))
+    assert layer.scales.calibrated == {0, 1}
+
+
 @pytest.mark.parametrize(("precision", "error"), [("fp4", ArgumentError), (8, KindError)])
 @pytest.mark.parametrize(
     "make", [lambda **given: ltt.Linear(16, 16, **given), lambda **given: ltt.MLP([16, 16], **given)]
