@@ -65,8 +65,10 @@ class Linear(Block):
         seed: of the initial values and of dropout; if None, the next of a sequence that begins at 0 in each process.
         dtype, compute, master_weights, device: as for `lt.MLP`.
 
-        precision: "fp8", or an `lt.FP8`, to train with products in FP8, see `lt.FP8State`; None otherwise. Inference
-            stays in `dtype`.
+        precision: "fp8", or an `lt.FP8`, to compute products in FP8, see `lt.FP8State`; None otherwise. Inference is
+            in FP8 too, with the scales of training or of the file. Without scales, the first call finds them from its
+            own x. Every call casts the weight anew. Layers in FP32, those with another activation than "none", "relu"
+            and "gelu", and those whose outputs are joined by an `lt.Parallel` stay in `dtype` for inference.
 
     Attributes:
         weight: (outputs, inputs).
@@ -158,7 +160,11 @@ def forward_layers(
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
         options |= {"add": add, "out": out} if i == len(layers) else {}
         with range_of(f"forward/{layer.name}"):
-            if rng is None:
+            if rng is None and layer.scales is not None:
+                from lt_runtime.nn.fp8 import fp8_outputs  # imported late, as in `scales_of`
+
+                x = fp8_outputs(layer.scales, x, layer.weight.data, bias, **options)
+            elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             else:
                 options |= {"dropout": layer.dropout, "rng": rng, "precision": layer.scales}

@@ -62,8 +62,8 @@ class MLP(Block, surrounded=False):
         seed: of the initial values and of dropout.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a `torch.device`.
         compute: "float32" or "tf32".
-        precision: "fp8", or an `lt.FP8`, to train with the layers' products in FP8, see `lt.FP8State`; None otherwise.
-            Layers with sizes that are no multiples of 16 stay in `dtype`, as inference does.
+        precision: "fp8", or an `lt.FP8`, to compute the layers' products in FP8, in training and, as for `lt.Linear`,
+            in inference; None otherwise. Layers with sizes that are no multiples of 16 stay in `dtype`.
 
     Attributes:
         layers: list of `Linear`.

@@ -132,3 +132,65 @@ def test_a_step_that_is_tuned_measures_the_products_in_fp8(gpu: FakeGpu) -> None
         [(ROWS, 64, 32), (ROWS, 48, 64), (64, 32, ROWS), (48, 64, ROWS), (ROWS, 64, 48)]
     )
     assert all(each.dtype.is_float8 for each in found)
+
+
+def inference(precision: Any, lt: Any, device: str, activation: Any, dtype: str = "bfloat16") -> tuple[Any, Any]:
+    """A model and inputs for inference on a device."""
+    model = lt.MLP([32, 64, 48], activation, dtype=dtype, seed=4, device=device, precision=precision)
+    x, _ = batches(1)[0]
+    return model, model.device.asarray(x.astype(model.dtype.numpy))
+
+
+def outputs(gpu: FakeGpu, model: Any, x: Any) -> np.ndarray[Any, Any]:
+    y = model(x)
+    gpu.synchronize_all()
+    return np.asarray(model.device.to_host(y)).astype(np.float64)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_inference_is_in_fp8(gpu: FakeGpu, device: str, activation: str, recipe: Any) -> None:
+    """The first call finds the scales, and the second one uses them. SiLU, which is no epilogue, stays in BF16."""
+    model, x = inference(gpu.lt.FP8(recipe=recipe), gpu.lt, device, activation)
+    exact, _ = inference(None, gpu.lt, device, activation)
+    first, second, wanted = (outputs(gpu, each, x) for each in (model, model, exact))
+    assert [layer.scales.slots is not None for layer in model.layers] == [activation != "silu", True]
+    for found in (first, second):
+        assert 20.0 < decibels(found, wanted) < 40.0
+    assert decibels(second, first) > 30.0  # an epilogue need not round the pre-activation, as training does
+
+
+def test_inference_takes_leading_axes_and_adds() -> None:
+    layer = lt.Linear(32, 64, bias=False, dtype="bfloat16", seed=4, device="cpu", precision="fp8")
+    x, add = (np.random.default_rng(3).standard_normal((2, 16, cols)).astype(BF16) for cols in (32, 64))
+    run = lt.Pass(trains=False)
+    for found in (layer.forward(x, run, add), layer.forward(x, run, add)):
+        assert found.shape == (2, 16, 64)
+        exact = x.astype(np.float64) @ layer.weight.data.astype(np.float64).T + add
+        assert 20.0 < decibels(found.astype(np.float64), exact) < 60.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_evaluation_changes_no_scale_of_training(gpu: FakeGpu, device: str) -> None:
+    trained = []
+    for evaluates in (False, True):
+        model, x = inference("fp8", gpu.lt, device, "relu")
+        step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", batch_size=ROWS, tune=False)
+        target = model.device.asarray(np.ones((ROWS, 48), BF16))
+        for _ in range(3):
+            step(x, target)
+            if evaluates:
+                gpu.lt.evaluate(model, [(x, target)], loss="mse")
+        gpu.synchronize_all()
+        trained.append([layer.scales.state_dict() for layer in model.layers])
+    for ours, theirs in zip(*trained, strict=True):
+        assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_a_file_gives_inference_its_scales(gpu: FakeGpu, tmp_path: Path) -> None:
+    model, x = inference("fp8", gpu.lt, "cuda", "relu")
+    model(x)
+    gpu.lt.save_model(tmp_path / "model", model)
+    wanted = outputs(gpu, model, x)
+    assert (outputs(gpu, gpu.lt.load_model(tmp_path / "model", "cuda"), x) == wanted).all()

@@ -1,0 +1,69 @@
+"""Inference of linear layers whose products are computed in FP8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from lt_runtime.ops._fp8_linear import FP8State, fits
+from lt_runtime.ops.add import add as sum_of
+from lt_runtime.ops.fp8 import cast_fp8
+from lt_runtime.ops.linear import linear, linear_fwd
+from lt_runtime.ops.matmul import matmul
+from lt_runtime.plans.fp8 import W, X
+from lt_runtime.problem import type_name
+from lt_runtime.reference.fp8 import INVERSE, SCALE
+
+if TYPE_CHECKING:
+    from lt_runtime.problem import Activation
+
+_EPILOGUES: Final = {"none": "none", "relu": "relu", "gelu": "gelu"}
+"""The epilogues of activations that a product in FP8 computes."""
+_TYPES: Final = ("bfloat16", "float16")
+
+
+def fp8_outputs(
+    state: FP8State,
+    x: Any,
+    w: Any,
+    bias: Any,
+    *,
+    activation: Activation,
+    compute: Any,
+    stream: Any,
+    add: Any = None,
+    out: Any = None,
+) -> Any:
+    """act(x · wᵀ + bias) + add for inference, with the product in FP8 where the layer allows it; see `lt.Linear`.
+
+    Training is not disturbed: scales that training has found are read only, unless the recipe is "current".
+
+    Args:
+        state: the layer's scales.
+        out: a buffer for the outputs, which excludes FP8.
+    """
+    is_fp8 = activation.name in _EPILOGUES and type_name(w.dtype) in _TYPES and fits(x, w) and out is None
+    if not is_fp8 or type_name(x.dtype) != type_name(w.dtype) or x.shape[-1] != w.shape[1]:
+        return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
+    if state.recipe.recipe == "current" or not state.calibrated.issuperset((X, W)):
+        y, _ = linear_fwd(x, w, bias, activation=activation, compute=compute, add=add, precision=state, stream=stream)
+        return y
+    x8, w8 = (
+        cast_fp8(each, state.slots[row, SCALE : SCALE + 1], need_transposed=False, stream=stream)[0]
+        for row, each in ((X, x), (W, w))
+    )
+    epilogue = _EPILOGUES[activation.name]
+    if bias is not None:
+        epilogue = "bias" if epilogue == "none" else f"{epilogue}_bias"
+    scale_a, scale_b = (state.slots[row, INVERSE : INVERSE + 1] for row in (X, W))
+    y = matmul(
+        x8.reshape(-1, x8.shape[-1]),
+        w8.T,
+        epilogue=epilogue,
+        bias=bias,
+        dtype=type_name(w.dtype),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        fast_accumulation=state.recipe.fast_accumulation != "never",
+        stream=stream,
+    ).reshape(*x.shape[:-1], w.shape[0])
+    return y if add is None else sum_of(add, y, out=y, stream=stream)
