@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -58,8 +58,7 @@ def chain(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Option
     """
     if all(vars(each).get("scales") is None for each in layers):
         return linear_layers(x, parameters, options, add)
-    made: Tensor = _one_by_one(layers, x, parameters, options, add)
-    return made
+    return _one_by_one(layers, x, parameters, options, add)
 
 
 def _run_each(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ def _run_each(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Op
     return x
 
 
-_one_by_one: Final[Any] = torch._disable_dynamo(_run_each)
+_one_by_one: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_each)
 """`_run_each`, into which torch.compile does not look: scales are no operands of an operator."""
 
 
@@ -90,8 +89,7 @@ def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options:
     """
     if any(vars(each).get("scales") is None for each in layers):
         return gated(x, *parameters, **dict(zip(_GATED_OPTIONS, options, strict=True)), add=add)
-    made: Tensor = _gated_at_once(layers, x, parameters, options, add)
-    return made
+    return _gated_at_once(layers, x, parameters, options, add)
 
 
 def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: O
     return _call(_gated, layers, options, given, lambda: GATED.check(given, options))
 
 
-_gated_at_once: Final[Any] = torch._disable_dynamo(_run_gated)
+_gated_at_once: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_gated)
 
 
 def _trains(*operands: Tensor) -> bool:
@@ -138,12 +136,12 @@ def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: 
     """A layer's output, and what its backward takes; x is placed."""
     w, bias = placed((weight, bias))
     y, made = linear_fwd(x, w, bias, precision=scales, **options)
-    kept = made.x, made.w, made.cast_slots, made.saved
-    return y, _Record(made.layer, scales, weight.is_contiguous()), _tensors(kept)
+    record = _Record(made.layer, scales, weight.is_contiguous())
+    return y, record, _tensors((made.x, made.w, made.cast_slots, made.saved))
 
 
 def _backward(dy: Any, record: _Record, kept: Sequence[Any], key: Any, needs: Needs, **options: Any) -> Sequence[Any]:
-    """The gradients of x, weight and bias that are needed; tensors are placed."""
+    """The gradients of x, weight and bias, None for those that are not needed; tensors are placed."""
     if True not in needs:
         return None, None, None
     (x8, w8, slots, saved), layer = kept, record.layer

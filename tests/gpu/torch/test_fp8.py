@@ -87,11 +87,11 @@ def trained(precision: Any, steps: int, *, captured: bool, gated: bool = False) 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_captured_model_learns_as_in_bf16(gated: bool) -> None:
-    model, losses = trained("fp8", 300, captured=True, gated=gated)
-    _, expected = trained(None, 300, captured=True, gated=gated)
+    model, losses = trained("fp8", 120, captured=True, gated=gated)
+    _, expected = trained(None, 120, captured=True, gated=gated)
     assert losses[0] != expected[0]
     last, of_bf16 = (sum(each[-20:]) / 20 for each in (losses, expected))
-    assert last < 0.5 * losses[0]
+    assert last < 0.6 * losses[0]
     assert last < 1.1 * of_bf16
     layers = [each for each in model.modules() if isinstance(each, ltt.Linear)]
     assert all(each.scales.calibrated == {0, 1, 2} for each in layers)
