@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_runtime.arguments import integer, number, one_of, shown
+from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import BackwardProblem, DType, ForwardProblem
 
@@ -29,6 +29,8 @@ class FP8:
         history: steps whose largest magnitudes decide a delayed scale, in [1, 1024].
         headroom: at least 1; a delayed scale leaves room for this multiple of the largest magnitude.
         fast_accumulation: which products are summed with about 14 bits: "forward", "always" or "never".
+        fallback: whether a layer on a GPU is computed in its own type where FP8 is expected to be slower, which
+            `FP8State.fallback` tells; `precision="fp8"` of a model asks for it.
 
     Raises:
         ArgumentError: an attribute has another value.
@@ -39,6 +41,7 @@ class FP8:
     history: int = 16
     headroom: float = 2.0
     fast_accumulation: Literal["forward", "always", "never"] = "forward"
+    fallback: bool = False
 
     def __post_init__(self) -> None:
         one_of("recipe", self.recipe, ("delayed", "current"))
@@ -50,6 +53,7 @@ class FP8:
         if not (headroom >= 1.0 and math.isfinite(headroom)):
             raise ArgumentError(f"headroom is {headroom}; it must be finite and at least 1")
         object.__setattr__(self, "headroom", headroom)
+        flag("fallback", self.fallback)
 
     @property
     def dtypes(self) -> tuple[DType, DType, DType]:

@@ -167,6 +167,8 @@ def forward_layers(
             elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             else:
+                if layer.scales is not None:
+                    layer.scales.needs_dx = needs_dx or i > 1
                 options |= {"dropout": layer.dropout, "rng": rng, "precision": layer.scales}
                 x, context = linear_fwd(x, layer.weight.data, bias, **options)
                 contexts.append(context)
@@ -267,7 +269,7 @@ def scales_of(precision: object) -> FP8State | None:
         return FP8State(FP8(**precision))
     if not isinstance(precision, FP8):
         one_of("precision", precision, ("fp8",))
-    return FP8State(precision if isinstance(precision, FP8) else FP8())
+    return FP8State(precision if isinstance(precision, FP8) else FP8(fallback=True))
 
 
 class Maker:

@@ -33,8 +33,9 @@ from lt_runtime.ops._linear import (
 from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
 from lt_runtime.ops.first_use import before_first_use
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
+from lt_runtime.plans.fp8_rule import slower_in_fp8
 from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import BackwardProblem, Compute, Philox, Saved, Spec
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Philox, Saved, Spec
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import (
     AMAX,
@@ -76,6 +77,9 @@ class FP8State:
             number of the FP8 type, number of overflows; None before the first call.
         history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
         calibrated: rows of the tensors that have found their scales.
+        needs_dx: whether backward will compute dx, which is one product more that FP8 makes faster; `lt.FP8.fallback`
+            uses it, and blocks set it.
+        fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
 
     Raises:
         KindError: `recipe` is no `FP8`.
@@ -87,6 +91,8 @@ class FP8State:
         self.slots: Any = None
         self.history: Any = None
         self.calibrated: set[int] = set()
+        self.needs_dx = True
+        self.fallback: str | None = None
 
     def __repr__(self) -> str:
         return f"FP8State({self.recipe})"
@@ -196,11 +202,30 @@ def precision_of(state: FP8State, *rows: int) -> Precision:
 def fits(x: Any, w: Any) -> bool:
     """Whether the tensor cores can multiply a layer's matrices in FP8: M, N and K are positive multiples of 16."""
     try:
-        *rows, inputs = x.shape
-        sizes = int(np.prod(rows)), inputs, *w.shape
-        return all(size > 0 and size % _UNIT == 0 for size in sizes)
+        return all(size > 0 and size % _UNIT == 0 for size in _sizes(x, w))
     except (AttributeError, TypeError, ValueError):  # x or w is no matrix, which the ordinary call refuses
         return False
+
+
+def _sizes(x: Any, w: Any) -> tuple[int, ...]:
+    """M, N and K, if w is a matrix."""
+    *rows, inputs = x.shape
+    outputs, *_ = w.shape
+    return int(np.prod(rows)), outputs, inputs
+
+
+def _reason_against(state: FP8State, x: Any, w: Any, activation: object, compute: Any) -> str | None:
+    """Why a layer is computed in its own type; None if its products are to be computed in FP8."""
+    if not fits(x, w):
+        return f"M, N or K is no positive multiple of {_UNIT}"
+    device = device_of("x", x) if state.recipe.fallback else HOST
+    if device == HOST:
+        return None
+    dtype, (m, n, k) = DType.parse("x", x.dtype), _sizes(x, w)
+    name = activation.name if isinstance(activation, Activation) else activation
+    is_linear, is_current = isinstance(name, str) and name == "none", state.recipe.recipe == "current"
+    options = {"needs_dx": state.needs_dx, "is_linear": is_linear, "is_current": is_current}
+    return slower_in_fp8((m, n, k), dtype, Compute.parse(compute, dtype), device, **options)
 
 
 class _Update(PassOperation):
@@ -413,7 +438,7 @@ _UPDATE: Final = _Update()
 def forward(
     state: FP8State, arrays: tuple[Any, ...], options: tuple[Any, ...], rng: Philox | None, stream: Any
 ) -> tuple[Any, LinearContext]:
-    """`linear_fwd` with its product in FP8, if M, N and K are multiples of 16.
+    """`linear_fwd` with its product in FP8, unless there is a `_reason_against`.
 
     Args:
         arrays, options: of the operation `LinearForward`.
@@ -422,8 +447,9 @@ def forward(
         KindError: `state` is no `FP8State`.
     """
     check_instance("precision", state, FP8State, "None or an lt.FP8State")
-    x, w, *_ = arrays
-    if not fits(x, w):
+    (x, w, *_), (activation, _, _, compute, *_) = arrays, options
+    state.fallback = _reason_against(state, x, w, activation, compute)
+    if state.fallback is not None:
         plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)
         return plain
     given = *arrays, *arrays_of(state, x), None, None, None

@@ -76,6 +76,7 @@ def _run(layer: Any, operands: tuple[Any, ...], options: Options) -> Tensor:
     x, add, weight, bias = cast(operands)
     if vars(layer).get("scales") is None or not (_trains(x, add, weight, bias) and fits(x, weight)):
         return linear_layers(operands[0], operands[2:], options, operands[1])
+    layer.scales.needs_dx = x.requires_grad
     given = x, add, draw_key(x) if options[2][0] else None, weight, bias
     return _call(_linear, [layer], tuple(each[0] for each in options), given, lambda: LINEAR.check(given, options))
 
@@ -145,7 +146,8 @@ def _backward(dy: Any, record: _Record, kept: Sequence[Any], key: Any, needs: Ne
     if True not in needs:
         return None, None, None
     (x8, w8, slots, saved), layer = kept, record.layer
-    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, 0, key), None, record.scales, slots)
+    scales = None if slots is None else record.scales  # without slots forward fell back to the layer's own type
+    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, 0, key), None, scales, slots)
     if needs[1] and not record.is_contiguous:
         options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
     need_dx, need_dw, need_db = needs

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.peaks import hardware
 from lt_runtime.plans.cache import FUSED_MLP, known_layer, make_layer_plan
 from lt_runtime.plans.mlp import is_fused
 from lt_runtime.problem import MatmulProblem, MLPProblem
@@ -18,7 +19,7 @@ from lt_runtime.store.keys import Json, Remembered, problem_key, to_json
 from lt_runtime.store.plan_store import PlanStore, plan_store
 from lt_runtime.tuner import report
 from lt_runtime.tuner.chain import LayerChain
-from lt_runtime.tuner.roofline import hardware, least_us
+from lt_runtime.tuner.roofline import least_us
 
 _LABEL = 10  # columns
 

@@ -143,7 +143,32 @@ def test_other_sizes_stay_in_their_type() -> None:
     y, ctx = lt.linear_fwd(x, w, precision=state)
     assert state.slots is None
     assert ctx.state is None
+    assert state.fallback == "M, N or K is no positive multiple of 16"
     np.testing.assert_array_equal(y, x @ w.T)
+
+
+def test_a_layer_that_is_slower_in_fp8_stays_in_its_type(gpu: FakeGpu) -> None:
+    """Results are those of a layer without a precision, backward's too."""
+    case, found = Fp8Case(recipe=lt.FP8(fallback=True)), []
+    for state in (gpu.lt.FP8State(gpu.lt.FP8(fallback=True)), None):
+        layer = Fp8Layer(case, gpu.lt, gpu)
+        x, w, dy = (layer.put(np.full(shape, 0.5, case.dtype)) for shape in ((48, 32), (64, 32), (48, 64)))
+        y, ctx = gpu.lt.linear_fwd(x, w, activation="gelu", precision=state)
+        gradients = gpu.lt.linear_bwd(dy, ctx)
+        gpu.synchronize()
+        found.append([layer.get(each) for each in (y, gradients.dx, gradients.dw)])
+        assert ctx.state is None
+        if state is not None:
+            assert state.slots is None
+            assert "with M, N, K = (48, 64, 32) FP8 is expected to save" in state.fallback
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_arrays_on_the_host_do_not_fall_back() -> None:
+    state = lt.FP8State(lt.FP8(fallback=True))
+    lt.linear_fwd(X, W, precision=state)
+    assert (state.fallback, state.calibrated) == (None, {0, 1})
 
 
 X, W = np.ones((16, 16), np.float32), np.ones((16, 16), np.float32)
@@ -155,6 +180,7 @@ REFUSED = {
     "recipe": (lambda: lt.FP8(recipe="rowwise"), "recipe is 'rowwise'; accepted are delayed, current"),
     "gradients": (lambda: lt.FP8(gradients="bf16"), "gradients is 'bf16'"),
     "history": (lambda: lt.FP8(history=0), r"history is 0; it must be in \[1, 1024\]"),
+    "fallback": (lambda: lt.FP8(fallback="no"), "fallback is 'no'"),
     "headroom": (lambda: lt.FP8(headroom=0.5), "headroom is 0.5; it must be finite and at least 1"),
     "scales too early": (lambda: lt.FP8State().scales, "the state has no scales yet"),
     "no device": (lambda: lt.FP8State().load_state_dict(STATE), "like is None"),

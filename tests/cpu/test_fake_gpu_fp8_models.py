@@ -49,7 +49,7 @@ def test_layers_say_how_they_are_computed() -> None:
 
 def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, **options: Any) -> list[bytes]:
     """Parameters, losses and scales after each of five steps."""
-    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision="fp8", **options)
+    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=gpu.lt.FP8(), **options)
     optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2)
     step = gpu.lt.TrainStep(
         model, optimizer, loss="cross_entropy", batch_size=ROWS * parts, accumulate=parts, graph=graph, tune=False
@@ -73,6 +73,18 @@ def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: FakeGpu, options: Any) -
     assert train(gpu, graph=True, **options) == train(gpu, graph=False, **options)
 
 
+def test_small_layers_of_a_model_stay_in_its_type(gpu: FakeGpu) -> None:
+    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", device="cuda", precision="fp8")
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="cross_entropy", batch_size=ROWS, tune=False)
+    for each in batches(3):
+        step(*map(gpu.cp.asarray, each))
+    gpu.synchronize_all()
+    states = [layer.scales for layer in model.layers]
+    assert [state.slots for state in states] == [None] * 3
+    assert all("M, N, K = (32, " in state.fallback for state in states[:2])
+    assert [state.needs_dx for state in states] == [False, True, True]
+
+
 def test_training_lowers_the_loss() -> None:
     model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cpu", precision="fp8")
     step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="cross_entropy", batch_size=ROWS)
@@ -84,7 +96,7 @@ def test_training_lowers_the_loss() -> None:
 
 def test_a_checkpoint_continues_bit_for_bit(gpu: FakeGpu, tmp_path: Path) -> None:
     def made() -> tuple[Any, Any, Any]:
-        model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision="fp8")
+        model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=gpu.lt.FP8())
         optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2)
         options = {"loss": "cross_entropy", "batch_size": ROWS, "tune": False}
         return model, optimizer, gpu.lt.TrainStep(model, optimizer, **options)
@@ -110,7 +122,7 @@ def test_a_skipped_step_changes_no_scale(gpu: FakeGpu, device: str, graph: bool,
     package = gpu.lt
     if "scaler" in options:
         options = {"scaler": package.GradScaler(options["scaler"])}
-    model = package.MLP([32, 64, 16], dtype="bfloat16", seed=4, device=device, precision="fp8")
+    model = package.MLP([32, 64, 16], dtype="bfloat16", seed=4, device=device, precision=package.FP8())
     optimizer = package.AdamW(model.parameters(), lr=1e-2, **options)
     step = package.TrainStep(model, optimizer, loss="mse", batch_size=ROWS, graph=graph, tune=False)
     histories = []
@@ -125,7 +137,7 @@ def test_a_skipped_step_changes_no_scale(gpu: FakeGpu, device: str, graph: bool,
 
 
 def test_a_step_that_is_tuned_measures_the_products_in_fp8(gpu: FakeGpu) -> None:
-    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", device="cuda", precision="fp8")
+    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", device="cuda", precision=gpu.lt.FP8())
     found = [each for each in model.rehearse(ROWS) if type(each).__name__ == "MatmulProblem"]
     # y and dw of two layers, and the dx of the second; the inputs' gradient is not computed
     assert sorted((each.m, each.n, each.k) for each in found) == sorted(

@@ -79,6 +79,25 @@ def test_other_sizes_and_calls_without_gradients_stay_in_their_own_type(rows: in
     assert torch.equal(layer(x), plain(x)) == (rows == 8 or columns == 24)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda precision: ltt.Linear(64, 32, activation="relu", precision=precision),
+             lambda precision: ltt.FeedForward(64, 32, precision=precision)]
+)  # fmt: skip
+def test_layers_that_would_be_slower_have_the_results_of_their_own_type(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    monkeypatch.setattr("lt_runtime.ops._fp8_linear._reason_against", lambda *_: "it would be slower")
+    made, x = [make("fp8"), make(None)], torch.randn(32, 64)
+    made[1].load_state_dict(made[0].state_dict())
+    results = []
+    for layer in made:
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        y.square().mean().backward()
+        results.append([y, given.grad, *(each.grad for each in layer.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
 def test_scales_are_updated_once_a_step_by_all_its_batches() -> None:
     layer = ltt.Linear(64, 32, precision=lt.FP8(history=4))
     optimizer = trained(layer, 1)

@@ -121,7 +121,8 @@ def test_a_loaded_model_has_the_precision_and_scales_of_the_file(tmp_path: Path)
         saved = Training(lt.FP8(history=4), blocks=blocks)
         saved.run(range(3))
         lt.save_model(tmp_path / "model", saved.model)
-        cases: list[tuple[Any, lt.FP8 | None]] = [("file", lt.FP8(history=4)), ("fp8", lt.FP8()), (None, None)]
+        own, chosen = lt.FP8(history=4), lt.FP8(fallback=True)
+        cases: list[tuple[Any, lt.FP8 | None]] = [("file", own), ("fp8", chosen), (None, None)]
         for precision, recipe in cases:
             loaded = lt.load_model(tmp_path / "model", "cpu", precision=precision)
             layers = [each for each in loaded.blocks() if isinstance(each, lt.Linear)]

@@ -13,7 +13,9 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu import peaks
 from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.peaks import Hardware
 from lt_runtime.ops import tuning as requests
 from lt_runtime.plans.cache import LayerProblem
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
@@ -21,9 +23,9 @@ from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, Matmu
 from lt_runtime.store.entries import RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuner import explanation, roofline
+from lt_runtime.tuner import explanation
 from lt_runtime.tuner.chain import LayerChain
-from lt_runtime.tuner.roofline import Hardware, least_us
+from lt_runtime.tuner.roofline import least_us
 from tests.support.chain_problems import backward_of, forward_of
 from tests.support.plan_entries import H200, algorithm, layer, product
 
@@ -132,6 +134,6 @@ def test_peaks_that_are_not_known_and_products_of_nothing(monkeypatch: pytest.Mo
 
 
 def test_hardware_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "device_info", lambda _: DeviceInfo(0, "NVIDIA H200", 90, 132, 1 << 37))
-    monkeypatch.setattr(roofline, "device_attributes", lambda *_: (1_980_000, 3_201_000, 6144))
-    assert roofline.hardware(0) == HARDWARE
+    monkeypatch.setattr(peaks, "device_info", lambda _: DeviceInfo(0, "NVIDIA H200", 90, 132, 1 << 37))
+    monkeypatch.setattr(peaks, "device_attributes", lambda *_: (1_980_000, 3_201_000, 6144))
+    assert peaks.hardware(0) == HARDWARE

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.peaks import Hardware
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, MLPProblem, Saved, Spec
 from lt_runtime.tuner.chain import LayerChain
-from lt_runtime.tuner.roofline import Hardware, Work, least_us, work_of
+from lt_runtime.tuner.roofline import Work, least_us, work_of
 from tests.support.chain_problems import backward_of, forward_of
 
 H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)

@@ -1,0 +1,54 @@
+"""Where a layer that may choose runs in FP8, by the peak rates of an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lt_runtime.gpu.peaks import Hardware
+from lt_runtime.plans import fp8_rule
+from lt_runtime.plans.fp8_rule import slower_in_fp8
+from lt_runtime.problem import Compute, DType
+
+H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
+FASTER = {
+    "wide": ((4096, 14336, 4096), {}),
+    "wide, current": ((4096, 4096, 14336), {"is_current": True, "is_linear": True}),
+    "GPT-2's first": ((8192, 3072, 768), {}),
+    "GPT-2's second": ((8192, 768, 3072), {"is_linear": True, "needs_dx": True}),
+    "in FP32": ((1024, 1024, 1024), {"dtype": DType.FLOAT32}),
+    "unknown peaks": ((16, 16, 16), {"capability": 130}),
+}
+SLOWER = {
+    "tiny": ((16, 16, 16), {}),
+    "few rows": ((64, 4096, 4096), {}),
+    "narrow": ((16384, 128, 4096), {}),
+    "narrow, without dx": ((8192, 768, 3072), {"is_linear": True}),
+    "small, current": ((2048, 2048, 2048), {"is_current": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_memory() -> Iterator[None]:
+    slower_in_fp8.cache_clear()
+    yield
+    slower_in_fp8.cache_clear()
+
+
+def reason(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> str | None:
+    options = {"needs_dx": False, "is_linear": False, "is_current": False, **options}
+    capability, dtype = options.pop("capability", 90), options.pop("dtype", DType.BFLOAT16)
+    monkeypatch.setattr(fp8_rule, "hardware", lambda _: H200._replace(capability=capability))
+    return slower_in_fp8(shape, dtype, Compute.FLOAT32, 0, **options)
+
+
+@pytest.mark.parametrize(("shape", "options"), FASTER.values(), ids=FASTER)
+def test_faster(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> None:
+    assert reason(monkeypatch, shape, options) is None
+
+
+@pytest.mark.parametrize(("shape", "options"), SLOWER.values(), ids=SLOWER)
+def test_slower(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> None:
+    assert f"with M, N, K = {shape} FP8 is expected to save" in str(reason(monkeypatch, shape, options))
