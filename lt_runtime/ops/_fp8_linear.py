@@ -56,6 +56,7 @@ _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 _LEAST_SCALE: Final = 2.0**-126
 # Indices of a forward call's arrays.
 _KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST = 4, 6, 7, 8, 9, 10
+_TENSORS: Final = ("x", "w", "dy")
 _OUTPUTS: Final = ("dx", "dw", "db", "dz")
 # Index of the first output among the arrays of a backward call.
 _FIRST: Final = 5
@@ -117,8 +118,12 @@ class FP8State:
 
     @property
     def overflows(self) -> dict[str, int]:
-        """For x, w and dy, how many updates found a saturated, infinite or NaN element. Waits for the stream."""
-        return {name: int(value) for name, value in self._column(OVERFLOWS).items()}
+        """For x, w and dy, how many updates found a saturated, infinite or NaN element. Waits for the stream.
+
+        They are 0 before the first call, and of a layer that stays in its own type.
+        """
+        counts = dict.fromkeys(_TENSORS, 0.0) if self.slots is None else self._column(OVERFLOWS)
+        return {name: int(value) for name, value in counts.items()}
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Copies of the state on the host, from which `load_state_dict` continues bit for bit. Waits for the stream.
@@ -163,7 +168,7 @@ class FP8State:
     def _column(self, column: int) -> dict[str, float]:
         if self.slots is None:
             raise ArgumentError("the state has no scales yet: pass it to lt.linear_fwd(..., precision=state) first")
-        return dict(zip(("x", "w", "dy"), map(float, _host("slots", self.slots)[:, column]), strict=True))
+        return dict(zip(_TENSORS, map(float, _host("slots", self.slots)[:, column]), strict=True))
 
 
 def _host(name: str, array: Any) -> NDArray[Any]:

@@ -192,6 +192,10 @@ REFUSED = {
 }
 
 
+def test_a_layer_that_has_not_run_in_fp8_has_no_overflows() -> None:
+    assert lt.FP8State().overflows == {"x": 0, "w": 0, "dy": 0}
+
+
 def _load(saved: lt.FP8, recipe: lt.FP8) -> None:
     states = lt.FP8State(saved), lt.FP8State(recipe)
     for each in states:
