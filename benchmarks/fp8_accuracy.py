@@ -48,7 +48,7 @@ def recipes() -> dict[str, Any]:
 
     return {
         BASE: None,
-        "delayed": "fp8",
+        "delayed": lt.FP8(),  # not "fp8", which leaves small layers in their own type
         "delayed, e4m3 gradients": lt.FP8(gradients="e4m3"),
         "delayed, fast accumulation": lt.FP8(fast_accumulation="always"),
         "current": lt.FP8(recipe="current"),
