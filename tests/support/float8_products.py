@@ -111,6 +111,7 @@ class Float8Product:
             if case.scale_d is not None:
                 np.testing.assert_allclose(made["amax_d"], np.abs(expected).max(), rtol=ACCUMULATION)
             expected = np.clip((case.scale_d or 1.0) * expected, -largest, largest)
+            inexact *= case.scale_d or 1.0
             inexact += float(ml_dtypes.finfo(case.d).smallest_normal)
         error = np.abs(made["out"].astype(np.float64) - expected)
         assert (error <= UNIT[case.d] * np.abs(expected) + inexact).all(), error.max()
