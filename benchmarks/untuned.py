@@ -33,7 +33,7 @@ _ROUNDS: Final = 3
 
 
 def blocks() -> list[Block]:
-    """Returns the blocks for fitting and for judging, alternately.
+    """Returns all blocks: those that trees are fitted to and those that judge the trees, in turns.
 
     Each half uses all pairs of type and activation before it repeats one, so that a few first blocks vary in both.
     """

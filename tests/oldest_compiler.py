@@ -12,11 +12,12 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from tests.compile_matrix import SOURCES, variants_of
 from tests.support.kernel_usage import compile_to_ptx
 
-_ARCHITECTURE = "sm_90"
+_ARCHITECTURE: Final = "sm_90"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

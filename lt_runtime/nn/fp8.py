@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.ops._fp8_linear import FP8State, fits
+from lt_runtime.ops._fp8_linear import FP8State, reason_against
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.fp8 import cast_fp8
 from lt_runtime.ops.linear import linear, linear_fwd
@@ -16,8 +16,8 @@ from lt_runtime.reference.fp8 import INVERSE, SCALE
 if TYPE_CHECKING:
     from lt_runtime.problem import Activation
 
-_EPILOGUES: Final = {"none": "none", "relu": "relu", "gelu": "gelu"}
-"""The epilogues of activations that a product in FP8 computes."""
+_ACTIVATIONS: Final = ("none", "relu", "gelu")
+"""The activations that a product in FP8 computes in its epilogue, which has the same name."""
 _TYPES: Final = ("bfloat16", "float16")
 
 
@@ -41,8 +41,9 @@ def fp8_outputs(
         state: the layer's scales.
         out: a buffer for the outputs, which excludes FP8.
     """
-    is_fp8 = activation.name in _EPILOGUES and type_name(w.dtype) in _TYPES and fits(x, w) and out is None
-    if not is_fp8 or type_name(x.dtype) != type_name(w.dtype) or x.shape[-1] != w.shape[1]:
+    is_fp8 = activation.name in _ACTIVATIONS and type_name(w.dtype) in _TYPES and out is None
+    is_fp8 = is_fp8 and type_name(x.dtype) == type_name(w.dtype) and x.shape[-1] == w.shape[1]
+    if not is_fp8 or reason_against(state, x, w, activation, compute) is not None:
         return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
     if state.recipe.recipe == "current" or not state.calibrated.issuperset((X, W)):
         y, _ = linear_fwd(x, w, bias, activation=activation, compute=compute, add=add, precision=state, stream=stream)
@@ -51,7 +52,7 @@ def fp8_outputs(
         cast_fp8(each, state.slots[row, SCALE : SCALE + 1], need_transposed=False, stream=stream)[0]
         for row, each in ((X, x), (W, w))
     )
-    epilogue = _EPILOGUES[activation.name]
+    epilogue = activation.name
     if bias is not None:
         epilogue = "bias" if epilogue == "none" else f"{epilogue}_bias"
     scale_a, scale_b = (state.slots[row, INVERSE : INVERSE + 1] for row in (X, W))

@@ -219,7 +219,7 @@ def _sizes(x: Any, w: Any) -> tuple[int, ...]:
     return int(np.prod(rows)), outputs, inputs
 
 
-def _reason_against(state: FP8State, x: Any, w: Any, activation: object, compute: Any) -> str | None:
+def reason_against(state: FP8State, x: Any, w: Any, activation: object, compute: Any) -> str | None:
     """Why a layer is computed in its own type; None if its products are to be computed in FP8."""
     if not fits(x, w):
         return f"M, N or K is no positive multiple of {_UNIT}"
@@ -443,7 +443,7 @@ _UPDATE: Final = _Update()
 def forward(
     state: FP8State, arrays: tuple[Any, ...], options: tuple[Any, ...], rng: Philox | None, stream: Any
 ) -> tuple[Any, LinearContext]:
-    """`linear_fwd` with its product in FP8, unless there is a `_reason_against`.
+    """`linear_fwd` with its product in FP8, unless there is a `reason_against`.
 
     Args:
         arrays, options: of the operation `LinearForward`.
@@ -453,7 +453,7 @@ def forward(
     """
     check_instance("precision", state, FP8State, "None or an lt.FP8State")
     (x, w, *_), (activation, _, _, compute, *_) = arrays, options
-    state.fallback = _reason_against(state, x, w, activation, compute)
+    state.fallback = reason_against(state, x, w, activation, compute)
     if state.fallback is not None:
         plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)
         return plain

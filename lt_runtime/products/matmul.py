@@ -224,7 +224,10 @@ class MatmulPlan(AlgorithmPlan):
             return []
 
     def _unread(self, d: int) -> int:
-        """The address of the C of a product without one: D's, or NULL if C's layout differs, as beside a D in FP8."""
+        """Returns what cuBLASLt gets as C if the product adds none: D's address, or NULL if D is in FP8.
+
+        cuBLASLt refuses a C at D's address that has another layout, and C is never in FP8.
+        """
         return d if self._operands[2] is self._operands[3] else 0
 
     def _prepare(self, algorithm: cublaslt.Algorithm) -> cublaslt.PreparedMatmul:

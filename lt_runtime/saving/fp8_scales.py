@@ -39,7 +39,7 @@ _COUNTS: Final = {"slots": (SLOT_WIDTH, SLOT_WIDTH), "history": (1, 1024), "cali
 
 
 class Loading(NamedTuple):
-    """Scales of a file that a model's layers take.
+    """The scales of a file that will be written into a model's layers.
 
     Attributes:
         writes: of arrays, for `replace_all`.

@@ -53,8 +53,8 @@ def set_precision(layer: Any, precision: Precision) -> None:
 def chain(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
     """`linear_layers`; those of the modules `layers` that have scales run in FP8, one by one.
 
-    A layer runs in its own type if no gradient will be computed, if M, N or K is no multiple of 16, or if its
-    tensors hold no values.
+    A layer runs in its own type if no gradient will be computed, if its tensors hold no values, or for the reason that
+    its `scales.fallback` then gives.
     """
     if all(vars(each).get("scales") is None for each in layers):
         return linear_layers(x, parameters, options, add)

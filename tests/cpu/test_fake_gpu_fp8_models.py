@@ -173,6 +173,18 @@ def test_inference_is_in_fp8(gpu: FakeGpu, device: str, activation: str, recipe:
     assert decibels(second, first) > 30.0  # an epilogue need not round the pre-activation, as training does
 
 
+def test_inference_stays_in_bf16_where_fp8_is_expected_to_be_slower(gpu: FakeGpu) -> None:
+    """Although the layers have scales, such as those of training with larger batches."""
+    (trained, x), (model, _), (exact, _) = (
+        inference(each, gpu.lt, "cuda", "relu") for each in (gpu.lt.FP8(), "fp8", None)
+    )
+    wanted = outputs(gpu, exact, x)
+    assert 20.0 < decibels(outputs(gpu, trained, x), wanted) < 40.0
+    for layer, source in zip(model.layers, trained.layers, strict=True):
+        layer.scales.load_state_dict(source.scales.state_dict(), like=layer.weight.data)
+    np.testing.assert_array_equal(outputs(gpu, model, x), wanted)
+
+
 def test_inference_takes_leading_axes_and_adds() -> None:
     layer = lt.Linear(32, 64, bias=False, dtype="bfloat16", seed=4, device="cpu", precision="fp8")
     x, add = (np.random.default_rng(3).standard_normal((2, 16, cols)).astype(BF16) for cols in (32, 64))
@@ -187,7 +199,7 @@ def test_inference_takes_leading_axes_and_adds() -> None:
 def test_evaluation_changes_no_scale_of_training(gpu: FakeGpu, device: str) -> None:
     trained = []
     for evaluates in (False, True):
-        model, x = inference("fp8", gpu.lt, device, "relu")
+        model, x = inference(gpu.lt.FP8(), gpu.lt, device, "relu")
         step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", batch_size=ROWS, tune=False)
         target = model.device.asarray(np.ones((ROWS, 48), BF16))
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Scales of layers in FP8 in files: resumed runs, files with and without scales, and scales that cannot be."""
+"""Files hold the scales of layers in FP8: resumed runs equal unbroken ones, and forged scales are refused."""
 
 from __future__ import annotations
 
