@@ -52,7 +52,7 @@ def fp8_outputs(
         cast_fp8(each, state.slots[row, SCALE : SCALE + 1], need_transposed=False, stream=stream)[0]
         for row, each in ((X, x), (W, w))
     )
-    epilogue = activation.name
+    epilogue: str = activation.name
     if bias is not None:
         epilogue = "bias" if epilogue == "none" else f"{epilogue}_bias"
     scale_a, scale_b = (state.slots[row, INVERSE : INVERSE + 1] for row in (X, W))
