@@ -137,7 +137,9 @@ def gpt2(kit: Kit, batch: int = 8, tokens: int = 1024, chunked: bool = False, **
 
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(**sizes, **drops, use_cache=False)
-    model = _model(kit, GPT2LMHeadModel(config))
+    model: Any = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # the default, but without a warning of transformers that torch.compile stops at
+    _model(kit, model)
 
     def cost(ids: Tensor) -> Tensor:
         if not chunked:

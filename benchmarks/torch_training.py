@@ -69,9 +69,11 @@ class Training:
         return self._captured(*next(self._batches))
 
     def capture(self) -> int:
-        """Captures the third step, and takes the rest of the first steps; returns the peak bytes of the capture."""
+        """Captures a step, and takes the rest of the first steps; returns the peak bytes of the capture."""
         torch.cuda.empty_cache()
         memory = self._peak_of_next_step()
+        while torch.cuda.is_available() and not self._captured.graphs:  # eager, as torch.compile was used since
+            memory = self._peak_of_next_step()
         while len(self.losses) < self._case.steps:
             self.losses.append(self.graph())
         return memory

@@ -34,8 +34,14 @@ _REMEDIES: Final = (
     "a graph holds work on the GPU only: a step must not read a tensor's value (item(), float(), print, `if` on a "
     "tensor), wait for the GPU, or copy from the host"
 )
+_COMPILED: Final = (
+    "torch.compile compiled a function during the capture, though it had not in the eager call before, or compiles in "
+    "each call; TORCH_LOGS=recompiles tells why"
+)
 _FOLLOWED: Final = {"lr", "weight_decay"}
 """Options that `apply_settings` of an optimizer writes to the GPU, so that graphs follow their changes."""
+_MOST_COMPILING: Final = 16
+"""Eager calls of a shape beyond `warm_up`, at most, that are made because torch.compile was compiling."""
 _one_at_a_time: Final = threading.Lock()
 
 
@@ -46,7 +52,8 @@ def capture(
 
     Each call is one step, from the first on. The first `warm_up` calls with tensors of new shapes run `step` eagerly;
     the next call captures it. From then on a call copies the batch into the graph's inputs and launches the graph. So
-    a shape that is rare, such as that of an epoch's last batch, needs no graph.
+    a shape that is rare, such as that of an epoch's last batch, needs no graph. If torch.compile has compiled anything
+    in the last eager call or since, up to 16 more calls are eager, because it may have to compile `step` anew.
 
     Python runs in the eager calls and during the capture. Later calls repeat the work on the GPU: what Python decided
     then (branches, numbers, train or eval mode) stays as it was, and a tensor that lives from call to call must be
@@ -93,12 +100,14 @@ class _Shape:
     Attributes:
         inputs: the graph's input tensors, into which each batch is copied; None where the batch has None.
         calls: the number of eager calls.
+        compilations: the number of graphs that torch.compile had compiled before the last eager call.
         outputs: the result of `step`, which each launch of the graph fills.
         schedules: the calls of schedulers that `step` makes, to be made after each launch.
     """
 
     inputs: list[Tensor]
     calls: int = 0
+    compilations: int = 0
     graph: Any = None
     outputs: Any = None
     schedules: list[Callable[[], Any]] = field(default_factory=list)
@@ -126,8 +135,12 @@ class CapturedStep:
         self._stream: Any = None if device is None else torch.cuda.Stream(device)
 
     def __repr__(self) -> str:
-        graphs = sum(each.graph is not None for each in self._shapes.values())
-        return f"CapturedStep({_name_of(self._step)}, {graphs} graphs)"
+        return f"CapturedStep({_name_of(self._step)}, {self.graphs} graphs)"
+
+    @property
+    def graphs(self) -> int:
+        """The number of graphs, one for each captured shape."""
+        return sum(each.graph is not None for each in self._shapes.values())
 
     def __call__(self, *batch: Any) -> Any:
         """Takes one step with a batch; see `capture`."""
@@ -145,7 +158,8 @@ class CapturedStep:
                     into.copy_(each, non_blocking=True)
             if shape.graph is None:
                 arguments = pytree.tree_unflatten(shape.inputs, structure)
-                if shape.calls < self._warm_up:
+                compiles = shape.compilations != _compilations() and shape.calls < self._warm_up + _MOST_COMPILING
+                if compiles or shape.calls < self._warm_up:
                     return self._run(shape, arguments)
                 self._capture(shape, arguments)
             return self._launch(shape)
@@ -163,7 +177,7 @@ class CapturedStep:
 
     def _run(self, shape: _Shape, arguments: Any) -> Any:
         """An eager call. It runs on the stream of the captures, because the package's workspace belongs to a stream."""
-        tunes = not shape.calls and is_step_tuned(self._tune)
+        tunes, shape.compilations = not shape.calls and is_step_tuned(self._tune), _compilations()
         with self._beside(), self._optimizers.watched(), not_tuning(), _Met() as met:
             made = self._step(*arguments)
         results = self._results(made)
@@ -191,12 +205,13 @@ class CapturedStep:
         pool = next((each.graph.pool() for each in self._shapes.values() if each.graph is not None), None)
         # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory meanwhile.
         capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
+        compilations = _compilations()
         try:
             with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing:
                 outputs = self._step(*arguments)
         except Exception as error:
             _forget_failed(graph, self._stream)
-            raise self._explained(error) from error
+            raise self._explained(error, compiled=compilations != _compilations()) from error
         shape.outputs = pytree.tree_map(lambda each: each if each is None else each.detach(), outputs)
         shape.graph, shape.schedules = graph, schedules
         torch.cuda.empty_cache()  # the gradients of the last eager call are no longer used
@@ -221,12 +236,12 @@ class CapturedStep:
                 raise KindError(f"{found}; accepted are tensors and None, because a graph repeats other values")
         return pytree.tree_unflatten([each if each is None else each.detach().clone() for each in leaves], structure)
 
-    def _explained(self, error: Exception) -> CaptureError:
+    def _explained(self, error: Exception, *, compiled: bool) -> CaptureError:
         """The error for a step that cannot be captured, by its cause: PyTorch raises another as the capture ends."""
         cause = error.__context__ or error
         frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(_INNER)]
         place = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-        remedies = "" if isinstance(cause, LtError) else f"; {_REMEDIES}"
+        remedies = "" if isinstance(cause, LtError) else f"; {_COMPILED if compiled else _REMEDIES}"
         summary = str(cause).partition("\n")[0]
         return CaptureError(f"{_name_of(self._step)} cannot be captured{place}: {summary}{remedies}")
 
@@ -363,6 +378,12 @@ def _no_needless_masks() -> Iterator[None]:
 @functools.cache
 def _tracing_of(is_tracing: Callable[[Any], bool]) -> Callable[..., bool]:
     return lambda mask=None: mask is not None and is_tracing(mask)
+
+
+def _compilations() -> int:
+    """The number of graphs that torch.compile has compiled in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _with_subclasses(kind: Any) -> Iterator[Any]:

@@ -312,6 +312,37 @@ def test_what_cannot_be_captured_is_told_with_its_line(pools: list[Any]) -> None
     assert "not permitted when stream is capturing; a graph holds work on the GPU only" in str(e.value)
 
 
+def test_a_step_is_captured_after_a_call_in_which_torch_compile_compiles_nothing(pools: list[Any]) -> None:
+    scaled = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
+    others = torch.compile(lambda x, n: x + n, backend="eager", dynamic=False)
+    captures, factors = [], [2, 3, 4, 4, 4, 4, 4]
+    given, ones = iter(factors), torch.ones(2)
+    run = ltt.capture(lambda x: scaled(x, next(given)), warm_up=1)
+    for call, factor in enumerate(factors):
+        if call == 4:
+            others(ones, 1)  # a compilation elsewhere may change which compiled function the step finds
+        assert run(ones)[0] == factor
+        captures.append(len(pools))
+    assert captures == [0, 0, 0, 0, 0, 1, 1]
+
+
+def test_a_step_that_compiles_in_each_call_is_told_so(pools: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(capture_module, "_compilations", lambda: len(compiled))
+
+    def step(x: Any) -> Any:
+        compiled.append(x)
+        if pools:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return x * 2
+
+    run = ltt.capture(step)
+    for _ in range(18):
+        run(torch.ones(2))
+    with pytest.raises(CaptureError, match=r"torch.compile compiled a function during the capture, .* or compiles in"):
+        run(torch.ones(2))
+
+
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no function": (lambda: ltt.capture(3), KindError, "step is 3; it must be a function"),
     "keep": (lambda: ltt.capture(len, keep=0), ArgumentError, "keep is 0; it must be at least 1"),

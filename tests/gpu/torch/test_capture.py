@@ -161,6 +161,50 @@ def test_work_is_ordered_with_the_caller_s_stream() -> None:
             assert run(x).item() == (i + 1) * total.numel()
 
 
+class Halved(torch.nn.Module):
+    """A layer behind which torch.compile may be made to stop, so that it compiles `forward` alone."""
+
+    def __init__(self, *, stops: bool) -> None:
+        super().__init__()
+        self.layer, self.stops = torch.nn.Linear(64, 64, device="cuda"), stops
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x)
+        if self.stops:
+            torch._dynamo.graph_break()
+        return y * 0.5
+
+
+def test_a_compiled_step_is_captured_after_another_model_was_compiled() -> None:
+    """Compiled code of one model's `cost` also fits the other, whose `forward` must then be compiled by itself."""
+
+    def step_of(model: Any) -> Any:
+        def cost(x: Any) -> Any:
+            return model(x).square().mean()
+
+        compiled = torch.compile(cost, dynamic=False)
+
+        def step(x: Any) -> Any:
+            model.zero_grad(set_to_none=False)
+            loss = compiled(x)
+            loss.backward()
+            return loss
+
+        return step
+
+    torch._dynamo.reset()
+    x = torch.randn(64, 64, device="cuda")
+    models = [Halved(stops=False), Halved(stops=True)]
+    runs = [ltt.capture(step_of(model)) for model in models]
+    for run in (runs[0], runs[1], runs[0]):
+        for _ in range(2):
+            run(x)
+    for model, run in zip(models, runs, strict=True):
+        losses = [run(x).item() for _ in range(4)]
+        assert losses == pytest.approx([(model.layer(x) * 0.5).square().mean().item()] * 4, rel=1e-3)
+        assert run.graphs == 1
+
+
 def test_an_optimizer_that_cannot_be_captured_is_refused_at_once() -> None:
     _, _, step = training(lambda params: torch.optim.AdamW(params, 1e-2), schedule=False)
     with pytest.raises(ArgumentError, match="AdamW has capturable=False"):
