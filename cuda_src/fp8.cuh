@@ -28,7 +28,7 @@ struct Fp8Output {
   int64 cols;
 };
 
-// Two numbers as two bytes, rounded to nearest even. Numbers beyond the largest, and infinities, become the largest.
+// Two numbers as two bytes, rounded to nearest even. Numbers beyond the largest become the largest. NaN stays NaN.
 __device__ inline uint32 to_fp8(float low, float high) {
 #ifndef __CUDA_ARCH__
   return __nv_cvt_float2_to_fp8x2(float2{low, high}, __NV_SATFINITE, E5M2 ? __NV_E5M2 : __NV_E4M3);
@@ -83,8 +83,7 @@ class Fp8Writer {
     const float* v = numbers.v;
 #pragma unroll
     for (int j = 0; j < kOctet; ++j) amax_ = larger_or_nan(amax_, fabsf(v[j]));
-    const uint2 words{to_fp8(v[0] * scale_, v[1] * scale_) | to_fp8(v[2] * scale_, v[3] * scale_) << 16,
-                      to_fp8(v[4] * scale_, v[5] * scale_) | to_fp8(v[6] * scale_, v[7] * scale_) << 16};
+    const uint2 words{convert(v[0], v[1]) | convert(v[2], v[3]) << 16, convert(v[4], v[5]) | convert(v[6], v[7]) << 16};
     const int row = threadIdx.y * kOctet + i;
     if (out_.transposed.data) {
       reinterpret_cast<uint2*>(shared_tile())[row * kTileBlock + (threadIdx.x ^ (swizzle(row / kRun) / 2))] = words;
@@ -117,6 +116,11 @@ class Fp8Writer {
   }
 
  private:
+  // An infinite number becomes NaN, so that products with it are not finite. 0 times any other number is 0.
+  __device__ float scaled(float number) const { return fmaf(number, 0.0f, number * scale_); }
+
+  __device__ uint32 convert(float low, float high) const { return to_fp8(scaled(low), scaled(high)); }
+
   static constexpr int kRun = 16;            // bytes of a column that a thread stores at once
   static constexpr int kRuns = kTile / kRun;  // of a column of the tile
   static constexpr int kWords = kTile / 4;    // of a row of the tile

@@ -8,7 +8,7 @@ namespace lt {
 // A tensor's scale and maximum. A product takes the address of `inverse`, which some versions of cuBLASLt want aligned to 16.
 struct alignas(16) Fp8Slot {
   float inverse;    // 1 / scale
-  float scale;      // a power of two, which the tensor is multiplied by before it is cast
+  float scale;      // a power of two, which the tensor is multiplied by before it is cast; 0 before it is found
   float amax;       // the largest absolute value since the last update
   float largest;    // the largest number of the tensor's FP8 type
   float overflows;  // number of updates that found amax · scale above `largest`, or infinite, or NaN
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(256) fp8_scales(const lt::Fp8Scales
   if (is_finite(amax) && !(p.skipped && *p.skipped)) {
     const float peak = push(p.history + static_cast<int64>(tensor) * p.length, p.length, amax);
     if (peak > 0.0f) slot.scale = largest_scale(slot.largest, peak * p.headroom);
-    slot.inverse = 1.0f / slot.scale;
   }
+  if (slot.scale == 0.0f) slot.scale = 1.0f;  // the tensor has no finite element but 0
+  slot.inverse = 1.0f / slot.scale;
   p.slots[tensor] = slot;
 }

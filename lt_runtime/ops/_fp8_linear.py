@@ -53,7 +53,6 @@ from lt_runtime.reference.products import rows_of
 
 _UNIT: Final = 16
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
-_LEAST_SCALE: Final = 2.0**-126
 # Indices of a forward call's arrays.
 _KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST = 4, 6, 7, 8, 9, 10
 _TENSORS: Final = ("x", "w", "dy")
@@ -274,7 +273,7 @@ def _cast_on_host(x: NDArray[Any], row: int, precision: Precision, slots: Any, h
     recipe, slot = precision.recipe, slots[row]
     is_current = recipe.recipe == "current"
     if precision.calibrates:
-        slot[SCALE], slot[AMAX] = _LEAST_SCALE, np.maximum(slot[AMAX], amax_of(x))
+        slot[SCALE], slot[AMAX] = 0, np.maximum(slot[AMAX], amax_of(x))
         update_fp8_scales(slots[row : row + 1], history[row : row + 1], 1.0 if is_current else recipe.headroom)
     if not is_current:
         slot[AMAX] = amax_of(np.array([slot[AMAX], amax_of(x)]))

@@ -108,7 +108,7 @@ def cast_fp8(
 
     Products in FP8 read both operands along the axis that they sum over, so that training needs many matrices in both
     orientations. The product is computed in FP32, rounded to nearest even and saturated: numbers beyond the type's
-    largest, and infinities, become ±448 in E4M3 and ±57344 in E5M2. NaN stays NaN. `amax` tells what was cut off.
+    largest become ±448 in E4M3 and ±57344 in E5M2, which `amax` tells. Infinite elements and NaN become NaN.
 
     Args:
         x: (..., N), float32, float16 or bfloat16. A matrix may lie in any layout; the leading axes of other arrays must

@@ -33,7 +33,6 @@ X, W, DY = range(3)
 """The rows of a layer's tensors in the slots and the history of its scales."""
 _WORD: Final = 4  # bytes of an FP32 number
 _SLOT: Final = _WORD * SLOT_WIDTH
-_LEAST_SCALE: Final = 0x00800000  # 2⁻¹²⁶ as FP32
 _SCALES: Final = ("scale_a", "scale_b")
 
 
@@ -107,8 +106,8 @@ class Cast:
         slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
         scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
         if self._amax is not None and self._scales is not None:
-            # The old scale was chosen for earlier values. With the least scale, the update counts no overflow of these.
-            driver_call("cuMemsetD32Async", scale, _LEAST_SCALE, 1, memory.stream)
+            # The old scale was chosen for earlier values. With a scale of 0, the update counts no overflow of these.
+            driver_call("cuMemsetD32Async", scale, 0, 1, memory.stream)
             _launch(self._amax, x, (0, 0, 0, amax), backward, memory)
             self._scales.launch(slot, history, 0, memory)
         collected = amax if self._collects else 0

@@ -19,15 +19,16 @@ _MANTISSA_BITS: Final = 23  # of FP32
 
 
 def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
-    """x · scale, computed in FP32, rounded to nearest even and saturated: infinities become the largest numbers.
+    """x · scale, computed in FP32, rounded to nearest even and saturated; an infinite element becomes NaN.
 
     Args:
         x: any shape, of a type that FP32 contains.
         scale: FP32 number.
         dtype: name of an FP8 type.
     """
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        scaled = x.astype(np.float32) * np.float32(scale)
+    with np.errstate(invalid="ignore"):  # a signalling NaN, and 0 · infinity, which is NaN
+        numbers = x.astype(np.float32)
+        scaled = numbers * np.float32(scale) + numbers * np.float32(0)
     cast = np.asarray(np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])).astype(FP8_TYPES[dtype])
     cast.view(np.uint8)[np.isnan(scaled)] = _NAN
     return cast
@@ -62,7 +63,7 @@ INVERSE, SCALE, AMAX, LARGEST_NUMBER, OVERFLOWS = range(5)
 
 They hold 1 / scale, by which a product is multiplied; the scale, by which the tensor is multiplied before it is cast;
 the largest absolute value since the last update; the largest number of the tensor's type; and the number of updates
-whose largest absolute value was beyond what the scale allows.
+whose largest absolute value was beyond what the scale allows. A scale of 0 is to be found by the next update.
 """
 SLOT_WIDTH: Final = 8
 
@@ -81,7 +82,7 @@ def update_fp8_scales(
     """Updates slots and history in place, for the next step: scales follow the largest value of the history.
 
     Overflows are counted and the absolute maxima start again at 0 in any case. If a maximum is infinite or NaN, or with
-    `skip`, the tensor's scale and history stay as they are.
+    `skip`, the tensor's scale and history stay as they are. A scale of 0 that no maximum replaces becomes 1.
 
     Args:
         slots: (tensors, `SLOT_WIDTH`), see the names of its columns.
@@ -92,9 +93,10 @@ def update_fp8_scales(
     for slot, past in zip(slots, history, strict=True):
         amax = slot[AMAX]
         slot[AMAX] = 0
-        slot[OVERFLOWS] += not amax * slot[SCALE] <= slot[LARGEST_NUMBER]
-        if skip or not np.isfinite(amax):
-            continue
-        past[1:], past[0] = past[:-1].copy(), amax
-        slot[SCALE] = next_fp8_scale(slot[SCALE], past.max(), float(slot[LARGEST_NUMBER]), headroom)
+        with np.errstate(invalid="ignore"):  # infinity · 0, which is counted
+            slot[OVERFLOWS] += not amax * slot[SCALE] <= slot[LARGEST_NUMBER]
+        if not skip and np.isfinite(amax):
+            past[1:], past[0] = past[:-1].copy(), amax
+            slot[SCALE] = next_fp8_scale(slot[SCALE], past.max(), float(slot[LARGEST_NUMBER]), headroom)
+        slot[SCALE] = slot[SCALE] or 1
         slot[INVERSE] = 1 / slot[SCALE]

@@ -93,6 +93,16 @@ def test_overflows_are_counted_and_scales_recover(make: Make, recipe: Any) -> No
     assert layer.state.scales["x"] <= 0.25
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_scale_of_zeros_is_1(make: Make, recipe: Any) -> None:
+    """The second batch, which is not zero, is cast with that scale if the recipe is "delayed"."""
+    layer = make(Fp8Case(recipe=lt.FP8(recipe=recipe), activation="none", bias=False))
+    assert not layer.step(0, 0.0)["y"].any()
+    assert layer.state.scales["x"] == 1.0
+    assert decibels(layer.step(1)["y"], make(layer.case).step(1)["y"]) > 25.0
+    assert layer.state.overflows == {"x": 0, "w": 0, "dy": 0}
+
+
 def test_a_scale_follows_the_largest_magnitude_of_the_history() -> None:
     layer = Fp8Layer(Fp8Case(recipe=lt.FP8(history=2, headroom=1.0)), lt)
     scales = []

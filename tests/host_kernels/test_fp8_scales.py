@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lt_runtime.kernels import fp8
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.reference import fp8_slots, update_fp8_scales
-from lt_runtime.reference.fp8 import AMAX
+from lt_runtime.reference.fp8 import AMAX, SCALE
 from tests.host_kernels.arrays import FLAT, Guarded
 from tests.host_kernels.cases import FEW, orders
 from tests.host_kernels.harness import HostKernels
@@ -28,7 +28,7 @@ from tests.host_kernels.products import Memory
 def test_scales(
     host: HostKernels, lengths: int, maxima: list[float], headroom: float, skipped: int, order: int
 ) -> None:
-    """Five tensors over several steps, one of which may be skipped."""
+    """Five tensors over several steps, one of which may be skipped. The scale of the second is found in each step."""
     dtypes = ["float8_e4m3fn", "float8_e5m2"] * 2 + ["float8_e4m3fn"]
     slots = Guarded(fp8_slots(dtypes), FLAT)
     history = Guarded(np.zeros((len(dtypes), lengths), np.float32), FLAT)
@@ -40,6 +40,7 @@ def test_scales(
     for step, amax in enumerate(maxima):
         with np.errstate(invalid="ignore"):
             slots.array[:, AMAX] = expected[:, AMAX] = np.float32(amax) * np.float32([1, 2**-20, 0, 0.3, 2**-126])
+        slots.array[1, SCALE] = expected[1, SCALE] = 0
         skip[0] = step == skipped
         made.launch(slots.address, history.address, skip.ctypes.data, Memory())  # type: ignore[arg-type]
         with np.errstate(over="ignore", invalid="ignore"):
