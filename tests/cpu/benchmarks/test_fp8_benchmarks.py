@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lt_runtime as lt
 from benchmarks import fp8, fp8_accuracy
 from benchmarks.__main__ import main, options_of
 from benchmarks.fp8_accuracy import Task
@@ -121,22 +122,43 @@ def test_inputs_have_heavy_tails_and_differ_between_steps() -> None:
     assert (other != wide).mean() > 0.9
 
 
+def test_digits_in_fp8_are_recognised_as_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = {"bf16": None, "delayed": lt.FP8()}
+    monkeypatch.setattr(fp8_accuracy, "recipes", lambda: recipes)
+    found, _ = fp8_accuracy.accuracies(0, 60, "cpu")
+    assert found.keys() == recipes.keys()
+    assert min(found.values()) > 0.8
+
+
+def test_planted_magnitudes_are_of_one_column_or_of_rows() -> None:
+    plain, column, rows = (fp8_accuracy.inputs((26, 8), 3, "cpu", each)[1] for each in ("", "column", "rows"))
+    assert (column / plain)[5].tolist() == [4096.0] + [1.0] * 7
+    assert (rows / plain)[:, 2].tolist() == [2.0**power for power in range(13)] * 2
+
+
 @pytest.mark.parametrize(
-    ("above", "met"),
+    ("number", "above", "overflows", "met"),
     [
-        ([0.002, 0.002], True),
-        ([0.003, 0.003], False),
-        ([0.020, -0.010], True),  # mean 0.005, standard error 0.015
-        ([-0.5, -0.5], True),
-        ([float("nan"), 0.0], False),
+        (0, [0.002, 0.002], [0, 0], True),
+        (0, [0.003, 0.003], [9, 9], False),
+        (0, [0.020, -0.010], [0, 0], True),  # mean 0.005, standard error 0.015
+        (0, [-0.5, -0.5], [0, 0], True),
+        (0, [float("nan"), 0.0], [0, 0], False),
+        (2, [0.9, 0.9], [0, 0], True),
+        (2, [1.0, 0.0], [0, 1], False),
+        (3, [float("nan"), 0.0], [1, 0], True),
+        (-1, [-0.002, -0.002], [0, 0], True),
+        (-1, [-0.006, -0.006], [0, 0], False),  # accuracies: 2.0 - 0.012
     ],
 )
-def test_a_loss_above_that_of_bf16_is_accepted_within_the_limit_or_two_standard_errors(
-    above: list[float], met: bool
+def test_a_recipe_is_accepted_within_the_limits_of_its_task(
+    number: int, above: list[float], overflows: list[int], met: bool
 ) -> None:
-    found = fp8_accuracy.judged([{"bf16": 2.0, "delayed": 2.0 * (1 + each)} for each in above])
+    runs = [{"bf16": 2.0, "delayed": 2.0 * (1 + each)} for each in above]
+    found = fp8_accuracy.judged(fp8_accuracy.TASKS[number], runs, [{"delayed": each} for each in overflows])
     assert found["delayed"]["met"] is met
-    assert found["delayed"]["above"] == pytest.approx(np.mean(above), nan_ok=True)
+    scale = 2.0 if number == -1 else 1.0
+    assert found["delayed"]["above"] == pytest.approx(scale * np.mean(above), nan_ok=True)
 
 
 def test_the_command_writes_no_file_without_a_gpu_and_fails_beyond_the_limit(
@@ -147,7 +169,7 @@ def test_the_command_writes_no_file_without_a_gpu_and_fails_beyond_the_limit(
 
     monkeypatch.setattr(fp8_accuracy, "losses", losses)
     with pytest.raises(SystemExit, match=r"beyond the limit: regression, delayed$"):
-        main(["fp8-accuracy", "--rounds", "3"])
+        main(["fp8-accuracy", "--rounds", "3", "--only", "^(regression|1000 classes)$"])
     main(["fp8-accuracy", "--only", "classes", "--rounds", "3"])
     assert "1000 classes, delayed: +0.000 %" in capsys.readouterr().out
     monkeypatch.setattr(fp8_accuracy, "has_gpu", lambda: True)
