@@ -182,7 +182,7 @@ def _overflows(layer: Any) -> int:
 def judged(
     task: Task, runs: Sequence[Mapping[str, float]], overflows: Sequence[Mapping[str, int]]
 ) -> dict[str, dict[str, Any]]:
-    """By recipe, by what fraction its loss exceeds BF16's (or by how much its accuracy does), and if that is accepted."""
+    """By recipe, by how much its loss (as a fraction) or its accuracy exceeds that of BF16, and if that is accepted."""
     made = {}
     for name in runs[0].keys() - {BASE}:
         ratios = np.array([run[name] / run[BASE] for run in runs])
