@@ -8,7 +8,7 @@ from typing import Literal
 
 from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
-from lt_runtime.problem import BackwardProblem, DType, ForwardProblem
+from lt_runtime.problem import Activation, BackwardProblem, DType, ForwardProblem
 
 Recipe = Literal["delayed", "current"]
 _MOST_STEPS = 1024
@@ -71,8 +71,34 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class Prologue:
+    """The function dropout(act(x)) that the cast of a layer's x applies first: x is the layer below's pre-activation.
+
+    Attributes:
+        dropout: probability.
+    """
+
+    activation: Activation = Activation()  # noqa: RUF009  # it is frozen
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The gradients that backward will compute, for which forward keeps operands: w for dx, x for dw."""
+
+    dx: bool = True
+    dw: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Problem:
-    """A pass of a layer whose products are computed in FP8. The plan cache has entries for the products alone."""
+    """A pass of a layer whose products are computed in FP8. The plan cache has entries for the products alone.
+
+    Attributes:
+        prologue, needs: of a forward pass.
+    """
 
     layer: ForwardProblem | BackwardProblem
     precision: Precision
+    prologue: Prologue = Prologue()
+    needs: Needs = Needs()

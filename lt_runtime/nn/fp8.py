@@ -1,24 +1,65 @@
-"""Inference of linear layers whose products are computed in FP8."""
+"""Linear layers of a model whose products are computed in FP8: forward in training, and inference."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.ops._fp8_linear import FP8State, reason_against
+from lt_runtime.ops._fp8_linear import FP8State, forward, reason_against
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.fp8 import cast_fp8
-from lt_runtime.ops.linear import linear, linear_fwd
+from lt_runtime.ops.linear import linear
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.plans.fp8 import W, X
 from lt_runtime.problem import type_name
 from lt_runtime.reference.fp8 import INVERSE, SCALE
 
 if TYPE_CHECKING:
-    from lt_runtime.problem import Activation
+    from lt_runtime.nn.linear import Linear
+    from lt_runtime.ops._linear import LinearContext
+    from lt_runtime.problem import Activation, Philox
 
 _ACTIVATIONS: Final = ("none", "relu", "gelu")
 """The activations that a product in FP8 computes in its epilogue, which has the same name."""
 _TYPES: Final = ("bfloat16", "float16")
+
+
+def fp8_forward(
+    layer: Linear,
+    following: Linear | None,
+    x: Any,
+    below: LinearContext | None,
+    rng: Philox | None,
+    *,
+    activation: Activation,
+    compute: Any,
+    stream: Any,
+    add: Any = None,
+    out: Any = None,
+) -> tuple[Any, LinearContext, LinearContext | None]:
+    """The layer's y and its context for training; see `lt.linear_fwd`.
+
+    If the layer and the following one are in FP8, the cast of the following layer's x applies the layer's activation
+    and dropout: y is then the pre-activation.
+
+    Args:
+        following: the layer that alone reads y; None if there is none.
+        below: the third result of the layer before; None for the first layer.
+
+    Returns:
+        y, the context, and the context again if y is the pre-activation.
+    """
+    assert layer.scales is not None
+    defers = following is not None and type_name(x.dtype) == "bfloat16" and _trains_in_fp8(x, layer, following)
+    arrays = x, layer.weight.data, layer.bias and layer.bias.data, out, None, add
+    options = activation, activation.negative_slope, layer.dropout, compute, False, True
+    y, context = forward(layer.scales, arrays, options, rng, stream, below=below, defers=defers)
+    return y, context, context if defers else None
+
+
+def _trains_in_fp8(x: Any, *layers: Linear) -> bool:
+    """Whether training computes the products of all layers, of which the first one has inputs x, in FP8."""
+    options = ((each.scales, x, each.weight.data, each.activation, each.compute) for each in layers)
+    return all(state is not None and reason_against(state, *rest) is None for state, *rest in options)
 
 
 def fp8_outputs(
@@ -46,7 +87,8 @@ def fp8_outputs(
     if not is_fp8 or reason_against(state, x, w, activation, compute) is not None:
         return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
     if state.recipe.recipe == "current" or not state.calibrated.issuperset((X, W)):
-        y, _ = linear_fwd(x, w, bias, activation=activation, compute=compute, add=add, precision=state, stream=stream)
+        options = activation, activation.negative_slope, 0.0, compute, False, False
+        y, _ = forward(state, (x, w, bias, None, None, add), options, None, stream)
         return y
     x8, w8 = (
         cast_fp8(each, state.slots[row, SCALE : SCALE + 1], need_transposed=False, stream=stream)[0]

@@ -153,8 +153,10 @@ def forward_layers(
         out: a buffer for the outputs of the last layer.
         stand_in: an array of the shape and type of x that is kept in its place; see `remake` of `backward_layers`.
     """
-    needs_dx, contexts, met = run.needs_gradient(x), [], run.met
+    needs_dx, contexts, met = run.needs_gradient(x), list[LinearContext](), run.met
+    below: LinearContext | None = None
     start = len(met.problems) if met else 0
+    _set_needs(layers, run, needs_dx=needs_dx)
     for i, layer in enumerate(layers, 1):
         bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
@@ -166,10 +168,14 @@ def forward_layers(
                 x = fp8_outputs(layer.scales, x, layer.weight.data, bias, **options)
             elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
+            elif layer.scales is not None:
+                from lt_runtime.nn.fp8 import fp8_forward  # imported late, as in `scales_of`
+
+                following = layers[i] if i < len(layers) else None
+                x, context, below = fp8_forward(layer, following, x, below, rng, **options)
+                contexts.append(context)
             else:
-                if layer.scales is not None:
-                    layer.scales.needs_dx = needs_dx or i > 1
-                options |= {"dropout": layer.dropout, "rng": rng, "precision": layer.scales}
+                options |= {"dropout": layer.dropout, "rng": rng}
                 x, context = linear_fwd(x, layer.weight.data, bias, **options)
                 contexts.append(context)
     if contexts and stand_in is not None:
@@ -177,6 +183,19 @@ def forward_layers(
     # The tuner takes layers in FP8 as products, not as a chain.
     run.keep(contexts, needs_dx, met.taken(start) if met and not _are_in_fp8(contexts) else [])
     return x
+
+
+def _set_needs(layers: Sequence[Linear], run: Pass, *, needs_dx: bool) -> None:
+    """Tells layers in FP8 which gradients `backward_layers` will compute.
+
+    Args:
+        needs_dx: whether the gradient with respect to the first layer's inputs is read.
+    """
+    for layer in layers if run.trains else ():
+        trains = [*map(run.trains_parameter, (layer.weight, layer.bias))]
+        if layer.scales is not None:
+            layer.scales.needs_dx, layer.scales.needs_dw = needs_dx, trains[0]
+        needs_dx |= any(trains)
 
 
 def _are_in_fp8(contexts: Sequence[LinearContext]) -> bool:

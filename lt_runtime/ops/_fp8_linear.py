@@ -15,7 +15,7 @@ from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
 from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store
 from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError, ShapeError
-from lt_runtime.fp8 import FP8, Fp8Problem, Precision
+from lt_runtime.fp8 import FP8, Fp8Problem, Needs, Precision, Prologue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.layout import packed
@@ -77,8 +77,8 @@ class FP8State:
             number of the FP8 type, number of overflows; None before the first call.
         history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
         calibrated: rows of the tensors that have found their scales.
-        needs_dx: whether backward will compute dx, which is one product more that FP8 makes faster; `lt.FP8.fallback`
-            uses it, and blocks set it.
+        needs_dx, needs_dw: whether backward will compute either gradient, both by default, and so needs w or x in FP8,
+            transposed, which forward otherwise does not make. `lt.FP8.fallback` uses `needs_dx` too. Blocks set both.
         fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
 
     Raises:
@@ -91,7 +91,7 @@ class FP8State:
         self.slots: Any = None
         self.history: Any = None
         self.calibrated: set[int] = set()
-        self.needs_dx = True
+        self.needs_dx = self.needs_dw = True
         self.fallback: str | None = None
 
     def __repr__(self) -> str:
@@ -213,8 +213,8 @@ def fits(x: Any, w: Any) -> bool:
 
 def _sizes(x: Any, w: Any) -> tuple[int, ...]:
     """M, N and K, if w is a matrix."""
-    *rows, inputs = x.shape
-    outputs, *_ = w.shape
+    *rows, _ = x.shape
+    outputs, inputs = w.shape
     return int(np.prod(rows)), outputs, inputs
 
 
@@ -280,6 +280,13 @@ def _cast_on_host(x: NDArray[Any], row: int, precision: Precision, slots: Any, h
     return cast_fp8(x, slot[SCALE], recipe.dtypes[row].value)
 
 
+def _through(prologue: Prologue, x: NDArray[Any], rng: Philox | None) -> NDArray[Any]:
+    """dropout(act(x)), rounded to FP32."""
+    y = reference.activate(x.astype(np.float64), prologue.activation)
+    factors = reference.dropout_factors(x.shape, prologue.dropout, rng)
+    return (y if factors is None else y * factors).astype(np.float32)
+
+
 def _check_products(*operands: Operand | None) -> None:
     """Checks matrices that an FP8 product reads as C or writes as D.
 
@@ -299,36 +306,51 @@ def _check_products(*operands: Operand | None) -> None:
 
 
 class Fp8Forward(LinearForward):
-    """`LinearForward` with the product in FP8; the last option is the `Precision`."""
+    """`LinearForward` with the product in FP8.
+
+    The last options are the `Precision`, the `Prologue` of x, whose dropout mask is from the second scalar, the
+    `Needs` of backward, and whether activation and dropout are left to the next layer's prologue: y is then the
+    pre-activation, and is saved.
+    """
 
     names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots")
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
-        *of_layer, precision = options
+        *of_layer, precision, prologue, needs, defers = options
         request = super().read(operands[:_SLOTS], of_layer, scalars)
         x, _, _, y, z, _ = operands[:_SLOTS]
         _check_products(y, z)
-        (m, n, k), new = request.detail.shape, {**request.new}
-        new |= {_X8: New((k, m), _E4M3, x.library), _W8: New((k, n), _E4M3, x.library)}
-        new[_CAST] = New((2, SLOT_WIDTH), np.dtype(np.float32), x.library)
-        written, problem = (_SLOTS, _HISTORY, *new, *request.written), Fp8Problem(request.problem, precision)
-        return request._replace(problem=problem, written=written, new=new)
+        (m, n, k), new, layer = request.detail.shape, {**request.new}, request.problem
+        if layer.backward:
+            new[_CAST] = New((2, SLOT_WIDTH), np.dtype(np.float32), x.library)
+            kept = ((needs.dw, _X8, m), (needs.dx, _W8, n))
+            new |= {place: New((k, size), _E4M3, x.library) for is_read, place, size in kept if is_read}
+        dropouts = request.detail.dropout, prologue.dropout
+        if defers:
+            layer, dropouts = replace(layer, activation=Activation(), dropout=False), (0.0, prologue.dropout)
+        return request._replace(
+            problem=Fp8Problem(layer, precision, prologue, needs),
+            written=(_SLOTS, _HISTORY, *new, *request.written),
+            new=new,
+            dropouts=dropouts if any(dropouts) else None,
+        )
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
         problem = request.problem
-        return _measured(lambda: Fp8ForwardPlan(problem.layer, problem.precision, device), device)
+        given = problem.layer, problem.precision, problem.prologue, problem.needs
+        return _measured(lambda: Fp8ForwardPlan(*given, device), device)
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
         """See `Operation`: the pre-activation is saved if there is an activation."""
-        problem = request.problem.layer
+        problem, layer = request.problem.layer, request.detail
         kept = fp8_kept_spec(problem)
+        if layer.activation.name != "none":
+            saved = kept or problem.y  # with a deferred activation y is the pre-activation
+            layer = replace(layer, saved_as=Saved.PREACTIVATION, saved_layout=saved.layout)
         if kept is None:
-            return request
-        layer = request.detail
-        if problem.activation.name != "none":
-            layer = replace(layer, saved_as=Saved.PREACTIVATION, saved_layout=kept.layout)
+            return request._replace(detail=layer)
         x, shape = operands[0], (*operands[0].shape[:-1], problem.y.layout.cols)
         new = {} if operands[_KEPT] is not None else {_KEPT: New(shape, problem.dtype.numpy, x.library)}
         return request._replace(new={**request.new, **new}, detail=layer)
@@ -336,18 +358,24 @@ class Fp8Forward(LinearForward):
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
         x, w, bias, y, z, add, slots, history, x8, w8, cast_slots = arrays
-        problem, precision = request.problem.layer, request.problem.precision
-        cast = [_cast_on_host(rows_of(each), row, precision, slots, history) for row, each in ((X, x), (W, w))]
+        problem, precision, drops = request.problem.layer, request.problem.precision, request.problem.layer.dropout
+        sources = ((X, _through(request.problem.prologue, rows_of(x), scalars[1])), (W, w))
+        cast = [_cast_on_host(each, row, precision, slots, history) for row, each in sources]
         exact = [each.astype(np.float64) * slots[row, INVERSE] for row, each in zip((X, W), cast, strict=True)]
-        x8[...], w8[...], cast_slots[...] = cast[0].T, cast[1].T, slots[:2]
+        for kept, values in ((x8, cast[0].T), (w8, cast[1].T), (cast_slots, slots[:2])):
+            if kept is not None:
+                kept[...] = values
         of_layer = exact[0].reshape(x.shape), exact[1], bias, y, z, add
-        super().on_host(request._replace(problem=problem), of_layer, scalars)
+        done = replace(request.detail, activation=problem.activation, dropout=request.detail.dropout * drops)
+        super().on_host(request._replace(problem=problem, detail=done), of_layer, scalars)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`: as of `LinearForward`, with the transposes of x and w in FP8 in the place of x and w."""
         *of_layer, _, _, x8, w8, cast_slots = arrays
         y, ctx = context_of(prepared.request.detail, of_layer, scalars)
         ctx.x, ctx.w, ctx.cast_slots = x8, w8, cast_slots
+        if ctx.saved is None and ctx.layer.saved_as is Saved.PREACTIVATION:  # the activation is deferred
+            ctx.saved = y
         return y, ctx
 
 
@@ -356,21 +384,21 @@ class Fp8Backward(LinearBackward):
 
     names = (
         "dy",
+        "cast_slots",
         "x8",
         "w8",
-        "cast_slots",
         "the saved tensor",
         *(f"out_{name}" for name in _OUTPUTS),
         "slots",
         "history",
     )
-    required = 4
+    required = 2
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
         *of_layer, precision = options
         given = BackwardOptions.of(of_layer)
-        dy, _, _, _, saved, *outputs, _, _ = operands
+        dy, _, x8, w8, saved, *outputs, _, _ = operands
         layer = given.layer
         (m, n, k), dtype = layer.shape, dy.element_type()
         check_type(dy, layer.dtype)
@@ -378,6 +406,10 @@ class Fp8Backward(LinearBackward):
         check_shape("dy", (dy.layout.rows, dy.shape[-1]), (m, n), "y's rows and columns")
         buffers = dict(zip(_OUTPUTS, outputs, strict=True))
         wanted = wanted_gradients(given, {**buffers, "db_below": None})
+        for name, kept in (("dx", w8), ("dw", x8)):
+            if wanted[name] and kept is None:
+                found = f"need_{name} is True, but needs_{name} of the precision was False when linear_fwd was called"
+                raise ArgumentError(f"{found}, which kept no operand for it; set it to True before")
         shapes = {"dx": (*dy.shape[:-1], k), "dw": (n, k), "db": (n,), "dz": shape}
         new: dict[int, New] = {}
         places = [(place, name) for place, name in enumerate(_OUTPUTS, _FIRST) if wanted[name]]
@@ -402,7 +434,7 @@ class Fp8Backward(LinearBackward):
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        dy, x8, w8, cast_slots, saved, dx, dw, db, dz, slots, history = arrays
+        dy, cast_slots, x8, w8, saved, dx, dw, db, dz, slots, history = arrays
         options, problem, precision = request.detail, request.problem.layer, request.problem.precision
         exact = rows_of(dy).astype(np.float64)
         if not (options.before_activation or problem.output_derivative.is_identity):
@@ -414,8 +446,9 @@ class Fp8Backward(LinearBackward):
         if dx is not None or dw is not None:
             source = exact.astype(np.float32) if casts_dz(problem) else rounded
             cast = _cast_on_host(source, DY, precision, slots, history).astype(np.float64) * slots[DY, INVERSE]
-            x, w = (each.T.astype(np.float64) * cast_slots[row, INVERSE] for row, each in ((X, x8), (W, w8)))
-            results |= {"dx": (dx, cast @ w), "dw": (dw, cast.T @ x)}
+            for name, out, left, kept, row in (("dx", dx, cast, w8, W), ("dw", dw, cast.T, x8, X)):
+                if out is not None:
+                    results[name] = out, left @ (kept.T.astype(np.float64) * cast_slots[row, INVERSE])
         for name, (out, values) in results.items():
             if out is not None:
                 adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"
@@ -440,12 +473,23 @@ _UPDATE: Final = _Update()
 
 
 def forward(
-    state: FP8State, arrays: tuple[Any, ...], options: tuple[Any, ...], rng: Philox | None, stream: Any
+    state: FP8State,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    rng: Philox | None,
+    stream: Any,
+    *,
+    below: LinearContext | None = None,
+    defers: bool = False,
 ) -> tuple[Any, LinearContext]:
     """`linear_fwd` with its product in FP8, unless there is a `reason_against`.
 
     Args:
         arrays, options: of the operation `LinearForward`.
+        below: the context of the layer below if that layer has deferred its activation and dropout: x is then its
+            pre-activation, and the cast of x applies both. This saves writing and reading the layer's output.
+        defers: whether to leave activation and dropout to the next layer, as `below`: y is then the pre-activation. x
+            is BF16, and there is neither a buffer for y nor an addend.
 
     Raises:
         KindError: `state` is no `FP8State`.
@@ -457,7 +501,9 @@ def forward(
         plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)
         return plain
     given = *arrays, *arrays_of(state, x), None, None, None
-    y, ctx = perform(_FORWARD, given, (*options, precision_of(state, X, W)), (rng, None), stream)
+    prologue = Prologue() if below is None else Prologue(below.layer.activation, below.layer.dropout)
+    how = precision_of(state, X, W), prologue, Needs(state.needs_dx, state.needs_dw), defers
+    y, ctx = perform(_FORWARD, given, (*options, *how), (rng, below and below.rng), stream)
     state.calibrated |= {X, W}
     ctx.state = state
     return y, ctx
@@ -467,7 +513,7 @@ def backward(
     dy: Any, ctx: LinearContext, saved: Any, outputs: tuple[Any, ...], options: tuple[Any, ...], stream: Any
 ) -> LinearGradients:
     """`linear_bwd` of a context that `forward` made; `options` are those of the operation `LinearBackward`."""
-    arrays = dy, ctx.x, ctx.w, ctx.cast_slots, saved, *outputs, *arrays_of(ctx.state, dy)
+    arrays = dy, ctx.cast_slots, ctx.x, ctx.w, saved, *outputs, *arrays_of(ctx.state, dy)
     made: LinearGradients = perform(_BACKWARD, arrays, (*options, precision_of(ctx.state, DY)), (ctx.rng, None), stream)
     if made.dx is not None or made.dw is not None:
         ctx.state.calibrated |= {DY}

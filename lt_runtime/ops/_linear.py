@@ -61,7 +61,7 @@ class LinearContext:
 
     Attributes:
         layer: the layer's sizes and options.
-        x, w: the operands; their transposes in FP8 if `state` is not None.
+        x, w: the operands; their transposes in FP8 if `state` is not None, None for one that no gradient needs.
         saved: the array that the activation's derivative is computed from; None if there is none.
         preactivation: x · wᵀ + bias (..., N) if it was saved for backward or requested; None otherwise.
         rng: the source of the dropout mask; None without dropout.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.fp8 import Precision
+from lt_runtime.fp8 import Needs, Precision, Prologue
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory, aligned
 from lt_runtime.kernels.call import Call, DropoutState
@@ -45,6 +45,7 @@ class Cast:
         derivative: if not None, the tensor is dz, which the cast computes from dy and the saved tensor, together with
             the bias gradient; see `CastGradientPass`. The source is then dy.
         accumulate: whether the bias gradient is added to the present values of its buffer.
+        prologue: applied to the source before the cast; without a derivative.
 
     Attributes:
         spec: of the tensor in FP8. transposed: of its transpose.
@@ -63,6 +64,7 @@ class Cast:
         transposed: bool,
         derivative: Derivative | None = None,
         accumulate: bool = False,
+        prologue: Prologue = Prologue(),  # noqa: B008  # it is frozen
     ) -> None:
         rows, cols = source.layout.shape
         self.spec, self.transposed = Spec(packed(rows, cols)), Spec(packed(cols, rows))
@@ -72,9 +74,11 @@ class Cast:
         self._cast: CastPass | CastGradientPass
         self._amax: CastPass | CastGradientPass | None = None
         if derivative is None:
-            self._cast, self.partial_bytes = CastPass(dtype, name, source, *results, device), 0
+            function, drops = prologue.activation, prologue.dropout > 0
+            self._cast = CastPass(dtype, name, source, *results, device, function, dropout=drops)
+            self.partial_bytes = 0
             if precision.calibrates:
-                self._amax = CastPass(dtype, name, source, None, None, device)
+                self._amax = CastPass(dtype, name, source, None, None, device, function, dropout=drops)
         else:
             fused = CastGradientPass(dtype, name, derivative, source, *results, device, accumulate=accumulate)
             self._cast, self.partial_bytes = fused, fused.partial_bytes
@@ -100,8 +104,8 @@ class Cast:
         Args:
             x, out, transposed: addresses.
             state: addresses of the slots and the history.
-            backward: addresses of the saved tensor, the bias gradient and its partial sums, and the dropout mask; for a
-                cast with a derivative.
+            backward: addresses of the saved tensor, the bias gradient and its partial sums, for a cast with a
+                derivative; and the dropout mask.
         """
         slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
         scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
@@ -123,10 +127,10 @@ def _launch(
     memory: StreamMemory,
 ) -> None:
     """Launches a cast; `fp8` are the addresses of scale, out, transposed and amax, `backward` those of `Cast.put`."""
+    saved, db, partial, dropout = backward
     if isinstance(made, CastPass):
-        made.launch(Call((x, *fp8), memory.stream), memory)
+        made.launch(Call((x, *fp8), memory.stream, dropouts=(dropout, None)), memory)
     else:
-        saved, db, partial, dropout = backward
         made.launch(x, saved, fp8, db, partial, dropout, memory)
 
 
@@ -134,18 +138,26 @@ class Fp8ForwardPlan(Plan):
     """The plan of a layer's forward pass with its product in FP8: two casts, the product, perhaps an epilogue pass.
 
     The addresses of its calls are those of `ForwardProblem.operands`, then slots and history, then what backward reads:
-    the transposes of x and of w in FP8, and a copy of both tensors' slots with the scales that they were cast with.
+    the transposes of x and of w in FP8, and a copy of both tensors' slots with the scales that they were cast with. The
+    last three are absent without backward, and a transpose that no gradient needs is absent too.
+
+    The dropout masks of its calls are those of y and of the prologue.
+
+    Args:
+        prologue: if it is not the identity, x is BF16, and `moves_tiles` holds for it.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
     """
 
-    def __init__(self, problem: ForwardProblem, precision: Precision, device: int) -> None:
+    def __init__(
+        self, problem: ForwardProblem, precision: Precision, prologue: Prologue, needs: Needs, device: int
+    ) -> None:
         self.problem, self.device = problem, device
-        casts = ((problem.x, X), (problem.w, W))
-        self._x, self._w = (
-            Cast(problem.dtype, spec, row, precision, device, out=True, transposed=True) for spec, row in casts
-        )
+        of_x, of_w = (problem.dtype, problem.x, X), (problem.dtype, problem.w, W)
+        keeps_x, keeps_w = problem.backward and needs.dw, problem.backward and needs.dx
+        self._x = Cast(*of_x, precision, device, out=True, transposed=keeps_x, prologue=prologue)
+        self._w = Cast(*of_w, precision, device, out=True, transposed=keeps_w)
         self._bytes = tuple(aligned(each.spec.layout.size) for each in (self._x, self._w))
         self.kept_spec = fp8_kept_spec(problem)
         has_bias, is_16_bits = problem.bias is not None, problem.dtype.itemsize == 2
@@ -181,7 +193,7 @@ class Fp8ForwardPlan(Plan):
         w8 = x8 + self._bytes[0]
         state = slots, history
         inverses = (
-            self._x.put(x, x8, x_transposed, state, memory),
+            self._x.put(x, x8, x_transposed, state, memory, (0, 0, 0, call.dropouts[1])),
             self._w.put(w, w8, w_transposed, state, memory),
         )
         product = w8 + self._bytes[1] if self._is_apart else kept or y
@@ -189,7 +201,8 @@ class Fp8ForwardPlan(Plan):
         self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
         if self._pass is not None:
             self._pass.launch(product, bias, y, kept, addend, call.dropouts[0], memory.stream)
-        driver_call("cuMemcpyDtoDAsync", cast_slots, slots, 2 * _SLOT, memory.stream)
+        if cast_slots:
+            driver_call("cuMemcpyDtoDAsync", cast_slots, slots, 2 * _SLOT, memory.stream)
 
 
 def _product(kinds: tuple[DType, DType], result: DType, a: Spec, b: Spec, d: Spec, *, fast: bool) -> MatmulProblem:
@@ -201,7 +214,7 @@ def _product(kinds: tuple[DType, DType], result: DType, a: Spec, b: Spec, d: Spe
 
 def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
     """The spec of the pre-activation that is stored besides y: the caller's, or one for backward; None without one."""
-    is_read = problem.activation != Activation()
+    is_read = problem.backward and problem.activation != Activation()
     return problem.preactivation or (Spec(packed(*problem.y.layout.shape)) if is_read else None)
 
 
@@ -219,8 +232,8 @@ class Fp8BackwardPlan(Plan):
 
     If the cast cannot compute dz and the bias gradient itself, see `casts_dz`, a pass for them precedes it.
 
-    The addresses of its calls are those of dy, the transposes of x and w in FP8 and their slots as forward left them,
-    the saved tensor, dx, dw, db and dz, then slots and history.
+    The addresses of its calls are those of dy, the slots of x and w as forward left them, their transposes in FP8, the
+    saved tensor, dx, dw, db and dz, then slots and history.
 
     Args:
         problem: without an `input_derivative`; its x and w are not read.
@@ -271,7 +284,7 @@ class Fp8BackwardPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        dy, x_transposed, w_transposed, cast_slots, saved, dx, dw, db, dz, slots, history = call.addresses
+        dy, cast_slots, x_transposed, w_transposed, saved, dx, dw, db, dz, slots, history = call.addresses
         scratch = memory.scratch(self._dz_bytes + self._partial_bytes + 2 * self._cast_bytes)
         partial = scratch + self._dz_bytes
         dz8 = partial + self._partial_bytes

@@ -76,7 +76,7 @@ def _run(layer: Any, operands: tuple[Any, ...], options: Options) -> Tensor:
     x, add, weight, bias = cast(operands)
     if vars(layer).get("scales") is None or not (_trains(x, add, weight, bias) and fits(x, weight)):
         return linear_layers(operands[0], operands[2:], options, operands[1])
-    layer.scales.needs_dx = x.requires_grad
+    layer.scales.needs_dx, layer.scales.needs_dw = x.requires_grad, weight.requires_grad
     given = x, add, draw_key(x) if options[2][0] else None, weight, bias
     return _call(_linear, [layer], tuple(each[0] for each in options), given, lambda: LINEAR.check(given, options))
 
@@ -98,6 +98,8 @@ def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: O
     gate, _, down, *_ = cast_parameters
     if not (_trains(x8, add8, *cast_parameters) and fits(x8, gate) and fits(gate, down)):
         return gated(x, *parameters, **dict(zip(_GATED_OPTIONS, options, strict=True)), add=add)
+    for each, weight, source in zip(layers, cast_parameters, (x8, x8, None), strict=False):
+        each.scales.needs_dx, each.scales.needs_dw = source is None or source.requires_grad, weight.requires_grad
     given = x8, add8, draw_key(x) if options[2] else None, *cast_parameters
     return _call(_gated, layers, options, given, lambda: GATED.check(given, options))
 

@@ -199,6 +199,8 @@ REFUSED = {
     "another recipe's state": (lambda: _load(lt.FP8(history=4), lt.FP8()), r"has shape \(3, 4\); it must be \(3, 16\)"),
     "odd rows": (lambda: lt.linear_fwd(X, W, precision=lt.FP8State(), out=GAPS), "out has strides"),
     "through": (lambda: _through(), "through is given"),
+    "dx that forward did not expect": (lambda: _unexpected("dx"), "need_dx is True, but needs_dx of the precision was"),
+    "dw that forward did not expect": (lambda: _unexpected("dw"), "need_dw is True, but needs_dw of the precision was"),
 }
 
 
@@ -217,6 +219,12 @@ def _through() -> None:
     y, below = lt.linear_fwd(X, W)
     _, ctx = lt.linear_fwd(y, W, precision=lt.FP8State())
     lt.linear_bwd(X, ctx, through=below)
+
+
+def _unexpected(gradient: str) -> None:
+    state = lt.FP8State()
+    setattr(state, f"needs_{gradient}", False)
+    lt.linear_bwd(X, lt.linear_fwd(X, W, precision=state)[1])
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)

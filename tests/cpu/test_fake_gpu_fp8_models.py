@@ -39,6 +39,72 @@ def test_gradients(precision: Any, options: Any) -> None:
         assert decibels(found.astype(np.float64), wanted.astype(np.float64)) > 18.0
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_chain_computes_what_its_layers_compute_one_by_one(gpu: FakeGpu, device: str, recipe: Any) -> None:
+    """Except that a hidden layer's output is not rounded to BF16 before it is cast; dropout's masks are the same."""
+    precision = gpu.lt.FP8(recipe=recipe)
+    model = gpu.lt.MLP(
+        [32, 64, 48, 32], "gelu", dropout=0.25, dtype="bfloat16", seed=4, device=device, precision=precision
+    )
+    states = [gpu.lt.FP8State(precision) for _ in model.layers]
+
+    def one_by_one(layers: Any, x: Any, dy: Any, step: int) -> tuple[Any, Any, list[Any]]:
+        """y, dx and the parameters' gradients of the layers from one on."""
+        (number, layer), *others = layers
+        w, bias = (model.device.to_host(each.data) for each in (layer.weight, layer.bias))
+        options = {"dropout": layer.dropout, "rng": gpu.lt.Philox(4, number, step), "precision": states[number]}
+        y, ctx = gpu.lt.linear_fwd(x, w, bias, activation=layer.activation, **options)
+        last, dy, above = one_by_one(others, y, dy, step) if others else (y, dy, [])
+        dx, dw, db = gpu.lt.linear_bwd(dy, ctx)
+        states[number].update()
+        return last, dx, [dw, db, *above]
+
+    for step, (x, _) in enumerate(batches(2)):
+        dy = x[:, ::-1].copy()
+        last, first, gradients = one_by_one([*enumerate(model.layers)], x, dy, step)
+        y, contexts = model.forward(model.device.asarray(x), step)
+        dx = model.backward(model.device.asarray(dy), contexts, need_dx=True)
+        for layer in model.layers:
+            layer.scales.update()
+        gpu.synchronize_all()
+        found = [model.device.to_host(each) for each in (y, dx, *(each.grad for each in model.parameters()))]
+        for ours, theirs in zip(found, (last, first, *gradients), strict=True):
+            assert decibels(ours.astype(np.float64), theirs.astype(np.float64)) > 27.0  # few FP8 numbers differ
+    scales = [[each.scales for each in owners] for owners in (states, [layer.scales for layer in model.layers])]
+    assert scales[0] == scales[1]
+
+
+PASSES = {
+    "delayed": ("bfloat16", "delayed", ["cast_fp8"] * 4 + ["epilogue_fwd"]),
+    "current": ("bfloat16", "current", ["cast_fp8", "fp8_scales", "cast_fp8"] * 4 + ["epilogue_fwd"]),
+    "float16": ("float16", "delayed", ["cast_fp8", "cast_fp8", "epilogue_fwd"] * 2),
+}
+
+
+@pytest.mark.parametrize(("dtype", "recipe", "passes"), PASSES.values(), ids=PASSES)
+def test_passes_of_forward(gpu: FakeGpu, dtype: str, recipe: Any, passes: list[str]) -> None:
+    """In BF16 the cast for the next layer applies the activation, unless the next layer is in the model's type."""
+    model = gpu.lt.MLP(DIMS, "gelu", dropout=0.25, dtype=dtype, device="cuda", precision=gpu.lt.FP8(recipe=recipe))
+    x = model.device.asarray(batches(1)[0][0].astype(model.dtype.numpy))
+    for step in range(2):
+        gpu.kernels.launched.clear()
+        model.forward(x, step)
+    gpu.synchronize_all()
+    assert gpu.kernels.launched == [*passes, "narrow_n"]  # the last layer's product
+
+
+def test_frozen_layers_keep_no_operands(gpu: FakeGpu) -> None:
+    """The first layer is frozen, so that the second one needs no dx; the third one's weight is frozen, its bias not."""
+    model = gpu.lt.MLP([32] * 4, dtype="bfloat16", device="cuda", precision=gpu.lt.FP8())
+    frozen, x = [*model.layers[0].parameters(), model.layers[2].weight], gpu.cp.asarray(batches(1)[0][0])
+    run = gpu.lt.Pass(frozen=frozen, inputs=[x])
+    model.backward(model.forward(x, run), run)
+    gpu.synchronize_all()
+    needs = [(layer.scales.needs_dx, layer.scales.needs_dw) for layer in model.layers]
+    assert needs == [(False, False), (False, True), (True, False)]
+
+
 def test_layers_say_how_they_are_computed() -> None:
     model = lt.MLP(DIMS, dtype="bfloat16", device="cpu", precision="fp8")
     assert "bfloat16, FP32 master copies, products in FP8" in repr(model)

@@ -82,6 +82,7 @@ class Fp8Layer:
 
         x, w, bias, dy = draw(scale, M, K), draw(0.2, N, K), draw(1, N), draw(1e-3, M, N, odd=True)
         add = draw(1, M, N)
+        self.state.needs_dx, self.state.needs_dw, _ = case.needs
         y, ctx = self.lt.linear_fwd(
             x, w, bias if case.bias else None, activation=case.activation, dropout=case.dropout,
             rng=self.lt.Philox(5, 0, number), precision=self.state, add=add if case.add else None,
