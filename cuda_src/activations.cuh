@@ -1,5 +1,5 @@
-// Activations: each has a function and its derivative, and a derivative from the output where the output determines it.
-// lt_runtime/reference/activations.py holds the same functions in float64.
+// Activation functions and their derivatives. Where the output determines the derivative, there is a function that
+// computes it from the output. lt_runtime/reference/activations.py holds the same functions in float64.
 #pragma once
 
 #include "instructions.cuh"
@@ -53,7 +53,7 @@ struct Gelu {
   }
 };
 
-// The exact form: z Φ(z).
+// The exact form of GELU: z Φ(z), where Φ is the distribution function of the standard normal distribution.
 struct GeluErf {
   static constexpr float kInvSqrt2 = 0.7071067811865476f;
   static constexpr float kInvSqrt2Pi = 0.3989422804014327f;

@@ -1,8 +1,8 @@
-// out = a + b, computed in FP32 and rounded once. Compiled for one SCALAR type, ALIGNED (see sweep.cuh) and BLOCKS, how
-// many blocks a multiprocessor shall hold.
+// out = a + b, computed in FP32 and rounded once. Compiled for one SCALAR type, ALIGNED (see sweep.cuh) and BLOCKS, the
+// number of blocks that a multiprocessor must hold.
 //
-// `out` may be the same memory as `a`, `b` or both: only one thread reads and writes an octet, and the row that it reads
-// ahead is a row that it has yet to write.
+// `out` may be the same memory as `a`, `b` or both: each octet is read and written by one thread, and a thread
+// prefetches only rows that it has not written yet.
 
 #include "sweep.cuh"
 

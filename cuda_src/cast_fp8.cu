@@ -1,13 +1,15 @@
-// A matrix in FP8, row by row, transposed or both, and the largest absolute value of its elements: all in one read of the
-// matrix, which an elementwise function may pass through first. With neither result only the largest absolute value is
-// found. See fp8.cuh.
+// Casts a matrix to FP8 and finds the largest absolute value of its elements, in one read of the matrix. The FP8 result
+// is written row-major, transposed or both; without either, the kernel only finds the largest absolute value. An
+// activation and dropout, or their derivatives, may be applied to the elements before the cast. See fp8.cuh.
 //
 // Compiled for:
 //   SCALAR         the type of all other matrices
 //   ACTIVATION     a struct of activations.cuh
 //   DROPOUT        0 or 1
-//   BACKWARD       0 for dropout(act(x)); 1 for dropout'(x) · act'(saved), where x is a gradient, and for its sum over rows
-//   SAVED          1 where act' is computed from `saved`, the pre-activation; 0 where it is one. Always 0 if BACKWARD is 0
+//   BACKWARD       0 for dropout(act(x)); 1 for dropout'(x) · act'(saved), where x is a gradient, and for its sum over
+//                  rows
+//   SAVED          1 where act' is computed from `saved`, the pre-activation; 0 where it is one. Always 0 if BACKWARD
+//                  is 0
 //   E5M2, ALIGNED  see fp8.cuh; ALIGNED is 0 only for the plain cast: ACTIVATION None, DROPOUT and BACKWARD 0
 
 #include "activations.cuh"
@@ -21,7 +23,7 @@ struct CastFp8Params {
   Matrix x;
   Matrix saved;  // null if SAVED is 0
   Fp8Output fp8;
-  ColumnSum<SCALAR> db;  // only if BACKWARD is 1; the grid has a row of blocks for each part of the sum
+  ColumnSum<SCALAR> db;  // bias gradient, only if BACKWARD is 1: each row of blocks of the grid sums a part of the rows
   Dropout dropout;
   float slope;
 };
@@ -31,12 +33,12 @@ constexpr bool kIsNone = false;
 template <>
 constexpr bool kIsNone<None> = true;
 
-// Whether the pass only casts 16-bit numbers, which takes few registers.
+// True if the kernel only casts 16-bit numbers, without an elementwise function; then a thread needs few registers.
 constexpr bool kIsLight = kIsNone<ACTIVATION> && !BACKWARD && !DROPOUT && sizeof(SCALAR) == 2;
-// Rows that a thread loads at once, before it computes: as many as registers allow.
+// Number of rows whose loads a thread has in flight before it computes: as many as registers allow.
 constexpr int kInFlight = !ALIGNED ? 1 : DROPOUT || SAVED ? 2 : kIsLight ? 8 : 4;
-// Blocks of a multiprocessor: while some wait for loads, others compute and store. The functions of GeluErf need the most
-// registers.
+// Launch bounds: blocks that a multiprocessor must hold, so that some compute and store while others wait for loads.
+// GeluErf needs the most registers of all activations, and so gets the fewest blocks.
 template <class T>
 constexpr int kBlocksOf = 3;
 template <>
@@ -49,7 +51,7 @@ using Raw = Packed<SCALAR>;
 using Raw = Octet;
 #endif
 
-// The octets of a thread's patch.
+// The position of a thread's patch: eight rows of one octet (eight columns) each.
 struct Octets {
   uint32 last_row;
   int64 col;
@@ -96,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) cast_fp8(const lt
   wait_for_predecessor();
   Fp8Writer writer(p.fp8);
   const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
-  // Threads beyond the last row or column compute what a thread within computes: so no load depends on a condition, and all
-  // are in flight together. Only existing elements are stored and added up.
+  // Threads beyond the last row or column repeat the computation of existing elements. So no load depends on a
+  // condition, and all loads are in flight together. Only existing elements are stored and added up.
   const Octets at(p.fp8);
   Octet sums{};
   for (uint32 block_row = blockIdx.y * kTile; block_row < p.fp8.rows; block_row += gridDim.y * kTile) {

@@ -1,4 +1,5 @@
-// Sums over a matrix's rows, always in the same order: over the rows of a block, then over the blocks.
+// Sums over the rows of a matrix (column sums), always in the same order: over the rows of a block, then over the
+// blocks.
 #pragma once
 
 #include "reduce.cuh"
@@ -13,7 +14,7 @@ __device__ inline float4* shared_octets() {
   return octets;
 }
 
-// Adds up `rows` elements of a column.
+// Adds up the first `rows` elements of a column.
 __device__ inline float sum_column(const float* column, int stride, int rows) {
   float sum = 0.0f;
 #pragma unroll 8
@@ -21,9 +22,9 @@ __device__ inline float sum_column(const float* column, int stride, int rows) {
   return sum;
 }
 
-// Adds up octets over the threads of a block that share threadIdx.x, and calls `use(column, sum)` once for each of the
-// block's 8 · blockDim.x columns. Both sides of the block are powers of two. Every thread of the block must call it, and
-// between two calls there must be a barrier.
+// Adds up octets over the threads of a block that have the same threadIdx.x, and calls `use(column, sum)` once for each
+// of the block's 8 · blockDim.x columns. blockDim.x and blockDim.y are powers of two. Every thread of the block must
+// call it, and between two calls there must be a barrier.
 template <class Use>
 __device__ inline void sum_over_block(const Octet& octet, Use use) {
   constexpr int kSlice = 8;
@@ -36,8 +37,8 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
   shared[2 * self + 1] = float4{octet.v[4], octet.v[5], octet.v[6], octet.v[7]};
   __syncthreads();
   if (rows > kSlice) {
-    // Each thread adds eight rows of a column and writes the sum over the first of these rows, which no other thread
-    // reads.
+    // Each thread adds up eight rows of a column, and overwrites the first of them, which no other thread reads, by the
+    // sum.
     rows /= kSlice;
     sums[self] = sum_column(sums + self, rows * width, kSlice);
     __syncthreads();
@@ -45,7 +46,7 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
   for (int column = self; column < width; column += threads) use(column, sum_column(sums + column, width, rows));
 }
 
-// Output of a sum over rows. Each of the blocks in a column of the grid sums a part of the rows.
+// Destination of a column sum. The blocks in a column of the grid each sum a part of the rows.
 template <class T>
 struct ColumnSum {
   T* sum;           // (cols) result; null if no sum is wanted
@@ -59,8 +60,8 @@ __device__ inline void store_sum(const ColumnSum<T>& c, int64 col, int64 cols, f
   if (col < cols) c.sum[col] = from_float<T>(c.accumulate ? to_float(c.sum[col]) + sum : sum);
 }
 
-// Adds up the calling thread's share of the partial sums of one octet; the octet lies at `partial` in each part. Four loads are
-// in flight at a time, also at the end: no load depends on the loads before it.
+// Adds up the calling thread's share of the blocks' partial sums of one octet of columns: those at `partial` and at
+// multiples of `pitch` after it. Four independent loads are in flight at a time, also in the last iteration.
 __device__ inline Octet sum_of_octets(const float* partial, int64 pitch) {
   constexpr int kInFlight = 4, kQuarters = kOctet / 4;
   const int parts = static_cast<int>(gridDim.y), step = blockDim.y;
@@ -90,7 +91,8 @@ __device__ inline Octet sum_of_octets(const float* partial, int64 pitch) {
   return total;
 }
 
-// Adds up the sums of all threads in a column of the grid. The last block of the column adds the parts in their order.
+// Adds up the sums of all threads in a column of the grid. The last block of that column to finish adds up the blocks'
+// sums, in order of the blocks.
 template <class T>
 __device__ inline void sum_over_grid(const ColumnSum<T>& c, const Octet& octet, int64 cols) {
   const int width = blockDim.x * kOctet;

@@ -1,5 +1,5 @@
-// Copies of arrays' rows, of any types, into buffers without gaps between the rows: up to three arrays in one launch.
-// blockIdx.y is the number of the array.
+// Copies the rows of up to three arrays, of any element types, into contiguous buffers, in one launch. blockIdx.y is
+// the number of the array.
 
 #include "instructions.cuh"
 
@@ -13,11 +13,10 @@ struct Rows {
   int64 pitch;
 };
 
-// The destination buffers of an array: its rows are split into parts of equally many rows, and a part lies in a buffer without
-// gaps.
+// The destination of an array. The rows are split into parts of equally many rows; each part is contiguous in memory.
 struct RowBuffers {
   void* data;
-  int64 rows;    // of a part
+  int64 rows;    // rows of a part
   int64 width;   // bytes of a row
   int64 stride;  // bytes from the beginning of a part to that of the next
 };
@@ -66,7 +65,8 @@ __device__ inline void copy_array(Rows from, const RowBuffers& to, int64 parts) 
 extern "C" __global__ void __launch_bounds__(256) copy_rows(const lt::CopyRowsParams p) {
   using namespace lt;
   wait_for_predecessor();
-  // The unrolled index of the array is known at compile time, which keeps the kernel's parameters out of local memory.
+  // Unrolled, so that the compiler knows the array's index: indexed at run time, the kernel's parameters would be
+  // copied to local memory.
 #pragma unroll
   for (uint32 i = 0; i < kCopied; ++i) {
     if (blockIdx.y == i) copy_array(p.table != nullptr ? p.table[i] : p.sources[i], p.targets[i], p.parts);

@@ -1,8 +1,9 @@
 // Softmax cross-entropy and its gradient. Each row is read once and kept in shared memory, and its gradient is written
 // once. The part of a row that does not fit into shared memory is read again, mostly from L2.
 //
-// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, ROW_BLOCKS, the blocks that a multiprocessor shall
-// hold, ROW_LANES, the threads that share a streamed row, and WEIGHTS, which cross_entropy.cuh explains.
+// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, ROW_BLOCKS, the blocks that a multiprocessor must
+// hold, ROW_LANES, the threads that share a streamed row (see stream_rows.cuh), and WEIGHTS, which cross_entropy.cuh
+// explains.
 
 #include "few_classes.cuh"
 #include "stream_rows.cuh"
@@ -12,7 +13,7 @@ namespace lt {
 struct CountLabelsParams {
   const void* labels;
   const float* class_weights;  // a weight for each class; null without weights
-  float* partial;              // one a block
+  float* partial;              // one partial sum for each block
   float* counted;
   uint32* ticket;
   int64 rows;
@@ -22,8 +23,9 @@ struct CountLabelsParams {
   int ignores;
 };
 
-// Loops over a block's rows. All threads of a block go through the same number of rows, because they count labels
-// together when they process the first row, while that row's logits are being loaded.
+// Loops over the rows of a block, for rows that are not streamed. All threads of a block loop equally often, because
+// counting the labels is a reduction over the block, done in the first iteration while that row's logits are being
+// loaded.
 __device__ inline float do_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                 Mean& mean) {
   const uint32 rows_per_block = blockDim.x / p.lanes;
@@ -74,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, ROW_BLOCKS) cross_entr
   if (threadIdx.x == 0) *p.loss = loss / mean.rows;
 }
 
-// With few classes one thread handles a row. The latency of memory decides the kernel's time, so that labels and logits
-// are loaded together.
+// Variant for few classes: one thread handles a row. The kernel is bound by memory latency, so that a thread issues the
+// loads of its label and its logits together.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::CrossEntropyParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];
@@ -98,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
   if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / averaged;
 }
 
-// Counts the rows that are not ignored, or adds up the weights of their labels. It is a separate launch: no gradient
-// can be written before this number is known.
+// Counts the rows that are not ignored, or adds up the class weights of their labels. It is a separate launch, because
+// every gradient is divided by this sum.
 extern "C" __global__ void __launch_bounds__(256) count_labels(const lt::CountLabelsParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];

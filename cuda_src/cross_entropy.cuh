@@ -1,6 +1,6 @@
-// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, ROW_THREADS, the threads of a
-// block, and WEIGHTS: 0 for none, 1 for weights of rows and of their labels, 2 if labels are smoothed and classes have
-// weights.
+// How threads share a row of logits, and where they hold it. Compiled for one SCALAR type, ROW_THREADS, the threads of
+// a block, and WEIGHTS: 0 without weights; 1 with weights of rows or of classes, by which a row's loss is multiplied; 2
+// with class weights and label smoothing.
 #pragma once
 
 #include <math_constants.h>
@@ -14,11 +14,11 @@ struct CrossEntropyParams {
   Matrix logits;
   Matrix gradient;  // gradient of the logits; may be the same memory as `logits`
   const void* labels;
-  const float* counted;     // divisor of the mean, from count_labels; absent where each block counts
+  const float* counted;     // divisor of the mean, from count_labels; null if each block counts the labels itself
   const float* grad_scale;  // factor of the gradient, in device memory; null means 1
   const float* row_weights;    // one weight for each row; may be null
   const float* class_weights;  // one weight for each class; may be null unless WEIGHTS is 2
-  float* partial;           // the loss of each block, or of each row where blocks stream rows
+  float* partial;           // the loss of each block, or of each row if blocks stream rows
   float* loss;
   uint32* ticket;
   uint32* claimed;  // number of rows that blocks have claimed beyond their first; zero before and after a launch
@@ -31,7 +31,7 @@ struct CrossEntropyParams {
   int ignores;      // whether rows labelled ignore_index are left out
   uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
   uint32 held;      // number of packets for which each thread has shared memory
-  int streams;      // rows pass through shared memory (see stream_rows): each is whole packets, on 16 bytes
+  int streams;      // whether rows are streamed (see stream_rows.cuh): they are whole packets, aligned to 16 bytes
 };
 
 constexpr uint32 kRowThreads = ROW_THREADS;
@@ -81,7 +81,8 @@ __device__ inline LabelCount label_count(const CrossEntropyParams& p) {
   return {p.labels, p.wide_labels, p.ignores, p.ignore_index, p.rows, p.cols, p.class_weights};
 }
 
-// The factor of a row's loss. If labels are smoothed and classes have weights, these are in the row's target instead.
+// The weight of a row's loss: the row's weight times the weight of its label's class. With label smoothing, class
+// weights are not part of it but of the row's target distribution.
 __device__ inline float weight_of(const CrossEntropyParams& p, int64 row, int64 label) {
   float weight = 1.0f;
   if (kWeighted && p.row_weights) weight = p.row_weights[row];
@@ -89,9 +90,10 @@ __device__ inline float weight_of(const CrossEntropyParams& p, int64 row, int64 
   return weight;
 }
 
-// The mean's part in a row's gradient. All threads of a block must make it together.
+// Divisor of the mean loss, and the factor by which it scales gradients. All threads of a block must construct it
+// together, because counting the labels has a barrier.
 struct Mean {
-  float rows;   // divisor of the mean: the number of rows that count, or the weights of their labels
+  float rows;   // divisor of the mean: the number of rows that are not ignored, or the sum of their labels' class weights
   float scale;  // factor of every row's gradient
 
   Mean() = default;
@@ -125,7 +127,7 @@ __device__ inline float number_of<__half>(uint32 word, int i) {
   return __half2float(reinterpret_cast<const __half*>(&word)[i]);
 }
 
-// Compares two words number by number and returns the larger numbers. Of NaN and a number it returns the number, as fmaxf does.
+// The elementwise maximum of the numbers in two words. Of NaN and a number it returns the number, as fmaxf does.
 template <class T>
 __device__ inline uint32 max_of_words(uint32 a, uint32 b) {
   typename Pair<T>::Type pairs[2];
@@ -140,8 +142,9 @@ __device__ inline uint32 max_of_words<float>(uint32 a, uint32 b) {
   return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
 }
 
-// A packet: the logits of 16 bytes, which a thread moves at once, so that the accesses of neighbouring threads join. A packet
-// is kept as the 32-bit words that lie in memory: the compiler would give each 16-bit logit half a register.
+// A packet is 16 bytes of consecutive logits, which a thread moves by one instruction, so that the accesses of
+// neighbouring threads are coalesced. It is kept in registers as 32-bit words: as an array of 16-bit logits, the
+// compiler would give each logit a register of its own.
 constexpr int kPacket = Packet<SCALAR>::kCount;
 
 struct Raw {
@@ -154,7 +157,7 @@ struct Raw {
     return number_of<SCALAR>(word == 0 ? words.x : word == 1 ? words.y : word == 2 ? words.z : words.w, i % kPerWord);
   }
 
-  // Compares two packets logit by logit and returns the larger ones; of NaN and a number, the number.
+  // The elementwise maximum of two packets; of NaN and a number, the number.
   __device__ Raw max(const Raw& other) const {
     return {{max_of_words<SCALAR>(words.x, other.words.x), max_of_words<SCALAR>(words.y, other.words.y),
              max_of_words<SCALAR>(words.z, other.words.z), max_of_words<SCALAR>(words.w, other.words.w)}};
@@ -192,8 +195,8 @@ struct Values {
   }
 };
 
-// Stores a packet in one instruction. The compiler may split an assignment into stores of single words, each of which writes a
-// part of every sector.
+// Stores a packet by one instruction. The compiler may split an assignment into stores of single words, each of which
+// writes only a part of a 32-byte sector.
 __device__ inline void store_packet(SCALAR* p, const Values& values) {
   const uint4 words = values.rounded();
 #ifdef __CUDA_ARCH__
@@ -204,8 +207,8 @@ __device__ inline void store_packet(SCALAR* p, const Values& values) {
 #endif
 }
 
-// Stores with a hint that keeps logits which will be read again in L2. Where shared memory holds all of a row, storing
-// without this hint is faster.
+// Stores a packet of the gradient with the hint evict-first (st.cs), so that it does not displace logits from L2 that
+// will be read again. If shared memory holds a whole row, storing without the hint is faster.
 __device__ inline void store_past(SCALAR* p, const Values& values) {
   __stcs(reinterpret_cast<uint4*>(p), values.rounded());
 }
@@ -219,8 +222,8 @@ __device__ inline void prefetch_packet(const SCALAR* p) {
 #endif
 }
 
-// Waits until at most the latest `left` groups of asynchronous copies are in flight. If `left` exceeds kMostBehind, it waits
-// for more groups than necessary.
+// Waits until at most the last `left` groups of asynchronous copies are in flight. If `left` exceeds kMostBehind, it
+// waits for more groups than necessary.
 constexpr int kMostBehind = 6;
 template <int kLeft = kMostBehind>
 __device__ inline void wait_for_batches(uint32 left) {
@@ -233,8 +236,8 @@ __device__ inline void wait_for_batches(uint32 left) {
   }
 }
 
-// This thread's part of the shared memory. Its packets lie a block's threads apart, so that the accesses of a warp's
-// threads do not collide.
+// The calling thread's slots for packets in shared memory. They are kRowThreads packets apart, so that the threads of a
+// warp access consecutive packets, without bank conflicts.
 struct SharedRing {
   uint4* own;
   uint32 slots;  // packets
@@ -258,8 +261,9 @@ struct Group {
   }
 };
 
-// A row of logits and its gradient: packets in which both can be accessed, and single elements before and after them. All
-// elements are single where logits and gradient are aligned differently, or where their columns are not contiguous.
+// A row of logits and its gradient, divided into packets, which are aligned in both, and single elements before and
+// after them. If logits and gradient are aligned differently, or their columns are not contiguous, all elements are
+// single.
 struct Row {
   const SCALAR* logits;
   SCALAR* gradient;

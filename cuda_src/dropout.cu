@@ -1,5 +1,5 @@
-// y = mask · scale · x. Backward is the same pass over dy. Compiled for one SCALAR type, ALIGNED (see sweep.cuh) and
-// BLOCKS, how many blocks a multiprocessor shall hold.
+// y = mask · scale · x. The backward pass runs the same kernel over dy. Compiled for one SCALAR type, ALIGNED (see
+// sweep.cuh) and BLOCKS, the number of blocks that a multiprocessor must hold.
 
 #include "philox.cuh"
 #include "sweep.cuh"

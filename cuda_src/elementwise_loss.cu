@@ -6,11 +6,11 @@
 
 namespace lt {
 
-// Number of octets of each operand that a thread loads at once if all octets are whole. A loss of many instructions needs more
-// warps instead: some compute while others wait.
+// Number of octets of each operand whose loads a thread has in flight, if all octets are whole. A loss that takes many
+// instructions hides latency by more warps instead, and so loads one octet with fewer registers.
 constexpr int kInFlight = LOSS::kIsShort && !WEIGHTED ? 2 : 1;
-// Blocks that a multiprocessor shall hold, which bounds a thread's registers: as many blocks as possible without
-// spilling. With weights the compiler needs more registers from Blackwell on.
+// Launch bounds: blocks that a multiprocessor must hold, as many as possible without spilling registers. For Blackwell
+// and later GPUs the compiler needs more registers with weights.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kWeightedBlocks = LOSS::kIsShort ? 4 : 2;
 #else
@@ -28,16 +28,16 @@ struct ElementwiseLossParams {
   uint32* ticket;
   const float* row_weights;  // one weight for each row, which multiplies the row's losses; may be null
   const float* pos_weight;   // one weight for each column, see LossOptions; may be null
-  int64 rows;                // 1 where all three matrices have no gaps
+  int64 rows;                // 1 if all three matrices are contiguous: they are then read as one row
   int64 cols;
-  int64 width;           // columns of an unjoined row: splits an element's index into row and column, also if `rows` is 1
-  float gradient_scale;  // 1 / size, times the caller's factor of the gradient
+  int64 width;           // columns of the matrices as passed, even if `rows` is 1: splits an element's index into row and column
+  float gradient_scale;  // 1 / size, times the caller's gradient factor
   float size;            // rows · cols
   float delta;
 };
 
-// Position of the octet with number `index` in a matrix: where it begins, and how many of its columns exist (none beyond the
-// last octet).
+// Position of octet number `index` in a matrix: its first element, and how many of its columns exist (0 beyond the last
+// octet).
 struct OctetPlace {
   int64 row;
   int64 col;
@@ -51,12 +51,13 @@ __device__ inline OctetPlace place_octet(const ElementwiseLossParams& p, int64 i
   return {row, col, exists ? octet_count(col, p.cols) : 0};
 }
 
-// Row and column of an element, and then of the elements after it.
+// Row and column of an element; steps through the elements after it.
 struct Position {
   int64 row;
   int64 col;
 
-  // Rows that were joined have fewer elements than 32 bits count: a division of 64 bits takes registers that loads need.
+  // Contiguous matrices are read as one row only if 32 bits count its elements, so that this division has 32 bits: one
+  // of 64 bits takes registers that the loads need.
   __device__ Position(const ElementwiseLossParams& p, const OctetPlace& at) : row(at.row), col(at.col) {
     if (p.width == p.cols) return;
     const uint32 index = static_cast<uint32>(at.col), width = static_cast<uint32>(p.width);
@@ -77,7 +78,8 @@ struct Weights {
   Octet of_columns;
 };
 
-// Loads and stores octets of matrices of which some octet is incomplete or misaligned: the way is chosen for each octet.
+// Access for any layout: each octet is loaded and stored by vector instructions if it is whole and aligned, else
+// element by element.
 struct EachAsItLies {
   static constexpr int kInFlight = 1;
   using Raw = Octet;
@@ -107,8 +109,8 @@ struct EachAsItLies {
   }
 };
 
-// Loads and stores octets if all of them are whole, aligned to 16 bytes and in one row. Nothing is converted before all loads
-// are in flight.
+// Access for contiguous operands, all of whose octets are whole and aligned to 16 bytes. Octets are converted to FP32
+// only after all loads were issued.
 struct Whole {
   static constexpr int kInFlight = lt::kInFlight;
   using Raw = Packed<SCALAR>;
@@ -175,7 +177,7 @@ __device__ inline void plain_terms(const ElementwiseLossParams& p, const Octet& 
   }
 }
 
-// Writes the gradient, and returns the calling thread's share of the sum of losses.
+// Writes the gradient of the calling thread's elements, and returns the sum of their losses.
 template <class Octets>
 __device__ inline float sum_losses(const ElementwiseLossParams& p, float scale) {
   constexpr int kCount = Octets::kInFlight;

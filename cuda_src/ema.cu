@@ -1,5 +1,6 @@
-// Averages of a model's parameters over its updates (Polyak averaging), all in one launch. A block averages one chunk of
-// one parameter, a thread eight elements. lt_runtime/training/ema.py does the same on the host.
+// Updates the exponential moving averages of all parameters of a model (Polyak averaging) in one launch. A block
+// updates the average of one chunk of one parameter, a thread eight elements. lt_runtime/training/ema.py does the same
+// on the host.
 
 #include "instructions.cuh"
 #include "quads.cuh"
@@ -32,8 +33,8 @@ extern "C" __global__ void __launch_bounds__(256) ema(const lt::EmaParams p) {
   const Bits old = load_bits(chunk.average, kFloat32, at), value = load_bits(chunk.value, chunk.type, at);
   const Octet now = unpack(value, chunk.type);
   Octet average = unpack(old, kFloat32);
-  // average + weight · (value - average): an average that equals its value stays as it is. A sum of two products could
-  // be off by a rounding.
+  // In the form average + weight · (value - average), an average that equals its value does not change. In the form (1
+  // - weight) · average + weight · value, rounding could change it.
 #pragma unroll
   for (int k = 0; k < kOctet; ++k) average.v[k] += p.weight * (now.v[k] - average.v[k]);
   store_bits(chunk.average, kFloat32, at, pack(average, kFloat32));

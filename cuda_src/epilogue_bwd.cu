@@ -7,13 +7,13 @@
 //   DROPOUT     0 or 1
 //   DZ          how dz is written: 0 not at all, 1 in the order in which dy is read, 2 transposed
 //   ALIGNED     see sweep.cuh
-//   BLOCKS      how many blocks a multiprocessor shall hold, which bounds a thread's registers
+//   BLOCKS      number of blocks that a multiprocessor must hold, which limits a thread's registers
 //
-// The bias gradient is deterministic: no floating-point atomics.
+// The bias gradient is deterministic, because it is summed without floating-point atomics.
 //
-// Where DZ is 1, dz may be the same memory as dy: only one thread reads and writes an octet, and the row that it reads
-// ahead is a row that it has yet to write. So nothing here may promise the compiler that operands do not overlap or are
-// only read (`__restrict__`, `__ldg`).
+// Where DZ is 1, dz may be the same memory as dy: each octet is read and written by one thread, and a thread prefetches
+// only rows that it has not written yet. So this file must not promise the compiler, by `__restrict__` or `__ldg`, that
+// operands do not overlap or are only read.
 
 #include "activations.cuh"
 #include "flat_sum.cuh"
@@ -22,8 +22,8 @@
 
 namespace lt {
 
-// A pass that only computes the sum has hardly anything to compute while it waits for loads: loading one row ahead, it
-// read 1.9 TB/s on an H200.
+// Number of rows that a thread prefetches. A variant that only sums has little to compute while it waits for loads:
+// with one row prefetched, it read only 1.9 TB/s on an H200.
 constexpr int kRowsAhead = SAVED || DZ || DROPOUT ? 1 : 4;
 
 struct EpilogueBwdParams {
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_bwd(const lt:
   const uint32 end = DZ == 2 ? block_rows(p.rows) : rows;
   dy_at.start(sweep, rows);
   if (SAVED) saved_at.start(sweep, rows);
-#pragma unroll kRowsAhead  // unrolled: otherwise each row is moved between registers, and the move waits for the load
+#pragma unroll kRowsAhead  // unrolled: otherwise prefetched rows are moved between registers, and the move waits for the load
   for (uint32 row = sweep.row; row < end; row += sweep.step) {
     Octet gradient = unpack(dy_at.take(row, rows));
 #if SAVED

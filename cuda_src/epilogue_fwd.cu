@@ -1,14 +1,14 @@
-// y = dropout(act(z + bias)) + addend in one pass over a matrix, in place or not.
+// Computes y = dropout(act(z + bias)) + addend, in place or not, where z is a matrix product that is already stored.
 //
 // Compiled for:
 //   SCALAR      the type of y, of the bias, of the kept pre-activation and of the addend
-//   PRODUCT     the type of the product: SCALAR, or float where a 16-bit result shall be rounded only once
+//   PRODUCT     the type of the product: SCALAR, or float so that a 16-bit result is rounded only once
 //   ACTIVATION  a struct of activations.cuh
 //   DROPOUT     0 or 1
 //   KEEP        1 where the pre-activation z + bias is written as well
-//   ADD         1 where there is an addend; y may be the same memory, because one thread reads an octet and then writes it
+//   ADD         1 if there is an addend, which y may overwrite: each octet is read and then written by the same thread
 //   ALIGNED     see sweep.cuh
-//   BLOCKS      how many blocks a multiprocessor shall hold, which bounds a thread's registers
+//   BLOCKS      number of blocks that a multiprocessor must hold, which limits a thread's registers
 
 #include "activations.cuh"
 #include "philox.cuh"
@@ -28,7 +28,7 @@ struct EpilogueFwdParams {
   float slope;
 };
 
-// Loads the bias of the columns that a thread's octets have.
+// Loads the bias elements of the columns of a thread's octets, which are the same in every row.
 __device__ inline Octet load_bias(const EpilogueFwdParams& p, const Sweep& sweep) {
   if (!kFlat) return load<SCALAR>(Matrix{const_cast<SCALAR*>(p.bias), 0, 1}, 0, sweep.col, sweep.count);
   Octet out;

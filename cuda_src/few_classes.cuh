@@ -1,5 +1,5 @@
-// Rows of few classes. One thread holds a whole row in registers, so that all of the row's loads are in flight at once
-// and nothing is loaded twice. Compiled for one SCALAR type.
+// Cross-entropy of rows with few classes. One thread holds a whole row in registers, so that all of the row's loads are
+// in flight at once and nothing is loaded twice. Compiled for one SCALAR type.
 #pragma once
 
 #include "softmax_rows.cuh"
@@ -19,7 +19,7 @@ struct FewClasses {
     const SCALAR* const from = element<const SCALAR>(m, row, 0);
     FewClasses out;
     if (in_pairs(m, cols)) {
-      // Left unconverted, so that all loads are issued before the first conversion waits for one.
+      // Not converted to FP32 in this loop, so that all loads are issued before the first conversion waits for one.
       Two pairs[kFewClasses / 2];
 #pragma unroll
       for (int i = 0; i < kFewClasses; i += 2) {
@@ -55,8 +55,8 @@ struct FewClasses {
   }
 
  private:
-  // Tells whether every row begins and ends at the boundary of a pair of elements: pairs are loaded at once, with half the
-  // accesses.
+  // True if every row begins and ends at the boundary of a pair of elements, so that pairs can be loaded by one access
+  // each.
   static __device__ bool in_pairs(const Matrix& m, int cols) {
     return m.col_stride == 1 && (m.row_stride | cols) % 2 == 0 && reinterpret_cast<uint64>(m.data) % sizeof(Two) == 0;
   }
@@ -79,8 +79,8 @@ __device__ inline Softmax softmax_of(const CrossEntropyParams& p, const FewClass
   return softmax;
 }
 
-// Computes the divisor of the mean; each thread has one row, which counts or not. A single block sees all rows; for several blocks
-// the rows have been counted before, unless each counts 1.
+// The divisor of the mean loss, where each thread has one row; `counts`: the row exists and is not ignored. A single
+// block counts its own rows; for several blocks count_labels has counted before, unless every row counts 1.
 __device__ inline float count_by_threads(const CrossEntropyParams& p, bool counts, int64 label, float* scratch) {
   const bool by_class = kWeighted && p.class_weights;
   if (gridDim.x > 1) return p.ignores || by_class ? *p.counted : static_cast<float>(p.rows);
@@ -88,7 +88,7 @@ __device__ inline float count_by_threads(const CrossEntropyParams& p, bool count
   return static_cast<float>(__syncthreads_count(counts));
 }
 
-// Turns a row's logits into its gradient, and returns its loss.
+// Replaces a row's logits by its gradient, and returns its loss.
 __device__ inline float to_gradient(const CrossEntropyParams& p, FewClasses& row, int cols, int64 label, float scale) {
   const int place = label >= 0 && label < cols ? static_cast<int>(label) : -1;
   float picked = 0.0f;
@@ -99,7 +99,7 @@ __device__ inline float to_gradient(const CrossEntropyParams& p, FewClasses& row
   const Slope slope = target.slope(softmax, scale);
 #pragma unroll
   for (int i = 0; i < kFewClasses; ++i) {
-    if (kSpreads && i >= cols) break;  // no class has this number, and so no weight
+    if (kSpreads && i >= cols) break;  // beyond the last class there are no class weights
     row.v[i] = slope.of(row.v[i], i) + (i == place ? slope.at_label : 0.0f);
   }
   return target.loss(softmax);

@@ -1,18 +1,20 @@
-// Sums over a flat matrix's rows (see sweep.cuh), always in the same order: over the rows of a block, then over the blocks.
+// Sums over the rows of a flat matrix (ALIGNED 2, see sweep.cuh), always in the same order: over the rows of a block,
+// then over the blocks.
 //
-// The octets of a row of threads begin `lead` columns behind the block's first, and so reach up to seven columns into the block
-// beside it, or into the next row, which the first block has.
+// The octets of a row of threads begin `lead` columns after the block's first column, and so reach up to seven columns
+// into the next block's columns or, at the end of a row, into the next row's first columns, which belong to the first
+// block.
 #pragma once
 
 #include "column_sum.cuh"
 
 namespace lt {
 
-constexpr int kFlatRows = 64;  // upper limit of a block's threads
+constexpr int kFlatRows = 64;  // largest blockDim.y
 
-// Sums each column that a block's octets touch over the block's rows. Octets that begin `lead` elements after a column's
-// start also reach into the next block's first 8 columns. Calls `use(i, sum)` once for each i below 8 · (blockDim.x + 1), in
-// which i counts columns from the block's first one. Every thread of the block must call this function.
+// Sums each column that a block's octets touch over the block's rows. `lead` is the distance from the block's first
+// column to the first octet of the thread's row. Calls `use(i, sum)` once for each i below 8 · (blockDim.x + 1), where
+// i counts columns from the block's first one. Every thread of the block must call this function.
 template <class Use>
 __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use) {
   constexpr int kSlice = 8;
@@ -23,7 +25,7 @@ __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
     own[threadIdx.x * kOctet + lead + i] = octet.v[i];
-    if (threadIdx.x == 0) own[i < lead ? i : width - kOctet + i] = 0.0f;  // zeros the sums behind the row's last octet
+    if (threadIdx.x == 0) own[i < lead ? i : width - kOctet + i] = 0.0f;  // zeros in the places that no octet of the row covers
   }
   __syncthreads();
   for (int at = self; at < rows * width; at += threads) sums[at] = sum_column(sums + at, rows * width, kSlice);
@@ -46,13 +48,13 @@ struct FlatBlocks {
   __device__ int64 slot() const { return width + 2 * kOctet; }
   __device__ int own(int block) const { return block == blocks - 1 ? last : width; }
 
-  // Number of columns between a block's last column and the row's end, at most 8.
+  // Number of columns from the end of a block's columns to the end of the row, at most 8.
   __device__ int left(int block) const {
     if (block == blocks - 1) return 0;
     return block == blocks - 2 && last < kOctet ? last : kOctet;
   }
 
-  // Number of blocks that have sums of this block's columns.
+  // Number of blocks that have partial sums of a block's columns.
   __device__ uint32 arrivals(int block) const {
     if (blocks == 1) return 1;
     return block == 0 && blocks > 2 && last < kOctet ? 3 : 2;
@@ -64,7 +66,7 @@ struct FlatBlocks {
     if (beyond < 0) {
       at[place] = sum;
     } else if (beyond >= kOctet) {
-      at[place - kOctet] = sum;  // A place behind the row's last octet stands for no column of the row.
+      at[place - kOctet] = sum;  // this place belongs to no column
     } else {
       const bool is_next = beyond < rest;
       at[width + beyond] = is_next ? sum : 0.0f;
@@ -73,7 +75,7 @@ struct FlatBlocks {
   }
 };
 
-// Adds up a block's columns over the grid, once all blocks have stored their partial sums.
+// Adds up the partial sums of one block's columns over the grid, after all blocks have stored theirs.
 template <class T>
 __device__ inline void sum_flat_slots(const ColumnSum<T>& c, const FlatBlocks& flat, int block, int64 cols) {
   const int64 slot = flat.slot(), pitch = slot * flat.blocks;
@@ -91,9 +93,9 @@ __device__ inline void sum_flat_slots(const ColumnSum<T>& c, const FlatBlocks& f
   sum_over_block(total, [&](int place, float sum) { store_sum(c, first + place, cols, sum); });
 }
 
-// Increments the counter of each block whose columns the calling block has sums of. The up to three counters are
-// incremented together: one after the other, each would take a microsecond. `lasts` tells for which counters the block
-// is the last; see `is_last_block`.
+// Increments the counters of up to three blocks: those for whose columns the calling block has stored partial sums.
+// They are incremented by different threads at once, since each atomic takes a microsecond. `lasts` tells for which
+// counters the calling block is the last; see `is_last_block`.
 __device__ inline void arrive(uint32* tickets, const FlatBlocks& flat, const int (&blocks)[3], bool (&lasts)[3]) {
   __shared__ uint32 arrived[3];
   __syncthreads();
@@ -110,8 +112,8 @@ __device__ inline void arrive(uint32* tickets, const FlatBlocks& flat, const int
   for (int i = 0; i < 3; ++i) lasts[i] = blocks[i] >= 0 && arrived[i] == flat.arrivals(blocks[i]) * gridDim.y - 1;
 }
 
-// Adds up the sums of all threads over the grid. Each block's columns are added up by the last block to finish of those
-// that have sums of them.
+// Adds up the sums of all threads over the grid. A block's columns are added up by the last block to finish among those
+// that have partial sums of them.
 template <class T>
 __device__ inline void sum_flat_over_grid(const ColumnSum<T>& c, const Octet& octet, int64 cols, int lead) {
   const FlatBlocks flat(cols);

@@ -1,11 +1,12 @@
-// Writing a matrix in FP8, row by row, transposed or both, and the largest absolute value of its elements.
+// Writes a matrix in FP8, row-major, transposed or both, and finds the largest absolute value of its elements.
 //
 // Compiled for:
-//   E5M2     1 for that format, 0 for E4M3
-//   ALIGNED  1 where all rows of all matrices begin at multiples of 16 bytes, and where the columns, and with a transposed
-//            result the rows, are a multiple of 16; 0 for any layout
+//   E5M2     1 to convert to E5M2, 0 to E4M3
+//   ALIGNED  1 if all rows of all matrices begin at multiples of 16 bytes, and the number of columns (with a transposed
+//            result also of rows) is a multiple of 16; 0 for any layout
 //
-// The conversion is one instruction from compute capability 8.9 on; below it no kernel with this header is launched.
+// The conversion to FP8 is one instruction from compute capability 8.9 on; on older GPUs no kernel with this header is
+// launched.
 #pragma once
 
 #include "instructions.cuh"
@@ -23,12 +24,13 @@ struct Fp8Output {
   Matrix out;          // (rows, cols); null if absent
   Matrix transposed;   // (cols, rows); null if absent
   const float* scale;  // factor before the conversion; null for 1
-  float* amax;         // becomes the maximum of its value and of all |x| before the scale; null if it is not wanted
+  float* amax;         // raised to the largest |x| before scaling, if that is larger; null if it is not wanted
   uint32 rows;
   int64 cols;
 };
 
-// Two numbers as two bytes, rounded to nearest even. Numbers beyond the largest become the largest. NaN stays NaN.
+// Converts two numbers to FP8 in the two low bytes of a word, rounding to nearest even. Numbers beyond the largest FP8
+// number saturate to it. NaN stays NaN.
 __device__ inline uint32 to_fp8(float low, float high) {
 #ifndef __CUDA_ARCH__
   return __nv_cvt_float2_to_fp8x2(float2{low, high}, __NV_SATFINITE, E5M2 ? __NV_E5M2 : __NV_E4M3);
@@ -45,7 +47,8 @@ __device__ inline uint32 to_fp8(float low, float high) {
 #endif
 }
 
-// Bytes of two words, chosen by the hexadecimal digits of `chosen`, the lowest byte first.
+// Selects four of the eight bytes of two words: hexadecimal digit i of `chosen` is the number of the byte that becomes
+// byte i of the result (PRMT).
 __device__ inline uint32 choose_bytes(uint32 low, uint32 high, uint32 chosen) {
 #ifdef __CUDA_ARCH__
   return __byte_perm(low, high, chosen);
@@ -68,7 +71,8 @@ __device__ inline float larger_or_nan(float a, float b) {
 #endif
 }
 
-// Takes the eight rows of a thread's patch, and stores them in both orientations. Blocks are kTileBlock × kTileBlock threads.
+// Converts the eight rows of a thread's patch to FP8, and stores them as they are, transposed or both. Blocks have
+// kTileBlock × kTileBlock threads.
 class Fp8Writer {
  public:
   __device__ explicit Fp8Writer(const Fp8Output& out)
@@ -77,8 +81,8 @@ class Fp8Writer {
         block_col_(static_cast<int64>(blockIdx.x) * kTile),
         cols_(octet_count(block_col_ + threadIdx.x * kOctet, out.cols)) {}
 
-  // Converts the patch's row `i` in the tile whose first row is `block_row`, and stores it. For rows and columns beyond the
-  // matrix, `numbers` must hold zeros or copies of other elements, which leave the maximum as it is.
+  // Converts row `i` of the thread's patch, in the tile whose first row is `block_row`, and stores it. For rows and
+  // columns beyond the matrix, `numbers` must hold zeros or copies of other elements, which leave the maximum as it is.
   __device__ void take(uint32 block_row, int i, const Octet& numbers) {
     const float* v = numbers.v;
 #pragma unroll
@@ -91,20 +95,20 @@ class Fp8Writer {
     if (out_.out.data && block_row + row < out_.rows) store_row(block_row + row, words);
   }
 
-  // Stores the transposed tile, whose rows all have been taken. Every thread of the block must call it.
+  // Stores the transposed tile after `take` was called for all of its rows. Every thread of the block must call it.
   __device__ void store(uint32 block_row) const {
     if (!out_.transposed.data) return;
     __syncthreads();
     store_tile(block_row);
-    __syncthreads();  // the tile may be overwritten
+    __syncthreads();  // afterwards the tile may be overwritten
   }
 
-  // Stores the largest absolute value of all rows that were taken. Every thread of the block must call it.
+  // Stores the largest absolute value of all elements passed to `take`. Every thread of the block must call it.
   __device__ void store_amax() const {
     __shared__ uint32 largest[kTileBlock * kTileBlock / kWarp];
     if (!out_.amax) return;
     const int self = threadIdx.y * kTileBlock + threadIdx.x;
-    // Numbers that are not negative have the order of their bits, and NaN comes last.
+    // Non-negative floats are ordered as their bits are, read as integers, and NaN comes last.
     uint32 bits = __float_as_uint(amax_);
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) bits = larger(bits, __shfl_xor_sync(0xFFFFFFFF, bits, step));
@@ -116,14 +120,15 @@ class Fp8Writer {
   }
 
  private:
-  // An infinite number becomes NaN, so that products with it are not finite. 0 times any other number is 0.
+  // Multiplies by the scale, and turns infinities into NaN, so that products with them are not finite: `number` times 0 is
+  // NaN for infinity, and 0 for finite numbers.
   __device__ float scaled(float number) const { return fmaf(number, 0.0f, number * scale_); }
 
   __device__ uint32 convert(float low, float high) const { return to_fp8(scaled(low), scaled(high)); }
 
-  static constexpr int kRun = 16;            // bytes of a column that a thread stores at once
-  static constexpr int kRuns = kTile / kRun;  // of a column of the tile
-  static constexpr int kWords = kTile / 4;    // of a row of the tile
+  static constexpr int kRun = 16;            // a run: the bytes of a column that a thread stores at once
+  static constexpr int kRuns = kTile / kRun;  // runs of a column of the tile
+  static constexpr int kWords = kTile / 4;    // words of a row of the tile
 
   static __device__ uint32* shared_tile() {
     __shared__ uint4 tile[kTile * kTile / 16];
@@ -132,8 +137,8 @@ class Fp8Writer {
 
   static __device__ uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
 
-  // The words of a row of the tile are permuted by the number of the run that the row belongs to: so eight threads, which
-  // read the same word of eight runs, and four of these groups, which read words side by side, reach all banks.
+  // Avoids bank conflicts: word w of a row lies at w ^ swizzle(run of the row). So the 32 threads of a warp, which read
+  // four neighbouring words in each of eight runs, read from 32 different banks.
   static __device__ int swizzle(int run) { return 4 * run; }
 
   __device__ void store_row(uint32 row, uint2 words) const {
@@ -149,7 +154,7 @@ class Fp8Writer {
 #endif
   }
 
-  // Transposes four columns of four rows.
+  // Transposes a 4 × 4 block of bytes.
   static __device__ void transpose(const uint32 (&rows)[4], uint32 (&columns)[4]) {
     const uint32 left01 = choose_bytes(rows[0], rows[1], 0x5140), right01 = choose_bytes(rows[0], rows[1], 0x7362);
     const uint32 left23 = choose_bytes(rows[2], rows[3], 0x5140), right23 = choose_bytes(rows[2], rows[3], 0x7362);
@@ -159,7 +164,7 @@ class Fp8Writer {
     columns[3] = choose_bytes(right01, right23, 0x7632);
   }
 
-  // A thread stores a run of four columns; eight threads side by side store whole columns of the tile.
+  // A thread stores one run of each of four columns; eight consecutive threads store four whole columns of the tile.
   __device__ void store_tile(uint32 block_row) const {
     const int self = threadIdx.y * kTileBlock + threadIdx.x, run = self % kRuns, word = self / kRuns;
     const uint32* first = shared_tile() + run * kRun * kWords + (word ^ swizzle(run));
@@ -193,7 +198,7 @@ class Fp8Writer {
   float scale_;
   float amax_ = 0.0f;
   int64 block_col_;
-  int cols_;  // number of the patch's columns that exist
+  int cols_;  // number of columns of the patch that exist
 };
 
 }  // namespace lt

@@ -1,5 +1,5 @@
-// The scales of all FP8 tensors for the next step, from the largest absolute values of the last steps. A thread a tensor.
-// lt_runtime/reference/fp8.py computes the same bits.
+// Computes the scales of all FP8 tensors for the next step from the largest absolute values of the last steps (delayed
+// scaling), one thread for each tensor. lt_runtime/reference/fp8.py computes the same bits.
 
 #include "instructions.cuh"
 
@@ -28,7 +28,8 @@ constexpr int kMantissaBits = 23;
 constexpr int kExponentBias = 127;
 constexpr int kMaxExponent = 126;
 
-// The largest power of two s with reached · s <= largest, for positive numbers; limited to exponents of ±kMaxExponent.
+// The largest power of two s with reached · s <= largest, for positive arguments; its exponent is clamped to
+// ±kMaxExponent.
 __device__ inline float largest_scale(float largest, float reached) {
   constexpr uint32 kMantissa = (1u << kMantissaBits) - 1;
   const uint32 high = __float_as_uint(largest), low = __float_as_uint(reached);
@@ -40,7 +41,7 @@ __device__ inline float largest_scale(float largest, float reached) {
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028234663852886e38f; }
 
-// Puts a value before the older ones, and returns the largest of all.
+// Shifts `value` into the front of a history of `length` values, and returns the largest value in it.
 __device__ inline float push(float* history, uint32 length, float value) {
   float peak = 0.0f;
   for (uint32 i = 0; i < length; ++i) {

@@ -1,17 +1,17 @@
-// y = dropout(act(gate) · value) and its gradients, one pass each. The columns of a matrix h are those of the gate, then
-// those of the value.
+// Gated activations such as SwiGLU: gated_fwd computes y = dropout(act(gate) · value), gated_bwd the gradients of gate
+// and value. Both are halves of one matrix h: its first columns are the gate, the others the value.
 //
 // Compiled for:
 //   SCALAR      the type of all matrices
 //   ACTIVATION  a struct of activations.cuh
 //   DROPOUT     0 or 1
-//   REMAKES     0 or 1: whether backward also writes y, over dy
-//   ALIGNED     0 or 1, see sweep.cuh: each half of h has gaps between its rows, so that it is never flat
-//   BLOCKS      how many blocks a multiprocessor shall hold, which bounds a thread's registers
+//   REMAKES     1 if gated_bwd also recomputes y, which it writes over dy; otherwise 0
+//   ALIGNED     0 or 1, see sweep.cuh; never 2, because the rows of a half of h are not adjacent in memory
+//   BLOCKS      number of blocks that a multiprocessor must hold, which limits a thread's registers
 //
-// The gradient of h may be the same memory as h, and backward's y is the same as dy: only one thread reads and writes an octet,
-// and the row that it reads ahead is a row that it has yet to write. So nothing here may promise the compiler that operands do
-// not overlap or are only read (`__restrict__`, `__ldg`).
+// The gradient of h may overwrite h, and gated_bwd's y overwrites dy: each octet is read and written by one thread, and
+// a thread prefetches only rows that it has not written yet. So this file must not promise the compiler, by
+// `__restrict__` or `__ldg`, that operands do not overlap or are only read.
 
 #include "activations.cuh"
 #include "philox.cuh"
@@ -30,7 +30,7 @@ struct GatedFwdParams {
 };
 
 struct GatedBwdParams {
-  Matrix dy;  // if REMAKES, the pass leaves y here
+  Matrix dy;  // gradient of y; overwritten by y if REMAKES
   Matrix gate;
   Matrix value;  // has the strides of `gate`
   Matrix dgate;
@@ -41,8 +41,8 @@ struct GatedBwdParams {
   float slope;
 };
 
-// The second half of a matrix, with the strides of the first half: a thread then needs registers for only one of the
-// halves' two steps from row to row, as the compiler sees that they are equal.
+// Returns `second` with the strides of `first`. Gate and value, and their gradients, have equal strides; taken from one
+// variable, the row stride occupies one register instead of two.
 __device__ inline Matrix beside(const Matrix& first, const Matrix& second) {
   return Matrix{second.data, first.row_stride, first.col_stride};
 }

@@ -1,5 +1,5 @@
-// The norm of all gradients of a model, and whether any is NaN or infinite, in one read. A block adds up the squares of
-// one chunk; the last block to finish adds the blocks' sums, always in the same order.
+// Computes the norm of all gradients of a model, and finds out whether any is NaN or infinite, in one read of them. A
+// block adds up the squares of one chunk; the last block to finish adds up the blocks' sums, always in the same order.
 
 #include "instructions.cuh"
 #include "optimizer_state.cuh"
@@ -27,8 +27,8 @@ struct GradientNormParams {
 constexpr uint32 kThreads = 256;
 constexpr float kLargest = 3.4028234663852886e38f;
 
-// A sum together with the part that rounding has cut off (Knuth's TwoSum): a thread may add up thousands of terms.
-// Infinity and NaN come out as from a plain sum.
+// Compensated summation: keeps the part that rounding has cut off (Knuth's TwoSum), since a thread may add up thousands
+// of terms. Infinity and NaN give the same result as in a plain sum.
 struct CompensatedSum {
   float sum = 0.0f;
   float error = 0.0f;
@@ -42,7 +42,7 @@ struct CompensatedSum {
 };
 
 struct Squares {
-  float factor;  // one entry for each gradient
+  float factor;  // multiplies every gradient: 1 / loss scale
   CompensatedSum sum;
   bool finite = true;
 
@@ -108,7 +108,7 @@ __device__ inline float sum_over_block(float value) {
   return sum_in_pairs<kGroups>(groups, 1);
 }
 
-// The calling thread's share of the sum over the blocks.
+// Adds up the calling thread's share of the blocks' sums of squares.
 __device__ inline float sum_of_partials(const float* partial) {
   constexpr int kInFlight = 8;
   CompensatedSum sum;
@@ -127,7 +127,7 @@ __device__ inline float sum_of_partials(const float* partial) {
 
 }  // namespace lt
 
-// Six blocks a multiprocessor: for eight, the compiler would keep only two of a thread's loads in flight, not four.
+// Launch bounds of six blocks: with eight, the compiler keeps only two of a thread's loads in flight instead of four.
 extern "C" __global__ void __launch_bounds__(256, 6) gradient_norm(const lt::GradientNormParams p) {
   using namespace lt;
   // The table is constant, so it may be read before the previous kernel has ended.

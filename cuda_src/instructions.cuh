@@ -1,19 +1,22 @@
-// Single instructions that CUDA C++ has no name for, and their replacements where the tests run kernels on the host.
+// Wrappers of single PTX instructions that CUDA C++ has no function for, with replacements for the tests that run
+// kernels on the host.
 #pragma once
 
 #include "vector.cuh"
 
-// Shared memory, whose size the launch decides; the tests that run on the host have a definition of their own.
+// Declares dynamic shared memory, whose size the launch decides; tests that run kernels on the host define the macro
+// differently.
 #ifndef DYNAMIC_SHARED
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif
 
 namespace lt {
 
-// Before this call a kernel may run beside its predecessor, which may still be writing what the kernel will read. After
-// it the next kernel may start, and will wait at its own call. That hides the cost of a launch: half a microsecond on an
-// H200. Every kernel is launched with the attribute for it, and all threads of every kernel make this call before they
-// touch global memory that any kernel writes. Below compute capability 9.0 the attribute and the call do nothing.
+// Programmatic dependent launch. Before this call a kernel may run concurrently with its predecessor on the stream,
+// which may still be writing operands of this kernel. The call lets the next kernel start, which then waits in its own
+// call. This hides half a microsecond of launch latency on an H200. Every kernel is launched with the attribute for it,
+// and all threads of every kernel make this call before they touch global memory that any kernel writes. Below compute
+// capability 9.0 the attribute and the call do nothing.
 __device__ inline void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -21,8 +24,9 @@ __device__ inline void wait_for_predecessor() {
 #endif
 }
 
-// Each of the two functions below is one instruction of the special function unit and treats subnormal numbers as zero; the functions of <math.h> and the intrinsics
-// handle subnormal numbers and take four instructions. Results are off by at most 2 units in the last place.
+// The two functions below are one instruction of the special function unit each, and treat subnormal numbers as zero.
+// The functions of <math.h> and the intrinsics handle subnormal numbers and take four instructions. Results are off by
+// at most 2 units in the last place.
 __device__ inline float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -45,9 +49,10 @@ __device__ inline float reciprocal_approx(float x) {
 
 constexpr float kLog2E = 1.4426950408889634f;  // log₂ e: eˣ is 2 to the power of x · log₂ e
 
-// Begins to copy 16 bytes to shared memory: all of them, or `bytes` bytes and zeros after them. Both addresses are multiples
-// of 16. The calling thread sees the copy once it has waited for it, other threads after a barrier besides. Below compute
-// capability 8.0 the copy without `bytes` is done at once; the kernels that call the other one are not launched there.
+// Starts an asynchronous copy of 16 bytes to shared memory (cp.async); with `bytes`, of that many bytes, followed by
+// zeros. Both addresses are multiples of 16. The calling thread sees the data after `wait_for_copies`, other threads
+// after a further barrier. Below compute capability 8.0 the copy without `bytes` is synchronous, and kernels that use
+// the one with `bytes` are not launched.
 __device__ inline void copy_async(void* shared, const void* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(shared));
@@ -65,14 +70,15 @@ __device__ inline void copy_async(void* shared, const void* global, int bytes) {
 #endif
 }
 
-// Ends a group of copies: all copies that the calling thread has begun since it ended the previous group.
+// Commits a group of asynchronous copies: all that the calling thread has started since it committed the previous
+// group.
 __device__ inline void end_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits for all groups but the latest `kLatest`.
+// Waits until all groups of copies except the last `kLatest` have arrived.
 template <int kLatest>
 __device__ inline void wait_for_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -80,9 +86,9 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
-// Barriers of some of a block's warps. Each has a number from 1 to 15 (0 is __syncthreads), and opens when `threads` threads
-// have come to it, in whole warps. A warp that only passes a barrier does not wait there. Once the barrier opens, the waiting
-// threads see everything that the other threads have written before they came.
+// Named barriers, for some of a block's warps. A barrier has a number from 1 to 15 (0 is __syncthreads), and opens when
+// `threads` threads, in whole warps, have arrived or wait. A warp that only arrives (bar.arrive) goes on without
+// waiting. When the barrier opens, the waiting threads see everything that the others wrote before they arrived.
 constexpr int kBarriers = 16;
 
 #ifdef __CUDA_ARCH__

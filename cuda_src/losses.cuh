@@ -1,5 +1,5 @@
-// Losses of one element: each has its value, and its derivative with respect to the prediction, divided by kFactor.
-// lt_runtime/reference/loss.py holds the same functions in float64. Compiled for WEIGHTED 0 or 1.
+// Elementwise losses. Each computes its value for one element, and its derivative with respect to the prediction,
+// divided by kFactor. lt_runtime/reference/loss.py holds the same functions in float64. Compiled for WEIGHTED 0 or 1.
 #pragma once
 
 #include "instructions.cuh"
@@ -13,12 +13,12 @@ struct LossTerm {
 
 // Parameters of a loss, set by the caller.
 struct LossOptions {
-  float delta;       // error beyond which Huber's loss is linear
+  float delta;       // absolute error beyond which the Huber loss is linear
   float pos_weight;  // weight of a positive target, relative to a negative one; 1 unless WEIGHTED
 };
 
-// kZeroAtZero: prediction and target 0 have no loss, so that places without an element may be added up as zeros.
-// kIsShort: a thread needs few registers for it.
+// kZeroAtZero: the loss of prediction 0 and target 0 is 0, so that absent elements may be summed as zeros. kIsShort:
+// the loss needs few registers.
 
 struct SquaredError {
   static constexpr float kFactor = 2.0f;
@@ -67,7 +67,7 @@ struct BinaryCrossEntropy {
   static __device__ LossTerm of(float z, float target, const LossOptions& options) {
     const float e = exp2_approx(-kLog2E * fabsf(z)), large = reciprocal_approx(1.0f + e);
     const float negative = 1.0f - target, positive = options.pos_weight * target;
-    // the target's share of the class that the logit's sign votes against, and its share of the other class
+    // target weights of the class that the logit's sign does not predict, and of the class that it predicts
     const float wrong = z >= 0.0f ? negative : positive, right = z >= 0.0f ? positive : negative;
     const float slope = large * fmaf(-right, e, wrong), both = WEIGHTED ? wrong + right : 1.0f;
     return {both * log_of_one_and(e) + wrong * fabsf(z), z >= 0.0f ? slope : -slope};

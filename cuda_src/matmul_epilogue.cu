@@ -1,9 +1,9 @@
-// cuBLASLt's epilogues as a pass over a product that is already stored, for layouts and sizes that the library refuses
-// or gets wrong. The grid's z axis counts the matrices of a batch.
+// Applies cuBLASLt's epilogues in a separate pass over a stored matrix product, for layouts and sizes for which
+// cuBLASLt refuses them or computes them wrongly. blockIdx.z is the index of the matrix in a batch.
 //
 // Compiled for:
 //   SCALAR      the type of D, C, the bias, the auxiliary matrix and the bias gradient
-//   PRODUCT     the type of the product: SCALAR, or float where a 16-bit D shall be rounded only once
+//   PRODUCT     the type of the product: SCALAR, or float so that a 16-bit D is rounded only once
 //   OPERAND     the type of the operand that operand_sum sums up
 //   ACTIVATION  None, Relu or Gelu
 
@@ -20,8 +20,8 @@ struct Mask {
   int along_rows;       // whether a byte's bits are consecutive rows rather than columns
 };
 
-// β·C, where the library has not added it: it refuses a C whose order (row-major or column-major) or type differs from
-// D's.
+// β·C, for products to which cuBLASLt has not added it: cuBLASLt refuses a C whose order (row-major or column-major) or
+// type differs from D's.
 struct Addend {
   Matrix c;  // the operand C; null if absent
   int64 batch_stride;
@@ -68,7 +68,7 @@ __device__ inline Octet load_product(const Matrix& product, const Addend& addend
   return z;
 }
 
-// ReLU's bits of eight elements. The bit of NaN is set, so that backward hands its gradient on.
+// Packs ReLU's mask of eight elements into a byte. The bit of a NaN is set, so that backward passes its gradient on.
 __device__ inline unsigned char pack_passed(const Octet& z) {
   unsigned char bits = 0;
   for (int i = 0; i < kOctet; ++i) bits |= static_cast<unsigned char>(!(z.v[i] <= 0.0f)) << i;
@@ -102,9 +102,9 @@ __device__ inline void store_sums(SCALAR* sums, int64 cols, const Octet& octet) 
 
 }  // namespace lt
 
-// D = act(product + β·C + bias), keeping the pre-activation or ReLU's bits.
-// The launch bounds ask for one block a multiprocessor, though more fit: without the 1, NVRTC 13.0 spills a register to
-// reach a higher occupancy.
+// D = act(product + β·C + bias); stores the pre-activation or ReLU's mask for backward. The launch bounds require only
+// one block for each multiprocessor, though more fit: without the 1, NVRTC 13.0 spills a register to reach a higher
+// occupancy.
 extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::MatmulEpilogueParams p) {
   using namespace lt;
   wait_for_predecessor();
@@ -126,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::Ma
   }
 }
 
-// D = (product + β·C) · act'(aux). With a bias gradient the grid has one block in y, which sees every row.
+// D = (product + β·C) · act'(aux). If the bias gradient is wanted, gridDim.y is 1, so that one block sees every row of
+// its columns.
 extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::MatmulEpilogueParams p) {
   using namespace lt;
   wait_for_predecessor();
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::M
   store_sums(p.bias_gradient, p.cols, sums);
 }
 
-// The sum of an operand over its rows; the grid has one block in y.
+// Sums an operand over its rows; gridDim.y is 1, so that one block sees every row of its columns.
 extern "C" __global__ void __launch_bounds__(256) operand_sum(const lt::OperandSumParams p) {
   using namespace lt;
   wait_for_predecessor();

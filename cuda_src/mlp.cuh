@@ -1,12 +1,13 @@
-// Parts that the kernels of a narrow MLP share. Its weights lie in shared memory. The activations of a row stay in registers
-// from layer to layer: the result of a product, with its bias, activated and rounded, is the left operand of the next product.
+// Code shared by the kernels of narrow MLPs, which run all layers in one kernel. The weights are in shared memory. The
+// activations of a row stay in registers from layer to layer: the result of a layer's product, after bias, activation
+// and rounding, is the left operand of the next layer's product.
 //
 // Compiled for:
 //   SCALAR      the type of all matrices: __half or __nv_bfloat16
-//   ACTIVATION  a struct of activations.cuh, that of all layers but the last, which has none
-//   WIDTH       columns of the hidden layers, a multiple of 16; narrower layers are padded with zeros
+//   ACTIVATION  a struct of activations.cuh, for all layers but the last, which has no activation
+//   WIDTH       number of columns of the hidden layers, a multiple of 16; narrower layers are padded with zeros
 //
-// Inputs and outputs have any number of columns up to kMaxWidth; they too are padded to multiples of 16.
+// Inputs and outputs may have any number of columns up to kMaxWidth; they are padded to multiples of 16 as well.
 #pragma once
 
 #include "activations.cuh"
@@ -19,7 +20,7 @@ namespace lt {
 constexpr int kStep = 16;           // rows of a tile of outputs; also the terms along K that one mma instruction sums
 constexpr int kSteps = WIDTH / kStep;
 constexpr int kTiles = WIDTH / 8;   // number of tiles of 8 columns in a layer of WIDTH columns
-constexpr int kSkew = 8;            // elements of padding behind each row, so that eight rows lie in different banks
+constexpr int kSkew = 8;            // elements of padding after each row, so that eight rows lie in different banks
 
 struct MlpLayer {
   void* weight;  // the weight (outputs, inputs), without gaps
@@ -31,7 +32,7 @@ struct MlpLayer {
 struct MlpParams {
   MlpLayer layers[kMaxLayers];
   Matrix x;  // inputs of the MLP (rows, inputs of the first layer)
-  Matrix y;  // (rows, outputs of the last layer); in the backward pass their gradient or, with a loss, their targets
+  Matrix y;  // (rows, outputs of the last layer); the outputs; in the backward pass their gradient or, with a loss, their targets
   float* partial;           // backward pass: the sums of each block
   const float* grad_scale;  // factor of the loss's gradient, in device memory; null means 1
   int64 rows;
@@ -43,7 +44,8 @@ struct MlpParams {
 
 __device__ inline int whole_steps(int columns) { return (columns + kStep - 1) / kStep * kStep; }
 
-// The weights of all layers in shared memory: (outputs, inputs) each, padded, rows kSkew apart.
+// The weights of all layers in shared memory, each (outputs, inputs), both padded to multiples of 16, with kSkew unused
+// elements after each row.
 struct Weights {
   SCALAR* first;
   int inputs;  // number of inputs of the first layer
@@ -62,7 +64,7 @@ __device__ inline const SCALAR* row_of_tile(const SCALAR* tile, int pitch) {
   return tile + (row + (ACROSS ? outer : inner)) * pitch + (ACROSS ? inner : outer);
 }
 
-// Loads the left operand of a product from shared memory: a tile of 16 × 16, or its transpose.
+// Loads the left operand (A) of an mma product from a 16 × 16 tile in shared memory, or from its transpose.
 __device__ inline void load_left(uint32 (&a)[4], const SCALAR* tile, int pitch) {
   load_matrices<false>(a, row_of_tile<false>(tile, pitch));
 }
@@ -70,7 +72,8 @@ __device__ inline void load_left_transposed(uint32 (&a)[4], const SCALAR* tile, 
   load_matrices<true>(a, row_of_tile<true>(tile, pitch));
 }
 
-// Loads the right operand of two products side by side. The tile's rows are the products' columns, or their terms.
+// Loads the right operands (B) of two mma products side by side from a 16 × 16 tile in shared memory. The tile is
+// (terms, columns) for `load_right`, and (columns, terms) for `load_right_transposed`.
 __device__ inline void load_right(uint32 (&b)[4], const SCALAR* tile, int pitch) {
   load_matrices<true>(b, row_of_tile<false>(tile, pitch));
 }
@@ -78,8 +81,8 @@ __device__ inline void load_right_transposed(uint32 (&b)[4], const SCALAR* tile,
   load_matrices<false>(b, row_of_tile<true>(tile, pitch));
 }
 
-// One step of a product of R tiles of rows with C tiles of 8 columns. TRANSPOSED: `weights` are (columns, steps), as in the
-// forward pass, and not (steps, columns).
+// Adds one step (16 terms of K) of the product of R tiles of rows with C tiles of 8 columns. TRANSPOSED: `weights` are
+// (columns, terms), as in the forward pass; otherwise (terms, columns).
 template <bool TRANSPOSED, int R, int C>
 __device__ inline void multiply_step(float (&sums)[R][C][4], const uint32 (&left)[R][4], const SCALAR* weights, int pitch,
                                      int step) {
@@ -99,7 +102,7 @@ __device__ inline void multiply_step(float (&sums)[R][C][4], const uint32 (&left
   }
 }
 
-// The product of rows in shared memory, of any whole number of steps, UNROLLED at a time.
+// Multiplies rows in shared memory by `weights`, with UNROLLED steps in each iteration of the loop.
 template <bool TRANSPOSED, int UNROLLED, int R, int C>
 __device__ inline void multiply_tile(float (&sums)[R][C][4], const SCALAR* rows, int row_pitch, int columns,
                                      const SCALAR* weights, int pitch) {
@@ -112,7 +115,7 @@ __device__ inline void multiply_tile(float (&sums)[R][C][4], const SCALAR* rows,
   }
 }
 
-// The product of rows in registers.
+// Multiplies rows in registers by `weights`.
 template <bool TRANSPOSED, int R, int C>
 __device__ inline void multiply_rows(float (&sums)[R][C][4], const uint32 (&rows)[kSteps][R][4], const SCALAR* weights) {
 #pragma unroll
@@ -134,13 +137,14 @@ __device__ inline void start_with_bias(float (&sums)[R][C][4], const float* bias
   }
 }
 
-// ReLU takes no instruction of its own: the rounding of the sums replaces negative sums with zero.
+// True for ReLU, which needs no instruction of its own: the instruction that rounds the sums also replaces negative
+// ones by zero.
 template <class A>
 constexpr bool kIsRelu = false;
 template <>
 constexpr bool kIsRelu<Relu> = true;
 
-// Activates a layer's FP32 sums. Does nothing where `round_activated` applies the activation while it rounds (ReLU).
+// Applies the activation to a layer's FP32 sums. Does nothing for ReLU, which `round_activated` applies.
 template <int R>
 __device__ inline void activate(float (&sums)[R][kTiles][4], float slope) {
 #pragma unroll
@@ -153,8 +157,8 @@ __device__ inline void activate(float (&sums)[R][kTiles][4], float slope) {
   }
 }
 
-// Writes zeros to the columns that pad a layer. Without that an infinite input times a padded weight of 0 would be NaN
-// there, and the next product would spread it to the layer's columns.
+// Sets the columns that pad a layer to zero. Otherwise an infinite input times a padded weight of 0 would be NaN in
+// these columns, and the next product would spread the NaN to all columns.
 template <int R>
 __device__ inline void clear_padding(float (&sums)[R][kTiles][4], int columns) {
   if (columns == WIDTH) return;
@@ -176,7 +180,7 @@ __device__ inline uint32 rounded_pair(float x, float y) {
   return word;
 }
 
-// Rounds FP32 sums to SCALAR, as the left operand of the next product. RELU: negative sums become zeros.
+// Rounds FP32 sums to SCALAR, in the layout of the next product's left operand. RELU: negative sums become zeros.
 template <bool RELU, int R>
 __device__ inline void round_sums(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
 #pragma unroll
@@ -193,26 +197,27 @@ __device__ inline void round_sums(uint32 (&rows)[kSteps][R][4], const float (&su
   }
 }
 
-// Rounds the sums that `activate` has processed to SCALAR, as the left operand of the next product.
+// Rounds the sums that `activate` has processed to SCALAR, in the layout of the next product's left operand, and
+// applies ReLU.
 template <int R>
 __device__ inline void round_activated(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
   round_sums<kIsRelu<ACTIVATION>>(rows, sums);
 }
 
-// The address in a tile of shared memory of word `i` of the calling lane's left operand.
+// The address, in a tile in shared memory, of word `i` of the calling lane's part of a left operand.
 __device__ inline SCALAR* place_of_word(SCALAR* tile, int pitch, int i) {
   const int lane = threadIdx.x % kWarp;
   return tile + (lane / 4 + i % 2 * 8) * pitch + lane % 4 * 2 + i / 2 * 8;
 }
 
-// Tells whether every row of a matrix is contiguous, aligned to 16 bytes and a multiple of eight elements long.
+// True if every row of a matrix is contiguous, aligned to 16 bytes and a multiple of eight elements long.
 __device__ inline bool lies_whole(const Matrix& m, int columns) {
   return m.col_stride == 1 && columns % kOctet == 0 && m.row_stride % kOctet == 0 && reinterpret_cast<uint64>(m.data) % 16 == 0;
 }
 
-// Copies rows from `first` on to shared memory, with zeros in columns up to `padded` and in rows that are not there.
-// Starts an asynchronous copy, for which the caller has to wait, or copies at once. Each of `threads` threads takes its
-// part; `padded` is a multiple of 8.
+// Copies rows from `first` on to shared memory, with zeros in the columns up to `padded`, a multiple of 8, and in rows
+// beyond the last. The work is divided among `threads` threads. The copies are asynchronous if the rows are aligned, so
+// that the caller has to wait for them.
 __device__ inline void copy_rows(SCALAR* to, int pitch, int padded_rows, int padded, const Matrix& from, int64 first,
                                  int64 rows, int columns, int thread, int threads) {
   const int octets = padded / kOctet, down = threads / octets, across = threads % octets;
@@ -249,8 +254,8 @@ __device__ inline void copy_rows(SCALAR* to, int pitch, int padded_rows, int pad
   }
 }
 
-// Brings the weights and, as FP32, the biases of the first `count` layers to shared memory; the block has to wait for the
-// copies, and for all its threads.
+// Copies the weights of the first `count` layers and, as FP32, their biases to shared memory. The caller has to wait
+// for the asynchronous copies, and at a barrier of the block.
 __device__ inline void load_layers(const MlpParams& p, const Weights& weights, float* biases, int count) {
   const int thread = threadIdx.x, threads = blockDim.x;
   for (int i = 0; i < p.count; ++i) {

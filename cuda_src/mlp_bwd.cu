@@ -1,23 +1,25 @@
-// The backward pass of a narrow MLP, to the gradients of its weights and biases: from the gradient of its outputs or, with
-// a LOSS, from their targets, so that a whole training step but for the optimizer is this kernel. The forward pass is made
-// again, since that costs less than to write and read its results.
+// The backward pass of a narrow MLP: computes the gradients of its weights and biases from the gradient of its outputs
+// or, with a LOSS, from their targets. With a LOSS the kernel is a whole training step except the optimizer's update.
+// It recomputes the forward pass, which costs less than writing and reading the hidden layers' outputs.
 //
 // Compiled for the definitions that mlp.cuh lists, and
-//   INPUTS, OUTPUTS        columns of x and of the outputs, padded to multiples of 16
-//   HIDDEN                 hidden layers
+//   INPUTS, OUTPUTS        numbers of columns of x and of the outputs, padded to multiples of 16
+//   HIDDEN                 number of hidden layers
 //   SAVED                  argument of the activation's derivative: 0 none, 1 the pre-activation, 2 the output
-//   ROW_WARPS, ROW_TILES   warps that take rows through the layers, and tiles of 16 rows that each has at a time
-//   SUM_WARPS              warps that make the gradients of the weights
-//   FIRST, LAST            layers whose gradients they make: where a thread has no registers for the sums of all, each of
-//                          several launches makes those of some layers
+//   ROW_WARPS, ROW_TILES   number of warps that run rows forward and backward, and of tiles of 16 rows that each of them
+//                          processes at a time
+//   SUM_WARPS              number of warps that compute the gradients of the weights
+//   FIRST, LAST            first and last layer whose gradients this launch computes: if a thread has too few registers
+//                          for the sums of all layers, several launches share the layers
 //   THREADS                threads of the block
 //   LOSS, WEIGHTED         a struct of losses.cuh, or not defined; 0
 //
-// A row warp takes its rows through all layers and back. It writes the factors of the gradients to its buffers in shared
-// memory: the layers' inputs and outputs, and the gradients of their pre-activations. When a chunk of rows is complete, the sum
-// warps multiply these factors, while the row warp begins its next chunk; it waits for the sum warps only before it writes to
-// its buffers again. The sum warps serve the row warps in turn and keep the FP32 sums of all gradients in registers. At the end
-// they write the sums, which mlp_gradients.cu adds up. So the order of additions depends on nothing but the grid.
+// A row warp runs its rows forward through all layers and backward again. It writes the factors of the weight gradients
+// to its buffers in shared memory: the layers' inputs and outputs, and the gradients of their pre-activations. When a
+// chunk of rows is complete, the sum warps multiply these factors, while the row warp begins its next chunk; it waits
+// for the sum warps only before it writes to its buffers again. The sum warps serve the row warps in turn and keep the
+// FP32 sums of all gradients in registers. At the end they write the sums to global memory, where mlp_gradients.cu adds
+// them up over the blocks. So the order of additions depends only on the grid.
 //
 // Shared memory of a block, with the bytes of an MLP 64-64-64-10 in BF16 with ReLU. Its block is ROW_WARPS 4, ROW_TILES 2,
 // SUM_WARPS 4, so that a chunk has 32 rows; it makes all gradients in one launch (FIRST 0, LAST 2). Rows are kSkew = 8 elements
@@ -58,18 +60,19 @@ constexpr bool kHasLoss = true;
 constexpr bool kHasLoss = false;
 #endif
 
-// Numbers of the barriers between a row warp and the sum warps: at `full` the row warp says that its chunk is ready, at the
-// other barrier the sum warps say that they have read it.
+// Numbers of the named barriers between a row warp and the sum warps: by `full` the row warp signals that its chunk is
+// ready, by `empty` the sum warps signal that they have read it.
 __device__ inline int full(int row_warp) { return 1 + row_warp; }
 __device__ inline int empty(int row_warp) { return 1 + ROW_WARPS + row_warp; }
 static_assert(2 * ROW_WARPS < kBarriers, "more row warps than barriers");
 
-// Says whether the gradients of a layer's weight and bias are made.
+// True if this launch computes the gradients of a layer's weight and bias.
 __device__ constexpr bool makes(int layer) { return FIRST <= layer && layer <= LAST; }
 
 // The buffers of a row warp in shared memory, see the drawing above: chunks of x, outputs of hidden layers, gradients of their
-// pre-activations, and gradients of the MLP's outputs. Where the derivative needs pre-activations, they lie in the place of
-// their gradients before. If only its derivative needs the output of layer LAST, the layer's gradient takes the output's place.
+// pre-activations, and gradients of the MLP's outputs. Where the activation's derivative needs the pre-activations,
+// these are stored first, and overwritten by their gradients. If the output of layer LAST is needed only for its
+// derivative, the layer's gradient overwrites the output.
 struct WarpBuffers {
   SCALAR* memory;
 
@@ -92,9 +95,9 @@ struct WarpBuffers {
   }
 };
 
-// How the tiles of a layer's gradient are split among the warps. The split has the fewest tiles for a warp; among
-// equals the fewest rows plus columns of tiles, which a warp has to read; among these the fewest rows, each of which
-// adds a sum for the bias.
+// How the tiles of a layer's weight gradient are divided among the sum warps. The split with the fewest tiles for each
+// warp is chosen; among equals the one with the fewest rows plus columns of tiles, since a warp has to read these; then
+// the one with the fewest rows of tiles, since each row adds sums for the bias.
 struct Split {
   int down, across;
 };
@@ -111,13 +114,13 @@ __device__ constexpr Split split_of(int down, int across) {
   return best;
 }
 
-// A warp's sums of the gradients of one layer with DOWN outputs and ACROSS inputs, in tiles of 16.
+// A warp's sums of the gradients of one layer with DOWN · 16 outputs and ACROSS · 16 inputs.
 template <int DOWN, int ACROSS>
 struct Sums {
   static constexpr Split kSplit = split_of(DOWN, ACROSS);
   static constexpr int kDown = parts_of(DOWN, kSplit.down);
   static constexpr int kAcross = parts_of(ACROSS, kSplit.across);
-  // number of tiles of 8 columns in a row of tiles of sums: those of the weight gradient, and one more for the bias gradient
+  // tiles of 8 columns in a row of tiles: those of the weight gradient, and one more for the bias gradient
   static constexpr int kTilesAcross = tiles_across(ACROSS * kStep);
   static constexpr int kSize = sums_of_layer(DOWN * kStep, ACROSS * kStep);
 
@@ -139,8 +142,8 @@ struct Sums {
            has(first_down(warp), first_across(warp));
   }
 
-  // Adds the products of all rows of a chunk's gradients with its inputs. Tiles beyond the last repeat the last tile's
-  // numbers and are not written.
+  // Adds the product gradientᵀ · input over the rows of a chunk. Tiles beyond the last one repeat its numbers and are
+  // not written.
   __device__ void add(int warp, const SCALAR* gradient, int gradient_pitch, const SCALAR* input, int input_pitch) {
     if (!has_any(warp)) return;
     const int down = first_down(warp), across = first_across(warp);
@@ -227,7 +230,7 @@ __device__ inline float derivative(float saved, float) { return ACTIVATION::deri
 __device__ inline float derivative(float saved, float slope) { return ACTIVATION::derivative(saved, slope); }
 #endif
 
-// Multiplies the gradient of a layer's output by the activation's derivative at the saved values of the same rows.
+// Multiplies the gradient of a layer's output by the activation's derivative, which is computed from the saved values.
 __device__ inline void multiply_derivative(float (&sums)[kRowTiles][kTiles][4], SCALAR* saved, float slope) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -262,9 +265,9 @@ __device__ inline void multiply_relu_derivative(uint32 (&rows)[kSteps][kRowTiles
   }
 }
 
-// Sixteen columns of a chunk, from `col` on, of the matrix y: gradients of the outputs, or targets. They lie in the registers
-// in the layout of a left operand. Rows and columns that do not exist are zeros. The elements are left unconverted, so that the
-// loads' latency overlaps the work below.
+// Sixteen columns of a chunk, from `col` on, of the matrix y: gradients of the outputs, or targets. The elements are in
+// registers, laid out as the left operand of mma. Rows and columns that do not exist are zeros. The elements are
+// converted to FP32 only when they are used, so that the loads' latency overlaps the work in between.
 struct OutputTile {
   SCALAR pairs[kRowTiles][4][2];
 
@@ -318,7 +321,8 @@ __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], cons
 }
 #endif
 
-// The number of the calling warp's first chunk, and how many there are. They are counted in 32 bits, which spares registers.
+// The number of the calling warp's first chunk of rows, the number of chunks, and a chunk's first row. Chunks are
+// counted in 32 bits, which saves registers.
 __device__ inline int first_chunk(int warp) { return gridDim.x * warp + blockIdx.x; }
 __device__ inline int chunks_of(const MlpParams& p) { return static_cast<int>((p.rows + kChunk - 1) / kChunk); }
 __device__ inline int64 row_of(int chunk) { return static_cast<int64>(chunk) * kChunk; }
@@ -400,8 +404,8 @@ __device__ inline void activation_backward(uint32 (&rows)[kSteps][kRowTiles][4],
   if (LAST >= HIDDEN - 1 || layer <= LAST) store_words(own.gradient(layer), rows);
 }
 
-// Takes the calling warp's chunks through the layers and back, and stores the factors of the gradients for the sum warps. The
-// first chunk of x has been copied. Returns the calling lane's share of the sum of losses.
+// The work of a row warp: runs its chunks forward and backward, and stores the factors of the weight gradients for the
+// sum warps. The copy of the first chunk of x has been started. Returns the calling lane's share of the sum of losses.
 __device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const WarpBuffers& own,
                                   int warp) {
   const int first = first_chunk(warp), stride = gridDim.x * ROW_WARPS, chunks = chunks_of(p);
@@ -438,7 +442,7 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
   return loss;
 }
 
-// Adds up the products of all chunks of the block, and writes the sums. The calling warp is one of the sum warps.
+// The work of a sum warp: adds up the weight and bias gradients of all chunks of the block, and writes the sums.
 __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp) {
   FirstSums first;
   HiddenSums between[kBetween ? kBetween : 1];
@@ -476,11 +480,11 @@ __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpParams p) {
   using namespace lt;
   DYNAMIC_SHARED(uint4, memory);
-  // All weights and biases, then the buffers of each row warp.
+  // Shared memory holds all weights and biases, then the buffers of each row warp.
   const Weights weights{reinterpret_cast<SCALAR*>(memory), INPUTS};
   float* biases = reinterpret_cast<float*>(weights.of(HIDDEN) + OUTPUTS * kPitch);
   SCALAR* rows = reinterpret_cast<SCALAR*>(biases + HIDDEN * WIDTH + OUTPUTS);
-  // The shuffle tells the compiler that the number is the same in the whole warp.
+  // The shuffle tells the compiler that `warp` is the same in all lanes, so that branches on it do not diverge.
   const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / kWarp, 0);
   wait_for_predecessor();
   const WarpBuffers own{rows + warp * WarpBuffers::kSize};

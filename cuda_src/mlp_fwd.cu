@@ -1,17 +1,19 @@
-// The forward pass of a narrow MLP: x and the weights are read once, the outputs written, and nothing between them. See
-// mlp.cuh for what it is compiled for.
+// The forward pass of a narrow MLP. It reads x and the weights once and writes only the outputs; the hidden layers'
+// outputs stay in registers. mlp.cuh lists the definitions for which it is compiled.
 //
-// A warp has some rows to itself, from the first layer to the last, so that the block waits for nothing but its weights.
+// A warp computes its rows alone, from the first layer to the last, so that the only barrier of the block follows the
+// loading of the weights.
 
 #include "mlp.cuh"
 
 namespace lt {
 
-// Number of tiles of rows that a warp computes: with two, weights are read from shared memory half as often as with one.
+// Number of tiles of 16 rows that a warp computes at a time: with two, weights are read from shared memory half as
+// often as with one.
 constexpr int kRowTiles = WIDTH <= 64 ? 2 : 1;
 constexpr int kWarpRows = kRowTiles * kStep;
 
-// Computes the last layer, without an activation, and stores it into the first `columns` columns of a tile.
+// Computes the last layer, which has no activation, and stores its result into the first `columns` columns of a tile.
 __device__ inline void last_layer(SCALAR* tile, int pitch, int columns, const uint32 (&rows)[kSteps][kRowTiles][4],
                                   const SCALAR* weights, const float* bias) {
 #pragma unroll 1
@@ -58,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) mlp_fwd(const lt::MlpParams
   const int pitch = (inputs > outputs ? inputs : outputs) + kSkew;
   const Weights weights{reinterpret_cast<SCALAR*>(memory), inputs};
   float* biases = reinterpret_cast<float*>(weights.of(last) + outputs * (WIDTH + kSkew));
-  // Each warp has two buffers: it works on one while its next rows are copied to the other.
+  // Each warp has two buffers in shared memory: it computes the rows in one while its next rows of x are copied to the
+  // other.
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, lane = threadIdx.x % kWarp;
   SCALAR* tiles = reinterpret_cast<SCALAR*>(biases + last * WIDTH + outputs) + warp * 2 * kWarpRows * pitch;
   const int64 stride = static_cast<int64>(gridDim.x) * warps * kWarpRows;

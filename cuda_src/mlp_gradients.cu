@@ -1,8 +1,7 @@
-// Adds up the sums that the blocks of mlp_bwd.cu have written, always in the same order: the gradients, which are rounded, and
-// the loss, if there is one.
-// Compiled for one SCALAR type.
+// Second stage of the sums of mlp_bwd.cu: adds up the partial sums of its blocks, always in the same order, to the
+// rounded gradients and to the loss, if there is one. Compiled for one SCALAR type.
 //
-// threadIdx.x selects the sum; the threads in y share the blocks.
+// threadIdx.x selects the sum, one of the block's 32; the threads in y divide the partial sums among themselves.
 
 #include "instructions.cuh"
 #include "mlp_sums.cuh"
@@ -22,16 +21,17 @@ struct MlpGradient {
 struct MlpGradientsParams {
   MlpGradient layers[kMaxLayers];
   const float* partial;  // the FP32 sums that the blocks have written, (blocks, sums)
-  float* loss;           // the loss, whose sum is the first of the last kLossPlaces sums; may be null
+  float* loss;           // may be null; otherwise the sum of losses is the first of a block's last kLossPlaces sums
   float size;            // divisor of the loss
   int blocks;
   int sums;
   int count;       // layers
-  int width;       // number of columns of the hidden layers, as padded in the sums
+  int width;       // padded number of columns of the hidden layers
   int accumulate;  // whether the sums are added to the present gradients
 };
 
-// Returns where the gradient with this number is written; null if its sum belongs to padding or to an absent bias.
+// Returns the address of the gradient element to which sum `number` belongs; null if it belongs to padding or to an
+// absent bias.
 __device__ inline SCALAR* place_of_sum(const MlpGradientsParams& p, int number) {
 #pragma unroll 1
   for (int i = 0; i < p.count; ++i) {

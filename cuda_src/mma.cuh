@@ -1,13 +1,14 @@
-// Instructions of a warp that work on tiles of matrices: products of 16-bit numbers with FP32 sums, and copies between
-// shared memory and the registers that such a product takes. With g = lane / 4 and t = lane % 4, a lane has:
+// Tensor-core instructions: mma (products of 16-bit tiles with FP32 accumulation) and ldmatrix (loads of their operands
+// from shared memory). With g = lane / 4 and t = lane % 4, a lane holds of the operands and the result of an mma:
 //
 //   A, 16 × 16  four words: rows g, g + 8, g, g + 8; columns 2t and 2t + 1 in the first two, 2t + 8 and 2t + 9 in the others
 //   B, 16 × 8   two words: rows 2t and 2t + 1, 2t + 8 and 2t + 9; column g
 //   C, 16 × 8   four sums: the first two in row g, the others in row g + 8; columns 2t and 2t + 1
 //
-// So the sums of two neighbouring tiles, rounded in pairs, are the A of the next product, without shared memory.
-// All lanes of a warp call these functions together. Below compute capability 8.0 there are no such products, and a kernel
-// that reaches one of them ends with an error; the host does not launch them there.
+// So the sums of two neighbouring tiles of C, rounded in pairs, are the operand A of a following product, without
+// passing through shared memory. All lanes of a warp must call these functions together. Below compute capability 8.0
+// the instructions do not exist: the functions end the kernel with an error, and the host does not launch kernels that
+// call them.
 #pragma once
 
 #include "vector.cuh"
@@ -44,7 +45,7 @@ __device__ inline void multiply_add(float (&c)[4], const uint32 (&a)[4], uint32 
 }
 #endif
 
-// Two numbers rounded to a word, the first in its low half, zeros in place of negative ones; NaN stays NaN.
+// Rounds two numbers into one word, the first in its low half, with zeros in place of negative numbers; NaN stays NaN.
 template <class T>
 __device__ inline uint32 rounded_positive_pair(float x, float y);
 
@@ -72,9 +73,9 @@ __device__ inline uint32 rounded_positive_pair(float x, float y) {
 }
 #endif
 
-// Four 8 × 8 matrices of 16-bit numbers from shared memory. Lane l gives the address of row l % 8 of matrix l / 8; the rows
-// are 16 bytes and aligned so. Of matrix j a lane gets, in word j, columns 2t and 2t + 1 of row g; if TRANSPOSED, rows 2t
-// and 2t + 1 of column g.
+// Loads four 8 × 8 matrices of 16-bit numbers from shared memory (ldmatrix). Lane l passes the address of row l % 8 of
+// matrix l / 8; rows have 16 bytes and are aligned to 16 bytes. Word j of a lane's result holds columns 2t and 2t + 1
+// of row g of matrix j; if TRANSPOSED, rows 2t and 2t + 1 of column g.
 template <bool TRANSPOSED>
 __device__ inline void load_matrices(uint32 (&out)[4], const void* row) {
 #ifdef __CUDA_ARCH__

@@ -1,7 +1,9 @@
-// Shared by the products with a dimension of at most 16: D[M,N] = α·A[M,K]·B[K,N] + β·C, in FP32, in a fixed order. Such
-// a product is small or bound by memory, and latency decides its time: a thread loads all it needs before it computes.
+// Code shared by the narrow products, in which M, N or K is at most 16: D[M,N] = α·A[M,K]·B[K,N] + β·C, accumulated in
+// FP32 in a fixed order. A narrow product is small or bound by memory, so that latency decides its time: a thread
+// issues as many loads as possible before it computes.
 //
-// Compiled for one SCALAR type, WIDTH, the narrow dimension rounded up to 1, 2, 4, 8 or 16, and ALIGNED (see sweep.cuh).
+// Compiled for one SCALAR type, WIDTH, which is the narrow dimension rounded up to 1, 2, 4, 8 or 16, and ALIGNED (see
+// sweep.cuh).
 #pragma once
 
 #include "sweep.cuh"
@@ -30,8 +32,9 @@ __device__ inline float addend(const NarrowParams& p, int64 row, int64 col) {
   return p.c.data ? p.beta * to_float(*element<SCALAR>(p.c, row, col)) : 0.0f;
 }
 
-// Adds the terms of two lanes that are `distance` apart: one lane gets the sums of the first half of the terms, the other
-// lane those of the second half, each in the place of the first half. Returns whether the calling lane has the second.
+// One step of a reduction over lanes. Two lanes whose numbers differ by `distance` add up their 2 · kHalf terms: the
+// lower lane gets the sums of the first half of the terms, the upper lane those of the second half, both in terms[0 ..
+// kHalf - 1]. Returns true in the upper lane.
 template <int kHalf>
 __device__ inline bool add_half(float* terms, uint32 lane, uint32 distance) {
   const bool upper = lane & distance;

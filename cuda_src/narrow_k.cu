@@ -1,11 +1,13 @@
-// A product over few terms, such as the input gradient of an output layer: A·B, which is little more than writing D. A
-// thread makes an octet of D in each of its rows. See narrow.cuh. ALIGNED concerns B, C, D and a pre-activation.
+// Matrix product with a small K (number of terms), such as the input gradient of an output layer: A·B, whose time is
+// little more than that of writing D. A thread computes one octet of D in each of its rows. See narrow.cuh. ALIGNED
+// states the alignment of B, C, D and a pre-activation.
 //
-// Compiled besides for:
-//   ROWS  rows that a thread has at a time: 1, or more to load B less often where there are more octets than threads
+// Compiled, besides the definitions in narrow.cuh, for:
+//   ROWS  rows that a thread computes at a time: 1, or more to load B less often if D has more octets than the GPU has
+//         threads
 //   AUX   kind of the matrix `aux`: 0 absent, 1 a pre-activation, whose GELU derivative D is multiplied by, 2 ReLU's mask
-//   SUMS  1 where D is summed up over its rows before it is rounded, as the bias gradient of the layer below; then both
-//         sides of a block are powers of two
+//   SUMS  1 if D is also summed over its rows, before rounding, as the bias gradient of the layer below; then
+//         blockDim.x and blockDim.y are powers of two
 
 #include "activations.cuh"
 #include "column_sum.cuh"
@@ -15,13 +17,13 @@ namespace lt {
 
 using Load = Access<SCALAR>;
 
-// Bytes of B that a thread loads at once: all of B if there are few threads, each with one row, since then latency
-// decides the time.
+// Bytes of B whose loads a thread has in flight. With one row for each thread there are few threads, and latency
+// decides the time, so that a thread loads as much of B as registers allow.
 constexpr int kInFlight = ROWS > 1 ? 128 : SUMS && ALIGNED ? 512 : 256;
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
 constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // rows of B
 
-// Kind and values of `aux`: the factors by which the epilogue multiplies an octet of D.
+// Loads an octet of the matrix `aux` and turns it into the factors by which the epilogue multiplies an octet of D.
 struct Aux {
 #if AUX == 1
   using Raw = Load::Raw;
@@ -82,7 +84,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
   }
 }
 
-// Computes an octet of D from the octet of A·B.
+// Epilogue: computes an octet of D from the octet of A·B, adding β·C and applying the derivative.
 __device__ inline Octet result(const NarrowParams& p, int64 row, int64 col, int count, const Octet& sums,
                                const Aux::Raw& aux) {
   Octet out{};
@@ -102,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_k(const lt::NarrowPa
   const int count = octet_count(col, p.cols);
   wait_for_predecessor();
   if (!SUMS && count == 0) return;
-  // With column sums, threads beyond the last column go through the loop's end but do no rows: returning early would skip the
-  // sum's barriers.
+  // With SUMS, threads beyond the last column must not return early, because the column sum below has barriers; their
+  // loop has no iterations instead.
   const int64 rows = SUMS && count == 0 ? 0 : p.rows;
   Octet total{};
   for (int64 first = (static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y) * ROWS; first < rows; first += step) {

@@ -1,9 +1,9 @@
-// A product of few rows and many terms, such as the weight gradient of an output layer: A·B, where A is given by its
-// transpose (K, M), and the sum of A over K, the bias gradient. A thread multiplies four columns of some rows of B with
-// the same rows of Aᵀ. Its sums are added up over a warp, over a block, and over the grid's blocks in y, each of which has
-// a part of K. See narrow.cuh; ALIGNED concerns B alone.
+// Matrix product with a small M (number of rows) and a large K, such as the weight gradient of an output layer: A·B,
+// where A is passed as its transpose (K, M), and the sum of A over K, the bias gradient. A thread multiplies four
+// columns of some rows of B by the same rows of Aᵀ. The threads' sums are added up over a warp, over a block, and over
+// the blocks in y, which divide K among them. See narrow.cuh; ALIGNED states the alignment of B alone.
 //
-// blockDim.x, the number of threads side by side, is a power of two, at most 16. Blocks are whole warps.
+// blockDim.x, the number of threads side by side, is a power of two, at most 16. A block consists of whole warps.
 
 #include "narrow.cuh"
 #include "reduce.cuh"
@@ -12,8 +12,8 @@ namespace lt {
 
 constexpr int kQuad = 4;
 constexpr int kTerms = kQuad * WIDTH;  // number of sums that a thread keeps: four columns in each of D's rows
-constexpr int kMaxSide = 16, kMostWarps = 8;  // most threads of a block side by side, and most warps
-constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // number of rows whose loads are in flight together
+constexpr int kMaxSide = 16, kMostWarps = 8;  // largest blockDim.x, and most warps of a block
+constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // number of rows whose loads a thread has in flight together
 
 struct Quad {
   float v[kQuad];
@@ -36,7 +36,8 @@ __device__ inline Quad load_quad(const SCALAR* p, int count) {
 }
 #endif
 
-// The four columns of a thread. Where A is to be summed, the column after B's last is all ones.
+// The four columns of a thread. If the sum of A is wanted, B is extended by a column of ones, whose products are that
+// sum.
 struct Columns {
   int64 first;
   int count;  // how many of the thread's four columns exist
@@ -60,7 +61,8 @@ struct Columns {
   }
 };
 
-// The thread's sums over its rows; the sum for row i of D and the thread's column c is sums[4 · i + c].
+// Computes the calling thread's sums over its part of K; the sum for row i of D and the thread's column c is sums[4 · i
+// + c].
 __device__ inline void multiply(float (&sums)[kTerms], const NarrowParams& p, const Columns& columns) {
   const int64 step = static_cast<int64>(gridDim.y) * blockDim.y;
   int64 k = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y;
@@ -79,8 +81,9 @@ __device__ inline void multiply(float (&sums)[kTerms], const NarrowParams& p, co
   }
 }
 
-// Adds up terms over the lanes of a warp that have the same columns: those whose numbers differ in the bits from
-// `distance` down. Calls `use(term, sum)` once for each term, in one of those lanes; `first` is the number of terms[0].
+// Adds up terms over the lanes of a warp that have the same columns, which are the lanes whose numbers differ only in
+// the bits from `distance` down to blockDim.x. Calls `use(term, sum)` once for each term, in one of these lanes;
+// `first` is the number of terms[0].
 template <int kCount, class Use>
 __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, Use use) {
   const uint32 lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarp;
@@ -102,14 +105,14 @@ __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, 
   }
 }
 
-// The shared memory of the sum over a block; all of a kernel's sums use the same.
+// Returns the shared memory of `sum_over_block`; all sums of the kernel use the same memory.
 __device__ inline float* shared_sums() {
   __shared__ float sums[kMostWarps * kMaxSide * kTerms];
   return sums;
 }
 
-// Adds up terms over the block's threads that have the same columns. Calls `use(i, c, sum)` once for each row i of D and
-// each of the block's columns c.
+// Adds up `terms` over the threads of a block that have the same columns. Calls `use(i, c, sum)` once for each row i of
+// D and each of the block's columns c.
 template <class Use>
 __device__ inline void sum_over_block(float (&terms)[kTerms], uint32 rows, Use use) {
   float* sums = shared_sums();
@@ -134,7 +137,7 @@ __device__ inline void store(const NarrowParams& p, int64 row, int64 col, float 
   }
 }
 
-// The last block in a column of the grid adds the parts of K in their order.
+// Adds up the blocks' sums over their parts of K, in order; the last block to finish in a column of the grid does it.
 __device__ inline void sum_over_parts(const NarrowParams& p, float (&terms)[kTerms]) {
   const uint32 width = blockDim.x * kQuad, size = static_cast<uint32>(p.rows) * width;
   const int64 pitch = static_cast<int64>(gridDim.x) * size;

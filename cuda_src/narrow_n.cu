@@ -1,10 +1,10 @@
-// A product of few columns, such as the output layer's: A·B + bias, where B is given by its transpose (N, K). The threads
-// that share a row lie side by side; each multiplies octets of the row with the same octets of every column. See
-// narrow.cuh. Compiled besides for ROWS, the rows of a thread: 1, or more to load B less often where there are more rows
-// than threads.
+// Matrix product with a small N (number of columns), such as the forward pass of an output layer: A·B + bias, where B
+// is passed as its transpose (N, K). Consecutive threads in x share a row of A; each multiplies its octets of the row
+// by the same octets of every column of B. See narrow.cuh. Also compiled for ROWS, the rows of A that a thread
+// computes: 1, or more to load B less often if there are more rows than the GPU has threads.
 //
-// blockDim.x, the number of threads that share rows, is a power of two, at least WIDTH, and at most a warp if ROWS is not
-// 1. Blocks are whole warps.
+// blockDim.x, the number of threads that share rows, is a power of two, at least WIDTH, and at most 32 if ROWS is not
+// 1. A block consists of whole warps.
 
 #include "narrow.cuh"
 
@@ -15,9 +15,10 @@ using Load = Access<SCALAR>;
 constexpr int kMaxWarps = 8;
 constexpr int kInFlight = ROWS == 1 ? 256 : 128;  // bytes of B that a thread loads at once
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
-constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // columns
+constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // columns of B that a thread loads at once
 
-// Adds the products of an octet of some rows with the same octet of some columns, from column `first` on.
+// Multiplies an octet (eight terms of K) of ROWS rows of A by the same octet of kTogether columns of B, from column
+// `first` on, and adds the products to `sums`.
 __device__ inline void add_products(float (&sums)[ROWS][WIDTH], const Octet (&x)[ROWS], const Load::Raw* raw, int first,
                                     int64 cols) {
 #pragma unroll
@@ -32,7 +33,8 @@ __device__ inline void add_products(float (&sums)[ROWS][WIDTH], const Octet (&x)
   }
 }
 
-// The sum of each column over the warps that share a row. A lane brings its warp's sum of column threadIdx.x % WIDTH.
+// Adds up the sums of a row's elements of D over the warps that share the row. Lane l passes its warp's sum for column
+// l % WIDTH, and gets the total for that column.
 __device__ inline float sum_over_warps(float sum) {
   __shared__ float sums[kMaxWarps][WIDTH];
   const uint32 warps = blockDim.x / kWarp, first = threadIdx.y * warps;
@@ -52,7 +54,8 @@ __device__ inline float sum_over_lanes(float* terms) {
   return *terms;
 }
 
-// The sum of column threadIdx.x % WIDTH over the threads that share a row.
+// Adds up the sums of a row's elements of D over the threads that share the row; returns the total for column
+// threadIdx.x % WIDTH.
 __device__ inline float sum_over_row(float (&columns)[WIDTH]) {
   const uint32 lanes = blockDim.x < kWarp ? blockDim.x : kWarp;
   float sum = sum_over_lanes<WIDTH>(columns);
@@ -68,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_n(const lt::NarrowPa
   const int column = threadIdx.x % WIDTH;
   const bool stores = threadIdx.x < WIDTH && column < p.cols;
   wait_for_predecessor();
-  // The bias is loaded early, together with the operands.
+  // The bias is loaded before the loop, so that its latency overlaps that of the operands.
   const float bias = stores && p.vector ? to_float(p.vector[column]) : 0.0f;
   float addends[ROWS], sums[ROWS][WIDTH] = {};
 #pragma unroll

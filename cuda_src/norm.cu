@@ -5,17 +5,18 @@
 //   WEIGHT            the type of weight and bias, and of their gradients
 //   MEAN              1 for LayerNorm, which subtracts the mean of a row; 0 for RMSNorm, which has no bias
 //   ALIGNED           see sweep.cuh: 0 or 1
-//   LONG              1 if the registers of a block may not hold a row, which is then read twice
-//   FORWARD_THREADS   most threads of a block of norm_fwd
-//   BACKWARD_THREADS  most threads of a block of norm_bwd
+//   LONG              1 if a row may be too long for the registers of a block; it is then read twice
+//   FORWARD_THREADS   largest number of threads of a block of norm_fwd
+//   BACKWARD_THREADS  largest number of threads of a block of norm_bwd
 //
-// A block has blockDim.y rows at a time, and blockDim.x threads for each row: a power of two up to a warp, or whole warps. A
-// thread has one octet in each 8 · blockDim.x columns. A block of norm_fwd has no later rows: while it waits for its sums, the
-// multiprocessor runs other blocks. A block of norm_bwd goes on to later rows, because it adds up gradients over them. Its
-// threads copy their octets of the next row to shared memory while they compute, if these are aligned 16-bit numbers.
+// A block computes blockDim.y rows at a time, each by blockDim.x threads: a power of two up to a warp, or whole warps.
+// A thread holds one octet of each 8 · blockDim.x columns. A block of norm_fwd computes these rows only: while it waits
+// for sums over threads, the multiprocessor runs other blocks. A block of norm_bwd loops over further rows, because it
+// adds up the gradients of weight and bias over them. If the elements are aligned and have 16 bits, its threads copy
+// their octets of the next row to shared memory while they compute.
 //
-// A result may lie where an operand lies, because the thread that writes an element is the only one that reads it. So nothing
-// here may promise the compiler that operands do not overlap or are only read (`__restrict__`, `__ldg`).
+// A result may overwrite an operand, because the thread that writes an element is the only one that reads it. So this
+// file must not promise the compiler, by `__restrict__` or `__ldg`, that operands do not overlap or are only read.
 
 #include "column_sum.cuh"
 #include "sweep.cuh"
@@ -23,15 +24,16 @@
 namespace lt {
 
 constexpr bool kShort = ALIGNED && sizeof(SCALAR) == 2, kAhead = kShort && !LONG;
-// Octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same. With four, norm_fwd takes half as many instructions
-// an element for addresses and sums over threads as with two.
+// Octets of a row that a thread holds; lt_runtime/kernels/norm.py has the same constants. With four, norm_fwd needs
+// half as many instructions for each element, for addresses and sums over threads, as with two.
 constexpr int kForwardOctets = ALIGNED ? 4 : 2, kBackwardOctets = kShort && LONG ? 4 : 2;
-// Whether LayerNorm corrects a mean by the sum of the differences to it. FP32 adds up 16-bit numbers with errors far below their own
-// rounding, so there it corrects only the mean of a part of a row.
+// True if LayerNorm corrects the mean by the average difference to it, which removes the rounding error of the first
+// sum. For 16-bit elements that error is far below their own rounding, so that only long rows, whose first mean is that
+// of a part of the row, are corrected.
 constexpr bool kCorrects = MEAN && (LONG || sizeof(SCALAR) == 4);
-constexpr int kSums = 1 + MEAN;  // numbers that are summed up for each row; gradients that are summed up for each column
-// Launch bounds: blocks that a multiprocessor shall hold. A thread has 128 registers. In norm_fwd it has 64 if numbers are aligned
-// and have 16 bits, and as many as it needs if rows are long.
+constexpr int kSums = 1 + MEAN;  // sums over each row in norm_bwd, and over each column (weight and bias gradient)
+// Launch bounds: blocks that a multiprocessor must hold. They leave a thread 128 registers; in norm_fwd 64 if the
+// elements are aligned and have 16 bits, and as many as it needs if rows are LONG.
 constexpr int kForwardBlocks = LONG ? 1 : (kShort ? 1024 : 512) / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
 
 #if LONG
@@ -42,7 +44,7 @@ using Index = int;
 
 struct NormFwdParams {
   Matrix x;
-  Matrix add;    // what is added to x before the normalisation; null for nothing
+  Matrix add;    // addend of x before the normalisation, such as the residual stream; may be null
   Matrix total;  // the sum of x and `add`, rounded, which is normalised; null without `add`
   Matrix out;
   const WEIGHT* weight;
@@ -57,7 +59,7 @@ struct NormFwdParams {
 struct NormBwdParams {
   Matrix dy;
   Matrix x;
-  Matrix add;  // what is added to dx; null for nothing
+  Matrix add;  // addend of dx; may be null
   Matrix dx;   // null if it is not wanted
   const WEIGHT* weight;
   const float* mean;  // (rows); not read if MEAN is 0
@@ -79,7 +81,8 @@ struct NormSumsParams {
   int accumulate;
 };
 
-// Converts each number in one instruction; the conversion of the CUDA header takes two for the second number of a word.
+// Converts each BF16 number by one instruction. The function of the CUDA header takes two instructions for the second
+// number of a word.
 __device__ inline Octet unpack(const Packed<__nv_bfloat16>& packed) {
   uint32 words[kOctet / 2];
   memcpy(words, &packed, sizeof(words));
@@ -89,7 +92,8 @@ __device__ inline Octet unpack(const Packed<__nv_bfloat16>& packed) {
   return out;
 }
 
-// A thread's octets of a row; `part` counts the pieces of a row that registers hold at a time.
+// Position of a thread's octets in one part of a row; a part is as many columns as the registers of a row's threads
+// hold.
 template <int kOctets>
 struct Place {
   int64 row;
@@ -104,7 +108,7 @@ struct Place {
   static __device__ Index last(int64 cols) { return LONG ? (cols - 1) / width() : 0; }           // last part of a row
   __device__ Index col(int k) const { return first + static_cast<Index>(k * kOctet) * blockDim.x; }
   __device__ bool has(int k) const { return col(k) < cols; }
-  // How many elements an octet has, if it has any.
+  // Number of elements of octet `k`, given that `has(k)`.
   __device__ int count(int k) const { return ALIGNED ? kOctet : octet_count(col(k), cols); }
 
   // Calls `use(k)` for each octet that has elements.
@@ -115,7 +119,7 @@ struct Place {
       if (has(k)) use(k);
     }
   }
-  // The address of the octet `k` in a row that begins at `data`. The stride of aligned rows is 1.
+  // The address of octet `k` in a row that begins at `data`. Aligned rows have a column stride of 1.
   template <class T>
   __device__ T* element(T* data, int64 col_stride, int k) const {
     return data + (ALIGNED ? col(k) : col(k) * col_stride);
@@ -129,7 +133,8 @@ struct Place {
   }
 };
 
-// A thread's octets of a row of a matrix, or of a vector. Elements beyond the last column or row are zeros.
+// A thread's octets of one row of a matrix, or of a vector, in registers. Elements beyond the last column or row are
+// zeros.
 template <class T, int kOctets>
 struct Held {
   typename Access<T>::Raw raw[kOctets];
@@ -140,7 +145,7 @@ struct Held {
   }
   __device__ void load(const Matrix& m, const Place<kOctets>& at) { load(element<T>(m, at.row, 0), m.col_stride, at); }
   __device__ Octet operator[](int k) const { return unpack(raw[k]); }
-  // Replaces an octet by another one, rounded.
+  // Replaces octet `k` by the numbers of `octet`, rounded to T.
   __device__ void round(int k, const Octet& octet) {
     if constexpr (ALIGNED) {
       raw[k] = pack<T>(octet);
@@ -162,7 +167,7 @@ struct Statistics {
   }
 };
 
-// A thread's octets of a row of x and dy, and the row's statistics.
+// A thread's octets of one row of x and of dy, with the row's mean and reciprocal standard deviation.
 struct Row : Statistics {
   Held<SCALAR, kBackwardOctets> x, dy;
 
@@ -173,14 +178,14 @@ struct Row : Statistics {
   }
 };
 
-// The next row of x and dy on its way to shared memory. A thread copies the octets that it will read, so that no thread waits
-// for another.
+// Prefetches the next row of x and dy into shared memory by asynchronous copies. A thread copies the octets that it
+// will itself read, so that no barrier is needed.
 struct Ahead : Statistics {
   using Raw = Access<SCALAR>::Raw;
 
   Raw* const own;
   const int threads;
-  int slot = 0;  // of the row that was begun before the latest
+  int slot = 0;  // slot of the row before the one whose copy was started last
 
   __device__ explicit Ahead(float4* memory)
       : own(reinterpret_cast<Raw*>(memory) + threadIdx.y * blockDim.x + threadIdx.x),
@@ -198,7 +203,7 @@ struct Ahead : Statistics {
     slot ^= 1;
     load(p, at);
   }
-  // Waits for the row that was begun before the latest.
+  // Waits for the row in `slot`, while the copy of the row after it may go on.
   __device__ void take(Row& row) const {
     wait_for_copies<1>();
 #pragma unroll
@@ -206,22 +211,23 @@ struct Ahead : Statistics {
   }
 };
 
-// Adds up numbers over groups of `kLanes` lanes, or of `lanes` if these are fewer; all lanes get the sums of their groups.
+// Adds up each value over groups of min(kLanes, lanes) lanes; all lanes get the sums of their group.
 template <int kLanes, int kCount>
 __device__ inline void sum_over_lanes(float (&values)[kCount], uint32 lanes) {
 #pragma unroll
   for (float& value : values) {
 #pragma unroll
     for (uint32 step = kLanes / 2; step > 0; step /= 2) {
-      // No branch around the shuffle, because it took longer than the shuffle.
+      // Lanes outside the group shuffle too, because a branch around the shuffle took longer than the shuffle.
       const float other = __shfl_xor_sync(0xFFFFFFFF, value, step);
       if (step < lanes) value += other;
     }
   }
 }
 
-// Adds up numbers over all threads of a row, in a block of at most `kThreads`. `turn` alternates between two halves of the shared
-// memory, so that one barrier suffices: a warp may write its next numbers while another warp still reads these.
+// Adds up each value over the threads of a row, in a block of at most `kThreads`. `turn` alternates between two halves
+// of the shared memory, so that one barrier suffices: a warp may write values of the next call while another warp still
+// reads those of this call.
 template <int kThreads, int kCount>
 __device__ inline void sum_over_row(float (&values)[kCount], uint32& turn) {
   constexpr uint32 kWarps = kThreads / kWarp;
@@ -249,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
   const float share = 1.0f / static_cast<float>(p.cols);
   uint32 turn = 0;
   float shift = 0.0f, sums[1 + kCorrects] = {};
-  Octet x[kForwardOctets];  // elements, then their differences to `shift`
+  Octet x[kForwardOctets];  // first the elements, then their differences to `shift`
   wait_for_predecessor();
   const auto load = [&](const Matrix& m, const Forward& at, bool adds) {  // `adds`: whether p.add is added and the sum stored
     Held<SCALAR, kForwardOctets> now, other;
@@ -274,8 +280,9 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
       for (int i = 0; i < kOctet; ++i) x[k].v[i] -= ALIGNED || i < at.count(k) ? mean : 0.0f;
     }
   };
-  // LayerNorm squares differences to the mean, because in the difference between the mean square and the squared mean digits would
-  // cancel. The differences in a long row are those to the mean of its first part, which their sum corrects.
+  // LayerNorm computes the variance from differences to the mean: in the difference between mean square and squared
+  // mean, leading digits would cancel. In a long row the differences are taken to the mean of its first part, and the
+  // sum of the differences corrects mean and variance.
 #pragma unroll 1
   for (Index part = 0; part <= last; ++part) {
     const Forward at(p, row, part);
@@ -326,7 +333,8 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
   const int64 step = static_cast<int64>(gridDim.x) * blockDim.y;
   const Index last = Backward::last(p.cols);
   float* const partial = p.partial ? p.partial + blockIdx.x * kSums * p.pitch : nullptr;
-  // The column sums of LONG rows. Each thread alone reads and writes the columns of its octets.
+  // The column sums of LONG rows, in shared memory if it has room, otherwise in global memory. A thread reads and
+  // writes only the columns of its own octets, so that no barrier is needed.
   float* const long_sums = p.holds_sums ? &memory->x : partial;
   const int64 own = threadIdx.x * kOctet, own_step = static_cast<int64>(kOctet) * blockDim.x;
   const int64 end = LONG && partial ? kSums * p.pitch : 0;
@@ -356,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
       ahead.take(now);
     }
     float means[kSums] = {};
-    Octet g[kBackwardOctets];  // used again if the registers hold the whole row
+    Octet g[kBackwardOctets];  // used again for dx unless rows are LONG
 #pragma unroll 1
     for (Index part = 0; part <= last; ++part) {
       const Backward at(p, row, part);
@@ -417,8 +425,9 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
   }
 }
 
-// Adds up the sums of norm_bwd's blocks, in their order. A second launch is faster than a last block, which would add up some
-// megabytes alone. gridDim.y is kSums.
+// Adds up the partial sums of norm_bwd's blocks, in order of the blocks, to the gradients of weight and bias. A second
+// launch is faster than leaving this to the last block of norm_bwd, which would add up some megabytes alone. gridDim.y
+// is kSums.
 extern "C" __global__ void __launch_bounds__(256) norm_sums(const lt::NormSumsParams p) {
   using namespace lt;
   wait_for_predecessor();

@@ -1,5 +1,5 @@
-// An optimizer's update of every parameter that shares a rule, in one launch. Eight blocks update one chunk of one tensor, a
-// thread eight elements. lt_runtime/reference/optimizer.py holds the same update.
+// Updates all parameters that share an update rule in one launch. Eight blocks update one chunk of one tensor, a thread
+// eight elements. lt_runtime/reference/optimizer.py holds the same update in NumPy.
 //
 // Compiled for:
 //   RULE        lt::Sgd, lt::Momentum, lt::Lion, lt::AdamW or lt::AmsGrad
@@ -18,7 +18,7 @@ struct alignas(16) OptimizerChunk {
   void* value;  // read and written: FP32, or BF16 where there is no master copy
   void* copy;   // written only: the parameter in lower precision; null if not wanted
   const void* gradient;
-  void* m;      // this and the next two: null where the rule has no such moment
+  void* m;      // first moment; m, v and v_max are null if the rule does not use them
   void* v;
   void* v_max;  // the largest v so far
   uint64 octet;  // number of the tensor's elements before the chunk, divided by eight
@@ -36,7 +36,7 @@ struct alignas(16) OptimizerSettings {
   float lr;
   int decay;  // 0 constant, 1 linear, 2 cosine
   uint32 warmup_steps;
-  uint32 total_steps;  // of a table: its length
+  uint32 total_steps;  // with a table, its length
   float final_factor;
   uint32 reserved;
   const float* table;  // the factor of each update, in place of a decay; null without a table
@@ -81,7 +81,7 @@ struct Progress {
   float weight_decay;
 };
 
-// The factors of this update, which each thread computes from the settings.
+// The factors of this update, which one thread of each block computes from the settings.
 struct UpdateStep {
   uint32 number;  // number of this update, counted from 1
   bool skipped;
@@ -257,7 +257,7 @@ struct Tensors {
 
 __device__ inline int value_type(const OptimizerChunk& chunk) { return STOCHASTIC ? chunk.value_type : kFloat32; }
 
-// The gradient is loaded last, so that no other load waits until its type is known.
+// The gradient is loaded last: its type is read from the table at run time, and no other load must wait for that.
 __device__ inline Tensors load_tensors(const OptimizerChunk& chunk, const Quads& at) {
   Tensors out;
   out.value = load_bits(chunk.value, value_type(chunk), at);
@@ -334,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) optimizer(const l
     step = make_step(p, now);
   }
   __syncthreads();
-  uint32 before = ~0u;  // no block's number: without a count, `advance` does nothing
-  // The count is not needed before the end, so that the atomic's latency is hidden.
+  uint32 before = ~0u;  // no valid count: if the block was not counted, `advance` does nothing
+  // Counted here, although the count is read only at the end, so that the update hides the latency of the atomic.
   if (threadIdx.x == 0 && p.tickets) before = count_in(p);
   if (!step.skipped) {
     const Octets result = update(p, chunk, step, old);

@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al., SC 2011) and the dropout mask drawn from it. The contract is stated in
-// lt_runtime/reference/philox.py, which computes the same bits.
+// The random-number generator Philox4x32-10 (Salmon et al., SC 2011), and dropout masks drawn from it.
+// lt_runtime/reference/philox.py computes the same bits, and says which counter and key belong to which element.
 #pragma once
 
 #include "vector.cuh"
@@ -8,13 +8,14 @@ namespace lt {
 
 constexpr int kRounds = 10;
 
-// Dropout as the host passes it. `step_pointer` overrides `step`, so that a captured graph can advance it.
+// Options of dropout, as the host passes them. `step_pointer`, unless null, overrides `step`: a captured graph can
+// change the number in memory.
 struct Dropout {
   uint32 keys[kRounds][2];  // a key for each round: keys in constant memory cost neither registers nor additions
   const uint32* step_pointer;
   uint32 step;
   uint32 layer;
-  uint32 limit;  // 65536 · n - 1, if the n smallest of a lane's 65536 values keep the element
+  uint32 limit;  // 65536 · n - 1: an element is kept if its 16-bit random number is below n
   float scale;
 };
 
@@ -48,8 +49,9 @@ __device__ inline Words dropout_words(const Dropout& d, uint32 step, uint64 bloc
   return c;
 }
 
-// Drops the first `lanes` (0 to 7) of the sixteen 16-bit lanes of eight words. It is a barrel shifter: every index is known
-// at compile time, so that the words stay in registers.
+// Removes the first `lanes` (0 to 7) of the sixteen 16-bit numbers in eight words, by shifting the others forward. It
+// shifts by powers of two (a barrel shifter), so that every index is known at compile time and the words stay in
+// registers.
 __device__ inline void drop_lanes(uint32 (&w)[8], int lanes) {
   if (lanes & 1) {
 #pragma unroll
@@ -65,8 +67,8 @@ __device__ inline void drop_lanes(uint32 (&w)[8], int lanes) {
   }
 }
 
-// Multiplies the eight elements from row-major index `index` on by their factors. Unless eight divides `index` (kWhole),
-// the lanes of two calls of Philox are needed.
+// Multiplies the eight elements from row-major index `index` on by their dropout factors. One call of Philox gives the
+// random numbers of eight elements: if `index` is not a multiple of eight (kWhole: it is), two calls are needed.
 template <bool kWhole>
 __device__ inline void apply_dropout(Octet& octet, const Dropout& d, uint32 step, uint64 index) {
   const int shift = kWhole ? 0 : static_cast<int>(index & 7);
@@ -80,8 +82,8 @@ __device__ inline void apply_dropout(Octet& octet, const Dropout& d, uint32 step
   }
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
-    // The lane is in the word's upper half. The word's lower half does not change the comparison, because the limit's
-    // lower half is all ones.
+    // The element's random number is in the upper half of the word. The lower half does not change the comparison,
+    // because the lower half of the limit is all ones.
     const uint32 lane = i % 2 ? w[i / 2] : w[i / 2] << 16;
     octet.v[i] *= lane <= d.limit ? d.scale : 0.0f;
   }

@@ -1,6 +1,7 @@
-// A thread's eight elements of a long array whose type is known at run time: two quads, 128 elements apart, so that a
-// warp's accesses are contiguous whether an element has two bytes or four. Eight FP32 elements in a row for each thread
-// would have every store fill half of each 32-byte sector, and the next one the other half.
+// A thread's eight elements of a long array whose type is known only at run time. They are two quads (four consecutive
+// elements each), 128 elements apart, so that a warp's accesses are contiguous whether an element has two bytes or
+// four. If each thread had eight consecutive FP32 elements, every 16-byte store of a warp would fill only half of each
+// 32-byte sector.
 #pragma once
 
 #include "vector.cuh"
@@ -29,14 +30,15 @@ struct Quads {
   __device__ uint32 index(int k) const { return first + k / 4 * kQuadDistance + k % 4; }
 };
 
-// `start` is the index of the block's first element, where several blocks share a chunk.
+// The calling thread's quads in a chunk of `count` elements; `start` is the index of the block's first element, if
+// several blocks share the chunk.
 __device__ inline Quads quads_of_thread(uint32 count, bool aligned, uint32 start = 0) {
   const uint32 first = start + threadIdx.x / 32 * kTile + threadIdx.x % 32 * 4;
   return Quads{first, count, aligned && first + kQuadDistance + 4 <= count};
 }
 
-// Eight elements as they lie in memory: eight words, or four words of two elements. They are converted only when they are
-// needed, so that loads can be in flight together.
+// The bits of eight elements: eight words, or four words of two elements. They are converted only when they are needed,
+// so that the loads of several arrays can be in flight together.
 struct Bits {
   uint32 w[kOctet];
 };
@@ -54,7 +56,7 @@ __device__ inline unsigned short half_of(const Bits& bits, int k) {
   return static_cast<unsigned short>(bits.w[k / 2] >> (16 * (k % 2)));
 }
 
-// Loads have no hints to the caches: on an H200 streaming loads cost an update 4 % of its bandwidth.
+// Loads without cache hints: on an H200, streaming loads (__ldcs) cost an optimizer's update 4 % of its bandwidth.
 template <class Word>
 __device__ inline Word load_word(const void* data, uint32 i) {
   return static_cast<const Word*>(data)[i];
@@ -80,7 +82,7 @@ __device__ inline Bits load_bits(const void* data, int type, const Quads& at) {
       if (at.index(k) < at.count) out.w[k] = load_word<uint32>(data, at.index(k));
     }
   } else {
-    uint32 halves[kOctet] = {};  // the halves are joined once all loads are in flight
+    uint32 halves[kOctet] = {};  // the 16-bit elements are joined to words only after all loads were issued
 #pragma unroll
     for (int k = 0; k < kOctet; ++k) {
       if (at.index(k) < at.count) halves[k] = load_word<unsigned short>(data, at.index(k));
@@ -129,7 +131,7 @@ __device__ inline Octet unpack(const Bits& bits, int type) {
   return out;
 }
 
-// Stores the eight elements, rounded to nearest.
+// Converts eight elements to `type`, rounded to nearest.
 __device__ inline Bits pack(const Octet& octet, int type) {
   Bits out{};
 #pragma unroll

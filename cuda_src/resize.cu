@@ -1,16 +1,17 @@
-// Copies of matrices in other sizes: elements of a target beyond its source are zero, elements of the source beyond the
-// target are left out. One launch makes up to three copies; blockIdx.y is the number of the copy. Compiled for one SCALAR
-// type.
+// Copies matrices into matrices of other sizes: target elements beyond the source become zero, source elements beyond
+// the target are left out. One launch makes up to three copies; blockIdx.y is the number of the copy. Compiled for one
+// SCALAR type.
 //
-// A copy's blocks lie side by side and below each other, and are numbered row by row, so that copies of different shapes need
-// few blocks: two of 4128 × 88 and 1 × 4128 took 23 µs on an H200 with a grid that is as wide and as high as both.
+// blockIdx.x numbers a copy's blocks, which cover its target in two dimensions, row by row. So copies of different
+// shapes share a small grid: with a grid as wide and as high as the larger of both, copies of 4128 × 88 and 1 × 4128
+// together took 23 µs on an H200.
 
 #include "instructions.cuh"
 
 namespace lt {
 
 constexpr int kResized = 3;
-constexpr int kBlocks = 3;  // blocks that a multiprocessor shall hold: more would spill registers for some GPUs
+constexpr int kBlocks = 3;  // launch bounds: with more than 3 blocks, registers spill for some architectures
 
 struct Resized {
   Matrix from;
@@ -21,7 +22,7 @@ struct Resized {
   int64 cols;
   int across;   // number of blocks side by side, across the columns
   int down;     // number of blocks below each other, down the rows
-  int threads;  // log2 of a block's threads side by side, which have an octet each
+  int threads;  // log2 of the number of a block's threads across the columns; each has one octet of a row
 };
 
 struct ResizeParams {
@@ -31,7 +32,7 @@ struct ResizeParams {
 constexpr int kWords = sizeof(Packed<SCALAR>) / sizeof(uint32);
 constexpr uint64 kAligned = sizeof(uint4);
 
-// An octet as it lies in memory.
+// The bits of an octet, two elements in each word.
 struct Words {
   uint32 w[kWords];
 
@@ -57,8 +58,9 @@ __device__ inline Words operator|(const Words& a, const Words& b) {
   return out;
 }
 
-// The eight elements at any address. They are read in whole words of 16 bytes, and shifted: in words as wide as odd rows
-// allow, memory would be asked for each sector several times.
+// Loads eight elements from any address: reads the one or two aligned 16-byte words that contain them, and shifts the
+// elements into place. Rows of odd length allow only narrower loads, which would request each 32-byte sector several
+// times.
 __device__ inline Words load_shifted(const SCALAR* p) {
   constexpr int kQuad = 4;
   const uint64 address = reinterpret_cast<uint64>(p), offset = address % kAligned;
@@ -84,7 +86,7 @@ __device__ inline Words load_shifted(const SCALAR* p) {
   return out;
 }
 
-// Keeps the elements of an octet from `begin` to `end`, and replaces the others with zeros.
+// Keeps the elements of an octet from `begin` up to `end`, and replaces the others by zeros.
 __device__ inline Words masked(Words octet, int begin, int end) {
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
@@ -102,7 +104,7 @@ __device__ inline void for_part(int begin, int end, Use use) {
   }
 }
 
-// The part of a source matrix that is copied. Its target may have fewer rows and columns.
+// The part of a source matrix that is copied, since its target may have fewer rows and columns.
 struct Source {
   int64 rows;
   int64 cols;
@@ -145,7 +147,8 @@ __device__ inline void store_octet(SCALAR* to, const Words& octet) {
   }
 }
 
-// Stores the elements from `begin` to `end` of an octet: with one store if all eight are asked for and aligned to 16 bytes.
+// Stores the elements of an octet from `begin` up to `end`: by one 16-byte store if these are all eight and aligned,
+// else one by one.
 __device__ inline void store_part(SCALAR* to, const Words& octet, int begin, int end) {
   if (end - begin == kOctet && reinterpret_cast<uint64>(to) % kAligned == 0) return store_octet(to, octet);
   for_part(begin, end, [&](int i) {
@@ -153,26 +156,28 @@ __device__ inline void store_part(SCALAR* to, const Words& octet, int begin, int
   });
 }
 
-// The positions of a thread's octets: one in every `step`th row from `row` on, `place` octets behind the row's first.
+// The positions of a thread's octets: octet number `place` of every `step`th row, from row `row` on.
 struct Place {
   int64 row;
   int64 step;
   int64 place;
 };
 
-// Tells whether a target has no gaps between its rows: the last octet of a row then goes on in the next row.
+// True if a target is contiguous: its octets are then those of one long row, and the last octet of a row ends in the
+// next row.
 __device__ inline bool is_flat(const Resized& item) {
   return item.to.row_stride == item.cols && item.cols >= kOctet;
 }
 
-// Octets that begin at the same column in all rows of a thread, on 16 bytes; kFlat: the last octet of a row goes on in the next
-// row. The loads of two rows are in flight at a time.
+// Copies a thread's octets if they begin at the same column in all of its rows, at multiples of 16 bytes. kFlat: the
+// last octet of a row ends in the next row. The loads of two rows are in flight at a time.
 template <bool kFlat>
 __device__ inline void resize_column(const Resized& item, const Source& source, const Place& at, int64 col) {
   const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;  // columns that lie in the next row
   const Words mask = masked(Words::ones(), 0, octet_count(col, source.cols));
   const Words next_mask = masked(Words::ones(), there, there + octet_count(0, source.cols < rest ? source.cols : rest));
-  // In the first row and the last ones, and behind the source's last column, an octet's words may reach beyond the matrix.
+  // In the first and last rows, and beyond the source's last column, `load_shifted` may read outside the matrix; those
+  // octets take the slow path.
   const int64 pitch = item.from.row_stride;
   const bool is_plain = source.col_stride == 1 && source.cols >= kOctet && there + rest == kOctet && col < source.cols;
   const int64 last = is_plain ? source.rows - (rest ? 2 : 1) - (pitch < 2 * kOctet ? 1 : 0) : 0;
@@ -204,8 +209,9 @@ __device__ inline void resize_column(const Resized& item, const Source& source, 
   }
 }
 
-// Octets of a target whose rows begin anywhere. They begin on 16 bytes, perhaps before the row, so that most are written at
-// once: memory takes parts of a sector as slowly as a whole one.
+// Copies a thread's octets of a target whose rows are not aligned to 16 bytes. Octets begin at multiples of 16 bytes,
+// the first one perhaps before its row, so that most are written by one store: writing a part of a sector takes memory
+// as long as writing all of it.
 __device__ inline void resize_ragged(const Resized& item, const Source& source, const Place& at) {
   const uint32 pitch = item.to.row_stride % kOctet;
   const uint32 start = pitch ? static_cast<uint32>(reinterpret_cast<uint64>(item.to.data) / sizeof(SCALAR) % kOctet) : 0;
@@ -219,7 +225,7 @@ __device__ inline void resize_ragged(const Resized& item, const Source& source, 
 }
 
 __device__ inline void resize_octets(const Resized& item) {
-  const int block = blockIdx.x / item.across;  // from above
+  const int block = blockIdx.x / item.across;  // number of the block down the rows
   if (block >= item.down) return;
   const int high = blockDim.x >> item.threads, beside = (1 << item.threads) - 1;
   const int place = ((blockIdx.x - block * item.across) << item.threads) + (threadIdx.x & beside);

@@ -1,4 +1,4 @@
-// Stochastic rounding to BF16. lt_runtime/reference/rounding.py draws the same bits and rounds in the same way.
+// Stochastic rounding to BF16. lt_runtime/reference/rounding.py draws the same random bits and rounds in the same way.
 #pragma once
 
 #include "philox.cuh"
@@ -6,21 +6,21 @@
 
 namespace lt {
 
-constexpr uint32 kRoundingCalls = 1u << 31;  // above the ids of dropout's layers, so that no random bits are shared with them
+constexpr uint32 kRoundingCalls = 1u << 31;  // above dropout's layer ids, so that the two share no counter of Philox
 
-// Which of an element's three stored numbers (parameter, first or second moment) is rounded.
+// Which of the three stored numbers of an element is rounded: parameter, first or second moment.
 enum class Rounded { kParameter, kFirstMoment, kSecondMoment };
 
-// The random bits of an optimizer's update: the call of Philox with the number `octet` gives eight 16-bit lanes, one for
-// each of the thread's eight elements in the order of Quads.
+// The random bits of an optimizer's update. One call of Philox, whose counter contains `octet`, gives eight 16-bit
+// random numbers, one for each of a thread's eight elements in the order of Quads.
 __device__ inline Words rounding_words(uint64 seed, uint64 octet, uint32 tensor, uint32 step) {
   const Words counter{{static_cast<uint32>(octet), static_cast<uint32>(octet >> 32), kRoundingCalls + tensor, step}};
   return philox4x32(counter, static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
 }
 
-// The same lanes in another order for each of an element's three numbers, which so draw different bits: the first moment
-// takes the lane of the element's neighbour, the second moment that of the element two further on. A call of Philox for
-// each number would cost more than the update.
+// Reorders the eight random numbers for each of an element's three stored numbers, so that these are rounded by
+// different bits: the first moment uses the random number of the neighbouring element, the second moment that of the
+// element two places on. A call of Philox for each stored number would cost more than the update itself.
 __device__ inline Words lanes_for(Rounded rounded, const Words& words) {
   const uint32* w = words.w;
   if (rounded == Rounded::kParameter) return words;
@@ -31,7 +31,8 @@ __device__ inline Words lanes_for(Rounded rounded, const Words& words) {
   return swapped;
 }
 
-// Rounds away from zero with a probability equal to the fraction that is cut off; `lane` has 16 random bits. NaN stays NaN.
+// Rounds x to BF16: away from zero with a probability equal to the fraction that truncation cuts off, otherwise towards
+// zero. `lane` has 16 random bits. NaN stays NaN.
 __device__ inline uint32 round_to_bfloat16(float x, uint32 lane) {
   return x != x ? 0x7FFFu : (bit_cast<uint32>(x) + lane) >> 16;
 }

@@ -1,4 +1,4 @@
-// FP32 numbers times a factor, rounded to another type: a loss's gradient on its way to the layers below.
+// Multiplies FP32 numbers by a factor and rounds them to another type: converts a loss's gradient for the layers below.
 
 #include "instructions.cuh"
 

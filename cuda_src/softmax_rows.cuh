@@ -1,29 +1,30 @@
-// One row of logits after the other, by a group of threads: its maximum and sum of exponentials, then its gradient.
-// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, and ROW_LANES, the threads of a group unless these are
-// fewer than a warp.
+// Cross-entropy of one row of logits by a group of threads: first the row's maximum and sum of exponentials, then its
+// gradient. Compiled for one SCALAR type, ROW_THREADS, the threads of a block, and ROW_LANES, the threads of a group if
+// it has at least a warp.
 #pragma once
 
 #include "cross_entropy.cuh"
 
 namespace lt {
 
-// Number of packets that a thread loads at once. The exponentials of these elements are added up before they join the row's
-// sum, which also makes the sum more exact.
+// Number of packets whose loads a thread has in flight. Their exponentials are added up among themselves before they
+// are added to the row's sum, which also makes the sum more accurate.
 constexpr int kPacketsInFlight = 4;
 constexpr int kSinglesInFlight = 8;
 
 constexpr uint32 kLanes = ROW_LANES;
-constexpr bool kBlockRows = kLanes == kRowThreads;  // whether a group is a block; otherwise it is at most a warp
+constexpr bool kBlockRows = kLanes == kRowThreads;  // true if a group is a whole block; otherwise it is at most a warp
 
 constexpr uint32 kWarps = kRowThreads / kWarp;
 static_assert(!kBlockRows || (kWarps & (kWarps - 1)) == 0, "a warp reduces what the warps of a block have");
 
 __device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
 
-// exp(logit - max) with one multiply-add, which saves an instruction: 2^(logit · log₂e - max · log₂e), where the second
-// product is rounded. The rounding changes all exponentials by the same factor, at most 2^64, which the correction undoes.
-// For a larger maximum the products would overflow. Any other logit is then at least 64 below the maximum, so that powers
-// of 2 are as negligible as powers of e.
+// Computes exp(logit - max) by one multiply-add and one exponential, as 2^(logit · log₂e - max · log₂e), where max ·
+// log₂e is computed once and rounded. The rounding multiplies all exponentials of a row by the same factor, at most
+// 2^64, which `correction` undoes. If the maximum exceeds kLarge, the products would overflow, so that 2^(logit - max)
+// is computed instead: every logit that differs from such a maximum is at least 64 below it, and both powers are
+// negligible.
 struct Exponential {
   static constexpr float kLarge = 1 << 30;
 
@@ -37,12 +38,13 @@ struct Exponential {
   __device__ float operator()(float logit) const { return exp2_approx(fmaf(logit, factor, -base)); }
 };
 
-// Running maximum and sums of softmax over the logits read so far. Its alignment lets one instruction move it.
+// Running maximum and sums of softmax over the logits read so far. Aligned, so that one instruction loads or stores all
+// four numbers.
 struct alignas(16) Softmax {
   float max;
   float sum;    // sum of exp(logit - max)
-  float total;  // sum of the logits, each times its class's weight if there are weights; used only if labels are smoothed
-  float mass;   // sum of the classes' weights; used only if labels are smoothed and classes have weights
+  float total;  // sum of the logits, each times its class weight if there are any; used only with label smoothing
+  float mass;   // sum of the class weights; used only with label smoothing and class weights
 
   static __device__ Softmax of_nothing() { return {-CUDART_INF_F, 0.0f, 0.0f, 0.0f}; }
 
@@ -52,7 +54,8 @@ struct alignas(16) Softmax {
     max = to;
   }
 
-  // The maximum that is subtracted before exp; 0 as long as all logits are -infinity.
+  // The maximum to subtract before exp; 0 if all logits so far are -infinity, because -infinity - -infinity would be
+  // NaN.
   __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
 };
 
@@ -94,7 +97,7 @@ __device__ inline void accumulate(Softmax& softmax, const Raw (&raw)[kCount], ui
   if (kSpreads) softmax.mass += mass;
 }
 
-// Counts a thread's packets: it takes every `lanes`-th of `packets` packets, from `first` on.
+// Number of a thread's packets, if it has every `lanes`-th of `packets` packets, from `first` on.
 __device__ inline uint32 packets_from(uint32 first, uint32 packets, uint32 lanes) {
   return first < packets ? (packets - first + lanes - 1) / lanes : 0;
 }
@@ -155,8 +158,8 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
   }
 }
 
-// Combines the softmax of `lanes` neighbouring threads of a warp, a power of two; each of them gets the result. The maximum
-// is found first, so that each thread computes a single exponential.
+// Combines the running softmax of `lanes` neighbouring threads of a warp, a power of two; each of them gets the result.
+// The maximum is reduced first, so that each thread rescales its sum by a single exponential.
 __device__ inline Softmax reduce_lanes(Softmax softmax, uint32 lanes, uint32 peers) {
   float max = softmax.max;
 #pragma unroll 1
@@ -171,8 +174,8 @@ __device__ inline Softmax reduce_lanes(Softmax softmax, uint32 lanes, uint32 pee
   return softmax;
 }
 
-// Combines the softmax of all lanes of a warp. It passes the full mask as a constant: a mask that the compiler does not know
-// takes more instructions than the shuffle.
+// Combines the running softmax of kCount lanes, for a full warp. The shuffles get the full mask as a constant: a mask
+// that is not known at compile time takes more instructions than the shuffle itself.
 template <uint32 kCount>
 __device__ inline Softmax reduce_lanes(Softmax softmax) {
   float max = softmax.max;
@@ -188,8 +191,8 @@ __device__ inline Softmax reduce_lanes(Softmax softmax) {
   return softmax;
 }
 
-// Combines the softmax of a whole group; every thread gets the result. Afterwards the group has read all of the row, which
-// may be overwritten.
+// Combines the running softmax of a whole group; every thread gets the result. After the call all threads of the group
+// have read the row, so that its memory may be overwritten.
 __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
   const bool is_warp = group.lanes >= kWarp;
   softmax = is_warp ? reduce_lanes<kWarp>(softmax) : reduce_lanes(softmax, group.lanes, group.peers);
@@ -204,8 +207,8 @@ __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
   return softmax;
 }
 
-// gradient = softmax · scale + shift, plus `at_label` at the label. If labels are smoothed and classes have weights, the
-// shift of a column is multiplied by its class's weight.
+// The gradient of a logit: softmax · scale + shift, plus `at_label` at the label. With label smoothing and class
+// weights, the shift of a column is multiplied by its class weight.
 struct Slope {
   Exponential exponential;
   float scale;  // the scale divided by the sum of exponentials, and corrected for the rounding of max · log₂e
@@ -224,7 +227,7 @@ struct Slope {
   }
 };
 
-// Writes the gradient of the thread's packets; returns whether the packet `wanted` is among them.
+// Writes the gradient of the thread's packets; returns true if packet `wanted` is among them.
 __device__ inline bool write_packets(const Row& row, const Group& group, const SharedRing& held, const Slope& slope,
                                     uint32 wanted) {
   bool found = false;
@@ -280,13 +283,13 @@ struct Smoothing {
       : certainty(1.0f - p.smoothing), share(p.smoothing / static_cast<float>(p.cols)) {}
 };
 
-// A row's target distribution, made from its label. A label out of range makes loss and gradient NaN. If labels
-// are smoothed and classes have weights, each element of the target is multiplied by its class's weight.
+// The target distribution of a row, given by its label and the smoothing. A label out of range makes loss and gradient
+// NaN. With label smoothing and class weights, each element of the target is multiplied by its class weight.
 struct Target {
   int64 label;
   bool valid;
   float picked;     // the label's logit
-  float certainty;  // the label's share of the target minus another class's share
+  float certainty;  // target of the label minus target of any other class
   float share;
   const float* class_weights;
 
@@ -300,7 +303,7 @@ struct Target {
   __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label_, const Smoothing& smoothing)
       : Target(p, label_, label_ >= 0 && label_ < p.cols ? to_float(row.logit(p, label_)) : 0.0f, smoothing) {}
 
-  // The sum of the target's elements, which is 1 unless labels are smoothed and classes have weights.
+  // The sum of the target's elements, which is 1 except with label smoothing and class weights.
   __device__ float sum(const Softmax& softmax) const { return kSpreads ? certainty + share * softmax.mass : 1.0f; }
   __device__ Slope slope(const Softmax& softmax, float scale) const {
     const Exponential exponential(softmax.max);
@@ -324,7 +327,7 @@ __device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, 
   return reduce_row(softmax, group);
 }
 
-// Writes the gradient of a row that has been read.
+// Writes the gradient of a row whose maximum and sum are known.
 __device__ inline void write_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
                                  const SharedRing& held, const Slope& slope, const Target& target) {
   // If the label's element is in a packet, the thread that has written the packet writes the element again.

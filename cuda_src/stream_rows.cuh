@@ -1,14 +1,15 @@
-// Streams rows through shared memory: a group of threads, a block or a warp, works on a row that has been fetched as a
-// whole, and as parts of the row are done with, it fetches its next row into the memory that becomes free. A thread of a
-// block has the first packets of a row in registers from the first pass over it to the second, so that the next row is on
-// its way while the softmax of this one is being computed, and memory never waits. All rows are aligned alike, so that
-// everything but a row's address is known before the first row. Compiled for one SCALAR type, ROW_THREADS, the threads of
-// a block, ROW_LANES, the threads of a group, ROW_BLOCKS, the blocks of a multiprocessor, and ROW_KEPT, the batches of
-// packets that stay in registers; every row has at least a batch more.
+// Streams rows through shared memory. A group of threads, a block or a warp, computes a row that has been copied to
+// shared memory. As soon as a part of the row is no longer needed, the group starts to copy a part of its next row into
+// the freed memory. If a group is a block, its threads keep the first packets of a row in registers from the first pass
+// over the row (maximum and sum) to the second (gradient), so that the next row is being copied while the softmax of
+// this one is computed, and global memory is never idle. All rows are aligned alike, so that everything but a row's
+// address is computed before the first row. Compiled for one SCALAR type, ROW_THREADS, the threads of a block,
+// ROW_LANES, the threads of a group, ROW_BLOCKS, the blocks of a multiprocessor, and ROW_KEPT, the number of batches of
+// packets that a thread keeps in registers; every row has at least one batch more.
 //
-// Shared memory is a ring buffer of batches: a new batch overwrites the oldest consumed one. What registers
-// and shared memory together have no room for is read twice; only a long row, which has a multiprocessor for itself, has
-// such packets.
+// Shared memory is a ring buffer of batches: a new batch overwrites the oldest consumed one. Packets of a row for which
+// registers and shared memory have no room are read twice from global memory; this happens only to long rows, which
+// ROW_BLOCKS 1 gives a multiprocessor to themselves.
 #pragma once
 
 #include "softmax_rows.cuh"
@@ -23,12 +24,12 @@ constexpr uint32 kKept = ROW_KEPT;
 
 __device__ inline uint32 smaller(uint32 a, uint32 b) { return a < b ? a : b; }
 
-// How a thread's packets of a row are cut into batches.
+// How a thread's packets of a row are divided into batches, which are loaded together.
 struct Batches {
-  uint32 whole;    // batches of which every thread has all packets, so that no bounds are checked
-  uint32 rest;     // packets of the incomplete batch at the row's end
-  uint32 fetched;  // how many batches pass through shared memory; all of them unless rows are long
-  uint32 slots;    // how many batches are in shared memory at a time
+  uint32 whole;    // number of batches that are complete in every thread, so that no bounds are checked
+  uint32 rest;     // number of packets in the incomplete batch at the row's end
+  uint32 fetched;  // number of batches that are copied to shared memory; all of them unless rows are long
+  uint32 slots;    // number of batches for which shared memory has room
 
   __device__ Batches(const Row& row, const Group& group, const SharedRing& held)
       : whole((packets_from(0, row.packets, kLanes) - 1) / kPacketsInFlight),
@@ -37,13 +38,13 @@ struct Batches {
         slots(smaller(held.slots / kPacketsInFlight, fetched)) {}
 
   __device__ uint32 all() const { return whole + 1; }
-  // How many of the batches that pass through shared memory are complete.
+  // Number of complete batches among those that are copied to shared memory.
   __device__ uint32 whole_fetched() const { return smaller(whole, fetched); }
-  // How many packets of a batch a thread has.
+  // Number of packets that the calling thread has in a batch.
   __device__ uint32 count(uint32 batch) const { return batch < whole ? kPacketsInFlight : rest; }
   __device__ uint32 slot_after(uint32 slot) const { return slot + 1 < slots ? slot + 1 : 0; }
-  // How many batches may still be in flight when `batch` has to be in shared memory. Each batch that has come into
-  // registers has freed a slot, into which a later batch is being fetched.
+  // Number of later copies that may still be in flight when `batch` has to be in shared memory. Each batch that has
+  // been moved to registers has freed a slot, into which a later batch is being copied.
   __device__ uint32 behind(uint32 batch) const { return smaller(batch, kKept) + slots - 1 - batch; }
 };
 
@@ -55,7 +56,7 @@ __device__ inline void fetch_batch(const SharedRing& held, uint32 slot, const SC
   }
 }
 
-// Prefetches a batch that will be read from global memory.
+// Prefetches into L2 a batch for which shared memory has no room.
 __device__ inline void prefetch_batch(const SCALAR* from, uint32 count) {
 #pragma unroll
   for (int k = 0; k < kPacketsInFlight; ++k) {
@@ -96,8 +97,9 @@ __device__ inline void fetch_row(const SharedRing& held, const Batches& batches,
   }
 }
 
-// The batches that a group fetches while it works on a row: the row's last ones, if memory has no room for all, and the next row's.
-// It goes from batch to batch, so that no batch needs an address of its own in registers.
+// Iterates over the batches that a group has yet to copy while it computes a row: the last ones of this row, if shared
+// memory has no room for all, then those of the next row. It keeps one running address, which takes fewer registers
+// than an address for each batch.
 struct Ahead {
   const SCALAR* from;  // the thread's first packet of the next batch to fetch
   const SCALAR* next;  // the thread's first packet of the next row
@@ -113,7 +115,7 @@ struct Ahead {
         next_exists(next_exists_) {
     turn(batches);
   }
-  // Fetches a batch into the slot of a consumed batch.
+  // Starts to copy the next batch into `slot`, whose batch is no longer needed.
   __device__ void refill(const SharedRing& held, const Batches& batches, uint32 slot) {
     if (exists) fetch_batch(held, slot, from, batches.count(batch));
     end_copies();
@@ -123,7 +125,7 @@ struct Ahead {
   }
 
  private:
-  // Goes to the next row after the last batch.
+  // After the last batch of a row, goes on to the next row.
   __device__ void turn(const Batches& batches) {
     if (batch < batches.fetched) return;
     from = next;
@@ -138,8 +140,9 @@ __device__ inline void accumulate_batch(Softmax& softmax, const CrossEntropyPara
   accumulate(softmax, read.raw, count, with_total, p.class_weights, columns);
 }
 
-// The same as read_packets, for a row that is being fetched and whose first batch is in `slot`; `col` is the column of the
-// thread's first packet. Returns the slot of the first batch that registers have no room for.
+// First pass over a row that is being copied to shared memory: adds the thread's packets to `softmax`, as
+// `read_packets` does for other rows. The first batch is in `slot`; `col` is the column of the thread's first packet.
+// Returns the slot of the first batch that is not kept in registers.
 __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams& p, const SCALAR* from, Ahead& ahead,
                                       const SharedRing& held, const Batches& batches, Batch (&own)[kKept + 1], uint32 slot,
                                       bool with_total, int64 col) {
@@ -174,8 +177,9 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
   return second;
 }
 
-// Writes the thread's packets of the gradient from `to` on, and fetches packets of the next row; `slot` is that of the
-// first batch that is not in registers, and `col` the column of `to`. Returns the slot of the next row's first batch.
+// Second pass over a row: writes the thread's packets of the gradient from `to` on, and starts to copy packets of the
+// next row into the freed slots. `slot` is that of the first batch that is not kept in registers, `col` the column of
+// `to`. Returns the slot of the next row's first batch.
 __device__ inline uint32 write_fetched(const SCALAR* from, SCALAR* to, Ahead& ahead, const SharedRing& held,
                                        const Batches& batches, const Batch (&own)[kKept + 1], uint32 slot,
                                        const Slope& slope, int64 col) {
@@ -208,9 +212,10 @@ __device__ inline uint32 write_fetched(const SCALAR* from, SCALAR* to, Ahead& ah
   return slot;
 }
 
-// How a group finds the row after its next one. Among blocks, a row goes to the block that is ready first, since memory
-// serves some blocks faster than others: one thread takes a row early, and the block learns its number behind a barrier.
-// Warps, of which there are many, take turns. Memory holds fewer such rows than 32 bits count.
+// Which row a group computes after its next one. Blocks claim rows dynamically by an atomic counter, since memory
+// serves some blocks faster than others: one thread claims a row early, and the other threads read its number after a
+// barrier. If groups are warps, there are many of them, and they take every n-th row, n being their number. Row numbers
+// have 32 bits, because memory cannot hold more rows of this size.
 struct Succession {
   uint32 index;
   uint32* place;  // shared memory through which one thread tells its block the row's number
@@ -222,24 +227,25 @@ struct Succession {
   __device__ void announce(const Group& group) const {
     if (kBlockRows && group.lane == 0) *place = index;
   }
-  // Returns the number of the row; to be called after `announce` and a barrier.
+  // Returns the number of the row. Must be called after `announce` and a barrier.
   __device__ uint32 row() const { return kBlockRows ? *place : index; }
 };
 
-// Where a group is: in the row `now`, which is being fetched, and whose first batch is in `slot`.
+// Progress of a group: it computes row `now`, which is being copied to shared memory and whose first batch is in
+// `slot`.
 struct Turn {
   uint32 now;
   uint32 next;
   uint32 slot;
-  int64 label;  // of `now`
+  int64 label;  // label of row `now`
 
   __device__ static int64 label_of(const CrossEntropyParams& p, uint32 row) {
     return row < p.rows ? label_at(p, row) : 0;
   }
 };
 
-// Writes the gradient of a row, and fetches the next row meanwhile: memory is read and written at the same time, without a
-// pause between rows. Goes on to the next row; returns this row's loss.
+// Computes one row and writes its gradient, while the next row is being copied, so that memory is read and written at
+// the same time, without a pause between rows. Advances `turn` to the next row; returns the loss of this row.
 __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row& row, const Succession& succession,
                                    const Group& group, const SharedRing& held, const Batches& batches,
                                    const Smoothing& smoothing, float scale) {
@@ -257,7 +263,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
     turn = {turn.next, succession.row(), 0, Turn::label_of(p, turn.next)};
     return 0.0f;
   }
-  // The label and the weight are loaded before the wait for the row, and used after it.
+  // Label and weight are loaded before the wait for the row, so that both latencies overlap.
   const int64 label = turn.label;
   const SCALAR picked = label >= 0 && label < p.cols ? row.logit(p, label) : from_float<SCALAR>(0.0f);
   const float weight = weight_of(p, turn.now, label);
@@ -282,9 +288,9 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
   return kWeighted ? weight * target.loss(softmax) : target.loss(softmax);
 }
 
-// Works on all rows; returns the calling thread's share of the sum of their losses. Which block gets a row is a matter of
-// chance, so that blocks instead keep the loss of each row apart, to be summed in order. Labels are counted while the
-// first rows are being fetched.
+// Computes all rows of the calling group. Warps return the calling thread's share of the sum of losses. Blocks claim
+// rows in an order that changes from run to run, so that they store the loss of each row instead, to be added up in the
+// order of the rows. Labels are counted while the first rows are being copied.
 __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                     Mean& mean) {
   __shared__ uint32 places[2];  // used alternately: a slower thread may still read the other element

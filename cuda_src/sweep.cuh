@@ -1,11 +1,12 @@
-// An elementwise pass over a matrix: which elements a thread handles, and how it moves them.
+// Elementwise passes over a matrix: which elements a thread handles, and how it loads and stores them, in octets.
 //
 // Compiled for one value of ALIGNED:
-//   0  takes any layout
-//   1  every row of every operand is whole octets and begins at a multiple of 16 bytes
-//   2  no operand has gaps between its rows, which may be of any length from an octet on, and each begins at a multiple of 16
-//      bytes. Octets are those of memory then, and the last of a row may go on in the next. In words as wide as odd rows
-//      allow, a derivative with its sum over BF16 13830 × 221 took an H200 23 µs, where its bytes take five.
+//   0  any layout
+//   1  every row of every operand consists of whole octets and begins at a multiple of 16 bytes
+//   2  flat: every operand is contiguous and begins at a multiple of 16 bytes; a row has any length from an octet on.
+//      Octets are aligned pieces of memory, so that the last octet of a row may end in the next row. With the narrower
+//      loads that odd rows allow otherwise, an activation's derivative with its column sum, of 13830 × 221 in BF16,
+//      took 23 µs on an H200, where moving the bytes takes 5 µs.
 #pragma once
 
 #include "instructions.cuh"
@@ -22,19 +23,19 @@ template <class T>
 using Access = Scattered<T>;
 #endif
 
-// A thread's octets: one in every `step`th row from `row` on; the octets of blockDim.x threads lie side by side. The blocks
-// of a grid sweep over the rows together, so that the memory that is read at one time lies close together: DRAM is faster
-// then.
+// The octets of a thread: one in every `step`th row from `row` on; the octets of blockDim.x threads are adjacent. All
+// blocks of the grid move down the rows together, so that concurrent accesses are close together in memory, which is
+// faster for DRAM.
 //
-// In a flat matrix an octet belongs to the row of its first element, and a row's first octet begins `lead` columns behind the
-// row's beginning. `step` is a multiple of eight there, so that the octets of a thread all begin at the same column.
+// In a flat matrix an octet belongs to the row of its first element, and the first octet of a row begins at column
+// `lead`. There `step` is a multiple of eight, so that all octets of a thread begin at the same column.
 struct Sweep {
   uint32 row;
   uint32 step;
   int lead;
   int64 col;
-  int count;  // number of elements of the octet that exist; none beyond the last column
-  int last;   // elements of the octet that exist in the matrix's last row, which no other row follows
+  int count;  // number of elements of each octet that exist; 0 beyond the last column
+  int last;   // the same for the matrix's last row, after which a flat octet cannot continue
 
   __device__ explicit Sweep(int64 cols)
       : row(blockIdx.y * blockDim.y + threadIdx.y),
@@ -47,12 +48,12 @@ struct Sweep {
   // Row-major index of the first octet's first element.
   __device__ uint64 index(int64 cols) const { return row * static_cast<uint64>(cols) + static_cast<uint64>(col); }
 
-  // The column of the octet's element i, by which a vector with one element for each column is read.
+  // The column of the octet's element i: index into a vector with one element for each column, such as the bias.
   __device__ int64 column(int i, int64 cols) const { return kFlat && col + i >= cols ? col + i - cols : col + i; }
 };
 
-// A pointer to the current octet of a sweep, in one matrix. It advances from row to row: computing each address anew would cost
-// as much as the arithmetic on the elements.
+// A pointer to the current octet of a sweep in one matrix. It is advanced from row to row, because computing each
+// address from the row number would cost as much as the arithmetic on the elements.
 template <class T>
 struct Cursor {
   using Raw = typename Access<T>::Raw;
@@ -101,13 +102,13 @@ struct Cursor {
   }
 };
 
-// Loads kDepth rows ahead, so that the next loads are under way while the thread computes. In a pass that computes
-// much, a depth above 1 would need registers that are better spent on more threads.
+// Loads a sweep's octets kDepth rows ahead, so that the next loads are in flight while the thread computes. In a pass
+// that computes much, a depth above 1 would take registers that are better spent on more threads.
 template <class From, int kDepth = 1>
 struct ReadAhead {
   From cursor;
   typename From::Raw next[kDepth] = {};
-  uint32 ahead;  // distance in rows from the row that is processed to the row that is loaded
+  uint32 ahead;  // distance in rows from the row being computed to the row being loaded
 
   __device__ ReadAhead(const Matrix& m, const Sweep& s) : cursor(m, s), ahead(kDepth * s.step) {}
 

@@ -1,5 +1,5 @@
-// Sums of a loss over steps, and how many rows were classified right, which stay on the device until the host asks for
-// them. Compiled for one SCALAR type.
+// Adds a step's loss, and the number of rows that were classified correctly, to sums that stay on the device until the
+// host asks for them. Compiled for one SCALAR type.
 
 #include "instructions.cuh"
 #include "reduce.cuh"
@@ -9,7 +9,7 @@ namespace lt {
 // Sums that the kernel accumulates from step to step; the host sets them to zero at the beginning.
 struct TallyState {
   float loss;  // the sum of the losses of all steps
-  float rest;  // the part that rounding has cut off (Kahan's summation)
+  float rest;  // the part of `loss` that rounding has cut off (Kahan summation)
   uint64 steps;
   uint64 rows;  // number of rows whose label is not ignored
   uint64 correct;
@@ -19,7 +19,7 @@ struct TallyParams {
   Matrix logits;
   const void* labels;
   const float* loss;
-  float* mean;  // input: the step's loss so far, the sum of its parts' losses times their weights
+  float* mean;  // the step's loss so far, to which this launch adds: the sum of its parts' losses times their weights
   TallyState* state;
   int64 rows;  // 0 for a loss without classes
   int64 cols;
@@ -30,8 +30,7 @@ struct TallyParams {
   int ignores;
 };
 
-// Tells whether a row is classified right: no logit is larger than the label's, none before it is equal, and none is NaN. A
-// whole warp calls it.
+// True if the label is the first of the row's largest logits, and no logit is NaN. All lanes of a warp must call it.
 __device__ inline bool is_first_largest(const TallyParams& p, int64 row, int64 label) {
   if (label < 0 || label >= p.cols) return false;
   const SCALAR* logits = static_cast<const SCALAR*>(p.logits.data) + row * p.logits.row_stride;

@@ -1,21 +1,23 @@
-// A product of 16-bit matrices whose rows begin anywhere and have any length: D = act(α·A·B + β·C + bias), summed up in FP32
-// by tensor cores. The library's kernels for such matrices are those of old GPUs, cannot be trusted with epilogues, and
-// leave D to another pass.
+// Matrix product on tensor cores for 16-bit matrices of any alignment and row length: D = act(α·A·B + β·C + bias),
+// accumulated in FP32. For such matrices cuBLASLt has only kernels of old GPUs, whose epilogues are sometimes wrong, so
+// that the epilogue would be a second pass over D.
 //
-// A block makes a tile of D, 64 × 64, from tiles of A and B that lie in shared memory as their matrices lie in memory, with
-// zeros where these end. The grid's blocks in z share K; the last of a group of them adds up the group's sums, in order.
+// A block computes a 64 × 64 tile of D from tiles of A and B in shared memory, which keep the order of their matrices
+// (row-major or column-major) and are padded with zeros. The blocks in z divide K among them (split-K); the last block
+// of each group to finish adds up the group's sums, in order.
 //
-// On an H200, BF16 3904x24x21 with a bias takes 2.6 µs, as long as the library takes for the product alone. 13830x221x48
-// takes 9.3 µs and, keeping the pre-activation of GELU, 16.1 µs; at the copy's bandwidth the bytes take 1.7 and 3.2. Threads
-// load and store elements one by one, since a row of odd length begins anywhere. Words of 16 bytes that are shifted into
-// place need more instructions: with them the first took 12.4 µs.
+// On an H200, BF16 3904x24x21 (MxNxK) with a bias takes 2.6 µs, as long as cuBLASLt takes for the product alone.
+// 13830x221x48 takes 9.3 µs and, if it also stores GELU's pre-activation, 16.1 µs; moving their bytes at the bandwidth
+// of a copy would take 1.7 and 3.2 µs. Threads load and store elements one by one, since rows of odd length are not
+// aligned. Loading 16-byte words and shifting the elements into place needs more instructions: with it the first
+// example took 12.4 µs.
 //
 // Compiled for:
 //   SCALAR      the type of all matrices
-//   A_ALONG_K   1 where the elements of a row of A are neighbours in memory, 0 where those of a column are
-//   B_ALONG_K   1 where the elements of a column of B are, 0 where those of a row are
+//   A_ALONG_K   1 if A is row-major, 0 if it is column-major
+//   B_ALONG_K   1 if B is column-major, 0 if it is row-major
 //   ACTIVATION  a struct of activations.cuh
-//   DERIVATIVE  1 where D is multiplied by the activation's derivative instead, whose argument `aux` holds
+//   DERIVATIVE  1 if D is multiplied by the activation's derivative at `aux` instead of being activated
 
 #include "activations.cuh"
 #include "mma.cuh"
@@ -24,15 +26,15 @@
 namespace lt {
 
 constexpr int kSide = 64;          // rows and columns of every tile
-constexpr int kPitch = kSide + 8;  // elements from a tile's line to the next: padding puts eight lines in different banks
+constexpr int kPitch = kSide + 8;  // elements from one line of a tile to the next; padding puts eight lines in different banks
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kLines = kSide / kWarps;         // number of a tile's lines that each warp copies or finishes
+constexpr int kLines = kSide / kWarps;         // lines of a tile that each warp copies, or to which it applies the epilogue
 constexpr int kShare = kSide / kWarp;          // elements of a copied line that one thread copies
-constexpr int kWarpRows = 16, kWarpCols = 32;  // rows of the part of D's tile that a warp computes
+constexpr int kWarpRows = 16, kWarpCols = 32;  // rows and columns of the part of D's tile that a warp computes
 constexpr int kWarpsDown = kSide / kWarpRows;
-constexpr int kTiles = kWarpCols / 8;          // number of mma products side by side in the warp's part of the tile
-constexpr int kSums = 4;                       // sums of a thread in each mma product
+constexpr int kTiles = kWarpCols / 8;          // number of mma instructions side by side in a warp's part of the tile
+constexpr int kSums = 4;                       // sums of a thread in each mma instruction
 
 struct TileMatmulParams {
   Matrix a;
@@ -42,7 +44,7 @@ struct TileMatmulParams {
   Matrix aux;       // the pre-activation, written, or with DERIVATIVE read; may be null without DERIVATIVE
   SCALAR* bias;     // the bias (N); may be null
   SCALAR* sums;     // (N) the sum of D over M if DERIVATIVE, (M) that of A over K otherwise; may be absent
-  float* partial;   // partial sums of D over parts of K, then column sums of D, for each row of tiles
+  float* partial;   // partial sums of each tile of D over parts of K; then each row of tiles' column sums of D
   uint32* tickets;  // counters of last_block.cuh: of each tile's groups, then of each column of tiles
   int rows;         // M
   int cols;         // N
@@ -54,7 +56,7 @@ struct TileMatmulParams {
   float beta;
 };
 
-// Two elements as they lie in memory.
+// Joins two elements into one word, the first in its low half.
 __device__ inline uint32 joined(SCALAR low, SCALAR high) {
   const SCALAR pair[] = {low, high};
   uint32 word;
@@ -62,8 +64,9 @@ __device__ inline uint32 joined(SCALAR low, SCALAR high) {
   return word;
 }
 
-// A warp's part of the copies of an operand's tiles: every kWarps'th line of contiguous elements. A thread has two
-// neighbours of each, which it loads one by one, as a line may begin at any of them.
+// Copies tiles of A or B from global to shared memory. A line is a row or column of the operand whose elements are
+// contiguous. A warp copies every kWarps'th line of a tile; a thread copies two neighbouring elements of each, by two
+// loads, as a line may not be aligned to pairs.
 struct Copier {
   const SCALAR* from;  // the thread's first element
   int64 step;          // stride in elements from one of the warp's lines to the next
@@ -80,8 +83,8 @@ struct Copier {
     length = (by_rows ? cols : rows) - element;
   }
 
-  // Loads the thread's elements of a tile, zeros beyond the end of the matrix, and advances to the next tile along K; `along`
-  // tells whether K runs along the lines or across them.
+  // Loads the thread's elements of a tile, with zeros beyond the matrix, and advances to the next tile along K.
+  // `along`: K runs along the lines; otherwise across them.
   __device__ void load(bool along) {
     const SCALAR zero = from_float<SCALAR>(0.0f);
     const SCALAR* p = from;
@@ -105,11 +108,11 @@ struct Copier {
   }
 };
 
-// The tile of D of a block, and the part of it that a warp computes.
+// Position of the block's tile in D, and of the calling warp's part in the tile.
 struct Place {
   int row, col;            // D's tile
   int warp_row, warp_col;  // first row and column of the warp's part of the tile
-  int tiles;               // number of the warp's tiles side by side that hold columns of D or the sums of A
+  int tiles;               // number of the warp's 16 × 8 tiles that hold columns of D or the sums of A
 
   __device__ Place(const TileMatmulParams& p, int first)
       : row(first),
@@ -122,7 +125,7 @@ struct Place {
   }
 };
 
-// Makes a column of B's tile all ones, so that its products are sums of A.
+// Sets a column of B's tile to ones, so that the product's column holds the sums of A over K.
 __device__ inline void add_ones(SCALAR* tile, int col) {
   const int pair = threadIdx.x % kWarp;
   if (pair != col / 2) return;
@@ -158,8 +161,8 @@ __device__ inline void multiply(float (&sums)[kTiles][kSums], const SCALAR* a, c
   }
 }
 
-// Adds up the parts of K: the last block of each group has the group's sums, and of these groups are made in turn. Returns
-// whether the block has the whole.
+// Adds up the blocks' sums over parts of K, level by level: the last block of each group to finish adds up the group's
+// sums, then groups of groups follow. Returns whether the calling block holds the sum over all of K.
 __device__ inline bool sum_over_parts(const TileMatmulParams& p, const Place& at, float (&sums)[kTiles][kSums]) {
   constexpr int64 kSize = kSide * kSide / kSums;
   const int64 tile = blockIdx.y * static_cast<int64>(gridDim.x) + blockIdx.x;
@@ -198,7 +201,7 @@ __device__ inline bool sum_over_parts(const TileMatmulParams& p, const Place& at
   return true;
 }
 
-// Lays the warp's sums out in the tile of D.
+// Stores the warp's sums into the tile of D in shared memory.
 __device__ inline void spread(const float (&sums)[kTiles][kSums], float* tile, const Place& at) {
   const int lane = threadIdx.x % kWarp, row = at.warp_row + lane / 4, col = at.warp_col + lane % 4 * 2;
 #pragma unroll
@@ -210,7 +213,8 @@ __device__ inline void spread(const float (&sums)[kTiles][kSums], float* tile, c
   }
 }
 
-// Adds the sums that the block's threads have of D's columns, then those of all blocks in a column of the grid.
+// Sums D over its rows: adds up the column sums of the block's threads, then those of all blocks in a column of the
+// grid.
 __device__ inline void sum_columns(const TileMatmulParams& p, const float (&own)[kShare]) {
   __shared__ float sums[kWarps][kSide];
 #pragma unroll
@@ -240,7 +244,8 @@ __device__ inline void sum_columns(const TileMatmulParams& p, const float (&own)
   if (turn == 0 && col < p.cols) p.sums[col] = from_float<SCALAR>(sum);
 }
 
-// The elements of a matrix, in D's tile, that one thread finishes: one column, every kWarps'th row.
+// The elements of D, C or `aux` to which one thread applies the epilogue: every kWarps'th row of one column of the
+// tile.
 struct Column {
   SCALAR* first;
   int64 step;
@@ -251,7 +256,8 @@ struct Column {
   __device__ SCALAR& operator[](int i) const { return first[i * step]; }
 };
 
-// Writes the thread's elements of one column of D, and the epilogue's other outputs there; returns the sum of the column.
+// Applies the epilogue to the thread's elements of one column, and writes D and `aux`; returns the sum of the thread's
+// elements of D.
 __device__ inline float finish(const TileMatmulParams& p, const float* products, int row, int col) {
   const int rows = p.rows - row;
   const Column d(p.d, row, col), aux(p.aux, row, col);
@@ -290,7 +296,7 @@ __device__ inline float finish(const TileMatmulParams& p, const float* products,
   return total;
 }
 
-// Writes all columns of D that the thread has. The column after D's last holds the sums of A.
+// Applies the epilogue to all columns of the thread. The column after D's last one holds the sums of A.
 __device__ inline void finish(const TileMatmulParams& p, const Place& at, const float* tile, float (&totals)[kShare]) {
   const int line = threadIdx.x / kWarp, row = at.row + line;
 #pragma unroll
@@ -332,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) tile_matmul(const lt::TileM
       multiply(sums, left, right, at, terms < kSide ? terms : kSide);
       __syncthreads();
     }
-    if (!sum_over_parts(p, at, sums)) return;  // K is split only among blocks of one tile: TileMatmulPass asserts it
+    if (!sum_over_parts(p, at, sums)) return;  // a block that shares K has one tile: TileMatmulPass asserts it
     spread(sums, tile, at);
     __syncthreads();
     finish(p, at, tile, totals);

@@ -1,17 +1,17 @@
-// Writing a sweep's octets transposed, through shared memory.
+// Writes the octets of a sweep into a transposed matrix, by way of shared memory.
 #pragma once
 
 #include "sweep.cuh"
 
 namespace lt {
 
-// `rows` rounded up to a multiple of blockDim.y: with this bound of a loop over rows, all threads of a block make equally
-// many turns and reach every barrier.
+// `rows` rounded up to a multiple of blockDim.y. As the bound of a loop over rows it gives all threads of a block
+// equally many iterations, so that all reach every barrier.
 __device__ inline uint32 block_rows(uint32 rows) { return (rows + blockDim.y - 1) / blockDim.y * blockDim.y; }
 
-// Stores the octets of a sweep into a matrix whose columns are contiguous. A block's octets, 8 · blockDim.x columns of
-// blockDim.y rows, are put into shared memory; each thread then takes eight rows of a column from there, and writes 16
-// bytes or more of contiguous memory. blockDim.y is a power of two, at least eight.
+// Stores the octets of a sweep into a column-major matrix. The octets of a block, 8 · blockDim.x columns of blockDim.y
+// rows, are written to shared memory; then each thread reads eight rows of one column and writes 16 bytes or more of
+// contiguous global memory. blockDim.y is a power of two, at least eight.
 template <class T>
 class TransposedWriter {
  public:
@@ -24,11 +24,12 @@ class TransposedWriter {
     exists_ = col_ < cols;
   }
 
-  // Every thread of the block must call this function, also a thread whose octet does not exist.
+  // Stores the calling thread's octet of the current row. Every thread of the block must call it, even one beyond the
+  // last row or column.
   __device__ void store(const Octet& octet) {
     T* tile = shared_tile();
     const int pitch = blockDim.y + kPad;
-    __syncthreads();  // from here on the tile may be overwritten: all threads have read the previous one
+    __syncthreads();  // all threads have read the previous tile, so that it may be overwritten
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) tile[(threadIdx.x * kOctet + i) * pitch + threadIdx.y] = from_float<T>(octet.v[i]);
     __syncthreads();
@@ -38,7 +39,7 @@ class TransposedWriter {
   }
 
  private:
-  // A padding of one word, so that neighbouring columns begin in different banks.
+  // Padding of one 32-bit word, so that neighbouring columns begin in different banks.
   static constexpr int kPad = 4 / sizeof(T);
   static constexpr int kMaxThreads = 256, kMaxColumns = 256;
 

@@ -1,4 +1,4 @@
-// Loads and stores of eight elements at a time, in FP32, from and to a matrix of any type and strides.
+// Loads and stores of octets (eight elements, converted to and from FP32) of matrices of any type and strides.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,14 +13,14 @@ using uint32 = unsigned int;
 constexpr int kOctet = 8;
 constexpr int kWarp = 32;  // threads
 
-// A matrix argument as the host passes it; strides are in elements, data is null where the operand is absent.
+// A matrix as the host passes it to a kernel. Strides are in elements; `data` is null if the operand is absent.
 struct Matrix {
   void* data;
   int64 row_stride;
   int64 col_stride;
 };
 
-// Eight elements that one thread moves at once, in FP32.
+// Eight elements in FP32: the unit in which a thread loads, computes and stores.
 struct Octet {
   float v[kOctet];
 
@@ -50,14 +50,14 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Sixteen bytes, as one vector load or store moves them.
+// Sixteen bytes of elements: what one vector load or store moves.
 template <class T>
 struct alignas(16) Packet {
   static constexpr int kCount = 16 / sizeof(T);
   T v[kCount];
 };
 
-// Two elements, which convert in one instruction.
+// Two elements, which one instruction converts.
 template <class T>
 struct Pair;
 template <>
@@ -79,7 +79,7 @@ struct Pair<__nv_bfloat16> {
   static __device__ __nv_bfloat162 pack(float2 x) { return __float22bfloat162_rn(x); }
 };
 
-// Eight elements as they lie in memory, to be moved 16 bytes at a time.
+// Eight elements in their stored type, which are moved 16 bytes at a time.
 template <class T>
 struct alignas(16) Packed {
   typename Pair<T>::Type pairs[kOctet / 2];
@@ -97,7 +97,7 @@ __device__ inline Octet unpack(const Packed<T>& packed) {
   return out;
 }
 
-// Elements that were converted when they were loaded.
+// For loads that have already converted the elements.
 __device__ inline Octet unpack(const Octet& octet) { return octet; }
 
 template <class T>
@@ -108,7 +108,8 @@ __device__ inline Packed<T> pack(const Octet& octet) {
   return out;
 }
 
-// Loads and stores have no hints to the caches: on an H200 streaming loads cost 3 % of bandwidth, streaming stores 1 %.
+// Loads and stores without cache hints: on an H200, streaming loads (__ldcs) cost 3 % of bandwidth, streaming stores 1
+// %.
 template <class T, class Word = uint4>
 __device__ inline Packed<T> load_packed(const T* p) {
   Packed<T> out;
@@ -130,7 +131,7 @@ __device__ inline void store_packed(T* p, const Packed<T>& packed) {
   }
 }
 
-// Types for the bits of two and of four elements, which are moved as one word.
+// Unsigned types as large as two and as four elements, which are then moved by one instruction.
 template <class T>
 struct WordOf;
 template <>
@@ -149,8 +150,8 @@ struct WordOf<__nv_bfloat16> {
   using Four = uint2;
 };
 
-// Eight contiguous elements at any address, in the widest words that the address allows: rows of odd length begin
-// anywhere.
+// Loads eight contiguous elements by the widest loads that the address allows, because rows of odd length begin at any
+// element.
 template <class T>
 __device__ inline Octet load_contiguous(const T* p) {
   using Two = typename Pair<T>::Type;
@@ -190,8 +191,9 @@ __device__ inline T* element(const Matrix& m, int64 row, int64 col) {
   return static_cast<T*>(m.data) + row * m.row_stride + col * m.col_stride;
 }
 
-// How a pass moves eight elements of a row: all at once if they are whole and aligned to 16 bytes (Aligned); or as many
-// as exist (Scattered), in words if all eight do and are contiguous, otherwise one by one.
+// Two ways to load and store an octet. Aligned: by vector instructions, for eight contiguous elements aligned to 16
+// bytes. Scattered: for any strides and any `count` of existing elements; in words if all eight exist and are
+// contiguous, otherwise one by one.
 template <class T>
 struct Aligned {
   using Raw = Packed<T>;
@@ -218,7 +220,7 @@ struct Scattered {
   }
 };
 
-// Chooses between Aligned and Scattered for each octet, for kernels whose speed matters little.
+// Chooses between Aligned and Scattered at run time for each octet, for kernels whose speed matters little.
 template <class T>
 __device__ inline Octet load(const Matrix& m, int64 row, int64 col, int count) {
   const T* p = element<T>(m, row, col);
@@ -236,7 +238,7 @@ __device__ inline void store(const Matrix& m, int64 row, int64 col, int count, c
   }
 }
 
-// Unpacks a byte of a ReLU mask into eight zeros and ones; the first column's bit is the lowest.
+// Unpacks a byte of a ReLU mask into eight numbers 0 or 1; the lowest bit belongs to the first column.
 __device__ inline Octet unpack(uint32 bits) {
   Octet out;
 #pragma unroll

@@ -1,5 +1,6 @@
-// Verification of measured kernels. `expect` computes a matrix product with its epilogue in FP64, and how far a result
-// may be from it. `compare` compares two arrays, or an array and a number, element by element.
+// Verifies the results of kernels that the tuner measures. `expect` computes a matrix product with its epilogue in
+// FP64, and the largest error that each element of a result may have. `compare` compares two arrays, or an array and a
+// number, element by element.
 //
 // Both kernels read operands of any type and strides through `load`, so that one compilation serves every problem.
 
@@ -14,13 +15,14 @@ enum ElementType {
   kBit, kUint8, kUint16, kUint32, kUint64, kFloat8E4m3, kFloat8E5m2, kFloat16, kBfloat16, kFloat32, kFloat64
 };
 
-// E4M3, by way of FP16, whose exponent is larger by 8 for the same number: so every architecture can read it.
+// Converts E4M3 on every architecture: its bits are moved to those of FP16, whose exponent bias is larger by 8, so that
+// the result is multiplied by 2⁸.
 __device__ inline double from_e4m3(uint32 bits) {
   if ((bits & 0x7F) == 0x7F) return CUDART_NAN_F;
   return 256.0 * to_float(__ushort_as_half(static_cast<unsigned short>((bits & 0x80) << 8 | (bits & 0x7F) << 7)));
 }
 
-// An array to be compared, as a batch of matrices; data is null where an operand is absent, strides are in elements.
+// An operand as a batch of matrices. `data` is null if the operand is absent; strides are in elements.
 struct Elements {
   const void* data;
   int64 batch_stride;
@@ -77,10 +79,10 @@ struct ExpectParams {
   Elements b;
   Elements c;
   Elements bias;
-  Elements aux;  // what the derivative is taken of: the pre-activation, or a mask with a bit for each positive one
+  Elements aux;  // argument of the derivative: the pre-activation, or a mask with a bit for each positive pre-activation
   Results d;
   Results kept;  // output: the pre-activation, or a mask with a bit for each positive one
-  double* sums;  // for each tile of rows, three sums over its rows: (tiles of rows, 3, cols)
+  double* sums;  // (tiles of rows, 3, cols) three sums over the rows of each tile
   Rounding rounding;
   int64 rows;
   int64 cols;
@@ -95,8 +97,8 @@ struct ExpectParams {
 
 struct CompareParams {
   Elements found;
-  Elements wanted;       // an allowed error for each element, row-major; null: `limit` + `relative` · |expected|
-  const double* limits;  // row-major without gaps; null: `limit` plus `relative` times the wanted magnitude
+  Elements wanted;       // expected values; null: `constant` everywhere
+  const double* limits;  // allowed error of each element, contiguous; null: `limit` + `relative` · |expected value|
   struct Comparison* parts;  // output: one comparison for each block
   int64 batch;
   int64 rows;
@@ -146,7 +148,7 @@ struct Tile {
   double v[kDepth][kTile + 1];  // padded by one element, so that neighbours in a column lie in different banks
 };
 
-// Computes an element of D from its sum of products, and adds it to the sums over its column.
+// Applies the epilogue to an element's sum of products, and adds the result to the sums over its column.
 __device__ inline void finish(const ExpectParams& p, int64 batch, int64 row, int64 col, double (&sums)[3]) {
   const int64 at = (batch * p.rows + row) * p.cols + col;
   double product = p.d.values[at], error = p.d.limits[at];
@@ -175,8 +177,9 @@ __device__ inline void finish(const ExpectParams& p, int64 batch, int64 row, int
 
 }  // namespace lt
 
-// A block makes a tile of D; a thread every sixteenth of its rows and columns. By Cauchy and Schwarz the product of the
-// norms of a row of A and a column of B is no less than the sum of the magnitudes of their products.
+// A block computes a tile of D, a thread every sixteenth of its rows and columns. The error limit of a sum of products
+// is proportional to the norm of A's row times that of B's column, which by the Cauchy-Schwarz inequality is at least
+// the sum of the products' magnitudes.
 extern "C" __global__ void __launch_bounds__(256, 2) expect(const __grid_constant__ lt::ExpectParams p) {
   using namespace lt;
   __shared__ Tile tiles[3];

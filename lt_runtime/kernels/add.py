@@ -16,7 +16,7 @@ _ADD_BLOCKS: Final = 4
 
 
 class AddPass:
-    """out = a + b, over matrices of one shape; out may be the same memory as a or b, if both have the same layout."""
+    """Computes out = a + b for matrices of one shape. out may be in the memory of a or b, if layouts are equal."""
 
     scratch_bytes = 0
 
@@ -29,7 +29,7 @@ class AddPass:
         self._launches = Launches(ADD, macros, device, sweep(layout, None), params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of a, b and out.

@@ -16,16 +16,16 @@ _ROUNDS: Final = 10  # rounds of Philox4x32
 
 @functools.lru_cache(maxsize=1024)
 def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
-    """The keys of Philox's rounds for a seed."""
+    """The Philox keys of all rounds for a seed."""
     return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), _ROUNDS))
 
 
 @dataclass(frozen=True, slots=True)
 class DropoutState:
-    """The arguments from which a kernel draws a layer's dropout mask.
+    """The state of the random numbers from which a kernel draws a layer's dropout mask.
 
     Attributes:
-        threshold: see `keep_threshold`.
+        threshold: what `keep_threshold` returns for the dropout probability.
         philox: seed, layer and step that the random numbers come from.
         step_address: address of a uint32 on the device that the kernel reads instead of `philox.step`; 0 if none.
     """
@@ -49,7 +49,7 @@ class DropoutState:
         return cls(keep_threshold(p), philox, address)
 
     def block(self) -> Dropout:
-        """The C++ struct `Dropout` that kernels take."""
+        """These values as the C++ struct `lt::Dropout`, which kernels take."""
         step = 0 if self.step_address else self.philox.step
         limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
         return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
@@ -57,17 +57,16 @@ class DropoutState:
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of one run of a plan; do not change them. It is not frozen, because that takes longer to make.
+    """The arguments of one run of a plan, not to be changed. Not a frozen dataclass, which takes longer to construct.
 
     Attributes:
         addresses: of the operands, in the order of `problem.operands`; 0 where an operand is absent.
-        stream: handle of the stream that the work is put on.
-        scalars: α and β of a product: numbers, or device addresses if the problem has `device_scalars`. Of a loss,
-            a number that its gradient is multiplied by, and the address of an FP32 number that it is multiplied by
-            too, or 0.
-        dropouts: masks of the layer and, in a backward pass, of the layer below; None where there is no dropout.
-        computed: a plan, a stream's memory, and the arguments that the plan has computed of this call for launches with
-            that memory. A call that is made again is launched without computing them again.
+        stream: handle of the stream on which the plan launches its work.
+        scalars: for a product, α and β: numbers, or device addresses if the problem has `device_scalars`. For a loss, a
+            number by which its gradient is multiplied, and the address of an FP32 number that is a second factor, or 0.
+        dropouts: state of the layer's dropout and, in a backward pass, of the layer below; None without dropout.
+        computed: a plan, a stream's memory, and the launch arguments that the plan has computed from this call for that
+            memory; a repeated call reuses them.
     """
 
     addresses: tuple[int, ...]

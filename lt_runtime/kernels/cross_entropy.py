@@ -15,38 +15,40 @@ from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, WARP, Tiling, next_
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
 
-# The constants below may be tuned. Further ones are in the CUDA sources: launch bounds, and the number of loads a
-# thread issues before it waits. All decide the order of sums, and so the last bits of results. Where rows may be copied
-# to shared memory ahead (streamed), the loss's last bits also depend on the number of the GPU's multiprocessors, and on
-# whether their shared memory holds a row.
-# Threads of a block in which each row is computed by a warp or by fewer threads.
+# The constants below were chosen by measurement. Further ones are in the CUDA sources: launch bounds, and the number of
+# loads that a thread issues before it waits. All of them decide the order of sums, and so the last bits of results. If
+# rows are streamed (copied to shared memory ahead of their computation), the last bits of the loss also depend on the
+# number of multiprocessors of the GPU, and on whether their shared memory holds a row.
+
+# Threads of a block whose rows are each shared by a warp or by fewer threads.
 _WARP_ROW_THREADS: Final = 320
 # Threads of a block that computes one row at a time. More threads would wait longer at the block's barriers.
 _BLOCK_ROW_THREADS: Final = 256
 # Threads of a block that computes a long row, and is the only block of its multiprocessor.
 _LONG_ROW_THREADS: Final = 512
-# Bytes of a row from which on it is long: an H200's shared memory does not hold two longer rows.
+# A row of more bytes is long: an H200 multiprocessor's shared memory does not hold two such rows.
 _LONG_ROW: Final = 112 << 10
-# A row is shared by so many threads, at most a warp, that each has about 16 columns or fewer.
+# Target number of columns for each of the threads that share a row; they are at most a warp.
 _COLUMNS_PER_LANE: Final = 16
-# Columns beyond which a whole block computes a row.
+# Number of columns beyond which a whole block shares a row.
 _WARP_COLUMNS: Final = 2048
 # Packets of 16 bytes that a thread loads before it waits; softmax_rows.cuh has the same number.
 _BATCH: Final = 4
-# Batches of packets that stay in registers if a block computes a row; registers have room for few.
+# Number of batches of packets that a thread keeps in registers if a whole block shares a row.
 _KEPT_BATCHES: Final = 1
 # Value of the macro WEIGHTS if labels are smoothed and classes have weights.
 _SPREAD: Final = 2
 # Number of classes up to which one thread keeps a row in registers; few_classes.cuh has the same number.
 _FEW_CLASSES: Final = 16
-# With few classes, rows up to which one block computes all, one thread a row. It counts the labels itself, and waits
-# for no other block.
+# With few classes, a single block computes up to so many rows, one thread for each row: it counts the labels itself,
+# and waits for no other block.
 _ROWS_OF_ONE_BLOCK: Final = 1024
-# Threads that share a row of column-major logits, so that neighbouring threads read down the columns.
+# Threads that share a row of column-major logits. They are few, so that a warp reads several rows of a column.
 _COLUMN_LANES: Final = 8
-# Most blocks of a grid: each writes a partial sum, and the last block adds them up. With few classes there may be more.
+# Largest number of blocks of a grid, because the last block adds up a partial sum of each. With few classes a grid may
+# have more.
 _MAX_BLOCKS: Final = 4096
-# Blocks that share a multiprocessor's shared memory if a block computes a row that is not long.
+# Blocks that share a multiprocessor's shared memory, unless rows are long.
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2
 # Bytes of a block's shared memory that the kernel's own variables and the driver take.
 _RESERVED_SHARED: Final = 2048
@@ -64,9 +66,9 @@ class Weighting(NamedTuple):
     """Label smoothing and weights of a cross-entropy pass.
 
     Attributes:
-        smoothing: of the labels; 0 for none.
+        smoothing: label smoothing, from 0 (none) to 1.
         rows: whether calls have a weight for each row.
-        classes: whether calls have a weight for each class, which weighs the rows with this class as label.
+        classes: whether calls have a weight for each class, by which the loss of a row with this label is multiplied.
     """
 
     smoothing: float = 0.0
@@ -96,7 +98,7 @@ class RowGroup(enum.Enum):
 
 
 def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
-    """The macros of cross_entropy besides the type: blocks, threads, threads that share a row, weights.
+    """Preprocessor definitions of cross_entropy.cu except SCALAR.
 
     Args:
         kept: batches that stay in registers.
@@ -108,7 +110,7 @@ def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
 
 
 class Labels(NamedTuple):
-    """The type of class labels, int64 (`wide`) or int32; and the label whose rows are ignored, or None."""
+    """Properties of class labels: int64 (`wide`) or int32, and the label whose rows are ignored, or None."""
 
     wide: bool = False
     ignore_index: int | None = None
@@ -125,11 +127,11 @@ class RowSharing:
     """How the threads of cross_entropy's grid share the rows.
 
     Attributes:
-        row_group: who shares a row.
+        row_group: the kind of group of threads that shares a row.
         itemsize: bytes of a logit.
         lanes: threads that share a row.
         blocks: blocks of the grid.
-        packets: packets of 16 bytes in the longest share of a row.
+        packets: most packets of 16 bytes that a thread has of a row.
         spreads: whether labels are smoothed and classes have weights, so that every column has a weight of its own.
     """
 
@@ -142,7 +144,7 @@ class RowSharing:
 
     @classmethod
     def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False) -> RowSharing:
-        """How rows are shared for a shape, order and type; for `spreads` see the attributes."""
+        """How rows of logits of this layout are shared; for `spreads` see the attributes."""
         packets, row_group = logits.cols * itemsize // VECTOR_BYTES, RowGroup.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
@@ -161,10 +163,10 @@ class RowSharing:
 
     @property
     def kept(self) -> int:
-        """Batches of packets that stay in registers: `_KEPT_BATCHES` if a block computes a row of more, otherwise 0.
+        """Batches that a thread keeps in registers: `_KEPT_BATCHES` if a block shares a row with more, otherwise 0.
 
-        It is 0 too where labels are smoothed and classes have weights: every column then has a weight of its own, and
-        on sm_75 the BF16 kernel would spill registers.
+        It is also 0 with label smoothing and class weights: then every column has a weight of its own, and on sm_75 the
+        BF16 kernel would spill registers.
         """
         has_more = self.row_group is not RowGroup.WARP and self.batches > _KEPT_BATCHES
         return _KEPT_BATCHES if has_more and not self.spreads else 0
@@ -180,7 +182,7 @@ class RowSharing:
         return min(self.batches * _BATCH, room // self.held_bytes)
 
     def holds_row(self, held: int) -> bool:
-        """Whether a whole row fits into registers and `held` packets of each thread in shared memory."""
+        """Whether a row fits into registers and shared memory, if the latter holds `held` packets of each thread."""
         return held // _BATCH + self.kept >= self.batches
 
     @property
@@ -221,11 +223,11 @@ class CrossEntropyPass:
         self.scratch_bytes = 4 * (1 + max(tiling.grid[0], counting.grid[0], keeps_rows * logits.rows))
 
     def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
-        """Whether a row can be copied while the previous row is computed.
+        """Whether rows can be streamed: copied to shared memory while the previous row is computed.
 
-        Rows must begin at multiples of 16 bytes. A warp's or block's registers and shared memory must hold a row; a
-        block that has a multiprocessor to itself must hold a batch of packets of the row. The address of the first row,
-        which is not known yet, is left to `launch`.
+        Rows must begin at multiples of 16 bytes, and a row must fit into the registers and shared memory of the warp or
+        block that shares it; for long rows, room for one batch of packets suffices. `launch` checks the first row's
+        address, which is not known here.
         """
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
@@ -244,7 +246,7 @@ class CrossEntropyPass:
         return Tiling((blocks, 1), (threads, 1))
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of logits, labels, gradient, loss, row weights and class weights; the last two
@@ -252,7 +254,7 @@ class CrossEntropyPass:
         """
         logits, labels, gradient, loss, row_weights, class_weights = call.addresses
         scratch, tickets, counted = memory.scratch(self.scratch_bytes), memory.tickets, 0
-        if self._counts:  # counts the rows that are not ignored, or sums up the class weights of their labels
+        if self._counts:  # a separate launch counts the rows that are not ignored, or sums their class weights
             params, launch = self._count_launches[memory.stream]
             counted = scratch
             params.labels, params.class_weights = labels, class_weights

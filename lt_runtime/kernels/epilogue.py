@@ -1,4 +1,4 @@
-"""epilogue_fwd.cu, epilogue_bwd.cu and dropout.cu: activation, bias and dropout as one pass over a matrix."""
+"""epilogue_fwd.cu, epilogue_bwd.cu and dropout.cu: bias, activation and dropout in one pass over a product."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace(
 """The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Saved.MASK: 3}
 # Launch bounds: blocks that a multiprocessor must be able to hold, which limits a thread's registers. Measured on an
-# H200: fewer blocks do not hide the latency of memory; with more blocks the compiler has too few registers to load
+# H200: fewer blocks do not hide the latency of memory; with more, the compiler has too few registers to issue loads
 # early.
 _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
-# Launch bound: blocks of the kernel of dropout that a multiprocessor must be able to hold.
+# Launch bound of dropout.cu: blocks that a multiprocessor must be able to hold.
 _DROPOUT_BLOCKS: Final = 6
 _DROPOUT_WAVES: Final = 4
 _KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0: the kernel then copies
@@ -31,12 +31,13 @@ EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu")
 
 
 class ForwardPass:
-    """y = dropout(act(product + bias)) + addend over one matrix.
+    """Computes y = dropout(act(product + bias)) + addend in one pass.
 
     Args:
-        product: the product that the pass reads. It may lie where y or the kept pre-activation is. It is of the
-            problem's type, or of FP32 if its sum with the bias is to be rounded only once. The pass adds the problem's
-            bias unless the product's epilogue does, and the problem's addend unless the product has it as its C.
+        product: the matrix product whose result the pass reads, which may be in the memory of y or of the kept
+            pre-activation. Its type is the problem's, or FP32 if its sum with the bias is to be rounded only once. The
+            pass adds the problem's bias unless the product's epilogue does, and the problem's addend unless the product
+            adds it as its C.
         kept: spec of the pre-activation that the pass writes besides y; None if it writes y alone.
 
     Attributes:
@@ -54,24 +55,24 @@ class ForwardPass:
         macros = define(SCALAR=dtype, ACTIVATION=function, DROPOUT=drops, PRODUCT=product.d_dtype, KEEP=keeps, ADD=adds)
         blocks = _forward_blocks(access, keeps=keeps, adds=adds)
         macros += access.macros(blocks)
-        # Random numbers make a 16-bit pass compute-bound, so that one wave of persistent blocks is faster than many
-        # blocks.
+        # Drawing random numbers makes a 16-bit pass compute-bound, so that one wave of persistent blocks is faster than
+        # many blocks.
         busy = drops and dtype is not DType.FLOAT32
         params = EPILOGUE_FWD.params(*map(Matrix.of, (product.d, kept, layout, addend)), 0, *layout.shape)
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, blocks if adds else _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
-        # by stream, the addresses that its argument block holds now: equal ones are not written again
+        # the addresses in each stream's argument block, which are written only if they change
         self._written: dict[int, tuple[int, ...]] = {}
 
     def launch(
         self, product: int, bias: int, y: int, kept: int, addend: int, dropout: DropoutState | None, stream: int
     ) -> None:
-        """Puts the pass on `stream`, whose memory's lock the caller holds.
+        """Launches the pass on `stream`; the caller must hold the lock of the stream's `StreamMemory`.
 
         Args:
-            product, bias, y, kept, addend: addresses. Only a pass that adds the bias or the addend reads it, and only a
-                pass that was made with a layout for `kept` writes there. `addend` may be y if their layouts are equal.
+            product, bias, y, kept, addend: addresses. `bias` and `addend` are read only if the pass adds them, `kept`
+                is written only if the pass was made with a spec for it. `addend` may be y if their layouts are equal.
         """
         params, launch = self._launches[stream]
         addresses = product, bias, y, kept, addend
@@ -90,18 +91,17 @@ class ForwardPass:
 
 
 def _forward_blocks(access: Access, *, keeps: bool, adds: bool) -> int:
-    """Launch bound of a forward pass, in blocks of a multiprocessor: each further matrix takes registers."""
+    """Launch bound of a forward pass, in blocks of a multiprocessor: a kept matrix or an addend takes registers."""
     return _FORWARD_BLOCKS - keeps - adds - (adds and access is Access.FLAT)
 
 
 class BackwardPass:
-    """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix.
+    """Computes dz = dropout'(dy) · act'(saved), its sum over rows (the bias gradient), or both, in one pass.
 
     Args:
-        derivative: the factor of dy. Its `db` is None unless the pass shall make the bias gradient.
+        derivative: describes the factor of dy. Its `db` is None unless the pass is to compute the bias gradient.
         dy: spec of the gradient.
-        dz: spec of dz, which may have any layout, or lie in the place of dy with the layout of dy; None if only the
-            bias gradient is wanted.
+        dz: spec of dz in any layout, or with dy's layout if dz overwrites dy; None if only the bias gradient is wanted.
         accumulate: whether the bias gradient is added to the present values of its buffer.
 
     Attributes:
@@ -126,8 +126,8 @@ class BackwardPass:
             saved_bits = 1 if derivative.saved is Saved.MASK else 8 * dtype.itemsize
             self.moved += derivative.saved_spec.layout.size * saved_bits // 8
         if self._sums or transposes:
-            # In FP32 no block sums up a strip of columns alone, because that is too slow: on an H200 it made two passes
-            # over 256x512 in a training step take 1.2 µs longer.
+            # In FP32 a strip of columns is always shared by several blocks: on an H200, one block for each strip made
+            # two passes over 256x512 in a training step take 1.2 µs longer.
             strips = dtype is not DType.FLOAT32 and not is_flat
             tiling = reduction(layout, wave, transposes=transposes, strips=strips)
         else:
@@ -144,10 +144,10 @@ class BackwardPass:
     def launch(
         self, dy: int, saved: int, dz: int, db: int, partial: int, dropout: DropoutState | None, memory: StreamMemory
     ) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            dy, saved, dz, db: addresses; the pass reads only the operands that it was made with.
+            dy, saved, dz, db: addresses; those of operands without a spec are not used.
             partial: address of `partial_bytes`.
         """
         params, launch = self._launches[memory.stream]
@@ -165,7 +165,7 @@ class BackwardPass:
 
 
 def _backward_blocks(dtype: DType, access: Access, dropout: bool) -> int:
-    """Launch bound of a backward pass, in blocks of a multiprocessor; one more makes 16-bit dropout spill registers."""
+    """Launch bound of a backward pass, in blocks of a multiprocessor; with one more, 16-bit dropout spills."""
     return _BACKWARD_BLOCKS[dtype] - (dropout and access is Access.FLAT and dtype is not DType.FLOAT32)
 
 
@@ -187,7 +187,7 @@ DROPOUT: Final = Entry("dropout", "dropout.cu")
 
 
 class DropoutPass:
-    """target = mask · scale · source, over one matrix; both may be the same memory."""
+    """Computes target = mask · scale · source; both may be in the same memory."""
 
     scratch_bytes = 0
 
@@ -201,10 +201,10 @@ class DropoutPass:
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of source and target; without a first mask the target is a copy.
+            call: its addresses are those of source and target; if its first dropout is None, the target becomes a copy.
         """
         params, launch = self._launches[memory.stream]
         params.in_.data, params.out.data = call.addresses

@@ -1,4 +1,4 @@
-"""cast_fp8.cu and fp8_scales.cu: matrices in FP8, row by row and transposed, and the scales of all FP8 tensors."""
+"""cast_fp8.cu and fp8_scales.cu: cast matrices to FP8, row-major and transposed, and update the scales."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
 CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Activation()
-# Most blocks in y of a sum over rows: each adds a part to the sum, which the last block reads again.
+# Largest gridDim.y of a sum over rows, because the last block reads a partial sum of each of these blocks.
 _MOST_PARTS: Final = 64
 
 
 @declared
 class Fp8Output(Struct):
-    """The C++ struct `lt::Fp8Output`: the FP8 results of a pass."""
+    """The C++ struct `lt::Fp8Output`: where a kernel writes its FP8 results, and the scale and maximum for them."""
 
     @classmethod
     def of(cls, layout: Layout, out: Spec | None, transposed: Spec | None) -> Fp8Output:
-        """The results for a matrix of the given layout, with addresses 0 for the caller to fill in."""
+        """The struct for a matrix of the given layout, with addresses 0, which `point_at` sets."""
         return cls(Matrix.of(out), Matrix.of(transposed), rows=layout.rows, cols=layout.cols)
 
     def point_at(self, scale: int, out: int, transposed: int, amax: int) -> None:
-        """Sets the addresses; 0 for a scale of 1 and for absent results."""
+        """Sets the device addresses. Scale 0 means a factor of 1; address 0 means that the result is absent."""
         self.scale, self.out.data, self.transposed.data, self.amax = scale, out, transposed, amax
 
 
@@ -45,7 +45,7 @@ def cast_macros(
     saved: bool = False,
     aligned: bool = True,
 ) -> Macros:
-    """The macros of cast_fp8.cu."""
+    """The preprocessor definitions of cast_fp8.cu."""
     is_plain = activation.name == "none" and not (dropout or backward)
     assert is_plain or (aligned and scalar is DType.BFLOAT16), (scalar, activation, dropout, backward, aligned)
     function, is_e5m2 = ACTIVATION_NAMES[activation.name], dtype == "float8_e5m2"
@@ -56,7 +56,7 @@ def cast_macros(
 class CastPass:
     """out = y · scale in FP8, and its transpose, where y = dropout(act(x)); amax = max(amax, max |y|).
 
-    An activation and dropout need a BF16 matrix, and matrices for which `moves_tiles` holds.
+    An activation or dropout needs a BF16 matrix x, and layouts for which `moves_tiles` returns True.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
@@ -89,7 +89,7 @@ class CastPass:
         self._launches = Launches(CAST_FP8, macros, device, square_tiles(x.layout), params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of x, scale, out, transposed and amax; its first mask is that of the dropout.
@@ -164,7 +164,7 @@ class CastGradientPass:
         dropout: DropoutState | None,
         memory: StreamMemory,
     ) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             dy, saved, db: addresses; the pass uses only the operands that it was made with.
@@ -215,7 +215,7 @@ class ScalesPass:
         self._launches = Launches(FP8_SCALES, (), device, Tiling((-(-tensors // THREADS), 1), (THREADS, 1)), params)
 
     def launch(self, slots: int, history: int, skipped: int, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             slots, history: addresses of FP32 arrays (tensors, 8) and (tensors, length).

@@ -1,4 +1,4 @@
-"""gated.cu: y = dropout(act(gate) · value) and its gradients, each as one pass over the rows of a matrix."""
+"""gated.cu: gated activations such as SwiGLU, y = dropout(act(gate) · value), and their gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCKS: Final = {DType.FLOAT32: 3, DType.FLOAT16: 4, DType.BFLOAT16: 4}
 
 
 def blocks_of(dtype: DType, *, remakes: bool) -> int:
-    """Launch bound of a pass, in blocks of a multiprocessor; with one more, backward spills registers."""
+    """Launch bound: blocks that a multiprocessor must hold. With one more, a backward pass that remakes y spills."""
     return _BLOCKS[dtype] - remakes
 
 
@@ -27,9 +27,9 @@ class GatedPass:
     """y[M,F] = dropout(act(gate) · value), with h[M,2F] = (gate, value); or dh[M,2F] from dy[M,F] and h.
 
     Args:
-        drops: whether there is dropout.
-        specs: of h and y, or of h, dy and dh; dh may be h's memory, if it has the same layout.
-        remakes: whether a backward pass also writes y, over dy.
+        drops: whether the pass applies dropout.
+        specs: specs of h and y, or of h, dy and dh; dh may be in h's memory, if their layouts are equal.
+        remakes: whether a backward pass also recomputes y, and writes it over dy.
     """
 
     scratch_bytes = 0
@@ -53,7 +53,7 @@ class GatedPass:
         self._launches = Launches(entry, macros, device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of h and y, or of dy, h and dh.
@@ -71,9 +71,9 @@ class GatedPass:
 
 
 def _half(spec: Spec, dtype: DType) -> tuple[Spec, int]:
-    """The left half of a matrix, and the bytes from its first element to that of the right half.
+    """The left half of a matrix, and the distance in bytes from its first element to that of the right half.
 
-    Where the left half is whole octets, the right half is aligned to 16 bytes as the left half is.
+    If rows of the left half are whole octets, the right half is aligned to 16 bytes if the left half is.
     """
     layout = spec.layout
     half = Layout(layout.rows, layout.cols // 2, layout.order, layout.leading_dimension)

@@ -1,8 +1,8 @@
 """Loads the package's CUDA kernels, once for each device and set of macros, and prepares their launches.
 
-A kernel takes one struct by value, so that a launch passes one pointer. The structs are declared in `cuda_src` alone,
-one member a line, and kernels have their signatures on one line: `struct` reads the declarations and makes the classes
-of ctypes. A test compares sizes and offsets with the compiler's.
+A kernel takes one struct by value, so that a launch passes one pointer. The structs are declared only in `cuda_src`:
+`struct` parses the declarations and makes ctypes classes of them, and so needs one member and one kernel signature on a
+line. A test compares the classes' sizes and offsets with the C++ compiler's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lt_runtime.paths import kernel_sources
 from lt_runtime.problem import DType, Spec
 
 _OVERLAP_CAPABILITY: Final = 90
-# bytes of dynamic shared memory that every kernel gets without asking: 48 KiB less its static shared memory
+# bytes of dynamic shared memory that every kernel may use without a function attribute: the limit is 48 KiB, of which
+# static shared memory takes a part
 _SHARED_WITHOUT_ASKING: Final = 32 << 10
 _ATTRIBUTE: Final = driver.CUfunction_attribute
 
@@ -37,13 +38,13 @@ _BITS: Final = 8
 
 
 def define(**definitions: DType | str | int) -> Macros:
-    """Preprocessor definitions: of a type its CUDA C++ name, of a number or truth value its digits."""
+    """Preprocessor definitions: types by their CUDA C++ names, numbers and booleans by their digits."""
     texts = {name: SCALAR[each] if isinstance(each, DType) else each for name, each in definitions.items()}
     return tuple((name, each if isinstance(each, str) else str(int(each))) for name, each in texts.items())
 
 
 class Struct(ctypes.Structure):
-    """A struct of `cuda_src`. Its fields have the names of the C++ members; `in` and `from` are `in_` and `from_`."""
+    """Base of the ctypes classes for structs of `cuda_src`. C++ members `in` and `from` are named `in_` and `from_`."""
 
 
 # types of fields, named as in ctypes without "c_"
@@ -61,7 +62,7 @@ _Struct = TypeVar("_Struct", bound=Struct)
 
 @functools.cache
 def _declarations() -> tuple[Mapping[str, str], ...]:
-    """The bodies of all structs in `cuda_src`, the names of the structs that kernels take, and constants, by name."""
+    """What `cuda_src` declares: bodies of structs by name, argument structs by kernel name, and constants by name."""
     text = "\n".join(path.read_text() for path in sorted(kernel_sources().glob("*.cu*")))
     return tuple(dict(each.findall(text)) for each in (_STRUCT, _PARAMETER, _CONSTANT))
 
@@ -73,7 +74,7 @@ def struct(name: str) -> type[Struct]:
 
 
 def declared(cls: type[_Struct]) -> type[_Struct]:
-    """Gives a class the fields that `cuda_src` declares for the struct of its name. Pointers are addresses."""
+    """Gives a class the fields that `cuda_src` declares for the struct of the same name. Pointers become addresses."""
     (bodies, _, constants), fields = _declarations(), []
     for kind, pointer, name, lengths in _MEMBER.findall(bodies[cls.__name__]):
         field = ctypes.c_void_p if pointer else _NUMBERS.get(kind) or struct(kind)
@@ -91,10 +92,10 @@ class Matrix(Struct):
 
     @classmethod
     def of(cls, matrix: Layout | Spec | None, *, is_mask: bool = False) -> Matrix:
-        """The strides of a matrix, with address 0 for the caller to fill in; all zeros for None, an absent matrix.
+        """The struct for a matrix with address 0, which the caller sets; all zeros for None, an absent matrix.
 
         Args:
-            is_mask: whether the layout counts bits, as a mask's does. Kernels read a mask in bytes of eight columns.
+            is_mask: whether the layout is a bit mask's and counts bits. Kernels read a mask in bytes of eight columns.
         """
         if matrix is None:
             return cls()
@@ -104,7 +105,7 @@ class Matrix(Struct):
 
 @declared
 class Dropout(Struct):
-    """The C++ struct `lt::Dropout`: the arguments of a dropout mask."""
+    """The C++ struct `lt::Dropout`: the state of the random numbers, and the threshold and scale of a dropout mask."""
 
 
 class Entry(NamedTuple):
@@ -115,16 +116,16 @@ class Entry(NamedTuple):
 
     @property
     def params(self) -> type[Struct]:
-        """The struct that the kernel takes by value."""
+        """The ctypes class of the struct that the kernel takes by value."""
         _, parameters, _ = _declarations()
         return struct(parameters[self.name])
 
 
 class Kernel:
-    """A kernel loaded on one device; it keeps its module alive.
+    """A kernel loaded on one device. The object keeps the CUDA module loaded.
 
     Raises:
-        GpuError: the driver knows another size of the kernel's parameter than the struct has.
+        GpuError: the driver's size of the kernel's parameter differs from the struct's.
     """
 
     def __init__(self, entry: Entry, module: Any, *, overlaps: bool) -> None:
@@ -138,7 +139,7 @@ class Kernel:
             raise GpuError(f"{entry.name} takes {size} bytes of parameters, {entry.params.__name__} has {expected}")
 
     def prepare(self, grid: Pair, block: Pair, params: Struct, stream: int, batch: int = 1, shared: int = 0) -> Launch:
-        """A launch that may be repeated; each one reads the present contents of `params`.
+        """Prepares a launch that may be repeated; each launch copies the contents that `params` has at that time.
 
         Args:
             grid: blocks in x and y.
@@ -153,7 +154,7 @@ class Kernel:
     def _allow_shared(self, size: int) -> None:
         """Allows a kernel's blocks `size` bytes of dynamic shared memory each.
 
-        Also has the driver configure a multiprocessor with as much shared memory as its blocks can use.
+        Also asks the driver for the largest share of L1 as shared memory, so that several blocks fit a multiprocessor.
         """
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
@@ -162,7 +163,7 @@ class Kernel:
 
 @functools.cache
 def get_kernel(entry: Entry, macros: Macros, device: int) -> Kernel:
-    """The kernel `entry` under the given definitions, compiled and loaded at first use; `device` is current.
+    """The kernel `entry` with the given definitions, compiled and loaded on first use. `device` must be current.
 
     Raises:
         CompileError, MissingLibraryError: see `compile_kernel`.
@@ -177,15 +178,15 @@ def _load_module(source: str, macros: Macros, device: int) -> Any:
 
 
 class Launches(dict[int, tuple[Struct, Launch]]):
-    """A kernel with its grid, prepared once for each stream: `params, launch = launches[stream]`.
+    """A kernel with its grid, prepared on first use of each stream: `params, launch = launches[stream]`.
 
-    The caller writes into `params` what differs from the call before, then calls `launch`. Both belong to the stream:
-    one thread at a time may use them, which callers ensure with a lock.
+    The caller writes the fields of `params` that differ from the previous call, then calls `launch`. Only one thread at
+    a time may use the `params` and `launch` of a stream, which callers ensure with a lock.
 
     Args:
-        device: ordinal of the GPU, which is current, and will be at every launch.
-        params: the argument block that every stream's own begins as a copy of.
-        batch: the grid's blocks in z.
+        device: ordinal of the GPU, which must be current now and at every launch.
+        params: the initial argument block, of which each stream gets a copy.
+        batch: gridDim.z.
         shared: bytes of a block's dynamic shared memory.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The kernels of losses that compare two matrices, and two kernels that serve all losses.
+"""The kernel of elementwise losses, and two kernels that all losses use.
 
 elementwise_loss.cu computes the mean of a loss over all elements, and its gradient. scale.cu rounds FP32 gradients, and
 tally.cu sums losses over steps.
@@ -21,11 +21,12 @@ from lt_runtime.problem import DType
 
 LOSSES: Final = {"mse": "lt::SquaredError", "huber": "lt::Huber", "bce_with_logits": "lt::BinaryCrossEntropy"}
 """The struct of `losses.cuh` for each loss."""
-# Octets that a thread loads before it waits for them.
+# Octets of each operand whose loads a thread issues before it waits.
 _OCTETS: Final = 2
-# Limit of the elements of joined rows that have weights: the kernel finds an element's row by a 32-bit division.
+# Arrays of more elements are not joined to one row if they have weights: the kernel finds an element's row by a 32-bit
+# division.
 _MOST_JOINED: Final = 1 << 32
-# Most blocks of a loss's grid: each writes a partial sum, and the last block adds them up.
+# Largest number of blocks of a loss's grid, because the last block adds up a partial sum of each.
 _MAX_BLOCKS: Final = 4096
 _SCALE_BLOCKS: Final = 1 << 16
 _TALLY_ROWS: Final = THREADS // WARP  # rows of logits that a block of the tally reads at a time: one for each warp
@@ -55,7 +56,7 @@ def loss_macros(dtype: DType, name: str, *, weighted: bool) -> Macros:
 
 
 class ElementwiseLossPass:
-    """The mean of a loss of one matrix against another, and its gradient.
+    """Computes the mean of an elementwise loss of prediction against target, and its gradient.
 
     Attributes:
         scratch_bytes: bytes of scratch memory for the blocks' partial sums.
@@ -75,7 +76,7 @@ class ElementwiseLossPass:
         self._launches = Launches(ELEMENTWISE_LOSS, macros, device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of prediction, target, gradient, loss, row weights and column weights; the

@@ -1,4 +1,4 @@
-"""matmul_epilogue.cu: cuBLASLt's epilogues as a pass of our own over a product that is already stored."""
+"""matmul_epilogue.cu: cuBLASLt's epilogues, applied by a kernel of ours to a product that is already stored."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ OPERAND_SUM: Final = Entry("operand_sum", "matmul_epilogue.cu")
 
 
 def c_lies_across(problem: MatmulProblem) -> bool:
-    """Whether C is column-major where D is row-major, or the other way round."""
+    """Whether C and D have different orders: one is row-major, the other column-major."""
     return problem.c is not None and problem.c.layout.order is not problem.d.layout.order
 
 
 def pass_supports(problem: MatmulProblem) -> bool:
-    """Whether `MatmulPass` can apply a problem's epilogue: it writes no FP8, and reads a bias of D's type."""
+    """Whether `MatmulPass` can apply a problem's epilogue: D is not FP8, and the bias has D's type."""
     return not problem.d_dtype.is_float8 and problem.bias_dtype is problem.d_dtype
 
 
 class MatmulPass:
-    """The epilogue of a problem, in one kernel after the plain product.
+    """Applies the epilogue of a problem in one kernel, after cuBLASLt has computed the plain product.
 
     The pass supports every layout and size, also those that cuBLASLt refuses or computes wrongly.
 
     Args:
-        product: spec of an FP32 product in memory of its own, of D's shape and in any layout, so that the result is
-            rounded only once; None for a product of D's type that lies in D, which the pass overwrites. The pass adds
-            β·C to a product in memory of its own, and to a product in D only if C lies across D. Otherwise the library
-            has added it.
+        product: spec of an FP32 product in separate memory, of D's shape and in any layout, so that the result is
+            rounded only once; None for a product of D's type that is stored in D, which the pass overwrites. The pass
+            adds β·C to a product in separate memory, and to a product in D only if C and D have different orders.
+            Otherwise cuBLASLt has added β·C.
     """
 
     def __init__(self, problem: MatmulProblem, device: int, product: Spec | None = None) -> None:
         self._problem, self._product, epilogue = problem, product or problem.d, problem.epilogue
         self._adds_c = problem.c is not None and (product is not None or c_lies_across(problem))
         self._has_mask = epilogue.activation == "relu" and problem.aux is not None
-        # The forward kernel takes D's contiguous axis for its columns, so that one thread writes a whole byte of ReLU's
-        # mask.
+        # The forward kernel treats the contiguous axis of D as its columns, so that one thread writes whole bytes of
+        # ReLU's mask.
         self._flips = problem.d.layout.order is Order.COLUMN and not epilogue.is_derivative
         product_dtype, function = DType.FLOAT32 if product else problem.d_dtype, ACTIVATION_NAMES[epilogue.activation]
-        operand = problem.dtype if epilogue.sums_operand else problem.d_dtype  # only a sum of an operand reads it
+        operand = problem.dtype if epilogue.sums_operand else problem.d_dtype  # read only by operand_sum
         macros = define(SCALAR=problem.d_dtype, PRODUCT=product_dtype, OPERAND=operand, ACTIVATION=function)
         if epilogue.sums_operand:
             entry, params, self._write = OPERAND_SUM, self._operand_sum_params(), self._write_operand_sum
@@ -116,5 +116,5 @@ class MatmulPass:
         return params
 
     def _turned(self, spec: Spec) -> Layout:
-        """The layout by which the kernel reads a matrix: transposed if the pass exchanges rows and columns."""
+        """The layout of a matrix as the kernel sees it: transposed if the pass exchanges rows and columns."""
         return spec.layout.transposed if self._flips else spec.layout

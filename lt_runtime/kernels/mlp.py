@@ -1,4 +1,4 @@
-"""mlp_fwd.cu, mlp_bwd.cu and mlp_gradients.cu: a narrow MLP from its inputs to its outputs, or to its gradients."""
+"""mlp_fwd.cu, mlp_bwd.cu and mlp_gradients.cu: forward and backward pass of a narrow MLP, one kernel for all layers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lt_runtime.layout import Layout
 from lt_runtime.problem import DType, MLPProblem, Saved
 
 MAX_WIDTH: Final = 128
-"""The most columns of inputs, of a hidden layer and of outputs."""
+"""The largest number of columns of the inputs, of a hidden layer and of the outputs."""
 WIDTHS: Final = (16, 32, 64, MAX_WIDTH)
-"""Columns of the hidden layers that the kernels are compiled for; narrower layers are padded."""
+"""Numbers of columns of the hidden layers for which the kernels are compiled; narrower layers are padded."""
 MAX_LAYERS: Final = 16
 TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
 # Least compute capability of a GPU that has the tensor-core instructions in mma.cuh.
 _CAPABILITY: Final = 80
-# Rows of a tile; the kernels pad numbers of columns to multiples of it.
+# Rows of a tile, and the number to whose multiples the kernels pad columns.
 _STEP: Final = 16
 # Elements of padding behind each row in shared memory.
 _SKEW: Final = 8
-# FP32 sums of a tile of a gradient, 16 x 8.
+# FP32 sums in a tile of a weight gradient: 16 outputs by 8 inputs.
 _FRAGMENT: Final = 128
-# Bytes that the driver takes of a block's shared memory.
+# Bytes of a block's shared memory that the driver reserves for itself.
 _RESERVED_SHARED: Final = 1024
-# Columns of hidden layers up to which a row warp (see `Block`) has registers for two tiles.
+# Largest width of the hidden layers for which a row warp (see `Block`) has registers for two tiles of rows.
 _NARROWER: Final = 64
 _FORWARD_WARPS: Final = 4
 _FORWARD_BLOCKS: Final = 3  # blocks of mlp_fwd that a multiprocessor holds
@@ -46,9 +46,9 @@ _SCHEDULERS: Final = 4
 _MOST_REGISTERS: Final = 255
 # Registers that a thread of mlp_bwd needs besides its sums.
 _OTHER_REGISTERS: Final = 52
-# Most launches of a backward pass: if it needs more, running layer by layer is faster.
+# Largest number of launches of mlp_bwd: if a backward pass needs more, the layers are run one by one, which is faster.
 _MOST_PARTS: Final = 3
-# Numbers that the loss takes among a block's partial sums; see mlp_sums.cuh.
+# How many of a block's partial sums are reserved for the loss; see mlp_sums.cuh.
 _LOSS_PLACES: Final = 4
 
 
@@ -61,9 +61,9 @@ class Block(NamedTuple):
     """How the warps of a block of mlp_bwd share the work.
 
     Attributes:
-        row_warps: warps that take rows through the layers.
+        row_warps: warps that run rows forward through the layers and backward again.
         row_tiles: tiles of 16 rows that a row warp computes at a time: with two, it reads weights half as often.
-        sum_warps: warps that make the gradients of the weights, and keep their sums in registers.
+        sum_warps: warps that compute the gradients of the weights, and keep their sums in registers.
     """
 
     row_warps: int
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Registers that a thread may use, so that the schedulers hold all warps of the block."""
+        """The most registers that a thread may use if the four schedulers are to hold all warps of the block."""
         warps_each = -(-self.threads // (WARP * _SCHEDULERS))
         return min(_REGISTERS // (WARP * warps_each), _MOST_REGISTERS)
 
@@ -88,7 +88,7 @@ class Block(NamedTuple):
 
 
 _BLOCKS: Final = tuple(Block(*each) for each in ((4, 2, 4), (4, 1, 4), (4, 1, 8), (2, 1, 4), (2, 1, 8)))
-"""Ways to divide a block's warps, the best first. With eight sum warps a thread has no registers for two tiles."""
+"""Divisions of a block's warps to try, fastest first. With eight sum warps a thread has no registers for two tiles."""
 
 
 class Part(NamedTuple):
@@ -100,10 +100,10 @@ class Part(NamedTuple):
 
 
 def supports(problem: MLPProblem, device: int) -> bool:
-    """Whether the kernels can run an MLP.
+    """Whether the kernels support an MLP on a device.
 
-    Its type must have 16 bits, and its layers must be narrow, and few enough for shared memory and registers. The GPU
-    must be an Ampere or a later one.
+    The MLP must have a 16-bit type, at least two layers, all of at most `MAX_WIDTH` columns, and few enough weights for
+    a block's shared memory and registers. The GPU must have compute capability 8.0 (Ampere) or higher.
     """
     layers = len(problem.dims) - 1
     fits = 2 <= layers <= MAX_LAYERS and max(problem.dims) <= MAX_WIDTH and problem.rows > 0
@@ -134,7 +134,7 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
 
 
 class MlpForward:
-    """The pass that computes the outputs of an MLP."""
+    """Computes the outputs of an MLP from its inputs, in one kernel."""
 
     scratch_bytes = 0
 
@@ -147,7 +147,7 @@ class MlpForward:
         self._launches = Launches(MLP_FWD, macros, device, tiling, _params(problem, x, y), shared=shared)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Launches the forward or backward pass on the stream of `memory`; the caller holds the memory's lock.
+        """Launches the forward or backward pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of x, y, and each layer's weight and bias, which is 0 if there is none.
@@ -159,16 +159,16 @@ class MlpForward:
 
 
 class MlpBackward:
-    """The gradients of an MLP's weights and biases, from x and the gradient dy of the outputs, or from x and targets.
+    """Computes the gradients of an MLP's weights and biases from x and the outputs' gradient dy, or from x and targets.
 
     Args:
         x: layout of the inputs.
         y: layout of dy or, with a loss, of the targets.
         accumulate: whether the gradients are added to the present values of their buffers.
-        loss: compares the outputs with their targets; None if dy is given.
+        loss: the loss of the outputs against their targets; None if dy is given instead of targets.
 
     Attributes:
-        scratch_bytes: bytes of scratch memory for the blocks' sums.
+        scratch_bytes: bytes of scratch memory for the partial sums of the blocks.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class MlpBackward:
         self._last = Launches(MLP_GRADIENTS, define(SCALAR=problem.dtype), device, tiling, last)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of x, of dy or the targets, of each layer's weight and bias, of the gradients
@@ -261,22 +261,22 @@ def _forward_bytes(problem: MLPProblem) -> int:
 
 
 def _sums(problem: MLPProblem) -> list[int]:
-    """FP32 sums of each layer's gradients, in tiles of 16 outputs by 8 inputs; 16 biases take one tile more."""
+    """Number of FP32 sums of each layer's gradients: tiles of 16 outputs by 8 inputs, and a tile for each 16 biases."""
     pairs = itertools.pairwise(_sizes(problem))
     return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in pairs]
 
 
 def _parts_for(problem: MLPProblem, device: int) -> tuple[Part, ...]:
-    """The launches of mlp_bwd on a device; none if no block has room."""
+    """The launches of mlp_bwd on a device; an empty tuple if no block of `_BLOCKS` has enough memory and registers."""
     return fitting_parts(problem, _shared_of_block(device), device_info(device).multiprocessors)
 
 
 def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tuple[Part, ...]:
-    """The fewest launches that compute all gradients; none if no block size has room for them.
+    """The fewest launches that compute all gradients; an empty tuple if no block of `_BLOCKS` can compute them.
 
-    Of several block sizes that need equally few launches, the first of `_BLOCKS` is taken.
+    Of several blocks that need equally few launches, the first of `_BLOCKS` is taken.
 
-    Each launch repeats the forward and backward pass of all rows, so that a single launch is best.
+    Each launch repeats the forward and backward pass of all rows, so that fewer launches are faster.
 
     Args:
         shared: bytes of shared memory that a block may have.
@@ -286,9 +286,9 @@ def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tup
 
 
 def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...]:
-    """Divides the layers into parts, the last layers first, each with as many layers as fit.
+    """Divides the layers into parts (launches), from the last layer to the first, each with as many layers as fit.
 
-    Returns no parts if a layer does not fit alone.
+    Returns an empty tuple if some layer does not fit even alone.
     """
     found, last = list[Part](), len(problem.dims) - 2
     while last >= 0:
@@ -302,14 +302,14 @@ def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...
 
 
 def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
-    """The usable entries of `_BLOCKS`. With few rows it is fastest if each row warp computes one tile at a time."""
+    """The entries of `_BLOCKS` to try: with few rows or wide layers only those with one tile for a row warp."""
     is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
     most = 1 if is_small or _sizes(problem)[1] > _NARROWER else _BLOCKS[0].row_tiles
     return [block for block in _BLOCKS if block.row_tiles <= most]
 
 
 def _fits(problem: MLPProblem, part: Part, shared: int) -> bool:
-    """Whether a block's shared memory and a thread's registers suffice for a part."""
+    """Whether a block has enough shared memory, and a thread enough registers, for the launch `part`."""
     has_registers = _sums_each(problem, part) + _OTHER_REGISTERS <= part.block.registers
     return has_registers and _backward_bytes(problem, part) <= shared
 
@@ -337,7 +337,7 @@ def _backward_bytes(problem: MLPProblem, part: Part) -> int:
 
 
 def _sums_each(problem: MLPProblem, part: Part) -> int:
-    """Number of gradients' sums that a thread of mlp_bwd keeps in registers; see `split_of` in mlp_bwd.cu."""
+    """Number of FP32 sums of gradients that a thread of mlp_bwd keeps in registers; see `split_of` in mlp_bwd.cu."""
     found, warps = 0, part.block.sum_warps
     for above, below in itertools.pairwise(_sizes(problem)[part.first : part.last + 2]):
         parts = [(-(-below // _STEP // i), -(-above // _STEP // (warps // i))) for i in range(1, warps + 1)]
@@ -352,6 +352,6 @@ def _shared_of_block(device: int) -> int:
 
 
 def _blocks(device: int, shared: int, most: int) -> int:
-    """Blocks that a multiprocessor holds: its memory for `shared` bytes a block, its registers for `most` blocks."""
+    """Blocks that a multiprocessor holds, given `shared` bytes of memory for each, and registers for at most `most`."""
     (size,) = device_attributes(device, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
     return max(1, min(most, size // (shared + _RESERVED_SHARED)))

@@ -1,4 +1,4 @@
-"""narrow_n.cu, narrow_k.cu and narrow_m.cu: matrix products with one tiny dimension, whose time is memory's latency."""
+"""narrow_n.cu, narrow_k.cu and narrow_m.cu: matrix products with one tiny dimension, bound by memory latency."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 
 MAX_WIDTH: Final = 16
-"""The largest size of a dimension that the kernels count as tiny."""
-# Threads of a multiprocessor that are enough to hide the latency of memory.
+"""The largest size of the tiny dimension that the kernels support."""
+# Number of resident threads of a multiprocessor that hides the latency of memory.
 _BUSY_THREADS: Final = 1024
-# Rows of a thread if there are many more rows than threads that the GPU runs at a time; otherwise a thread has one row.
+# Rows that a thread computes if there are many more rows than threads that the GPU runs at a time; otherwise it is one.
 _SHARED_ROWS: Final = 4
 # Columns that a thread of narrow_m computes.
 _QUAD: Final = 4
 # Threads of a block of narrow_k for an epilogue without sums over rows.
 _K_THREADS: Final = 128
-# Octets side by side in a block of narrow_k that also sums over rows: a line of the cache.
+# Octets in a row of a block of narrow_k that also sums over rows.
 _SUM_OCTETS: Final = 4
-# Most quads side by side in a block of narrow_m: 64 columns.
+# Largest number of quads (four columns each) across a block of narrow_m: 64 columns.
 _MAX_SIDE: Final = 16
-# Rows of a thread of narrow_m beyond which several blocks share the rows.
+# If a thread of narrow_m had more rows of the large dimension K than this, several blocks share them.
 _LONG: Final = 16
-# Fewest rows of a thread of narrow_m if several blocks share the rows.
+# Fewest of these rows that each thread keeps if several blocks share them.
 _PART: Final = 4
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
 
@@ -41,12 +41,12 @@ NARROW_M: Final = Entry("narrow_m", "narrow_m.cu")
 
 
 class _Form(NamedTuple):
-    """The kernel that computes a product, and the matrices in the form that the kernel reads.
+    """Which kernel computes a product, and the matrices as this kernel reads them.
 
     Attributes:
-        entry: the kernel, whose name says the tiny dimension.
+        entry: the kernel: NARROW_N, NARROW_K or NARROW_M, named for the tiny dimension.
         width: size of the tiny dimension.
-        matrices: A, B, C and D, all row-major, with D for an absent C. narrow_n takes B's transpose, narrow_m A's.
+        matrices: A, B, C and D, all row-major; D's spec stands in for an absent C. narrow_n reads Bᵀ, narrow_m Aᵀ.
     """
 
     entry: Entry
@@ -63,7 +63,7 @@ def supports(problem: MatmulProblem) -> bool:
 
 
 def _form_of(problem: MatmulProblem) -> _Form | None:
-    """The product in the form of the first kernel that takes it; None if no kernel does."""
+    """The form of a product for the first kernel that supports it; None if no kernel does."""
     alike = problem.dtype is problem.d_dtype and problem.dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
     if not alike or problem.is_empty or problem.batch != 1 or problem.device_scalars or not _fits_aux(problem):
         return None
@@ -82,7 +82,7 @@ def _form_of(problem: MatmulProblem) -> _Form | None:
 
 
 def _fits_aux(problem: MatmulProblem) -> bool:
-    """Whether a derivative's auxiliary matrix is row-major, as D is; for any other epilogue, whether there is none."""
+    """Whether the auxiliary matrix is supported: row-major, as D, with a derivative's epilogue; otherwise absent."""
     aux, d = problem.aux, problem.d
     if aux is None:
         return not problem.epilogue.is_derivative
@@ -90,7 +90,7 @@ def _fits_aux(problem: MatmulProblem) -> bool:
 
 
 def _row_major(spec: Spec) -> Spec | None:
-    """The matrix as a row-major one; None if it is not. A single row or column may be both."""
+    """The matrix as a row-major one; None if it is column-major. A single row or column counts as either."""
     layout = spec.layout
     if layout.order is Order.ROW:
         return spec
@@ -102,15 +102,15 @@ def _row_major(spec: Spec) -> Spec | None:
 
 
 _Geometry: TypeAlias = tuple[Tiling, int | None, int]
-"""How threads share a product: the kernel's tiling, the rows of a thread, and a thread's partial sums.
+"""How threads share a product: tiling of the kernel, rows of a thread, and partial sums of a thread.
 
-The rows of a thread are None for a kernel that is not compiled for a number of rows. Blocks in the same column of the
-grid add up their threads' partial sums; the number of sums is 0 if none is shared.
+The rows of a thread are None for narrow_m, which is not compiled for a number of rows. The partial sums are those that
+blocks in the same column of the grid add up among them; 0 if the kernel needs none.
 """
 
 
 def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) -> _Geometry:
-    """Tiling of narrow_n: each octet of a row has its own thread as long as the GPU has enough threads.
+    """Tiling of narrow_n: one thread for each octet of a row of A, or for several if the GPU has too few threads.
 
     Rows are divided among at least one block for each SM, if there are enough rows.
     """
@@ -129,7 +129,7 @@ def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) 
 
 
 def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """Tiling of narrow_k without sums over rows: a thread for each octet of D, or for several octets of a column."""
+    """Tiling of narrow_k without sums over rows: one thread for each octet of D, or for several rows' octets."""
     octets = -(-problem.n // OCTET)
     many = aligned and problem.m * octets >= _SHARED_ROWS * wave_of(device, _BUSY_THREADS)
     rows = _SHARED_ROWS if many else 1
@@ -140,11 +140,11 @@ def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
 
 
 def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """Tiling of narrow_k with sums over rows: blocks share a strip of columns, unless a block has a thread a row.
+    """Tiling of narrow_k with sums over rows: one block for each strip of columns, or several if there are many rows.
 
-    A block with a thread for each row handles its strip alone and waits for no other block; the strips are so narrow
-    that they occupy the GPU. A multiprocessor holds one such block, because loading all rows of B at once takes many
-    registers.
+    If a block can have a thread for each row, it computes its strip alone and waits for no other block; strips are then
+    so narrow that all multiprocessors have one. A multiprocessor holds one such block, because a thread that has all
+    rows of B in flight needs many registers.
     """
     wave, octets = wave_of(device, 1), -(-problem.n // OCTET)
     x, is_alone = min(_SUM_OCTETS, next_power_of_two(octets)), problem.m <= THREADS
@@ -158,7 +158,7 @@ def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
 
 
 def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
-    """Tiling of narrow_m: strips of columns so narrow that they occupy the GPU; blocks share a long strip's rows."""
+    """Tiling of narrow_m: strips of columns, narrow enough to occupy the GPU; blocks share the rows of a long strip."""
     wave = wave_of(device, 2)
     quads = -(-(problem.n + problem.epilogue.sums_operand) // _QUAD)
     widest = min(_MAX_SIDE, next_power_of_two(quads))
@@ -173,16 +173,16 @@ def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
 
 
 class NarrowPass:
-    """A product that `supports` accepts, in one kernel.
+    """Computes a product that `supports` accepts, with its epilogue, in one kernel.
 
     Attributes:
         tiling: blocks and threads.
-        scratch_bytes: bytes for sums over parts of K or M. They lie in a stream's workspace, because its scratch memory
-            may hold an operand.
-        tickets: counters of the blocks that share sums.
+        scratch_bytes: bytes for sums over parts of K or M. They lie in the stream's workspace, because its scratch
+            memory may hold an operand.
+        tickets: number of counters for blocks that share sums.
 
     Raises:
-        PlanError: no kernel takes the product.
+        PlanError: no kernel supports the product.
     """
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
@@ -203,7 +203,7 @@ class NarrowPass:
         self._launches = Launches(entry, macros, device, self.tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the product on the memory's stream; the caller holds the memory's lock."""
+        """Launches the product on `memory.stream`; the caller must hold `memory.lock`."""
         params, launch = self._launches[memory.stream]
         a, b, c, vector, aux, d = call.addresses
         alpha, beta = call.scalars
@@ -231,14 +231,14 @@ def _reads_mask(epilogue: Epilogue) -> bool:
 
 
 def _is_aligned(form: _Form, problem: MatmulProblem) -> bool:
-    """Whether all rows that the kernel moves in vectors are whole octets and begin at multiples of 16 bytes."""
+    """Whether all matrices that the kernel moves in octets have aligned rows of whole octets; see `are_aligned`."""
     (a, b, c, d), aux = form.matrices, None if _reads_mask(problem.epilogue) else problem.aux
     moved = {NARROW_N: (a, b), NARROW_K: (b, c, d, aux), NARROW_M: (b,)}
     return are_aligned(problem.dtype, *moved[form.entry])
 
 
 def narrow_macros(dtype: DType, width: int, aligned: bool, rows: int | None, epilogue: Epilogue | None) -> Macros:
-    """A kernel's macros; `rows` and `epilogue` are None for a kernel that is not compiled for them."""
+    """Preprocessor definitions of a narrow kernel; `rows` and `epilogue` are None if it has no such definition."""
     shared = define() if rows is None else define(ROWS=rows)
     macros = (*define(SCALAR=dtype, WIDTH=width), *shared, *define(ALIGNED=aligned))
     if epilogue is None:

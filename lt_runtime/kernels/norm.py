@@ -17,19 +17,19 @@ NORM_FWD: Final = Entry("norm_fwd", "norm.cu")
 NORM_BWD: Final = Entry("norm_bwd", "norm.cu")
 NORM_SUMS: Final = Entry("norm_sums", "norm.cu")
 
-# Octets of a row that a thread holds, as in norm.cu: two, or four in norm_fwd if rows are aligned, and in norm_bwd if
-# they are also long and of 16-bit numbers.
+# Octets of a row that a thread holds, as in norm.cu: four in norm_fwd if rows are aligned, and in norm_bwd if rows are
+# also long and their elements have 16 bits; otherwise two.
 _OCTETS: Final = 2
 _MANY_OCTETS: Final = 4
-# Most threads of a block, by `Width`: of norm_fwd, for aligned rows and for others, and of norm_bwd. The launch bounds
-# of norm.cu let a multiprocessor run at least as many at a time as a wide row's block may have, or a long row's.
+# Largest number of threads of a block, one for each `Width`: of norm_fwd, for aligned and other rows, and of norm_bwd.
+# The launch bounds in norm.cu limit registers so that a multiprocessor runs at least the largest of these blocks.
 _FORWARD_THREADS: Final = {True: (128, 512, 512), False: (256, 512, 256)}
 _BACKWARD_THREADS: Final = (256, 512, 512)
-# Rows of shared memory by which norm_bwd loads ahead: the present row and the next, of x and of dy.
+# Rows in shared memory when norm_bwd prefetches: the present and the next row of x, and the same of dy.
 _AHEAD: Final = 4
 # Threads in x and y of a block that adds up partial sums: 32 columns, so that a warp reads whole lines of 128 bytes.
 _SUMS_BLOCK: Final = (4, 64)
-# Bytes of shared memory that norm_bwd uses besides the sums of long rows.
+# Bytes of static shared memory of norm_bwd, which the column sums of long rows must leave free.
 _STATIC_SHARED: Final = 1 << 10
 
 
@@ -37,7 +37,7 @@ Matrices: TypeAlias = tuple[Spec | None, ...]
 
 
 class Width(enum.IntEnum):
-    """How many columns a row has: as many as a small block's registers hold, as a large block's, or more (LONG)."""
+    """Class of row lengths: rows that the registers of a small block hold, of a large block, or of no block (LONG)."""
 
     SHORT = 0
     WIDE = 1
@@ -45,10 +45,10 @@ class Width(enum.IntEnum):
 
 
 class Norm(NamedTuple):
-    """A normalisation and its types.
+    """Kind of normalisation and its types.
 
     Attributes:
-        dtype: of all matrices. weight: of weight and bias, and of their gradients.
+        dtype: type of all matrices. weight: type of weight and bias, and of their gradients.
         has_mean: whether it is LayerNorm, which subtracts a row's mean, and not RMSNorm.
     """
 
@@ -72,11 +72,11 @@ def norm_macros(norm: Norm, *, aligned: bool, width: Width) -> Macros:
 class _Rows:
     """How a pass divides the rows of a matrix among blocks and threads.
 
-    A block of a forward pass has its rows and no later rows. A backward pass has one wave of blocks, which go from row
-    to row, because each adds up gradients over its rows.
+    In a forward pass each block computes its rows and ends. A backward pass has one wave of blocks, which loop over the
+    rows, because a block adds up the gradients of weight and bias over its rows.
 
     Args:
-        matrices: see the pass.
+        matrices: specs, as `NormForwardPass` or `NormBackwardPass` takes them.
         vectors: alignment of the addresses of weight and bias.
         forward: whether it is the forward pass.
 
@@ -113,10 +113,10 @@ class _Rows:
 
 
 class NormForwardPass:
-    """y, and the statistics of the rows of x.
+    """Computes y = norm(x) and the statistics of x's rows, and before that the sum of x and another matrix if wanted.
 
     Args:
-        matrices: specs of x, of what is added to x, of the sum, and of y; None for an absent one.
+        matrices: specs of x, of the matrix that is added to x, of the sum, and of y; None for an absent one.
         vectors: alignment of the addresses of weight and bias.
     """
 
@@ -129,7 +129,7 @@ class NormForwardPass:
         self._launches = Launches(NORM_FWD, rows.macros, device, rows.tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of x, weight, bias, add, y, the sum, means and reciprocal deviations.
@@ -141,10 +141,10 @@ class NormForwardPass:
 
 
 class NormBackwardPass:
-    """dx, and the gradients of weight and bias.
+    """Computes dx and the gradients of weight and bias.
 
     Args:
-        matrices: specs of dy, of x, of what is added to dx, and of dx; None for an absent one.
+        matrices: specs of dy, of x, of the matrix that is added to dx, and of dx; None for an absent one.
         vectors: alignment of the weight's address.
         sums: whether the gradient of weight or bias is wanted.
         accumulate: whether the gradients of weight and bias are added to the present values of their buffers.
@@ -163,14 +163,15 @@ class NormBackwardPass:
         params = NORM_BWD.params(*map(Matrix.of, matrices), pitch=pitch, holds_sums=holds)
         params.rows, params.cols = rows.shape
         shared = own_bytes if holds else rows.ahead_bytes
-        # Without rows only the gradients of weight and bias have elements, and all are 0.
+        # For a matrix without rows norm_bwd is not launched, and NORM_SUMS writes zeros as gradients of weight and
+        # bias.
         self._launches = Launches(NORM_BWD, rows.macros, device, rows.tiling, params, shared=shared) if blocks else None
         adding = NORM_SUMS.params(parts=blocks, cols=cols, pitch=pitch, accumulate=accumulate)
         grid = -(-cols // (OCTET * _SUMS_BLOCK[0])), norm.sums
         self._sums = Launches(NORM_SUMS, rows.macros, device, Tiling(grid, _SUMS_BLOCK), adding) if sums else None
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of dy, x, weight, means, reciprocal deviations, add, dx, and the gradients of

@@ -26,12 +26,12 @@ from lt_runtime.schedules import DECAYS, AnySchedule, Table
 UPDATE_THREADS: Final = 128
 _UPDATE_BLOCKS: Final = 8  # blocks of the update that share a chunk of a tensor
 UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
-"""Elements of a chunk of the update: each of its threads loads one octet."""
+"""Elements of a chunk of an update: one octet for each thread of its blocks."""
 UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters of finished blocks, 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
-# Least number of elements of a chunk of which one block computes the norm.
+# Fewest elements of a chunk in the gradient norm; one block sums a chunk.
 _NORM_CHUNK: Final = 16384
-# About the largest number of chunks of the gradient norm: the last block adds up a partial sum for each.
+# About the largest number of chunks in the gradient norm, because the last block adds up a partial sum of each.
 _NORM_CHUNKS: Final = 8192
 WORD_BYTES: Final = 4
 _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
@@ -157,7 +157,7 @@ class Tensor(NamedTuple):
 
 
 def update_table(tensors: Sequence[Tensor], first: int = 0) -> NDArray[Any]:
-    """A row of type `OptimizerChunk` for each chunk; at least one, since blocks of an empty chunk advance the step.
+    """The table of an update: an `OptimizerChunk` for each chunk; at least one row, whose blocks advance the step.
 
     Args:
         first: number of the first tensor among those of all groups.
@@ -174,7 +174,7 @@ def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
 
 
 def ema_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
-    """A row of type `EmaChunk` for each block, at least one."""
+    """The table of the averages: an `EmaChunk` for each chunk, at least one."""
     return _table("EmaChunk", _EMA_CHUNK, tensors)
 
 

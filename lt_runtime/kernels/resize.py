@@ -1,4 +1,4 @@
-"""resize.cu and copy_rows.cu: copies of matrices into others of a different size or order, and of rows into buffers."""
+"""resize.cu and copy_rows.cu: copy matrices to other sizes and orders, and rows of arrays into buffers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
 
 RESIZED: Final = 3
-"""Matrices that one launch of `resize` copies, at most."""
-# A thread copies several rows, because computing its position costs as much as copying a few octets. The fewest and the
-# most blocks of a copy, unless its rows are too long.
+"""The largest number of matrices that one launch of `resize` copies."""
+# A thread copies several rows, because computing its position costs as much as copying a few octets: rows of a thread,
+# and limits of the number of blocks of a copy, which very long rows exceed.
 _ROWS_OF_A_THREAD: Final = 4
 _FEWEST_BLOCKS: Final = 512
 _MOST_BLOCKS: Final = 2048
 
 
 COPIED: Final = 3
-"""Arrays whose rows one launch of `copy_rows` copies, at most."""
+"""The largest number of arrays whose rows one launch of `copy_rows` copies."""
 TABLE_BYTES: Final = COPIED * sizeof(struct("Rows"))
 """Bytes of a table on the device that holds the address and the row stride of each array to copy."""
 Place: TypeAlias = tuple[int, int]
-"""Where an array's rows lie: address, and bytes from row to row. These are the fields of `lt::Rows`."""
+"""An array's address, and the distance in bytes from row to row: the fields of the C++ struct `lt::Rows`."""
 
 
 @declared
@@ -42,7 +42,7 @@ COPY_ROWS: Final = Entry("copy_rows", "copy_rows.cu")
 
 
 class Resize(NamedTuple):
-    """Layouts of the source and of the target of a copy, each in any order and size.
+    """One copy: the layouts of its source and target, which may have different orders and sizes.
 
     Elements of the target beyond the source become zero; elements of the source beyond the target are left out.
     """
@@ -52,14 +52,14 @@ class Resize(NamedTuple):
 
     @property
     def by_rows(self) -> Resize:
-        """An equivalent copy whose target is row-major: the copy itself, or that of the transposed matrices."""
+        """An equivalent copy with a row-major target: this copy, or that of the transposed matrices."""
         if self.target.order is Order.ROW:
             return self
         return Resize(self.source.transposed, self.target.transposed)
 
 
 class ResizePass:
-    """Up to `RESIZED` copies in one kernel.
+    """Runs up to `RESIZED` copies in one kernel.
 
     Attributes:
         moved: bytes that a launch reads and writes.
@@ -77,7 +77,7 @@ class ResizePass:
         self._launches = Launches(RESIZE, define(SCALAR=dtype), device, tiling, params)
 
     def launch(self, addresses: Iterable[tuple[int, int]], stream: int) -> None:
-        """Puts the copies on a stream, whose memory's lock the caller holds.
+        """Launches the copies on `stream`; the caller must hold the lock of the stream's `StreamMemory`.
 
         Args:
             addresses: the address of each copy's source, followed by the address of its target.
@@ -89,9 +89,10 @@ class ResizePass:
 
 
 def _tiled(source: Layout, target: Layout) -> tuple[int, int, int]:
-    """The grid of a copy: blocks side by side, threads of a block side by side, and blocks below each other.
+    """Launch geometry of a copy: blocks across the columns, threads of a block across them, blocks down the rows.
 
-    If rows are no whole octets, a row's first octet may begin before the row, so that it is aligned; see resize.cu.
+    If the target's leading dimension is not a multiple of eight, the first octet of a row may begin before the row, to
+    be aligned, so that a row may take one octet more; see resize.cu.
     """
     before = OCTET - 1 if target.leading_dimension % OCTET else 0
     wide = packed(target.rows, target.cols + before)
@@ -118,11 +119,11 @@ class RowsCopy:
         self._lock = threading.Lock()
 
     def launch(self, places: Sequence[Place], stream: int, table: int = 0) -> None:
-        """Puts the copies of the arrays at `places` on a stream.
+        """Launches the copies of the arrays at `places` on a stream.
 
         Args:
-            table: device address of a table from which the kernel reads the places when it runs, instead of `places`;
-                0 for none.
+            table: device address of a table from which the kernel reads addresses and row strides when it runs; 0 to
+                use `places`.
         """
         with self._lock:
             params, launch = self._launches[stream]
@@ -131,12 +132,12 @@ class RowsCopy:
 
 
 def write_table(table: int, places: Sequence[Place], stream: int) -> None:
-    """Puts on a stream the write of `places` into the table at the device address `table`.
+    """Writes `places` into the table at the device address `table`, in order on a stream.
 
     Raises:
         DriverError: the driver refused; the contents of the table are undefined then.
     """
     rows = pack(f"{2 * len(places)}q", *itertools.chain.from_iterable(places))
     status = function("cuMemcpyHtoDAsync_v2")(table, rows, len(rows), stream)
-    if status:  # `rows` may be freed: it is not page-locked, so that the driver has read it already
+    if status:  # `rows` may be freed on return: the driver has copied pageable memory by then
         check("cuMemcpyHtoDAsync", status)

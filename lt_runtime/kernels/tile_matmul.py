@@ -1,4 +1,4 @@
-"""tile_matmul.cu: products of 16-bit matrices whose rows are no whole vectors, with epilogues, on tensor cores."""
+"""tile_matmul.cu: products of 16-bit matrices with ragged rows, with epilogues, on tensor cores."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
 _SIDE: Final = 64
 # Blocks that a multiprocessor holds.
 _BLOCKS: Final = 3
-# Parts of a split K up to which one block adds up the partial sums of all parts.
+# If K is split into at most so many parts, one block adds up all partial sums; with more, in two levels.
 _ONE_GROUP: Final = 16
-# Multiply-adds of a product beyond which it is left to cuBLASLt.
+# Products with more multiply-adds are left to cuBLASLt.
 _MOST: Final = 1 << 30
 EPILOGUES: Final = (
     *(Epilogue.NONE, Epilogue.BIAS, Epilogue.RELU, Epilogue.RELU_BIAS, Epilogue.GELU, Epilogue.GELU_BIAS),
@@ -52,20 +52,20 @@ def lies_right(b: Order, epilogue: Epilogue) -> bool:
 
 
 def is_preferred(dtype: DType, a: Spec, b: Spec, d: Spec) -> bool:
-    """Whether the kernel is for products of A and B: they have 16 bits and ragged rows, and are not too large."""
+    """Whether the kernel is meant for a product: 16-bit, with ragged rows, at most `_MOST` multiply-adds."""
     (m, k), n = a.layout.shape, b.layout.cols
     fits = 0 < m * n * k <= _MOST and n < _SIDE * MAX_GRID_Y
     return fits and dtype in TYPES and not are_whole(dtype, a, b, d)
 
 
 class Shares(NamedTuple):
-    """How blocks share a product.
+    """How blocks of the grid share a product.
 
     Attributes:
-        down, across: blocks below each other and side by side; each computes one or several tiles of D.
-        part: terms of K that a block sums up.
-        parts: blocks that share K.
-        products: products of a tile of A and a tile of B, of all blocks together.
+        down, across: numbers of blocks over the rows and over the columns of D; each computes one or several tiles.
+        part: number of terms along K that a block sums.
+        parts: number of blocks that share K.
+        products: number of products of a tile of A and a tile of B, over all blocks.
     """
 
     down: int
@@ -76,22 +76,23 @@ class Shares(NamedTuple):
 
 
 def shares_of(problem: MatmulProblem, multiprocessors: int) -> Shares:
-    """How blocks share a product on a GPU: K is split if D has fewer tiles than the GPU runs blocks at a time."""
+    """How blocks share a product: K is split if D has fewer tiles than the GPU runs blocks at a time."""
     wave, columns = multiprocessors * _BLOCKS, problem.n + problem.epilogue.sums_operand
     down, across, steps = (-(-size // _SIDE) for size in (problem.m, columns, problem.k))
     products, steps_of_a_part = down * across * steps, -(-steps // max(1, min(wave // (down * across), steps)))
-    # Blocks that sum over D's columns wait for each other. So few blocks share a column of tiles.
+    # With this epilogue the blocks of a column of tiles add up their column sums, so that few blocks should share one.
     if problem.epilogue is Epilogue.DGELU_BGRAD:
         down = min(down, max(1, wave // across))
     return Shares(down, across, _SIDE * steps_of_a_part, -(-steps // steps_of_a_part), products)
 
 
 class TileMatmulPass:
-    """A product that `supports` accepts, in one kernel.
+    """Computes a product that `supports` accepts, with its epilogue, in one kernel.
 
     Attributes:
-        scratch_bytes: bytes for sums over parts of K and over rows of tiles, in a stream's workspace.
-        tickets: counters of the blocks that share sums.
+        scratch_bytes: bytes for partial sums over parts of K, and column sums of each row of tiles, in the stream's
+            workspace.
+        tickets: number of counters for blocks that share sums.
     """
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
@@ -104,8 +105,8 @@ class TileMatmulPass:
         slots, level = 0, parts
         while level > 1:
             slots, level = slots + level, -(-level // group)
-        # A block returns early from the loop over its tiles if other blocks add up its part of K, which would skip its
-        # further tiles. So blocks that have several tiles must have all of K.
+        # If K is split, a block whose part another block adds up returns from the kernel at once, inside the loop over
+        # its tiles, and would skip further ones. So blocks that share K must have one tile each.
         assert parts == 1 or shares.down * _SIDE >= problem.m, "a block of a split K has one tile"
         adds_up = epilogue is Epilogue.DGELU_BGRAD and shares.down > 1
         columns = shares.down * problem.n if adds_up else 0
@@ -119,7 +120,7 @@ class TileMatmulPass:
         self._launches = Launches(TILE_MATMUL, macros, device, Tiling(tiles, (THREADS, 1)), params, batch=parts)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the product on the memory's stream; the caller holds the memory's lock."""
+        """Launches the product on `memory.stream`; the caller must hold `memory.lock`."""
         params, launch = self._launches[memory.stream]
         (a, b, c, vector, aux, d), (alpha, beta) = call.addresses, call.scalars
         params.a.data, params.b.data, params.d.data = a, b, d
@@ -133,7 +134,7 @@ class TileMatmulPass:
 
 
 def tile_macros(dtype: DType, a: Order, b: Order, epilogue: Epilogue) -> Macros:
-    """The kernel's preprocessor definitions; `a` and `b` are the orders of A and B."""
+    """The preprocessor definitions of tile_matmul.cu; `a` and `b` are the orders of A and B."""
     of_operands = define(SCALAR=dtype, A_ALONG_K=a is Order.ROW, B_ALONG_K=b is Order.COLUMN)
     activation = ACTIVATION_NAMES[epilogue.activation]
     return (*of_operands, *define(ACTIVATION=activation, DERIVATIVE=epilogue.is_derivative))

@@ -1,4 +1,4 @@
-"""How a pass over a matrix is laid out on a GPU: alignment, blocks of threads, grids."""
+"""Launch geometry of passes over a matrix: alignment of accesses, threads of a block, blocks of a grid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, Spec
 
 THREADS: Final = 256
-"""Threads of a block, at most, unless a kernel says otherwise."""
+"""Largest number of threads of a block, unless a kernel has a limit of its own."""
 WARP: Final = 32
 OCTET: Final = 8
 """Elements that a thread moves at once."""
@@ -21,45 +21,47 @@ VECTOR_BYTES: Final = 16
 """Bytes of the widest access to memory."""
 MAX_GRID_Y: Final = 65535
 
-# Fewest rows and columns, and most columns, of a matrix that Access.FLAT reads as one row, where an octet may reach
-# into the next row. Within these limits a block has 8 to 64 rows of threads, and there are enough counters for the
-# sums.
+# Limits of a matrix for Access.FLAT, which reads all rows as one long row, so that an octet may reach into the next
+# row: the fewest rows and columns, and the most columns. Within these limits a block has 8 to 64 rows of threads, and
+# the column sums have enough counters of finished blocks.
 _FEWEST_FLAT: Final = (OCTET, 2 * OCTET + 1)
 _MOST_FLAT: Final = 1 << 18
 _MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and loads four steps ahead
 _OCTETS_A_THREAD: Final = 2
-_FOLDED_ROW: Final = 2048  # most elements of the rows into which an elementwise pass divides arrays without gaps
-# A block that sees every row of a narrow strip of columns sums the strip up alone, without waiting for other blocks.
+_FOLDED_ROW: Final = 2048  # longest row, in elements, into which an elementwise pass divides contiguous arrays
+# In a small matrix, one block sums all rows of a strip (a few octets of columns), without waiting for other blocks: the
+# strip's width in octets, the most threads down the rows, and the most rows of such a matrix.
 _STRIP_OCTETS: Final = 2
 _STRIP_THREADS: Final = 128
 _STRIP_ROWS: Final = 4 * _STRIP_THREADS
 _UPRIGHT_BLOCK: Final = (8, 32)  # 32 rows: a pass that transposes writes lines of 32 elements
 _SQUARE_BLOCK: Final = (16, 16)
-# Upright and square blocks sum up matrices of at most so many elements. They divide the sums among more columns of
-# blocks, so that each column adds up fewer partial sums: on an H200 in BF16 a derivative with its sum over 8192x3072
-# takes 38.1 µs with square blocks and 39.4 µs with a warp side by side, over 8192x768 11.2 and 14.3 µs. Larger matrices
-# have fewer parts anyway, and blocks that read longer pieces of a row are faster there.
+# Column sums of matrices of at most so many elements are computed by upright or square blocks. These divide the columns
+# among more blocks than wide ones do, so that fewer partial sums of each column remain to be added: on an H200 in BF16,
+# an activation's derivative with its column sum over 8192x3072 takes 38.1 µs with square blocks and 39.4 µs with blocks
+# as wide as a warp, over 8192x768 11.2 and 14.3 µs. Larger matrices have fewer partial sums for each column anyway, and
+# there blocks that read longer pieces of a row are faster.
 _UPRIGHT_ELEMENTS: Final = 1 << 21
 _SQUARE_ELEMENTS: Final = 1 << 25
 _TILE: Final = 128
-# A pass that reads column-major matrices: a warp reads eight consecutive elements of a column, in FP32 a whole sector
-# of 32 bytes.
+# Threads in x and y of a block that transposes a column-major matrix: a warp reads eight consecutive elements of a
+# column, in FP32 a whole sector of 32 bytes.
 _TURNING_BLOCK: Final = (4, 64)
 
 
 Pair: TypeAlias = tuple[int, int]
-"""A number in x (columns) and one in y (rows)."""
+"""Numbers of blocks or threads in x (columns) and in y (rows)."""
 
 
 class Tiling(NamedTuple):
-    """Blocks of a grid and threads of a block."""
+    """Launch dimensions: blocks of the grid and threads of a block."""
 
     grid: Pair
     block: Pair
 
 
 def moves_vectors(spec: Spec, dtype: DType) -> bool:
-    """Whether every line of a matrix begins at a multiple of 16 bytes."""
+    """Whether every line of a matrix (row, or column of a column-major matrix) begins at a multiple of 16 bytes."""
     layout = spec.layout
     lines = layout.rows if layout.order is Order.ROW else layout.cols
     pitch = layout.leading_dimension * dtype.itemsize if lines > 1 else 0
@@ -67,7 +69,7 @@ def moves_vectors(spec: Spec, dtype: DType) -> bool:
 
 
 def are_whole(dtype: DType, *specs: Spec) -> bool:
-    """Whether every line of all matrices, of any order, is whole octets and begins on 16 bytes."""
+    """Whether every line (row or, if column-major, column) of all matrices is whole octets and aligned to 16 bytes."""
     lengths = (each.layout.cols if each.layout.order is Order.ROW else each.layout.rows for each in specs)
     return all(length % OCTET == 0 for length in lengths) and all(moves_vectors(each, dtype) for each in specs)
 
@@ -119,10 +121,11 @@ def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
 
 
 def folded(*specs: Spec) -> list[Spec]:
-    """The matrices of one shape as which an elementwise pass reads its operands: the operands, or longer or fewer rows.
+    """Reshapes contiguous operands of an elementwise pass to rows of a length that suits the kernels.
 
-    Where all operands are row-major without gaps, their rows get a length that suits the kernels, or become one row.
-    Each element keeps its row-major index, which decides its random number.
+    If any operand is column-major or not contiguous, all are returned as they are. Each element keeps its row-major
+    index, by which dropout draws its random number. The results have one shape, which is a single row if the number of
+    elements has no suitable divisor.
     """
     if any(spec.layout.order is not Order.ROW or spec.layout.extent != spec.layout.size for spec in specs):
         return list(specs)
@@ -150,12 +153,12 @@ def wave_of(device: int, blocks: int) -> int:
 
 
 def grid_for(layout: Layout) -> Tiling:
-    """The grid of an elementwise pass over a matrix: one octet a thread, or more if the grid would be too large."""
+    """The grid of an elementwise pass over a matrix: one octet for each thread, or more if there are too many."""
     return _cover(layout, tile(layout.rows, layout.cols), MAX_GRID_Y)
 
 
 def sweep(layout: Layout, wave: int | None) -> Tiling:
-    """The grid of an elementwise pass over a matrix: at most `wave` blocks; if it is None, 16 elements a thread.
+    """The grid of an elementwise pass over a matrix: at most `wave` blocks or, if it is None, 16 elements a thread.
 
     Raises:
         ShapeError: more rows than a kernel can count.
@@ -179,12 +182,12 @@ def square_tiles(layout: Layout, limit: int = MAX_GRID_Y) -> Tiling:
 
 
 def turning(layout: Layout) -> Tiling:
-    """The grid of a pass that transposes: it reads along columns and writes along rows."""
+    """The grid of a pass that reads a matrix along its columns, and writes another along its rows."""
     return _cover(layout, _TURNING_BLOCK, MAX_GRID_Y)
 
 
 def reduction(layout: Layout, wave: int, *, transposes: bool, strips: bool = True) -> Tiling:
-    """The grid of a pass that may sum up columns: at most one wave of blocks; in a small matrix one block a strip.
+    """The grid of a pass that may sum over rows: at most one wave; in a small matrix one block for each strip.
 
     The order of the sum, and with it the bits of the result, depend on `wave`, which is a property of the GPU.
 

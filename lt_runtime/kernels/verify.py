@@ -1,4 +1,4 @@
-"""verify.cu: a product's results in FP64 with their error bounds, and comparisons of arrays element by element."""
+"""verify.cu: computes matrix products in FP64 with error bounds, and compares arrays element by element."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _MOST_BLOCKS: Final = 512
 
 @declared
 class Elements(Struct):
-    """`lt::Elements`: where a batch of matrices lies; `type` is one of `TYPES`, strides are in elements."""
+    """The C++ struct `lt::Elements`: a batch of matrices. `type` is one of `TYPES`; strides are in elements."""
 
 
 @declared
 class Rounding(Struct):
-    """The C++ struct `lt::Rounding` of a type: last place, smallest normal number, largest number that is judged."""
+    """The C++ struct `lt::Rounding`: unit in the last place, smallest normal and largest compared number of a type."""
 
 
 Results: Final = struct("Results")
-"""The C++ struct `lt::Results`: addresses of the expected results, and of the error that each may have."""
+"""The C++ struct `lt::Results`: addresses of the expected results, and of the largest error that each may have."""
 Comparison: Final = struct("Comparison")
 EXPECT: Final = Entry("expect", "verify.cu")
 COMPARE: Final = Entry("compare", "verify.cu")
 
 
 def elements_of(address: int, strides: tuple[int, int, int], dtype: DType | None) -> Elements:
-    """A batch of matrices at an address; a mask, whose strides count bits, if the type is None."""
+    """Describes a batch of matrices at an address; if the type is None, a bit mask, whose strides count bits."""
     return Elements(address, *strides, TYPES[BITS if dtype is None else dtype.value])
 
 
@@ -49,14 +49,14 @@ def compare_blocks(size: int) -> int:
 
 
 def launch_expect(params: Struct, batch: int, device: int, stream: int) -> None:
-    """Puts on a stream the computation of a product's expected results; the device is current."""
+    """Launches `expect`, which computes the expected results of a product, on a stream of the current device."""
     grid = -(-params.rows // EXPECT_TILE), -(-params.cols // EXPECT_TILE)
     _, launch = Launches(EXPECT, (), device, Tiling(grid, (THREADS, 1)), params, batch)[stream]
     launch()
 
 
 def launch_compare(params: Struct, device: int, stream: int) -> None:
-    """Puts a comparison on a stream; the device is current. `params.parts` has `compare_blocks` of its elements."""
+    """Launches `compare` on a stream of the current device; `params.parts` has `compare_blocks(...)` elements."""
     blocks = compare_blocks(params.batch * params.rows * params.cols)
     _, launch = Launches(COMPARE, (), device, Tiling((blocks, 1), (THREADS, 1)), params)[stream]
     launch()
