@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -215,7 +216,7 @@ def _sizes(x: Any, w: Any) -> tuple[int, ...]:
     """M, N and K, if w is a matrix."""
     *rows, _ = x.shape
     outputs, inputs = w.shape
-    return int(np.prod(rows)), outputs, inputs
+    return math.prod(rows), outputs, inputs
 
 
 def reason_against(state: FP8State, x: Any, w: Any, activation: object, compute: Any) -> str | None:

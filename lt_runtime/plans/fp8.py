@@ -274,21 +274,22 @@ class Fp8BackwardPlan(Plan):
         keeps_dz = self._makes_dz and problem.dz is None
         self._dz_bytes = aligned(dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
         self._partial_bytes = aligned((self._pass or self._cast).partial_bytes)
-        self._cast_bytes = aligned(m * n)
+        # Bytes of dz in FP8, as it lies and transposed.
+        self._cast_bytes = needs_dx * aligned(m * n), needs_dw * aligned(m * n)
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
-        memory.scratch(self._dz_bytes + self._partial_bytes + 2 * self._cast_bytes)
+        memory.scratch(self._dz_bytes + self._partial_bytes + sum(self._cast_bytes))
         for each in self.products.values():
             each.reserve(memory)
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         dy, cast_slots, x_transposed, w_transposed, saved, dx, dw, db, dz, slots, history = call.addresses
-        scratch = memory.scratch(self._dz_bytes + self._partial_bytes + 2 * self._cast_bytes)
+        scratch = memory.scratch(self._dz_bytes + self._partial_bytes + sum(self._cast_bytes))
         partial = scratch + self._dz_bytes
         dz8 = partial + self._partial_bytes
-        dz8_transposed = dz8 + self._cast_bytes
+        dz8_transposed = dz8 + self._cast_bytes[0]
         dz = (dz or scratch) if self._makes_dz else dy
         if self._pass is not None:
             self._pass.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
