@@ -24,13 +24,10 @@ from lt_runtime.kernels.kernel import Launches
 from lt_runtime.kernels.optimizer import Options
 from lt_runtime.ops._parameters import Parameter, ReadParameter, changes, check_masters, read_parameters
 from lt_runtime.problem import DType
-from lt_runtime.reference import RoundedTensor
 from lt_runtime.schedules import AnySchedule, Table
 
 # names of the 32-bit words of the state on the device
 _WORDS: Final = [name for name, *_ in kernels.OptimizerState._fields_]
-_BLOCK: Final = 32768  # elements that the host updates at a time, so that intermediate results stay in its cache
-_PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 
 Moments = Sequence[tuple[Any, ...]]
 """The moments of each parameter, in the order in which its rule names them."""
@@ -115,17 +112,8 @@ class HostState:
         own = dataclasses.replace(rule, lr=rule.lr * lr_scale, weight_decay=weight_decay)
         # reshape returns views, because the arrays have no gaps.
         arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]
-        gradient = read.grad.array.reshape(-1)
-        for first in range(0, gradient.size, _BLOCK):
-            block = slice(first, first + _BLOCK)
-            old = [array[block] for array in arrays]
-            new = reference.rule_update(own, options.schedule, old, gradient[block], step, gradient_factor)
-            for array, exact, part in zip(old, new, _PARTS, strict=False):  # rules have up to three moments
-                if array.dtype == np.float32:
-                    array[...] = exact
-                else:
-                    lanes = reference.rounding_lanes(exact.size, options.seed, index, step, part, first)
-                    array[...] = reference.round_stochastically(exact, lanes)
+        gradient, place = read.grad.array.reshape(-1), {"seed": options.seed, "tensor": index}
+        reference.update_in_place(own, options.schedule, arrays, gradient, step, gradient_factor, **place)
         if read.master is not None:
             read.data.array[...] = read.master.array.astype(read.data.array.dtype)
 

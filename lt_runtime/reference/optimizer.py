@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
 from lt_runtime.reference.products import Values
+from lt_runtime.reference.rounding import RoundedTensor, round_stochastically, rounding_lanes
 from lt_runtime.rules import AdamW, Lion, Rule
 from lt_runtime.schedules import AnySchedule, Table
+
+_BLOCK: Final = 32768  # elements that are updated at a time, so that intermediate results stay in the CPU's cache
+_PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 
 
 def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
@@ -69,6 +73,35 @@ def rule_update(
         move = g + rule.momentum * move if rule.nesterov else move
     value = value * (1.0 - lr * rule.weight_decay) - lr * move / divisor
     return tuple(array.astype(np.float32) for array in (value, *moments))
+
+
+def update_in_place(
+    rule: Rule,
+    schedule: AnySchedule,
+    arrays: Sequence[NDArray[Any]],
+    gradient: NDArray[Any],
+    step: int,
+    gradient_factor: float,
+    *,
+    seed: int,
+    tensor: int,
+) -> None:
+    """`rule_update`, written into the arrays: those in FP32 rounded to nearest, those in BF16 stochastically.
+
+    Args:
+        arrays: the value, then the moments, all flat.
+        seed, tensor: of the random bits, see `rounding_lanes`.
+    """
+    for first in range(0, gradient.size, _BLOCK):
+        block = slice(first, first + _BLOCK)
+        old = [array[block] for array in arrays]
+        new = rule_update(rule, schedule, old, gradient[block], step, gradient_factor)
+        for array, exact, part in zip(old, new, _PARTS, strict=False):  # rules have up to three moments
+            if array.dtype == np.float32:
+                array[...] = exact
+            else:
+                lanes = rounding_lanes(exact.size, seed, tensor, step, part, first)
+                array[...] = round_stochastically(exact, lanes)
 
 
 def gradient_norm(gradients: Sequence[NDArray[Any]], scale: float = 1.0) -> tuple[float, bool]:

@@ -12,30 +12,12 @@ try:
 except ImportError as error:
     raise MissingLibraryError("PyTorch is not installed: pip install 'lt_runtime[torch]'") from error
 
-from lt_runtime.torch import functional as functional
-from lt_runtime.torch.capture import capture as capture
-from lt_runtime.torch.losses import cross_entropy as cross_entropy
-from lt_runtime.torch.losses import linear_cross_entropy as linear_cross_entropy
-from lt_runtime.torch.modules import MLP as MLP
-from lt_runtime.torch.modules import FeedForward as FeedForward
-from lt_runtime.torch.modules import LayerNorm as LayerNorm
-from lt_runtime.torch.modules import Linear as Linear
-from lt_runtime.torch.modules import RMSNorm as RMSNorm
-from lt_runtime.torch.optimizer import AdamW as AdamW
-from lt_runtime.torch.replace import replace as replace
-from lt_runtime.torch.replace import restore as restore
+from lt_runtime.torch import functional
+from lt_runtime.torch.capture import capture
+from lt_runtime.torch.losses import cross_entropy, linear_cross_entropy
+from lt_runtime.torch.modules import MLP, FeedForward, LayerNorm, Linear, RMSNorm
+from lt_runtime.torch.optimizer import AdamW
+from lt_runtime.torch.replace import replace, restore
 
-__all__ = [
-    "MLP",
-    "AdamW",
-    "FeedForward",
-    "LayerNorm",
-    "Linear",
-    "RMSNorm",
-    "capture",
-    "cross_entropy",
-    "functional",
-    "linear_cross_entropy",
-    "replace",
-    "restore",
-]
+__all__ = ["MLP", "AdamW", "FeedForward", "LayerNorm", "Linear", "RMSNorm"]
+__all__ += ["capture", "cross_entropy", "functional", "linear_cross_entropy", "replace", "restore"]

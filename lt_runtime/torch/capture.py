@@ -276,12 +276,9 @@ class _Optimizers:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Within a `with` block, notes which optimizers take a step."""
-        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self._note(optimizer))
-        try:
+        with register_optimizer_step_pre_hook(lambda optimizer, *_: self._note(optimizer)):
             yield
-        finally:
-            handle.remove()
-            self._addresses = self._present_addresses()
+        self._addresses = self._present_addresses()
 
     def _note(self, optimizer: Any) -> None:
         """Notes an optimizer before its step, and raises `ArgumentError` if it cannot be captured."""
@@ -364,15 +361,11 @@ def _no_needless_masks() -> Iterator[None]:
     replaced function, and would compile anew in the capture.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
-    if masks is None:
+    with contextlib.ExitStack() as restored:
+        if masks is not None:
+            restored.callback(setattr, masks, "is_tracing", masks.is_tracing)
+            masks.is_tracing = _tracing_of(masks.is_tracing)
         yield
-        return
-    original = masks.is_tracing
-    masks.is_tracing = _tracing_of(original)
-    try:
-        yield
-    finally:
-        masks.is_tracing = original
 
 
 @functools.cache
@@ -406,20 +399,17 @@ def _forms(leaves: list[Any], batch: Any) -> tuple[Any, ...]:
     Raises:
         OperandError: something else is in the batch, or a tensor that cannot be copied into the input of a graph.
     """
-    return tuple([each if each is None else _form(each, i, batch) for i, each in enumerate(leaves)])
-
-
-def _form(leaf: Any, index: int, batch: Any) -> tuple[Any, Any]:
-    """Shape and type of the tensor that is a batch's leaf of this index; raises as `_forms`."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.requires_grad:
-        return leaf.shape, leaf.dtype
-    where = f"batch{pytree.keystr(pytree.tree_flatten_with_path(batch)[0][index][0])}"
-    if not isinstance(leaf, torch.Tensor):
-        found = f"{where} is {shown(leaf)}"
-        raise OperandError(f"{found}; accepted are tensors and None, in tuples, lists and dicts")
-    if leaf.layout is not torch.strided:
-        raise LayoutError(f"{where} is {leaf.layout}; accepted are dense tensors: {where}.to_dense()")
-    raise OperandError(f"{where} requires a gradient, which a copy would not pass on; give {where}.detach()")
+    for i, leaf in enumerate(leaves):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if leaf is None or (is_tensor and leaf.layout is torch.strided and not leaf.requires_grad):
+            continue
+        where = f"batch{pytree.keystr(pytree.tree_flatten_with_path(batch)[0][i][0])}"
+        if not is_tensor:
+            raise OperandError(f"{where} is {shown(leaf)}; accepted are tensors and None, in tuples, lists and dicts")
+        if leaf.layout is not torch.strided:
+            raise LayoutError(f"{where} is {leaf.layout}; accepted are dense tensors: {where}.to_dense()")
+        raise OperandError(f"{where} requires a gradient, which a copy would not pass on; give {where}.detach()")
+    return tuple([each if each is None else (each.shape, each.dtype) for each in leaves])
 
 
 def _name_of(step: Callable[..., Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,16 +20,15 @@ from lt_runtime.ops._linear import Layer, LinearContext
 from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd, linear_fwd
 from lt_runtime.problem import Activation
-from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated, linear_layers
+from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated_block, linear_layers
 from lt_runtime.torch.linear import masks_of, scratch
-from lt_runtime.torch.operators import Needs, Options, applied, begin_backward, is_eager
+from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward, is_eager
 from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, placed
 
 Precision: TypeAlias = "Literal['fp8'] | FP8 | None"
 
 _ENTRIES: Final = {name: f"fp8_{name}" for name in ("slots", "history", "calibrated")}
 """Keys of a layer's scales in a state_dict."""
-_GATED_OPTIONS: Final = "activation", "negative_slope", "dropout"
 _layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Layers that have been called in FP8, whose scales `_update` follows."""
 
@@ -78,7 +77,7 @@ def _run(layer: Any, operands: tuple[Any, ...], options: Options) -> Tensor:
         return linear_layers(operands[0], operands[2:], options, operands[1])
     layer.scales.needs_dx, layer.scales.needs_dw = x.requires_grad, weight.requires_grad
     given = x, add, draw_key(x) if options[2][0] else None, weight, bias
-    return _call(_linear, [layer], tuple(each[0] for each in options), given, lambda: LINEAR.check(given, options))
+    return _call(_linear, LINEAR, [layer], options, given)
 
 
 def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
@@ -89,7 +88,7 @@ def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options:
         options: activation, slope of leaky ReLU, and probability of dropout.
     """
     if any(vars(each).get("scales") is None for each in layers):
-        return gated(x, *parameters, **dict(zip(_GATED_OPTIONS, options, strict=True)), add=add)
+        return gated_block(x, parameters, options, add)
     return _gated_at_once(layers, x, parameters, options, add)
 
 
@@ -97,11 +96,11 @@ def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: O
     x8, add8, *cast_parameters = cast((x, add, *parameters))
     gate, _, down, *_ = cast_parameters
     if not (_trains(x8, add8, *cast_parameters) and fits(x8, gate) and fits(gate, down)):
-        return gated(x, *parameters, **dict(zip(_GATED_OPTIONS, options, strict=True)), add=add)
+        return gated_block(x, parameters, options, add)
     for each, weight, source in zip(layers, cast_parameters, (x8, x8, None), strict=False):
         each.scales.needs_dx, each.scales.needs_dw = source is None or source.requires_grad, weight.requires_grad
     given = x8, add8, draw_key(x) if options[2] else None, *cast_parameters
-    return _call(_gated, layers, options, given, lambda: GATED.check(given, options))
+    return _call(_gated, GATED, layers, options, given)
 
 
 _gated_at_once: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_gated)
@@ -112,8 +111,8 @@ def _trains(*operands: Tensor) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands) and is_eager(operands)
 
 
-def _call(function: Any, layers: Sequence[Any], options: Options, operands: tuple[Any, ...], check: Any) -> Tensor:
-    """Calls an autograd function; `check` raises an error that has the caller's names of the operands."""
+def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, operands: tuple[Any, ...]) -> Tensor:
+    """Calls the autograd function that takes the place of an operator, whose check names operands in errors."""
     x, _, _, weight, *_ = operands
     _layers.update(layers)
     try:
@@ -123,34 +122,30 @@ def _call(function: Any, layers: Sequence[Any], options: Options, operands: tupl
             made: Tensor = function([each.scales for each in layers], options, *operands)
             return made
     except LtError:
-        check()
+        of.check(operands, options)
         raise
 
 
-class _Record(NamedTuple):
-    """A layer's call, besides the tensors that are kept for backward."""
-
-    layer: Layer
-    scales: FP8State
-    is_contiguous: bool
+Record: TypeAlias = tuple[Layer, FP8State, bool]
+"""A layer's call besides the tensors that are kept for backward; the bool says whether the weight is contiguous."""
 
 
-def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: Any) -> tuple[Any, _Record, list[Any]]:
+def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: Any) -> tuple[Any, Record, list[Any]]:
     """A layer's output, and what its backward takes; x is placed."""
     w, bias = placed((weight, bias))
     y, made = linear_fwd(x, w, bias, precision=scales, **options)
-    record = _Record(made.layer, scales, weight.is_contiguous())
-    return y, record, _tensors((made.x, made.w, made.cast_slots, made.saved))
+    kept = _tensors((made.x, made.w, made.cast_slots, made.saved))
+    return y, (made.layer, scales, weight.is_contiguous()), kept
 
 
-def _backward(dy: Any, record: _Record, kept: Sequence[Any], key: Any, needs: Needs, **options: Any) -> Sequence[Any]:
+def _backward(dy: Any, record: Record, kept: Sequence[Any], key: Any, needs: Needs, **options: Any) -> Sequence[Any]:
     """The gradients of x, weight and bias, None for those that are not needed; tensors are placed."""
     if True not in needs:
         return None, None, None
-    (x8, w8, slots, saved), layer = kept, record.layer
-    scales = None if slots is None else record.scales  # without slots forward fell back to the layer's own type
-    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, 0, key), None, scales, slots)
-    if needs[1] and not record.is_contiguous:
+    (x8, w8, slots, saved), (layer, scales, is_contiguous) = kept, record
+    state = None if slots is None else scales  # without slots forward fell back to the layer's own type
+    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, 0, key), None, state, slots)
+    if needs[1] and not is_contiguous:
         options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
     need_dx, need_dw, need_db = needs
     return [*linear_bwd(dy, context, need_dx=need_dx, need_dw=need_dw, need_db=need_db, **options)]
@@ -166,8 +161,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *layer: Tensor) -> Tensor:
         """y (..., N)."""
-        activation, slope, p = options
-        x, add, keys = placed((x, add, key))
+        ((activation,), (slope,), (p,)), (x, add, keys) = options, placed((x, add, key))
         chosen: Any = {"activation": activation, "negative_slope": slope, "dropout": p, "rng": masks_of(p, 0, keys)}
         y, ctx.record, kept = _forward(x, *layer, *scales, add=add, **chosen)
         ctx.save_for_backward(key, *kept)
@@ -187,11 +181,9 @@ class _Fp8Gated(torch.autograd.Function):
     """A gated block: y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ + add."""
 
     @staticmethod
-    def forward(
-        ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *layers: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *given: Tensor) -> Tensor:
         """y (..., N)."""
-        (gate, up, down, *biases), (activation, slope, p) = layers, options
+        (gate, up, down, *biases), (activation, slope, p) = given, options
         width = gate.shape[0]
         x, add, keys, h = placed((x, add, key, x.new_empty((*x.shape[:-1], 2 * width))))
         ctx.records, kept = [], [key, as_tensor(h)]

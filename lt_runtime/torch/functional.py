@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Final
 
 import torch
@@ -16,9 +17,8 @@ from lt_runtime.torch.tensors import Tensor, Tensors
 
 LINEAR: Final = LinearLayers()
 GATED: Final = GatedLayers()
-_NORMS: Final = {
-    (has_mean, has_add): Norm(has_mean, has_add) for has_mean in (True, False) for has_add in (True, False)
-}
+_NORMS: Final = {flags: Norm(*flags) for flags in itertools.product((True, False), repeat=2)}
+"""By whether there is a mean, and whether there is an `add`."""
 _DROPOUT: Final = Dropout()
 PLAIN: Final = ("none",), (0.01,), (0.0,)
 """The options of one linear layer without activation and dropout."""
@@ -108,9 +108,17 @@ def gated(
     Returns:
         y (..., N), of x's type.
     """
-    p = dropout if training else 0.0
-    operands = x, add, draw_key(x) if p else None, gate, up, down, gate_bias, up_bias, down_bias
-    return GATED(cast(operands), (*_named(activation, negative_slope), p))
+    options = *_named(activation, negative_slope), dropout if training else 0.0
+    return gated_block(x, (gate, up, down, gate_bias, up_bias, down_bias), options, add)
+
+
+def gated_block(x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
+    """`gated` with options as its operator takes them: activation, slope, and probability of dropout.
+
+    Args:
+        parameters: the three weights, then the three biases.
+    """
+    return GATED(cast((x, add, draw_key(x) if options[2] else None, *parameters)), options)
 
 
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:

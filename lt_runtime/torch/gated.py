@@ -79,17 +79,15 @@ class GatedLayers(Operator):
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`. The pass over h computes the gated values again, because forward did not keep them."""
         gradients = iter(placed(made))
-        dx, _, _, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias = [
-            next(gradients) if need else None for need in needs
-        ]
+        dx, _, _, dgate, dup, ddown, *of_biases = [next(gradients) if need else None for need in needs]
         (dy, *_), (x, key, gate, up, down, h) = placed(dys), placed(saved)
         activation, p, width = Activation.of(*options[:2]), options[2], gate.shape[0]
         a = linear(dy, down.T, compute=compute_of(dy.dtype))
         dh = gated_bwd(a, GatedContext(h, activation, p, masks_of(p, 0, key)), remake_y=True)
         for weight, inputs, dz, outs, adds in (
-            (down, a, dy, (None, ddown, ddown_bias), False),
-            (gate, x, dh[..., :width], (dx, dgate, dgate_bias), False),
-            (up, x, dh[..., width:], (dx, dup, dup_bias), dx is not None),
+            (down, a, dy, (None, ddown, of_biases[2]), False),
+            (gate, x, dh[..., :width], (dx, dgate, of_biases[0]), False),
+            (up, x, dh[..., width:], (dx, dup, of_biases[1]), dx is not None),
         ):
             buffers: dict[str, Any] = dict(zip(("out_dx", "out_dw", "out_db"), outs, strict=True))
             wanted: Any = {f"need_{name[4:]}": each is not None for name, each in buffers.items()}

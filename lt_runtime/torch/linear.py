@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -154,14 +153,7 @@ class LinearLayers(Operator):
 
 
 def _descend(
-    dy: Any,
-    xs: Sequence[Any],
-    weights: Sequence[Any],
-    saved: Sequence[Any],
-    layers: Sequence[Layer],
-    key: Any,
-    needs: Sequence[bool],
-    outs: Sequence[Any],
+    dy: Any, xs: Tensors, weights: Tensors, saved: Tensors, layers: list[Layer], key: Any, needs: Needs, outs: Tensors
 ) -> list[Any]:
     """The gradients of x and of each layer's weight and bias.
 

@@ -291,9 +291,7 @@ def _sum_of(gradient: Tensor, losses: Tensor) -> Tensor:
     return gradient.zero_() if is_exact else torch.zeros_like(gradient, dtype=losses.dtype)
 
 
-def _evaluate(
-    logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, scale: Tensor = None, **more: Any
-) -> None:
+def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, scale: Any = None, **more: Any) -> None:
     """Writes the mean loss and its gradient, times `scale`; `more` are options of `lt.cross_entropy`."""
     if logits.is_cuda:
         options: dict[str, Any] = {"ignore_index": None, **more}

@@ -150,9 +150,7 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
     while True:
         sites, entries = _sites_of(model, declined)
         inputs = {} if example_inputs is None else _inputs_of(model, sites, example_inputs)
-        decided = {
-            module: _decided(name, module, inputs.get(module), races, precision) for module, name in sites.items()
-        }
+        decided = {each: _decided(name, each, inputs.get(each), races, precision) for each, name in sites.items()}
         slower = {module: each for module, each in decided.items() if not each.replaced}
         if not slower:
             break
@@ -163,7 +161,8 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
             set_precision(layer, precision)
         entries[each.name], module.__class__ = each, _class_of(own)
     for name, module in model.named_modules():
-        if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and _loss_name(module) in _LOSSES:
+        loss_name = getattr(getattr(module, "loss_function", None), "__name__", "")
+        if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and loss_name in _LOSSES:
             module.loss_function = causal_loss
             name = f"{name}.loss_function".removeprefix(".")
             entries[name] = Replacement(name, "ForCausalLMLoss", True, "not measured")
@@ -189,10 +188,6 @@ def restore(model: Any) -> None:
     for module in model.modules():
         if vars(module).get("_loss_function") is causal_loss:
             del module._loss_function
-
-
-def _loss_name(module: Any) -> str:
-    return getattr(getattr(module, "loss_function", None), "__name__", "")
 
 
 def causal_loss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,15 +18,15 @@ from lt_runtime.gpu.streams import relaxed_captures
 from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.kernel import Launches
 from lt_runtime.problem import DType
-from lt_runtime.reference import RoundedTensor
 from lt_runtime.rules import AdamW, AMSGrad
 from lt_runtime.schedules import constant
 from lt_runtime.torch.tensors import Tensor, as_numpy
 
+State: TypeAlias = dict[str, Tensor]
+"""A parameter's entry in the state of an optimizer."""
 DTYPES: Final = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 MOMENTS: Final = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max"}
 """PyTorch's names of the moments, with the kernel's."""
-_PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 _STATE: Final = [name for name, *_ in kernels.OptimizerState._fields_]
 """The names of the 32-bit words of the kernel's state."""
 _SETTINGS: Final = len(_STATE) + kernels.UPDATE_TICKETS
@@ -62,9 +62,7 @@ class Bucket:
         lr, weight_decays, norm, scale: FP32 views of words. steps, nonfinite: integer views.
     """
 
-    def __init__(
-        self, states: dict[Tensor, dict[str, Tensor]], group: dict[str, Any], first: int, options: Options
-    ) -> None:
+    def __init__(self, states: dict[Tensor, State], group: dict[str, Any], first: int, options: Options) -> None:
         self.states, self.group, self.first, self.options = states, group, first, options
         self._versions, self._written = [-1] * len(states), (0.0, 0.0)
         self._launches: dict[AdamW, Launches] = {}
@@ -212,13 +210,8 @@ class HostStep:
         for i, (parameter, state) in enumerate(bucket.states.items(), bucket.first):
             tensors = [state.get("master", parameter), *(state[name] for name in [*MOMENTS][: len(rule.moments)])]
             arrays = [_flat(each) for each in tensors]
-            new = reference.rule_update(own, constant(), arrays, _flat(parameter.grad), step, factor)
-            for array, exact, part in zip(arrays, new, _PARTS, strict=False):  # rules have up to three moments
-                if array.dtype == np.float32:
-                    array[...] = exact
-                else:
-                    lanes = reference.rounding_lanes(exact.size, self.options.seed, i, step, part)
-                    array[...] = reference.round_stochastically(exact, lanes)
+            place = {"seed": self.options.seed, "tensor": i}
+            reference.update_in_place(own, constant(), arrays, _flat(parameter.grad), step, factor, **place)
             if "master" in state:
                 parameter.copy_(state["master"])
 
@@ -294,9 +287,8 @@ class GpuStep(HostStep):
         If each step allocated new ones, PyTorch's allocator would give the next step's gradients other addresses.
         """
         if stream not in self._places:
-            self._places[stream] = collections.deque(
-                [_upload(each, self._like) for each in tables] for _ in range(_PLACES)
-            )
+            copies = ([_upload(each, self._like) for each in tables] for _ in range(_PLACES))
+            self._places[stream] = collections.deque(copies)
         made = self._places[stream][0]
         self._places[stream].rotate(-1)
         self._uploaded = {key: each for key, each in self._uploaded.items() if each is not made}
