@@ -115,9 +115,7 @@ class MLP(Block, surrounded=False):
         self.layers = [Linear.of(f"layer{i}", made, activation=f, dropout=p, **shared) for i, (f, p) in each]
         for layer in self.layers:
             layer.scales = scales_of(precision)
-        # The one-kernel passes of narrow models do not support FP8.
-        narrow_on = self.device.ordinal if precision is None else None
-        self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, narrow_on)
+        self.narrow = NarrowPasses(self.layers, self.dims, self.dtype, self.device.ordinal)
 
     def parts(self) -> Iterable[tuple[str, Any]]:
         """See `Block`."""

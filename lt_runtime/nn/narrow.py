@@ -39,8 +39,8 @@ class NarrowPasses:
     def take(self, x: Any, *, backward: bool) -> bool:
         """Whether to use the one-kernel passes for inputs x.
 
-        False for a model that the kernels do not support with any number of rows, and for inputs that do not fit the
-        model: the layers then raise the error.
+        False for a model that the kernels do not support with any number of rows, for a model with a layer in FP8, and
+        for inputs that do not fit the model: the layers then raise the error.
 
         Args:
             backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.
@@ -55,10 +55,30 @@ class NarrowPasses:
         key = int(shape[0]), backward
         if key not in self._chosen or asked_for.get():
             problem = replace(self._problem, rows=key[0], backward=backward)
-            if supports(problem, self._device):
+            may_fuse = supports(problem, self._device) and not self._is_in_fp8(problem)
+            if may_fuse:
                 before_first_use(problem, self._device)
-            self._chosen[key] = is_fused(problem, self._device)
+            self._chosen[key] = may_fuse and is_fused(problem, self._device)
         return self._chosen[key]
+
+    def _is_in_fp8(self, problem: MLPProblem) -> bool:
+        """Whether a layer's products are computed in FP8. In training, the layers' states tell why they are not."""
+        if self._device is None or self._layers[0].scales is None:
+            return False
+        from lt_runtime.ops._fp8_linear import reason_for  # imported late, because few models have a precision
+
+        reasons = []
+        for number, layer in enumerate(self._layers):
+            state = layer.scales
+            assert state is not None, layer
+            if problem.backward:
+                state.needs_dx = number > 0
+            inputs, outputs = problem.dims[number : number + 2]
+            sizes = problem.rows, outputs, inputs
+            reasons.append(reason_for(state, sizes, problem.dtype.numpy, layer.activation, layer.compute, self._device))
+            if problem.backward:
+                state.fallback = reasons[-1]
+        return None in reasons
 
     def outputs(self, x: Any, stream: Any) -> Any:
         """The outputs for inputs x, without dropout."""

@@ -206,31 +206,42 @@ def precision_of(state: FP8State, *rows: int) -> Precision:
 
 def fits(x: Any, w: Any) -> bool:
     """Whether the tensor cores can multiply a layer's matrices in FP8: M, N and K are positive multiples of 16."""
+    return _are_multiples(_sizes(x, w))
+
+
+def _are_multiples(sizes: tuple[int, int, int]) -> bool:
+    return all(size > 0 and size % _UNIT == 0 for size in sizes)
+
+
+def _sizes(x: Any, w: Any) -> tuple[int, int, int]:
+    """M, N and K; zeros if x or w is no matrix, which the ordinary call refuses."""
     try:
-        return all(size > 0 and size % _UNIT == 0 for size in _sizes(x, w))
-    except (AttributeError, TypeError, ValueError):  # x or w is no matrix, which the ordinary call refuses
-        return False
-
-
-def _sizes(x: Any, w: Any) -> tuple[int, ...]:
-    """M, N and K, if w is a matrix."""
-    *rows, _ = x.shape
-    outputs, inputs = w.shape
-    return math.prod(rows), outputs, inputs
+        *rows, _ = x.shape
+        outputs, inputs = w.shape
+        return math.prod(rows), outputs, inputs
+    except (AttributeError, TypeError, ValueError):
+        return 0, 0, 0
 
 
 def reason_against(state: FP8State, x: Any, w: Any, activation: object, compute: Any) -> str | None:
     """Why a layer is computed in its own type; None if its products are to be computed in FP8."""
-    if not fits(x, w):
+    sizes = _sizes(x, w)
+    device = device_of("x", x) if state.recipe.fallback and any(sizes) else HOST
+    return reason_for(state, sizes, getattr(x, "dtype", None), activation, compute, device)
+
+
+def reason_for(
+    state: FP8State, sizes: tuple[int, int, int], dtype: Any, activation: object, compute: Any, device: int
+) -> str | None:
+    """`reason_against` for a layer of the given M, N and K."""
+    if not _are_multiples(sizes):
         return f"M, N or K is no positive multiple of {_UNIT}"
-    device = device_of("x", x) if state.recipe.fallback else HOST
-    if device == HOST:
+    if device == HOST or not state.recipe.fallback:
         return None
-    dtype, (m, n, k) = DType.parse("x", x.dtype), _sizes(x, w)
-    name = activation.name if isinstance(activation, Activation) else activation
+    kind, name = DType.parse("x", dtype), activation.name if isinstance(activation, Activation) else activation
     is_linear, is_current = isinstance(name, str) and name == "none", state.recipe.recipe == "current"
     options = {"needs_dx": state.needs_dx, "is_linear": is_linear, "is_current": is_current}
-    return slower_in_fp8((m, n, k), dtype, Compute.parse(compute, dtype), device, **options)
+    return slower_in_fp8(sizes, kind, Compute.parse(compute, kind), device, **options)
 
 
 class _Update(PassOperation):

@@ -154,6 +154,26 @@ def test_small_layers_of_a_model_stay_in_its_type(gpu: FakeGpu) -> None:
     assert [state.needs_dx for state in states] == [False, True, True]
 
 
+NARROW = {"expected to be slower": ("fp8", [32, 64, 16]), "no multiples of 16": (lt.FP8(), [10, 33, 5])}
+
+
+@pytest.mark.parametrize(("precision", "dims"), NARROW.values(), ids=NARROW)
+def test_a_narrow_model_without_a_layer_in_fp8_runs_in_one_kernel(gpu: FakeGpu, precision: Any, dims: Any) -> None:
+    made = []
+    for each in (None, precision if isinstance(precision, str) else gpu.lt.FP8()):
+        model = gpu.lt.MLP(dims, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=each)
+        step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", batch_size=ROWS, tune=False)
+        x, target = (gpu.cp.asarray(np.ones((ROWS, cols), BF16)) for cols in (dims[0], dims[-1]))
+        gpu.kernels.launched.clear()
+        losses = [float(step(x, target).get()) for _ in range(2)]
+        y = model(x)
+        gpu.synchronize_all()
+        made.append((losses, gpu.host_of(y).tobytes(), {*gpu.kernels.launched} - {"copy_rows"}))
+    assert made[0] == made[1]
+    assert {"mlp_bwd", "mlp_fwd"} <= made[1][2]
+    assert all(layer.scales.fallback and layer.scales.needs_dx == (layer.name != "layer0") for layer in model.layers)
+
+
 def test_training_lowers_the_loss() -> None:
     model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cpu", precision="fp8")
     step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), loss="cross_entropy", batch_size=ROWS)
