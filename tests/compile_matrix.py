@@ -24,7 +24,7 @@ from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _SAVED, ACTIVATION_NAME
 from lt_runtime.kernels.fp8 import cast_macros
 from lt_runtime.kernels.gated import blocks_of
 from lt_runtime.kernels.kernel import SCALAR, define
-from lt_runtime.kernels.losses import LOSSES
+from lt_runtime.kernels.losses import LOSSES, summed_loss_macros
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.norm import Norm, Width, norm_macros
 from lt_runtime.kernels.optimizer import update_macros
@@ -276,6 +276,10 @@ VARIANTS: Final = (
         )
     ),
     *over("elementwise_loss.cu", SCALAR=SCALAR.values(), LOSS=LOSSES.values(), WEIGHTED="01"),
+    *(
+        Variant("summed_loss.cu", summed_loss_macros(dtype, loss, access))
+        for dtype, loss, access in itertools.product(SCALAR, LOSSES, (Access.ANY, Access.ALIGNED))
+    ),
     *over("tally.cu", SCALAR=SCALAR.values()),
     *over("resize.cu", SCALAR=SCALAR.values()),
     *over("copy_rows.cu"),

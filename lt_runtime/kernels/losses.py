@@ -1,7 +1,7 @@
 """The kernel of elementwise losses, and two kernels that all losses use.
 
-elementwise_loss.cu computes the mean of a loss over all elements, and its gradient. scale.cu rounds FP32 gradients, and
-tally.cu sums losses over steps.
+elementwise_loss.cu computes the mean of a loss over all elements, and its gradient. summed_loss.cu also sums the
+gradient over the rows. scale.cu rounds FP32 gradients, and tally.cu sums losses over steps.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define, struct
-from lt_runtime.kernels.tiling import OCTET, THREADS, WARP, Tiling
+from lt_runtime.kernels.tiling import OCTET, THREADS, WARP, Access, Tiling, are_aligned, reduction, wave_of
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import DType
+from lt_runtime.problem import DType, Spec
 
 LOSSES: Final = {"mse": "lt::SquaredError", "huber": "lt::Huber", "bce_with_logits": "lt::BinaryCrossEntropy"}
 """The struct of `losses.cuh` for each loss."""
@@ -105,6 +105,66 @@ def flattened(layouts: Sequence[Layout], *, weighted: bool = False) -> Sequence[
     if all(layout.order is Order.ROW and layout.leading_dimension == layout.cols for layout in layouts):
         layouts = [packed(1, layout.size) for layout in layouts]
     return layouts
+
+
+SUMMED_LOSS: Final = Entry("summed_loss", "summed_loss.cu")
+
+
+def summed_loss_macros(dtype: DType, name: str, access: Access) -> Macros:
+    """The preprocessor definitions of summed_loss; `access` is not FLAT."""
+    return define(SCALAR=dtype, LOSS=LOSSES[name]) + access.macros(_summed_blocks(dtype, name))
+
+
+def _summed_blocks(dtype: DType, name: str) -> int:
+    """Launch bound of summed_loss, in blocks of a multiprocessor: as many as possible without spilling registers."""
+    return 2 if dtype is DType.FLOAT32 else 3 if name == "bce_with_logits" else 4
+
+
+class SummedLossPass:
+    """The mean of a loss of one matrix against another, its gradient, and the sums of the gradient's columns.
+
+    Args:
+        loss: without weights.
+        accumulate: whether the sums are added to the present values of their buffer.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory for the blocks' partial sums.
+    """
+
+    def __init__(
+        self,
+        dtype: DType,
+        prediction: Spec,
+        gradient: Spec,
+        target: Spec,
+        loss: ElementwiseLoss,
+        accumulate: bool,
+        device: int,
+    ) -> None:
+        layout, specs = prediction.layout, (prediction, target, gradient)
+        access = Access.ALIGNED if are_aligned(dtype, *specs) else Access.ANY
+        macros = summed_loss_macros(dtype, loss.name, access)
+        tiling = reduction(layout, wave_of(device, _summed_blocks(dtype, loss.name)), transposes=False)
+        (columns, parts), (x, _) = tiling
+        self._size, self._sums_bytes = layout.size, 4 * parts * columns * x * OCTET
+        self.scratch_bytes = self._sums_bytes + 4 * parts * columns
+        params = SUMMED_LOSS.params(*map(Matrix.of, specs), rows=layout.rows, cols=layout.cols)
+        params.size, params.delta, params.db.accumulate = layout.size, loss.delta, accumulate
+        self._launches = Launches(SUMMED_LOSS, macros, device, tiling, params)
+
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+
+        Args:
+            call: its addresses are those of prediction, target, gradient, loss and sums, which are of the pass's type.
+        """
+        params, launch = self._launches[memory.stream]
+        params.prediction.data, params.target.data, params.gradient.data, params.loss, params.db.sum = call.addresses
+        number, params.grad_scale = call.scalars
+        params.db.partial, params.db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
+        params.partial = params.db.partial + self._sums_bytes
+        params.gradient_scale = number / self._size
+        launch()
 
 
 SCALE: Final = Entry("scale", "scale.cu")

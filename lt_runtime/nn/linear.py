@@ -224,7 +224,8 @@ def backward_layers(
     if not needs_dx:
         trained = [any(map(run.trains_parameter, (layer.weight, layer.bias))) for layer in layers]
         lowest = trained.index(True) if True in trained else len(layers)
-    met, last, own = None if _are_in_fp8(contexts) else run.met, len(layers) - 1, layers[-1].bias
+    met, last = None if _are_in_fp8(contexts) else run.met, len(layers) - 1
+    own, run.has_db = None if run.has_db else layers[-1].bias, False
     is_through = False  # whether the call for the layer above has applied this layer's derivative
     start = len(met.problems) if met else 0
     for i in range(last, -1, -1):

@@ -113,6 +113,7 @@ class Pass:
         running: the innermost block whose forward or backward is running.
         places: the number of dropout masks that each micro-batch may draw.
         met: receives the groups of linear layers that run; None if they are not collected.
+        has_db: whether the loss has made the bias gradient of the linear layer whose backward runs next.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Pass:
         self.trains = flag("trains", trains)
         self.places = PLACES
         self.met: Met | None = None
+        self.has_db = False
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []

@@ -21,9 +21,9 @@ from lt_runtime.gpu import driver
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
-from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
-from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
-from lt_runtime.problem import DType
+from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass, SummedLossPass
+from lt_runtime.ops.call import New, Operation, PassOperation, PreparedCall, Request, perform, result_spec
+from lt_runtime.problem import DType, Spec
 from lt_runtime.products.plan import Pass
 
 _GRADIENT, _LOSS = 3, 4  # indices of the gradient and the loss in `LossOperation.names`
@@ -198,10 +198,33 @@ def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
     labels.check_packed()
 
 
+class SummedLoss(LossOperation):
+    """See `summed_loss`. A call's options are the loss and `accumulate`."""
+
+    names = ("prediction", "target", *_RESULTS[:-1], "out_db")
+    loss = ""  # in the options instead
+    make_pass = staticmethod(functools.cache(SummedLossPass))
+    on_host = Operation.on_host
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
+        """See `Operation`."""
+        scores, target, _, gradient, _, _ = operands
+        request = super().read(operands[:-1], (), scalars)
+        dtype, _, layout, *_ = request.problem
+        specs = scores.spec, Spec(layout) if gradient is None else gradient.spec, target.spec
+        return request._replace(problem=(dtype, *specs, *options), written=(*request.written, len(operands) - 1))
+
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
+        """See `Operation`."""
+        scores, target, scale, gradient, loss, db = addresses
+        return Call((scores, target, gradient, loss, db), stream, (scalars, scale))
+
+
 MSE: Final = MeanSquaredError()
 HUBER: Final = Huber()
 BCE_WITH_LOGITS: Final = BinaryCrossEntropy()
 CROSS_ENTROPY: Final = CrossEntropy()
+SUMMED: Final = SummedLoss()
 
 
 def perform_loss(
@@ -222,6 +245,25 @@ def perform_loss(
     if type(grad_scale) is float or is_number(grad_scale):
         factor, scale = factor * (grad_scale if type(grad_scale) is float else number("grad_scale", grad_scale)), None
     made: Loss = perform(operation, (*operands, scale, out_gradient, out_loss, *weights), options, factor, stream)
+    return made
+
+
+def summed_loss(
+    loss: ElementwiseLoss, db: Any, accumulate: bool, prediction: Any, target: Any, *, share: float, **options: Any
+) -> Loss:
+    """A loss on a GPU with its gradient, and in the same pass the sums of the gradient's columns.
+
+    The sums are the bias gradient of the linear layer that made the prediction.
+
+    Args:
+        loss: without weights.
+        db: (N,) buffer of the sums, packed and of the prediction's type.
+        accumulate: whether the sums are added to the values in `db`.
+        prediction, target, share: as for `mse_loss`; the prediction has rows.
+        options: grad_scale, out_gradient and stream, as for `mse_loss`, but `grad_scale` is no number.
+    """
+    arrays = prediction, target, options["grad_scale"], options["out_gradient"], None, db
+    made: Loss = perform(SUMMED, arrays, (loss, accumulate), share, options["stream"])
     return made
 
 

@@ -21,12 +21,16 @@ from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
+from lt_runtime.kernels.tiling import OCTET
 from lt_runtime.nn.block import Block
+from lt_runtime.nn.containers import Chain, Residual
 from lt_runtime.nn.linear import Linear
 from lt_runtime.nn.mlp import MLP, check_model_type
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
+from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.optimizer import Optimizer
+from lt_runtime.problem import Activation
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Tally, scores_of
 
@@ -181,6 +185,8 @@ class StepBody:
         self.scales = [block.scales for block in model.blocks() if isinstance(block, Linear) and block.scales]
         self._skipped = optimizer.skipped if self.scales else None
         self._frozen = [each for each in model.parameters() if id(each) not in trained]
+        bias = None if loss.elementwise is None or model.device.ordinal is None else _last_bias(model)
+        self._bias = bias if id(bias) in trained else None
 
     def set_arity(self, count: int) -> None:
         """Fixes the number of the model's inputs at the first batch; refuses another number later."""
@@ -303,9 +309,9 @@ class StepBody:
             # The gradient is written over the outputs if neither a tally of classes nor the last layer's derivative
             # reads them later.
             is_read_later = loss.classifies or not (narrow or run.may_overwrite(outputs))
-            scaling = {"row_weights": weights[0] if weights else None, "grad_scale": scale, "share": share}
-            out = None if is_read_later else outputs
-            value, gradient = loss.compute(outputs, target, **scaling, out_gradient=out, stream=stream)
+            scaling = {"grad_scale": scale, "share": share} | ({"row_weights": weights[0]} if weights else {})
+            compute, out = self._compute(run, weights), None if is_read_later else outputs
+            value, gradient = compute(outputs, target, **scaling, out_gradient=out, stream=stream)
         scores = scores_of(outputs, target) if loss.classifies else None
         del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
         device, held = model.device.ordinal, [gradient]
@@ -322,6 +328,30 @@ class StepBody:
                 else:
                     model.backward(held.pop(), run)
                     run.finish()
+
+    def _compute(self, run: Pass, weights: Sequence[Any]) -> Callable[..., losses.Loss]:
+        """The function of the loss; if possible, one that makes the last layer's bias gradient too."""
+        if self._bias is None or self.loss.elementwise is None or weights:
+            return self.loss.compute
+        run.has_db = True
+        return functools.partial(losses.summed_loss, self.loss.elementwise, *run.grad(self._bias))
+
+
+def _last_bias(block: Block) -> Parameter | None:
+    """The bias whose gradient is the sum over the rows of the gradient of a model's outputs; None if there is none.
+
+    It is looked for only in blocks that are known to hand the gradient of the outputs to their last layer as it is.
+    `MLP` is left out, because the problems that decide about its one-kernel passes have the bias gradient; and so are
+    layers in FP8, whose cast makes the bias gradient.
+    """
+    if type(block) is Chain:
+        return _last_bias(block.sequence[-1])
+    if type(block) is Residual:
+        return _last_bias(block.inner)
+    if type(block) is not Linear or block.activation != Activation() or block.dropout or block.scales is not None:
+        return None
+    # The kernel is made for rows of whole octets.
+    return block.bias if block.weight.data.shape[0] % OCTET == 0 else None
 
 
 def _check_any(target: Operand, rows: int) -> None:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 import lt_runtime as lt
 from lt_runtime import reference
+from lt_runtime.kernels.losses import ElementwiseLoss
+from lt_runtime.ops.losses import summed_loss
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON
@@ -200,3 +202,23 @@ def test_cross_entropy_as_pytorch(shape: tuple[int, int], weights: str, smoothin
     again = lt.cross_entropy(logits, labels, **options)
     assert torch.equal(result.loss, again.loss)
     assert torch.equal(result.gradient, again.gradient)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
+@pytest.mark.parametrize("shape", [(8192, 4096), (20000, 8), (40, 100_000)], ids=str)
+def test_sums_of_the_gradient(shape: tuple[int, int], dtype: DType) -> None:
+    """The sums are those of the stored gradient, and have the same bits again."""
+    x, target = (cp.random.default_rng(seed).random(shape, cp.float32).astype(dtype.value) for seed in range(2))
+    found = []
+    for _ in range(2):
+        sums = cp.ones(shape[1], dtype.value)
+        options = {"grad_scale": cp.full((), 1024.0, cp.float32), "share": 1.0, "out_gradient": None, "stream": None}
+        loss, gradient = summed_loss(ElementwiseLoss("mse"), sums, True, x, target, **options)
+        found.append((float(loss), cp.asnumpy(gradient).tobytes(), cp.asnumpy(sums).tobytes()))
+    assert found[0] == found[1]
+    expected, exact = reference.mse_loss(cp.asnumpy(x), cp.asnumpy(target))
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+    assert_close("gradient", cp.asnumpy(gradient), 1024 * exact, 1.1 * EPSILON[dtype] * abs(1024 * exact) + 2.0**-24)
+    stored = cp.asnumpy(gradient).astype(np.float64)
+    total, bound = 1 + stored.sum(axis=0), 1e-5 * abs(stored).sum(axis=0)
+    assert_close("sums", cp.asnumpy(sums), total, 1.1 * EPSILON[dtype] * abs(total) + bound)

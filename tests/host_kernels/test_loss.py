@@ -22,13 +22,13 @@ from lt_runtime.kernels import losses
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass
+from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass, SummedLossPass
 from lt_runtime.problem import DType
 from lt_runtime.reference import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels
-from tests.host_kernels.products import Memory
+from tests.host_kernels.products import Memory, spec_of
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
 from tests.support.placed import COLUMNS
 from tests.support.strategies import Placement, placements
@@ -229,6 +229,46 @@ def test_weights_of_rows_that_are_too_many_to_join(
 ) -> None:
     monkeypatch.setattr(losses, "_MOST_JOINED", 10)
     check_elementwise(runner, F32, LossCase(shape), Elementwise("bce_with_logits", by_row=True, by_column=True))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("loss", ["mse", "huber", "bce_with_logits"])
+@FEW
+@example(case=LossCase((3, 200)), accumulate=False, wave=1)
+@example(case=LossCase((300, 72), in_place=True), accumulate=True, wave=7)
+@example(case=LossCase((1, 5)), accumulate=False, wave=132)  # one thread
+@example(case=LossCase((2100, 40), target=Placement(False, 8, 0)), accumulate=True, wave=132)
+@given(case=cases, accumulate=st.booleans(), wave=st.integers(1, 40))
+def test_sums_of_the_gradient(
+    runner: Runner, loss: str, dtype: DType, case: LossCase, accumulate: bool, wave: int
+) -> None:
+    """The sums are those of the gradient as it is stored."""
+    generator, (rows, cols) = np.random.default_rng(case.seed), case.shape
+    values = [generator.random(case.shape).round(2) * 4 for _ in range(2)]
+    prediction, target = (
+        Guarded(each, at, dtype) for each, at in zip(values, (case.prediction, case.target), strict=True)
+    )
+    gradient, memory = case.gradient_of(prediction, dtype), LossMemory()
+    sums = vector(np.full(cols, 2.0), dtype)
+    asked = Elementwise(loss, 0.5)
+    expected, exact = asked.exact(prediction.array, target.array, None, None)
+    scale, _kept = scale_of(case.scale, case.scale_on_device)
+    specs = (spec_of(each) for each in (prediction, gradient, target))
+    runner.order = case.order
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "wave_of", lambda *_: wave)
+        made = SummedLossPass(dtype, *specs, ElementwiseLoss(loss, 0.5), accumulate, 0)
+    addresses = (prediction.address, target.address, gradient.address, memory.loss.address, sums.address)
+    made.launch(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
+
+    exact = exact * case.scale / 2
+    assert memory.read() == pytest.approx(expected, rel=1e-4)
+    assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 40 * EPS32 * case.scale / (rows * cols))
+    stored = gradient.values()
+    total = stored.sum(axis=0) + 2.0 * accumulate
+    bound = rounding(dtype, total) + 64 * EPS32 * (np.abs(stored).sum(axis=0) + 2.0)
+    assert_close("sums", sums.values()[0], total, bound)
+    target.assert_unchanged()
 
 
 def run_elementwise(

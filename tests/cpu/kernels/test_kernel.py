@@ -39,6 +39,9 @@ COMPUTING = {
         "dgate_at",
         "dvalue_at",
         "y_at",
+        "prediction_at",
+        "target_at",
+        "gradient_at",
         "ahead",
     ),  # a matrix of addresses, and constructors
 }

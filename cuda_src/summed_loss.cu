@@ -1,0 +1,86 @@
+// The mean of a loss over all elements, with its gradient and the gradient's sums over the rows: the bias gradient of the
+// layer that made the prediction. Otherwise that layer would read the gradient once more, for its sums alone.
+//
+// Compiled for a SCALAR type, a LOSS of losses.cuh, ALIGNED 0 or 1 (see sweep.cuh), and the BLOCKS that a multiprocessor
+// shall hold, which bounds a thread's registers.
+
+#define WEIGHTED 0
+
+#include "column_sum.cuh"
+#include "losses.cuh"
+#include "sweep.cuh"
+
+namespace lt {
+
+struct SummedLossParams {
+  Matrix prediction;
+  Matrix target;
+  Matrix gradient;  // gradient of the prediction; may be the same memory as `prediction`
+  ColumnSum<SCALAR> db;
+  const float* grad_scale;  // factor in device memory; may be null
+  float* partial;           // one sum of losses for each block
+  float* loss;
+  uint32 rows;
+  int64 cols;
+  float gradient_scale;  // 1 / size, times the caller's factor of the gradient
+  float size;            // rows · cols
+  float delta;
+};
+
+// The sum over a block, always in the same order; every thread gets it. Both sides of the block are powers of two.
+__device__ inline float sum_over_threads(float value) {
+  __shared__ float values[kThreads];
+  const int self = threadIdx.y * blockDim.x + threadIdx.x;
+  values[self] = value;
+  __syncthreads();
+  for (int half = blockDim.x * blockDim.y / 2; half > 0; half /= 2) {
+    if (self < half) values[self] += values[self + half];
+    __syncthreads();
+  }
+  return values[0];
+}
+
+// Writes the mean of all threads' losses. Its counter is none of those that `db` uses.
+__device__ inline void store_mean(const SummedLossParams& p, float loss) {
+  const uint32 blocks = gridDim.x * gridDim.y, self = threadIdx.y * blockDim.x + threadIdx.x;
+  const float of_block = sum_over_threads(loss);
+  if (self == 0) p.partial[blockIdx.y * gridDim.x + blockIdx.x] = of_block;
+  if (!is_last_block(p.db.tickets + (gridDim.y > 1 ? gridDim.x : 0), blocks)) return;
+  float sum = 0.0f;
+  for (uint32 part = self; part < blocks; part += blockDim.x * blockDim.y) sum += __ldcg(p.partial + part);
+  sum = sum_over_threads(sum);
+  if (self == 0) *p.loss = sum / p.size;
+}
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) summed_loss(const lt::SummedLossParams p) {
+  using namespace lt;
+  const Sweep sweep(p.cols);
+  Reader<SCALAR> prediction_at(p.prediction, sweep), target_at(p.target, sweep);
+  Cursor<SCALAR> gradient_at(p.gradient, sweep);
+  wait_for_predecessor();
+  const float factor = LOSS::kFactor * p.gradient_scale;
+  const float scale = p.grad_scale ? factor * *p.grad_scale : factor;
+  float loss = 0.0f;
+  Octet sums{};
+  // Threads beyond the last column or row must not return early: the sums have barriers.
+  const uint32 rows = sweep.count ? p.rows : 0;
+  prediction_at.start(sweep, rows);
+  target_at.start(sweep, rows);
+#pragma unroll 1
+  for (uint32 row = sweep.row; row < rows; row += sweep.step) {
+    const Octet prediction = unpack(prediction_at.take(row, rows)), target = unpack(target_at.take(row, rows));
+    Octet gradient;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      const LossTerm term = LOSS::of(prediction.v[i], target.v[i], LossOptions{p.delta, 1.0f});
+      if (ALIGNED || i < sweep.count) loss += term.value;
+      gradient.v[i] = term.slope * scale;
+    }
+    gradient_at.store(gradient, false);
+    sums += unpack(pack<SCALAR>(gradient));  // rounded as the layer would read it
+  }
+  sum_over_grid(p.db, sums, p.cols);
+  store_mean(p, loss);
+}
