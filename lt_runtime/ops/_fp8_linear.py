@@ -224,7 +224,11 @@ def _sizes(x: Any, w: Any) -> tuple[int, int, int]:
 
 
 def reason_against(state: FP8State, x: Any, w: Any, activation: object, compute: Any) -> str | None:
-    """Why a layer is computed in its own type; None if its products are to be computed in FP8."""
+    """Why a layer is computed in its own type; None if its products are to be computed in FP8.
+
+    Args:
+        x: its columns are not read: the inputs of the layer below tell whether that layer may defer its activation.
+    """
     sizes = _sizes(x, w)
     device = device_of("x", x) if state.recipe.fallback and any(sizes) else HOST
     return reason_for(state, sizes, getattr(x, "dtype", None), activation, compute, device)
