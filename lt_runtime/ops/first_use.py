@@ -58,8 +58,9 @@ def _within(variable: ContextVar[bool]) -> Iterator[None]:
 def tuning() -> AbstractContextManager[None]:
     """Within a `with` block, the calling thread measures problems that are not in the plan cache before it runs them.
 
-    A layer's forward pass is decided together with the backward pass that goes with it. The results go to the plan
-    cache; from then on other threads and processes use them as well. Nothing is measured while the thread's stream is
+    A layer's forward pass is decided together with the backward pass that goes with it. In PyTorch a backward pass
+    measures if its forward pass was within the block, whichever thread runs it. The results go to the plan cache; from
+    then on other threads and processes use them as well. Nothing is measured while the thread's stream is
     being captured. `LT_RUNTIME_TUNE=first-use` does the same for a whole process, for problems that it runs for the
     first time. A `TrainStep` needs neither.
 
@@ -72,6 +73,11 @@ def tuning() -> AbstractContextManager[None]:
 def not_tuning() -> AbstractContextManager[None]:
     """Within a `with` block, the calling thread measures no problem; this overrides `tuning` and `LT_RUNTIME_TUNE`."""
     return _within(_is_switched_off)
+
+
+def is_tuning() -> bool:
+    """Whether the calling thread is within `tuning()`, and not within `not_tuning()`."""
+    return asked_for.get() and not _is_switched_off.get()
 
 
 def before_first_use(problem: Remembered, device: int) -> None:

@@ -17,6 +17,7 @@ from lt_runtime.fp8 import FP8
 from lt_runtime.nn.linear import scales_of
 from lt_runtime.ops._fp8_linear import FP8State, fits
 from lt_runtime.ops._linear import Layer, LinearContext
+from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd, linear_fwd
 from lt_runtime.problem import Activation
@@ -164,13 +165,14 @@ class _Fp8Linear(torch.autograd.Function):
         ((activation,), (slope,), (p,)), (x, add, keys) = options, placed((x, add, key))
         chosen: Any = {"activation": activation, "negative_slope": slope, "dropout": p, "rng": masks_of(p, 0, keys)}
         y, ctx.record, kept = _forward(x, *layer, *scales, add=add, **chosen)
+        ctx.is_tuning = is_tuning()
         ctx.save_for_backward(key, *kept)
         return as_tensor(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """The gradients of x, `add`, weight and bias."""
-        begin_backward("linear")
+        begin_backward("linear", ctx)
         _, _, of_x, of_add, _, *of_layer = ctx.needs_input_grad
         like, key, *kept = placed([dy, *ctx.saved_tensors])
         dx, dw, db = _tensors(_backward(like, ctx.record, kept, key, (of_x, *of_layer)))
@@ -194,14 +196,14 @@ class _Fp8Gated(torch.autograd.Function):
         a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
         y, record, saved = _forward(a, down, biases[2], scales[2], add=add)
         ctx.records.append(record)
-        ctx.options = options
+        ctx.options, ctx.is_tuning = options, is_tuning()
         ctx.save_for_backward(*kept, *saved)
         return as_tensor(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """The gradients of x, `add`, the weights and the biases."""
-        begin_backward("gated")
+        begin_backward("gated", ctx)
         _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
         like, key, h, *kept = placed([dy, *ctx.saved_tensors])
         (activation, slope, p), (gate, up, down), width = ctx.options, ctx.records, h.shape[-1] // 2

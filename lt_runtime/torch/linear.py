@@ -12,6 +12,7 @@ import torch
 from lt_runtime.errors import OperandError, ShapeError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
 from lt_runtime.ops.call import perform
+from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
 from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward
 from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, placed
@@ -208,13 +209,14 @@ class _OnGpu(torch.autograd.Function):
             xs.append(y)
             saved.append(context.saved)
             ctx.layers.append(context.layer)
+        ctx.is_tuning = is_tuning()
         ctx.save_for_backward(key, *parameters[::2], *xs[:-1], *saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         """The gradients of x, `add` and the parameters."""
-        begin_backward("linear")
+        begin_backward("linear", ctx)
         layers, needs, (key, *kept) = ctx.layers, ctx.needs_input_grad, ctx.saved_tensors
         count = len(layers)
         weights, xs = kept[:count], kept[count : 2 * count]

@@ -12,6 +12,7 @@ import torch
 
 from lt_runtime.errors import LtError
 from lt_runtime.ops.call import AUTOGRAD_THREAD
+from lt_runtime.ops.first_use import asked_for, is_tuning
 from lt_runtime.torch.tensors import Tensor, Tensors, accepting_fp64, as_rows
 
 Options: TypeAlias = tuple[Any, ...]
@@ -182,7 +183,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, operator: Operator, run: Any, options: Options, *operands: Tensor) -> tuple[Tensor, ...]:
         """Runs the operator by `run`, which takes the operands and the options."""
         outputs = run(operands, options)
-        ctx.operator, ctx.options = operator, options
+        ctx.operator, ctx.options, ctx.is_tuning = operator, options, is_tuning()
         ctx.save_for_backward(*operator.saved(operands, outputs, ctx.needs_input_grad[3:], options))
         ctx.set_materialize_grads(False)
         if run == operator.run:  # an eager call, whose caller gets the visible outputs only
@@ -194,7 +195,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, ...]:
         """The gradients of the operands."""
         operator: Operator = ctx.operator
-        begin_backward(operator.name)
+        begin_backward(operator.name, ctx)
         dys, needs = dys[: operator.visible], ctx.needs_input_grad[3:]
         if all(dy is None for dy in dys):
             return (None,) * (3 + len(needs))
@@ -210,15 +211,18 @@ def applied(function: Any, name: str) -> Callable[..., Any]:
     return apply
 
 
-def begin_backward(name: str) -> None:
-    """Names the thread if autograd has started it; raises `SecondDerivativeError` if autograd records this backward.
+def begin_backward(name: str, ctx: Any) -> None:
+    """Prepares a thread that autograd has started; raises `SecondDerivativeError` if autograd records this backward.
 
     Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
-    synchronises only in backward passes, so that repeated calls may become graphs.
+    synchronises only in backward passes, so that repeated calls may become graphs. The thread is within `lt.tuning()`
+    if the forward pass was, as `ctx.is_tuning` says.
     """
     thread = threading.current_thread()
     if thread.name.startswith("Dummy-"):
         thread.name = AUTOGRAD_THREAD
+    if thread.name == AUTOGRAD_THREAD:
+        asked_for.set(ctx.is_tuning)
     if torch.is_grad_enabled():
         raise SecondDerivativeError(
             f"backward with create_graph=True reached lt_runtime's {name}, which has no second derivative; "

@@ -297,8 +297,6 @@ def _race(module: Any, inputs: list[Tensor], precision: Precision) -> tuple[floa
         for each in module.buffers():  # such as BatchNorm's averages
             restored.callback(each.copy_, each.clone())
         restored.enter_context(torch.random.fork_rng(devices=[inputs[0].device]))
-        # Backward runs in this thread, because `lt.tuning` acts in the calling thread only.
-        restored.enter_context(torch.autograd.set_multithreading_enabled(False))
         arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
         leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
         for round_ in range(_ROUNDS + 1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LayoutError, ShapeError
+from lt_runtime.ops import first_use
 from lt_runtime.torch import operators
 from lt_runtime.torch.functional import linear_layers
 from lt_runtime.torch.operators import SecondDerivativeError
@@ -274,6 +278,36 @@ def test_profiles_have_names(place: Any) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         ltt.functional.linear(x, w).sum().backward()
     assert {"lt_runtime::linear", "lt_runtime::linearBackward"} <= {each.key for each in profile.key_averages()}
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "cpu": lambda: ltt.Linear(16, 16),
+    "gpu": lambda: ltt.Linear(16, 16),
+    "fp8": lambda: ltt.Linear(16, 16, precision="fp8"),
+    "gated in fp8": lambda: ltt.FeedForward(16, 16, gated=True, precision="fp8"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_thread_of_autograd_measures_what_was_within_tuning_in_forward(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    if name == "gpu":
+        request.getfixturevalue("pretended_gpu")
+    layer, x = LAYERS[name](), torch.ones(16, 16, requires_grad=True)
+    found: list[bool] = []
+    x.register_hook(lambda _: found.append(first_use.is_tuning()))
+    with lt.tuning():
+        losses = [layer(x).sum()]
+        with first_use.not_tuning():
+            losses.append(layer(x).sum())
+    losses.append(layer(x).sum())
+    threads = [threading.Thread(target=loss.backward, name="Dummy-1") for loss in losses]
+    for each in threads:
+        each.start()
+        each.join()
+    assert found == [True, False, False]
+    assert not first_use.is_tuning()
 
 
 def test_memory_that_backward_needs_is_watched(place: Any) -> None:
