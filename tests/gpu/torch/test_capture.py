@@ -18,8 +18,9 @@ import torch.nn.functional as F  # noqa: N812
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError
 
-pytestmark = [  # PyTorch's own warning, if the first work of autograd's thread is a product
+pytestmark = [  # PyTorch's own warnings: of its compiler, and if the first work of autograd's thread is a product
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
 ]
 
