@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.fault import Table
 
 _LOSS: Final = "tests/host_kernels/test_loss.py"
+_SUMMED: Final = "tests/cpu/test_fake_gpu_summed_loss.py"
 _TALLY: Final = "tests/host_kernels/test_tally.py"
 
 FAULTS: Final[Table] = {
@@ -57,6 +58,27 @@ FAULTS: Final[Table] = {
             "| reinterpret_cast<uint64>(p.pos_weight);",
             ";",
             f"{_LOSS}::test_means_over_elements[bce_with_logits-DType.FLOAT32]",
+        ),
+    },
+    "cuda_src/summed_loss.cu": {
+        "the mean of the losses has the counter of the first columns' sums": (
+            "p.db.tickets + (gridDim.y > 1 ? gridDim.x : 0)",
+            "p.db.tickets",
+            f"{_LOSS}::test_sums_of_the_gradient[mse-DType.FLOAT32]",
+        ),
+    },
+    "lt_runtime/nn/linear.py": {
+        "every layer believes that the loss has made its bias gradient": (
+            "own, run.has_db = None if run.has_db else layers[-1].bias, False",
+            "own = None if run.has_db else layers[-1].bias",
+            f"{_SUMMED}::test_gradients[a tied layer]",
+        ),
+    },
+    "lt_runtime/training/body.py": {
+        "the loss makes the bias gradient of a layer with an activation": (
+            "block.activation != Activation() or block.dropout",
+            "block.dropout",
+            f"{_SUMMED}::test_gradients[an activation]",
         ),
     },
     "cuda_src/stream_rows.cuh": {
