@@ -311,7 +311,7 @@ class _Optimizers:
         if self.numbers:
             return
         for optimizer in self._found:
-            fixed = optimizer.defaults.keys() - (_FOLLOWED if hasattr(optimizer, "apply_settings") else ())
+            fixed = {*optimizer.defaults, "max_norm"} - (_FOLLOWED if hasattr(optimizer, "apply_settings") else set())
             for i, group in enumerate(optimizer.param_groups):
                 for name in fixed:
                     if not isinstance(group.get(name), torch.Tensor):

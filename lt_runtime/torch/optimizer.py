@@ -39,6 +39,8 @@ class AdamW(torch.optim.AdamW):
         arguments, keywords: those of `torch.optim.AdamW`: lr, betas, eps, weight_decay, amsgrad, maximize. Its foreach,
             capturable and fused have no effect here, and its differentiable must be False.
         max_norm: clip the gradients to this norm over all parameters together, as `clip_grad_norm_`; None: no clipping.
+            A group may have a "max_norm" of its own: its gradients are clipped to that norm, and left out of the norm
+            over the others.
         masters: keep FP32 master copies of BF16 parameters. FP16 parameters always have them.
         moments: `torch.float32` or `torch.bfloat16`; None for FP32, and BF16 for BF16 parameters without master copy.
             BF16 moments are rounded stochastically.
@@ -47,8 +49,8 @@ class AdamW(torch.optim.AdamW):
         seed: of the random numbers that stochastic rounding draws; 64 bits.
 
     Attributes:
-        grad_norm: FP32 tensor of shape (), the norm of the gradients in the last step, before clipping. None without
-            `max_norm`.
+        grad_norm: FP32 tensor of shape (), the norm of the gradients in the last step, before clipping, over the groups
+            that have no "max_norm" of their own. None without `max_norm`.
 
     Raises:
         ArgumentError: an option is out of its range.
@@ -72,15 +74,15 @@ class AdamW(torch.optim.AdamW):
             raise ArgumentError("differentiable is True; a step has no gradient here: use torch.optim.AdamW")
         if moments not in (None, torch.float32, torch.bfloat16):
             raise ArgumentError(f"moments is {shown(moments)}; accepted are None, torch.float32 and torch.bfloat16")
-        if max_norm is not None and not number("max_norm", max_norm) > 0:
-            raise ArgumentError(f"max_norm is {max_norm}; it must be positive, or None")
+        _check_max_norm(max_norm)
         if ema_decay is not None and not 0 <= number("ema_decay", ema_decay) < 1:
             raise ArgumentError(f"ema_decay is {ema_decay}; it must be in [0, 1), or None")
         self._options = Options(max_norm, flag("masters", masters), moments, ema_decay, Philox(seed).seed)
         super().__init__(params, *arguments, **keywords)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`."""
+        """See `torch.optim.Optimizer`; a group may have "max_norm"."""
+        _check_max_norm(dict(param_group).get("max_norm"))
         super().add_param_group(param_group)
         self._forget()
 
@@ -109,7 +111,10 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; moments, master copies and averages keep the types that they have here."""
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        for old, new in zip(groups, self.param_groups, strict=True):
+            new |= {name: value for name, value in old.items() if name not in new}  # such as "max_norm"
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, parameter in zip(ids, self._parameters(), strict=True):
             for name, values in state_dict["state"].get(i, {}).items():
@@ -164,8 +169,7 @@ class AdamW(torch.optim.AdamW):
         torch.autograd.graph.increment_version(parameters)
         for bucket in prepared.buckets:
             bucket.note_versions()
-        if self._options.max_norm is not None:
-            self.grad_norm = prepared.buckets[0].norm
+        self.grad_norm = prepared.grad_norm
         return loss
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -173,7 +177,7 @@ class AdamW(torch.optim.AdamW):
 
     def _key(self, active: list[Tensor]) -> tuple[Any, ...]:
         """Everything that a prepared step depends on, except the addresses of gradients, which change in many steps."""
-        key: list[Any] = [group["amsgrad"] for group in self.param_groups]
+        key: list[Any] = [(group["amsgrad"], group.get("max_norm", "shared")) for group in self.param_groups]
         for parameter in active:
             grad, state = local(parameter.grad), self.state.get(parameter, {})
             strides = grad.layout is torch.strided and grad.stride()
@@ -248,7 +252,8 @@ class AdamW(torch.optim.AdamW):
                     f"{of} of {name} has shape, strides and device {found}; they must be {wanted}, as those of the "
                     "parameter: make a new optimizer if it was moved or resized"
                 )
-        if value is not parameter and self._options.max_norm is not None:
+        norms = self._options.max_norm, *[group.get("max_norm") for group in self.param_groups]
+        if value is not parameter and any(norms):
             raise ArgumentError(f"{name} is sharded, of which max_norm would see a shard; use clip_grad_norm_ instead")
 
     def _name(self, parameter: Tensor) -> str:
@@ -257,6 +262,11 @@ class AdamW(torch.optim.AdamW):
         i, j = next((i, j) for i, j in places if self.param_groups[i]["params"][j] is parameter)
         names: list[str] | None = self.param_groups[i].get("param_names")
         return names[j] if names else f"param_groups[{i}]['params'][{j}]"
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    if max_norm is not None and not number("max_norm", max_norm) > 0:
+        raise ArgumentError(f"max_norm is {max_norm}; it must be positive, or None")
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -65,7 +64,7 @@ class Bucket:
     def __init__(self, states: dict[Tensor, State], group: dict[str, Any], first: int, options: Options) -> None:
         self.states, self.group, self.first, self.options = states, group, first, options
         self._versions, self._written = [-1] * len(states), (0.0, 0.0)
-        self._launches: dict[AdamW, Launches] = {}
+        self._launches: dict[tuple[AdamW, float | None], Launches] = {}
         parameter, state = next(iter(states.items()))
         self.moments, done = DTYPES[state["exp_avg"].dtype], float(state["step"])
         self.step = torch.tensor(done, dtype=torch.float32, device=parameter.device)
@@ -87,9 +86,15 @@ class Bucket:
         kind = AMSGrad if self.group["amsgrad"] else AdamW
         return kind(0.0, self.group["betas"], self.group["eps"], 0.0)
 
+    @property
+    def max_norm(self) -> float | None:
+        """The norm that gradients are clipped to: the group's own, else the optimizer's; None for no clipping."""
+        found: float | None = self.group.get("max_norm", self.options.max_norm)
+        return found
+
     def _kernel_options(self) -> kernels.Options:
-        max_norm, seed = self.options.max_norm, self.options.seed
-        return kernels.Options((self.rule,), constant(), max_norm, False, None, self.moments, True, seed)
+        seed = self.options.seed
+        return kernels.Options((self.rule,), constant(), self.max_norm, False, None, self.moments, True, seed)
 
     def refresh_masters(self) -> None:
         """Copies values that were written into parameters since the last step to their master copies."""
@@ -144,7 +149,7 @@ class Bucket:
     def launches(self, rows: int, device: int) -> Launches:
         """The update's launch for each stream, for a table of `rows` rows and the group's present betas and epsilon."""
         rule = self.rule
-        if rule not in self._launches:
+        if (rule, self.max_norm) not in self._launches:
             start, size, count = self.words.data_ptr(), kernels.WORD_BYTES, self.first + len(self.states)
             params = kernels.update_params(self._kernel_options(), 0, start + _SETTINGS * size, count)
             params.state, params.tickets = start, start + len(_STATE) * size
@@ -154,8 +159,8 @@ class Bucket:
             stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.states.items())
             macros = kernels.update_macros(rule, self.moments, stochastic=stochastic)
             made = Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
-            self._launches = {rule: made}
-        return self._launches[rule]
+            self._launches = {(rule, self.max_norm): made}
+        return self._launches[rule, self.max_norm]
 
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
         """Writes what PyTorch's GradScaler found. Returns the address of the scale; 0 for a scale of 1.
@@ -175,10 +180,24 @@ class Bucket:
 
 
 class HostStep:
-    """A step of some buckets on the CPU, by the NumPy reference."""
+    """A step of some buckets on the CPU, by the NumPy reference.
+
+    Attributes:
+        clipped: lists of buckets whose gradients are clipped to a norm over all of the list. A group with its own
+            "max_norm" has its own list.
+    """
 
     def __init__(self, buckets: list[Bucket], options: Options) -> None:
-        self.buckets, self.options = buckets, options
+        self.buckets, self.options, lists = buckets, options, dict[Any, list[Bucket]]()
+        for each in buckets:
+            if each.max_norm is not None:
+                lists.setdefault("max_norm" in each.group and id(each.group), []).append(each)
+        self.clipped = [*lists.values()]
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm over all groups without an own "max_norm"; None if they are not clipped."""
+        return next((each[0].norm for each in self.clipped if "max_norm" not in each[0].group), None)
 
     def run(self, scale: Tensor | None, found_inf: Tensor | None) -> Any:
         """Updates the parameters.
@@ -192,10 +211,11 @@ class HostStep:
         """
         factor = 1.0 if scale is None else 1.0 / float(scale)
         with np.errstate(all="ignore"):  # NaN and infinite gradients cost no warnings, as on a GPU
-            if self.options.max_norm is not None:
-                grads = [_flat(each.grad) for bucket in self.buckets for each in bucket.states]
-                self.buckets[0].norm.fill_(reference.gradient_norm(grads, 1.0 / factor)[0])
-                factor *= reference.clip_factor(float(self.buckets[0].norm), self.options.max_norm)
+            for buckets in self.clipped:
+                grads = [_flat(each.grad) for bucket in buckets for each in bucket.states]
+                norm = reference.gradient_norm(grads, 1.0 / factor)[0]
+                for bucket in buckets:
+                    bucket.norm.fill_(norm)
             for bucket in self.buckets:
                 if found_inf is None or not float(found_inf):
                     bucket.step += 1
@@ -205,7 +225,8 @@ class HostStep:
                         average.lerp_(value.float(), 1.0 - self.options.ema_decay)
 
     def _update(self, bucket: Bucket, factor: float) -> None:
-        group, rule, step = bucket.group, bucket.rule, int(bucket.step)
+        group, rule, step, limit = bucket.group, bucket.rule, int(bucket.step), bucket.max_norm
+        factor *= 1.0 if limit is None else reference.clip_factor(float(bucket.norm), limit)
         own = type(rule)(float(group["lr"]), rule.betas, rule.eps, float(group["weight_decay"]))
         for i, (parameter, state) in enumerate(bucket.states.items(), bucket.first):
             tensors = [state.get("master", parameter), *(state[name] for name in [*MOMENTS][: len(rule.moments)])]
@@ -222,19 +243,22 @@ class GpuStep(HostStep):
     def __init__(self, buckets: list[Bucket], options: Options) -> None:
         super().__init__(buckets, options)
         self._like = buckets[0].words
-        self._device, rows = self._like.device.index or 0, [each.rows() for each in buckets]
-        self._tables = [kernels.update_table(each, bucket.first) for each, bucket in zip(rows, buckets, strict=True)]
+        self._device = self._like.device.index or 0
+        self._tables = [kernels.update_table(each.rows(), each.first) for each in buckets]
+        self._norms: list[tuple[Tensor, Launches]] = []
         self._uploaded: dict[Any, list[Tensor]] = {}
         self._places: dict[int, collections.deque[list[Tensor]]] = {}
         with activated(self._device):
             for bucket, table in zip(buckets, self._tables, strict=True):
                 bucket.launches(len(table), self._device)
-            if options.max_norm is not None:
-                table = kernels.norm_table([*itertools.chain(*rows)])
+            for clipped in self.clipped:
+                table = kernels.norm_table([row for each in clipped for row in each.rows()])
                 self._tables.append(table)
-                self._partial = torch.empty(len(table), dtype=torch.float32, device=self._like.device)
-                params = kernels.GRADIENT_NORM.params(partial=self._partial.data_ptr(), state=self._like.data_ptr())
-                self._norm = kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(table), self._device)
+                partial = torch.empty(len(table), dtype=torch.float32, device=self._like.device)
+                state = clipped[0].words.data_ptr()
+                params = kernels.GRADIENT_NORM.params(partial=partial.data_ptr(), state=state)
+                launches = kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(table), self._device)
+                self._norms.append((partial, launches))
             if options.ema_decay is not None:
                 pairs = [each for bucket in buckets for each in bucket.averaged()]
                 arrays = [{"average": _typed(average), "value": _typed(value)} for average, value in pairs]
@@ -250,17 +274,18 @@ class GpuStep(HostStep):
             stream = TORCH.current_stream(self._device)
             for bucket in self.buckets:
                 bucket.apply_settings()
-            scales = [bucket.set_scale(scale, found_inf) for bucket in self.buckets]
+            scales = {bucket: bucket.set_scale(scale, found_inf) for bucket in self.buckets}
             tables = self._tables_on(stream)
-            if self.options.max_norm is not None:
-                params, launch = self._norm[stream]
-                params.chunks, params.scale = tables[-1].data_ptr(), scales[0]
+            of_norms = zip(self.clipped, self._norms, tables[len(self.buckets) :], strict=True)
+            for (first, *others), (_, launches), table in of_norms:
+                params, launch = launches[stream]
+                params.chunks, params.scale = table.data_ptr(), scales[first]
                 launch()
-                for bucket in self.buckets[1:]:
-                    bucket.norm.copy_(self.buckets[0].norm)
+                for bucket in others:
+                    bucket.norm.copy_(first.norm)
             for i, bucket in enumerate(self.buckets):
                 params, launch = bucket.launches(len(self._tables[i]), self._device)[stream]
-                params.chunks, params.scale = tables[i].data_ptr(), scales[i]
+                params.chunks, params.scale = tables[i].data_ptr(), scales[bucket]
                 params.skip_nonfinite = found_inf is not None
                 launch()
                 bucket.step.copy_(bucket.steps)
@@ -274,8 +299,8 @@ class GpuStep(HostStep):
         addresses = [bucket.gradients() for bucket in self.buckets]
         key = stream, *addresses
         if key not in self._uploaded:
-            of_tables = [*addresses, tuple(itertools.chain(*addresses))]  # the norm's table, if any, has all gradients
-            tables = [_filled(*each) for each in zip(self._tables, of_tables, strict=False)]
+            of_norms = [tuple([each for bucket in clipped for each in bucket.gradients()]) for clipped in self.clipped]
+            tables = [_filled(*each) for each in zip(self._tables, (*addresses, *of_norms), strict=True)]
             is_kept = is_capturing(self._like)
             made = [_upload(each, self._like) for each in tables] if is_kept else self._placed(tables, stream)
             remember(self._uploaded, key, made)

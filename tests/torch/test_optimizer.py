@@ -113,6 +113,26 @@ def test_steps_are_those_of_pytorch(path: str, options: dict[str, Any], clip: fl
         )
 
 
+@pytest.mark.parametrize("shared", [None, 0.7])
+def test_a_group_is_clipped_by_its_own_norm(path: str, shared: float | None) -> None:
+    ours, theirs = parameters(), parameters()
+    groups = [{"params": ours[:2], "max_norm": 0.5}, {"params": ours[2:4]}, {"params": ours[4:], "max_norm": None}]
+    made = AdamW(groups, 1e-2, max_norm=shared)
+    twin = torch.optim.AdamW([{"params": each} for each in (theirs[:2], theirs[2:4], theirs[4:])], 1e-2)
+    for step in range(4):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        norm = torch.nn.utils.get_total_norm([each.grad for each in theirs[2:4]])
+        for limit, some in ((0.5 if step < 2 else 0.2, theirs[:2]), (shared, theirs[2:4])):
+            _ = limit and torch.nn.utils.clip_grad_norm_(some, limit)
+        made.step()
+        twin.step()
+        assert made.grad_norm is None if shared is None else float(made.grad_norm) == pytest.approx(float(norm))
+        made.load_state_dict(twin.state_dict() if step == 0 else made.state_dict())  # without and with "max_norm"
+        made.param_groups[0]["max_norm"] = 0.5 if step < 1 else 0.2
+    assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_master_copies_round_once(path: str, dtype: Any) -> None:
     ours, exact = parameters(dtype), [each.detach().float().requires_grad_() for each in parameters(dtype)]
@@ -340,6 +360,11 @@ def with_gradient(grad: Any) -> Any:
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "max_norm": (lambda: of_one(max_norm=0.0), ArgumentError, "max_norm is 0.0"),
+    "a group's max_norm": (
+        lambda: AdamW([{"params": parameters(), "max_norm": -1}]),
+        ArgumentError,
+        "max_norm is -1; it must be positive",
+    ),
     "moments": (lambda: of_one(moments=torch.float16), ArgumentError, "moments is torch.float16"),
     "decay of the averages": (lambda: of_one(ema_decay=1.0), ArgumentError, "ema_decay is 1.0"),
     "differentiable": (lambda: of_one(differentiable=True), ArgumentError, "differentiable"),
