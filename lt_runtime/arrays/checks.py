@@ -1,4 +1,4 @@
-"""Checks of operands. Every operation makes them before it launches anything."""
+"""Checks of operands, which every operation makes before it launches anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
 
-_WORK: Final = 10_000  # NumPy's search for a common element stops after so many steps; overlap is then assumed
+_WORK: Final = 10_000  # limit of steps in NumPy's search for a common element, beyond which overlap is assumed
 
 
 def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why: str) -> None:
@@ -36,7 +36,7 @@ def check_one_float32(operand: Operand) -> None:
 
 
 def check_weights(operand: Operand, shape: tuple[int, ...], why: str) -> None:
-    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless the operand is FP32 of this shape, without gaps."""
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless the operand is FP32, of this shape, and contiguous."""
     check_type(operand, "float32")
     check_shape(operand.name, operand.shape, shape, why)
     operand.check_packed()
@@ -75,8 +75,8 @@ def is_same_matrix(x: Any, y: Any) -> bool:
 def check_no_overlap(out: Operand, *others: Operand) -> None:
     """Raises `OverlapError` if `out` shares memory with another operand.
 
-    Operands of one element size, such as two column slices of one array, are compared element by element; others by
-    their address ranges.
+    Operands with equal element sizes, such as two column slices of one array, overlap if they share an element; others
+    if their address ranges overlap.
     """
     if 0 in out.shape:
         return
@@ -98,7 +98,7 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
     """
     spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
     spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]
-    reaching: list[tuple[int, int, bool, Operand]] = []  # address ranges that begin earlier and end beyond `start`
+    reaching: list[tuple[int, int, bool, Operand]] = []  # earlier address ranges that end beyond `start`
     for span in sorted(spans, key=itemgetter(0)):
         start, _, is_written, operand = span
         reaching = [each for each in reaching if each[1] > start]
@@ -109,7 +109,7 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
 
 
 def _memory(operand: Operand) -> NDArray[Any]:
-    """The operand's memory as a NumPy array, which must not be read, because the memory may be a GPU's."""
+    """A NumPy array with the operand's address and strides, for comparisons only: it may point to GPU memory."""
     size, shape = operand.itemsize, operand.shape
     strides = tuple(stride * size for stride in operand.strides)
     interface = {"version": 3, "data": (operand.address, True), "typestr": f"|V{size}", "shape": shape}

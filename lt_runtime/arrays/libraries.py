@@ -1,4 +1,4 @@
-"""Array libraries: signatures that tell calls apart, and new arrays of the library that the operands come from."""
+"""Array libraries: signatures of a call's arrays, and new arrays of the library that the operands come from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lt_runtime.errors import MissingLibraryError, OperandError
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import cupy_current
 
-_ALIGNED: Final = 256  # bytes; no plan depends on a larger alignment of an address
+_ALIGNED: Final = 256  # bytes; larger alignments of an address make no difference to any plan
 
 Look: TypeAlias = tuple[Callable[[Any], int], Callable[[Any], tuple[Any, ...]]]
 """Two functions of an array: the first returns its address, the second its device, shape, strides and type."""
@@ -31,11 +31,11 @@ ends with all alignments."""
 _looks: dict[type, Look] = {}
 
 current_streams: Final[dict[type, Callable[[int], int]]] = {}
-"""For each class of array that has signatures, the function that returns its library's current stream on a device."""
+"""By class of arrays that have signatures: function that returns the library's current stream on a device."""
 
 
 class Library(ABC):
-    """Makes arrays of one library: CuPy's, PyTorch's, NumPy's or another library's.
+    """Makes arrays of one array library, such as CuPy, PyTorch or NumPy.
 
     Attributes:
         address: function that returns the address of the first element of an array made by `empty`.
@@ -45,7 +45,7 @@ class Library(ABC):
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
-        """An uninitialised row-major array whose memory is ordered with `stream`."""
+        """An uninitialised row-major array, allocated in stream order on `stream`."""
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
         """Returns a function that makes arrays as `empty` does, on the current stream; `device` must be current."""
@@ -56,12 +56,12 @@ class Library(ABC):
         return 0
 
     def export(self, array: Any, stream: int) -> Any:
-        """Converts an array that `empty` made, and that work on `stream` fills, to the library's own type."""
+        """Converts an array from `empty`, which work on `stream` fills, to an array of the library."""
         return array
 
 
 def cupy() -> Any:
-    """The module CuPy.
+    """Imports CuPy, and returns the module.
 
     Raises:
         MissingLibraryError: CuPy is not installed.
@@ -75,7 +75,7 @@ def cupy() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _StreamHandle:
-    """A stream handle with the method of the CUDA stream protocol."""
+    """Wraps a stream handle in the CUDA stream protocol (`__cuda_stream__`)."""
 
     handle: int
 
@@ -85,7 +85,7 @@ class _StreamHandle:
 
 @contextlib.contextmanager
 def cupy_stream(device: int, stream: int) -> Iterator[Any]:
-    """Makes `device` and `stream` CuPy's current ones, which orders its memory pool and its DLPack exchanges."""
+    """Makes `device` and `stream` current in CuPy; orders its allocations and DLPack exchanges with `stream`."""
     module = cupy()
     with module.cuda.Device(device):
         if module.cuda.get_current_stream().ptr == stream:
@@ -96,7 +96,7 @@ def cupy_stream(device: int, stream: int) -> Iterator[Any]:
 
 
 class CupyLibrary(Library):
-    """CuPy arrays; also the memory of results for libraries other than PyTorch."""
+    """CuPy arrays. CuPy also allocates results for libraries other than PyTorch."""
 
     address = attrgetter("data.ptr")
 
@@ -110,16 +110,16 @@ class CupyLibrary(Library):
             return make()
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
-        """An array as `empty` makes it, which a memset fills with zeros; a captured graph repeats the memset."""
+        """An array of zeros, allocated as by `empty` and filled by a memset, which a captured graph repeats."""
         array = self.empty(shape, dtype, device, stream)
         if array.nbytes:
             call("cuMemsetD8Async", array.data.ptr, 0, array.nbytes, stream)
         return array
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
-        """See `Library`. CuPy makes no array of FP8, but views bytes as such."""
+        """See `Library`. CuPy cannot allocate arrays of FP8, but can view arrays of bytes as FP8."""
         make = cupy().ndarray
-        if dtype.kind in "Vf" and dtype.itemsize == 1:  # E5M2 counts as a floating type of NumPy's
+        if dtype.kind in "Vf" and dtype.itemsize == 1:  # NumPy's kind is "V" for E4M3, and "f" for E5M2
             return lambda: make(shape, np.uint8).view(dtype)
         return functools.partial(make, shape, dtype)
 
@@ -146,7 +146,7 @@ class TorchLibrary(Library):
         """See `Library`."""
         torch, strides = sys.modules["torch"], tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         kind, place = getattr(torch, dtype.name), torch.device("cuda", device)
-        # `torch.empty` takes longer by a third, for it reads its arguments in more ways.
+        # `torch.empty` takes a third longer, because it parses its arguments in more ways.
         return functools.partial(torch.empty_strided, shape, strides, dtype=kind, device=place)
 
     def current_stream(self, device: int) -> int:
@@ -158,7 +158,7 @@ class TorchLibrary(Library):
 
 
 class NumpyLibrary(Library):
-    """NumPy arrays, which live in host memory: they have no streams."""
+    """NumPy arrays, in host memory and without streams."""
 
     address = attrgetter("ctypes.data")
 
@@ -168,7 +168,7 @@ class NumpyLibrary(Library):
 
 
 class ArrayApiLibrary(CupyLibrary):
-    """A library with the array API's `from_dlpack`, such as JAX: CuPy makes results, and DLPack converts them."""
+    """A library with the array API's `from_dlpack`, such as JAX: CuPy allocates results, DLPack converts them."""
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
@@ -180,10 +180,10 @@ class ArrayApiLibrary(CupyLibrary):
 
 
 def contiguous(array: Any) -> Any:
-    """A row-major copy of an array without gaps; the array itself if it is row-major without gaps already.
+    """A contiguous row-major copy of an array; the array itself if it is already contiguous and row-major.
 
     Args:
-        array: of NumPy, CuPy or PyTorch.
+        array: array of NumPy, CuPy or PyTorch.
 
     Raises:
         OperandError: the array is from another library.
@@ -229,9 +229,9 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 
 
 def _look_of(kind: type) -> Look | None:
-    """The functions that read arrays of a class; None unless it is CuPy's ndarray, or PyTorch's Tensor or Parameter.
+    """The `Look` of a class of arrays; None unless it is CuPy's ndarray, or PyTorch's Tensor or Parameter.
 
-    Returns None for subclasses of these three classes too, because they may override the attributes that are read.
+    Subclasses of these classes also give None, because they may override the attributes that are read.
     """
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:

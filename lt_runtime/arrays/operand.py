@@ -1,4 +1,4 @@
-"""`Operand`: an array of any library as an operation reads it, and the functions that read one."""
+"""`Operand`, the description of an array of any library, and the functions that read arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Source: TypeAlias = "tuple[int, Library, Callable[[str, Any, int, int], Operand
 HOST: Final = -1
 """The device of NumPy arrays, in place of a GPU's ordinal."""
 fp64_on_host: Final[ContextVar[bool]] = ContextVar("lt_runtime_fp64_on_host", default=False)
-"""Whether the thread's operations take FP64 NumPy arrays, as for PyTorch's tensors on the CPU."""
+"""Whether operations of this context accept FP64 NumPy arrays, as they do for PyTorch tensors on the CPU."""
 CUPY: Final = libraries.CupyLibrary()
 NUMPY: Final = libraries.NumpyLibrary()
 TORCH: Final = libraries.TorchLibrary()
@@ -42,7 +42,7 @@ _array_api: Final = functools.cache(libraries.ArrayApiLibrary)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An array as an operation reads it.
+    """What an operation has to know of an array of any library.
 
     Attributes:
         name: for errors.
@@ -51,8 +51,8 @@ class Operand:
         dtype: NumPy's name of the element type.
         itemsize: bytes of an element.
         device: ordinal of the GPU that holds the array; `HOST` for host memory.
-        library: the library that makes results of the same kind.
-        array: the array that the caller passed, kept alive.
+        library: the library that allocates results of the same kind.
+        array: the caller's array, which this reference keeps alive.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Operand:
         return f"{self.name}.to(torch.{dtype})" if self.library is TORCH else f"{self.name}.astype({dtype!r})"
 
     def element_type(self, *, fp64: bool = False, fp8: bool = False) -> DType:
-        """The elements' type as a `DType`; raises `DTypeError`, with a remedy, as `DType.parse`."""
+        """The element type as a `DType`. Raises `DTypeError`, whose message says how to convert, like `DType.parse`."""
         try:
             takes_fp64 = fp64 or (self.device == HOST and fp64_on_host.get())
             return DType.parse(self.name, self.dtype, fp64=takes_fp64, fp8=fp8)
@@ -84,7 +84,7 @@ class Operand:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the array as a matrix, whose rows are all axes but the last; raises as `layout_of`."""
+        """The layout of the array as a matrix: all axes but the last make up its rows. Raises as `layout_of`."""
         return layout_of(self.name, self.shape, self.strides)
 
     @property
@@ -94,18 +94,18 @@ class Operand:
 
     @property
     def spec(self) -> Spec:
-        """Layout and alignment, as a problem states them. An array with less than two axes counts as one row."""
+        """Layout and alignment of the array for a problem. An array with fewer than two axes counts as one row."""
         return Spec(self.layout if len(self.shape) >= 2 else self.check_packed(), self.alignment)
 
     @property
     def extent(self) -> int:
-        """Number of elements of the memory from the first element to the last, gaps included; 0 for an empty array."""
+        """Elements of memory from the first element to the end of the last, including gaps; 0 for empty arrays."""
         if 0 in self.shape:
             return 0
         return sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)) + 1
 
     def check_packed(self) -> Layout:
-        """The layout of all elements as one row; raises `LayoutError` unless they are row-major without gaps."""
+        """The layout of all elements as one row. Raises `LayoutError` unless the array is row-major and contiguous."""
         expected = _row_major_strides(self.shape)
         for extent, stride, packed_stride in zip(self.shape, self.strides, expected, strict=True):
             if extent > 1 and stride != packed_stride and 0 not in self.shape:
@@ -117,7 +117,7 @@ def on_host(operands: Mapping[str, Any]) -> bool:
     """Whether all operands, given by name, are NumPy arrays. False if none is.
 
     Raises:
-        OperandError: some operands are NumPy arrays, and another is no array.
+        OperandError: some operands are NumPy arrays, and another one is not an array.
         DeviceError: some operands are NumPy arrays, and another is an array on another device.
     """
     host = [name for name, array in operands.items() if isinstance(array, np.ndarray)]
@@ -150,10 +150,10 @@ def read_call(
     """Reads the arrays of a call, and finds the stream that it runs on.
 
     Args:
-        names: of the arrays, in their order.
-        required: how many of the first arrays may not be None.
-        stream: as the caller gave it; if None, the current stream of the first array's library. On the host a stream
-            is checked and not used.
+        names: names of the arrays, in their order.
+        required: number of leading arrays that must not be None.
+        stream: the caller's argument; None for the current stream of the first array's library. For host arrays it is
+            checked and otherwise ignored.
 
     Returns:
         The operands, None for an absent array; the ordinal of the GPU that the first array lives on, or `HOST` if all
@@ -173,18 +173,21 @@ def read_call(
 
 
 def read(name: str, array: Any, stream: int) -> Operand:
-    """Reads an array as an operand, and orders earlier work on the array before all later work on `stream`.
+    """Reads an array as an operand, and makes `stream` wait for earlier work on the array.
 
     Raises:
-        DeviceError: the array is on another kind of device than a GPU, or is in host memory and not NumPy's.
-        OperandError: the argument is no array.
+        DeviceError: the array is neither on a GPU nor a NumPy array.
+        OperandError: the argument is not an array.
         AlignmentError: the array's address is not a multiple of its element size.
     """
     return _read_from(_source(name, array), name, array, stream)
 
 
 def device_of(name: str, array: Any) -> int:
-    """Ordinal of the GPU that an array lives on; `HOST` for NumPy's. Raises `DeviceError`, `OperandError` as `read`."""
+    """Ordinal of the GPU that holds an array; `HOST` for NumPy arrays.
+
+    Raises `DeviceError`, `OperandError` as `read`.
+    """
     return _source(name, array)[0]
 
 
@@ -222,7 +225,7 @@ def _read_from(source: _Source, name: str, array: Any, stream: int) -> Operand:
 
 
 def device_of_address(name: str, address: int) -> int:
-    """Ordinal of the GPU that an address belongs to; the current one for 0, which an empty array may have.
+    """Ordinal of the GPU that an address belongs to; the current GPU for address 0, which empty arrays may have.
 
     Raises:
         DeviceError: the address is not in GPU memory.
@@ -246,8 +249,8 @@ def _read_numpy(name: str, array: np.ndarray[Any, Any], device: int, stream: int
 
 
 def check_plain(name: str, array: np.ndarray[Any, Any]) -> None:
-    """Raises `OperandError` for a masked array or a `numpy.matrix`, whose arithmetic differs from plain arrays'."""
-    masked = sys.modules.get("numpy.ma")  # NumPy imports numpy.ma at its first use; before, there are no masked arrays
+    """Raises `OperandError` for masked arrays and `numpy.matrix`, which compute differently from plain arrays."""
+    masked = sys.modules.get("numpy.ma")  # NumPy imports numpy.ma on first use: before that no masked array exists
     if masked is not None and isinstance(array, masked.MaskedArray):
         found = f"{name} is a masked array of shape {array.shape}"
         raise OperandError(f"{found}; accepted are arrays without a mask, as {name}.filled(value) makes them")
@@ -275,7 +278,7 @@ def _read_torch(name: str, tensor: Any, device: int, stream: int) -> Operand:
 
 
 def _read_dlpack(name: str, array: Any, device: int, stream: int) -> Operand:
-    # the array's library makes CuPy's current stream wait for the array's earlier work
+    # in `from_dlpack` the array's library makes CuPy's current stream wait for earlier work on the array
     with cupy_stream(device, stream) as module:
         view = module.from_dlpack(array)
     namespace = getattr(array, "__array_namespace__", None)
@@ -316,7 +319,7 @@ def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_step(step: Any, device: int, stream: int) -> Operand:
-    """A step counter on the device: an array of one uint32.
+    """Reads a step counter on the device, an array of one uint32.
 
     Raises:
         OperandError: the array has another type or size, or is on another device.

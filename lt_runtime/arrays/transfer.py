@@ -1,6 +1,6 @@
 """Copies values between the host and arrays of any library; places many arrays in one allocation (an arena).
 
-Each array of an arena is aligned as if it were allocated alone, so that operations on it get the same plans.
+Each array of an arena has the alignment of a separate allocation, so that operations on it use the same plans.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _NOT_CONVERTED: Final = (AttributeError, BufferError, OverflowError, RuntimeErro
 
 
 def host_values(name: str, values: Any) -> NDArray[Any]:
-    """Numbers of any library, or a nested sequence of them, as a NumPy array. Waits until a GPU has computed them.
+    """Converts an array of any library, or nested sequences of numbers, to a NumPy array.
+
+    Waits for the GPU if necessary.
 
     Raises:
-        OperandError: the values are no array.
+        OperandError: the values cannot be converted to an array.
         DTypeError: the values are neither floating-point numbers nor integers.
     """
     try:
@@ -48,7 +50,7 @@ def host_values(name: str, values: Any) -> NDArray[Any]:
 
 
 def in_float32(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    """Rounds numbers to FP32; the caller then rounds the result to `dtype`, which must hold it too.
+    """Rounds numbers to FP32, after checking that they also stay finite in `dtype`, to which the caller rounds them.
 
     Raises:
         ArgumentError: an integer above 2**24 in magnitude, or a finite number that would become infinite.
@@ -78,7 +80,7 @@ def fetch(operand: Operand, stream: int) -> NDArray[Any]:
 
 
 def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
-    """Copies values of the operand's shape and type into an operand without gaps. Waits for the stream."""
+    """Copies values into a contiguous operand of the same shape and type. Waits for the stream."""
     if operand.device == HOST:
         operand.array[...] = values
     elif values.size:
@@ -89,7 +91,7 @@ def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
 
 
 def copied(array: Any) -> Any:
-    """A copy of a NumPy array, or of a CuPy array without gaps on CuPy's current device and stream."""
+    """A copy of a NumPy array, or of a contiguous CuPy array on CuPy's current device and stream."""
     if isinstance(array, np.ndarray):
         return array.copy()
     device = array.device.id
@@ -144,12 +146,12 @@ _Shapes = Sequence[tuple[int, ...]]
 
 
 def arena_size(shapes: _Shapes, itemsize: int) -> int:
-    """Elements of an arena for arrays of these shapes, each of which begins at a multiple of `ALIGNMENT` bytes."""
+    """Number of elements of an arena for arrays of these shapes, each aligned to `ALIGNMENT` bytes."""
     return _starts(shapes, itemsize)[-1]
 
 
 def arena_views(flat: Any, shapes: _Shapes) -> list[Any]:
-    """Arrays of the given shapes within `flat`, which has `arena_size` elements and is aligned to `ALIGNMENT` bytes."""
+    """Views of the given shapes into `flat`, an aligned array of `arena_size` elements."""
     starts = _starts(shapes, flat.itemsize)
     return [flat[start : start + math.prod(shape)].reshape(shape) for start, shape in zip(starts, shapes, strict=False)]
 

@@ -1,1 +1,1 @@
-"""GPUs through the driver: devices, streams, memory, graphs, kernels compiled by NVRTC at first use and launched."""
+"""GPUs through the CUDA driver API: devices, streams, memory, graphs, and kernels that NVRTC compiles on first use."""

@@ -1,4 +1,4 @@
-"""Measures how long work takes: on the GPU by events on a stream of its own, on the host by a stopwatch."""
+"""Measures how long work takes: on the GPU by events on a separate stream, on the host by a stopwatch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lt_runtime.gpu.streams import private_stream
 
 
 class Stopwatch:
-    """Counts the host's seconds of timing, so that a search can keep to a time limit.
+    """Sums the host time that a search spends on timing, so that the search can keep to a time limit.
 
-    Compiling and loading kernels do not count: each happens once on a machine, and under load it takes longer than all
-    timing together.
+    Compiling and loading kernels are not counted: both happen only once on a machine, and on a busy machine they take
+    longer than all timing together.
 
     Attributes:
         seconds: seconds so far. A caller may add time that it spent on timing without the stopwatch running.
@@ -37,7 +37,7 @@ class Stopwatch:
 
 
 class Clock:
-    """Times work on a stream of its own; the device must be current. One thread at a time may use it.
+    """Times work on a separate stream of the current device. Only one thread at a time may use a clock.
 
     Attributes:
         stream: the stream's handle. All clocks of a device share the stream, so that its workspace is allocated once.
@@ -49,7 +49,7 @@ class Clock:
         self.watch = Stopwatch()
 
     def once(self, run: Callable[[int], object]) -> float:
-        """Microseconds that `run(stream)` takes. The time that the GPU waits for the host's launches counts."""
+        """Microseconds that `run(stream)` takes on the GPU, including the time in which the GPU waits for launches."""
         return self._time([run], untimed=0)[0]
 
     def capture(self, run: Callable[[int], object]) -> Graph:
@@ -57,19 +57,22 @@ class Clock:
         return Graph(run, self.stream)
 
     def replay(self, graphs: Sequence[Graph], *, behind_itself: bool = False) -> list[float]:
-        """Microseconds that each graph takes, launched one after the other.
+        """Launches graphs one after the other; returns the microseconds that each takes.
 
         The first graph is launched once more before all others, untimed, so that the GPU does not wait for the host
         while it is timed.
 
         Args:
-            behind_itself: launch every graph once, untimed, before its timed launch. The timed launch then finds in the
-                caches what the graph itself leaves there.
+            behind_itself: launch every graph once, untimed, before its timed launch, so that the timed launch starts
+                with the caches as the graph itself leaves them.
         """
         return self._time([graph.launch for graph in graphs], untimed=len(graphs) if behind_itself else 1)
 
     def _time(self, runs: Sequence[Callable[[int], object]], untimed: int) -> list[float]:
-        """Microseconds that each run takes. Each of the first `untimed` runs is made once more before it is timed."""
+        """Microseconds that each run takes.
+
+        The first `untimed` runs are each run once, untimed, before their timed run.
+        """
         with contextlib.ExitStack() as stack:
             events = []
             for _ in range(2 * len(runs)):

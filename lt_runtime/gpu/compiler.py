@@ -30,20 +30,21 @@ Macros = tuple[tuple[str, str], ...]
 """Preprocessor definitions, (name, value)."""
 
 _FLUSHED: Final = frozenset({"cross_entropy.cu"})
-"""Sources compiled with flush to zero (FP32 numbers below 2⁻¹²⁶), which saves three instructions for each
-exponential."""
+"""Sources that are compiled with --ftz=true (subnormal FP32 numbers become zero), which saves three instructions for
+each exponential.
+"""
 
 watchers: Final[list[Callable[[str], object]]] = []
 """Functions that are called with the name of each source before it is compiled, for progress bars."""
 _warned: Final[set[Path]] = set()
-"""Cache directories about which this process has warned."""
+"""Cache directories for which this process has already given a warning."""
 
 _TOOLKIT_HEADERS: Final = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp", "math_constants.h")
 """The CUDA runtime's headers that our sources include, directly or through another header, under NVRTC."""
 
 _NVRTC: Final = "libnvrtc.so.13"
 _SEARCHED_FIRST: Final = ("site-packages", "conda")
-"""Where pathfinder looks for a library before it asks the system's loader, which would load the library."""
+"""Places in which cuda.pathfinder may look for a library without loading it."""
 _HEAD_BYTES: Final = 4096
 
 # Limit of the bytes of all files in the kernel cache.
@@ -93,8 +94,8 @@ def _warning_of_no_cache(directory: Path) -> Iterator[None]:
 
 
 def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
-    """All options but the include paths, which do not affect the result while the headers stay the same."""
-    # "--minimal" leaves out textures and the device runtime: the same machine code in 69 ms instead of 75.
+    """Compiler options without include paths, which do not affect the result as long as the headers stay the same."""
+    # "--minimal" leaves out textures and the device runtime, which saves 6 of 75 ms and gives the same machine code.
     # Diagnostic 177 reports declarations that are never referenced: dead code.
     fixed = f"-arch={architecture}", "--std=c++17", "--minimal", "--diag-error=177"
     flushes = ["--ftz=true"] if source in _FLUSHED else []
@@ -108,7 +109,8 @@ def _include_paths() -> list[bytes]:
 def _key(source: str, code: bytes, options: Sequence[bytes], library: Path) -> str:
     """A digest of everything that the machine code depends on.
 
-    The compiler counts by its file's size, time of change and first bytes, which contain the sizes of all sections.
+    The compiler is identified by the size, modification time and first bytes of its file, which contain the sizes of
+    all sections.
     """
     with library.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -138,14 +140,14 @@ def _included_files() -> bytes:
 
 
 def nvrtc_libraries() -> Iterator[Path]:
-    """Yields the file of NVRTC that would be loaded, if it can be found without loading it; then the loaded file.
+    """Yields the path of the NVRTC library: first as found without loading it, if possible, then as loaded.
 
     Raises:
         MissingLibraryError: NVRTC is not installed.
     """
     header = None if _is_loaded() else pathfinder.locate_nvidia_header_directory("nvrtc")
     if header is not None and header.found_via in _SEARCHED_FIRST:
-        # the place of the library in a wheel or a conda package
+        # where wheels and conda packages have the library
         library = Path(header.abs_path or "").parent / "lib" / _NVRTC
         if library.is_file():
             yield library
@@ -156,7 +158,7 @@ def nvrtc_libraries() -> Iterator[Path]:
 
 
 def _is_loaded() -> bool:
-    """Whether a library named as NVRTC is loaded in this process already, from any path; it is then used."""
+    """Whether a library with NVRTC's name is already loaded in this process, from any path; it would then be used."""
     try:
         ctypes.CDLL(_NVRTC, mode=os.RTLD_NOLOAD)
     except OSError:
@@ -186,7 +188,7 @@ def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
 
 
 def _output(kind: str, program: Any) -> bytes:
-    """The compiler's output for a program: its "ProgramLog" or its "CUBIN"."""
+    """An output of the compiler for a program: "ProgramLog" or "CUBIN"."""
     text = bytes(_call(f"nvrtcGet{kind}Size", program))
     _call(f"nvrtcGet{kind}", program, text)  # NVRTC writes its output into the buffer `text`
     return text
@@ -202,14 +204,14 @@ def _call(function: str, *arguments: Any) -> Any:
 
 
 class KernelCache:
-    """A directory of machine code by key; neither the directory nor a file in it need exist.
+    """A directory of files of machine code by key. The directory need not exist yet.
 
-    A file's time of change is the time of its last use. When the files exceed the limit, the least recently used are
-    deleted.
+    The modification time of a file is set at each use. When all files together exceed the limit, the least recently
+    used are deleted.
 
     Args:
         directory: a directory inside the cache directory; see `private`.
-        limit: bytes of all files together.
+        limit: largest total size of the files in bytes.
     """
 
     def __init__(self, directory: Path, limit: int = _LIMIT) -> None:
@@ -237,7 +239,7 @@ class KernelCache:
         return code
 
     def put(self, key: str, code: bytes) -> None:
-        """Stores machine code under a key, replacing any file there, and deletes what exceeds the limit.
+        """Stores machine code under a key, replacing an old file; deletes files that exceed the limit.
 
         Raises:
             UntrustedError: other users can write to the directory.

@@ -18,7 +18,8 @@ from lt_runtime.errors import ArgumentError, GpuError, LtError
 from lt_runtime.gpu.driver import call
 
 _FP8_CAPABILITY: Final = 89
-_MOST_GPUS: Final = 10**9  # numbers of more digits are no ordinals, and Python may refuse to print them
+# Larger numbers cannot be ordinals, and Python refuses to print integers of thousands of digits.
+_MOST_GPUS: Final = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class DeviceInfo:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether the tensor cores multiply FP8 matrices, as Ada's, Hopper's and later ones do."""
+        """Whether the tensor cores multiply FP8 matrices, as those of Ada, Hopper and later architectures do."""
         return self.capability >= _FP8_CAPABILITY
 
 
@@ -97,7 +98,7 @@ def _device_name(device: Any) -> str:
 
 @functools.cache
 def device_info(ordinal: int) -> DeviceInfo:
-    """The properties of one GPU, asked once and kept."""
+    """The properties of one GPU, queried from the driver once."""
     names = "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT"
     major, minor, multiprocessors = device_attributes(ordinal, *names)
     device = call("cuDeviceGet", ordinal)
@@ -107,7 +108,7 @@ def device_info(ordinal: int) -> DeviceInfo:
 
 @functools.cache
 def device_attributes(ordinal: int, *names: str) -> tuple[int, ...]:
-    """Attributes of one GPU, by their names in `CUdevice_attribute` without the prefix."""
+    """Attributes of one GPU, given by their names in `CUdevice_attribute` without the prefix."""
     _initialise()
     device = call("cuDeviceGet", ordinal)
     ids = (getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}") for name in names)
@@ -133,7 +134,7 @@ def kernel_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> s
 
 @functools.cache
 def _primary_context(ordinal: int) -> driver.CUcontext:
-    # The context is retained for the life of the process; every other library uses it as well.
+    # The primary context, which all libraries share, is retained for the life of the process.
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
 
 
@@ -150,7 +151,7 @@ def current_device() -> int:
 
 
 def make_context_current() -> None:
-    """Gives the calling thread the context of its current device if it has none, as any library's first call does."""
+    """Makes device 0's primary context current if the calling thread has no context, as CUDA's runtime API would."""
     if _device_of_thread() is None:
         call("cuCtxSetCurrent", _primary_context(0))
 

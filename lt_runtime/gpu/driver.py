@@ -22,7 +22,7 @@ _FATAL: Final = (
     *("ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "LAUNCH_FAILED"),
     *("HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC"),
 )
-"""Names of failures, without their prefix, after which the driver refuses all further work of the process."""
+"""Names of `CUresult` values, without the prefix, after which the driver refuses all further work of the process."""
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuCtxGetDevice": (ctypes.POINTER(ctypes.c_int),),
     **dict.fromkeys(("cuEventRecord", "cuGraphLaunch", "cuStreamIsCapturing"), (_POINTER, _POINTER)),
@@ -62,7 +62,7 @@ def _missing(error: Exception) -> MissingLibraryError:
 
 @functools.cache
 def function(name: str) -> Callable[..., int]:
-    """The driver's C function `name`, which returns a status. Only functions that `_ARGUMENTS` lists are known.
+    """The driver's C function `name`, called through ctypes; it must be listed in `_ARGUMENTS`. It returns a status.
 
     Raises:
         MissingLibraryError: there is no NVIDIA driver on this machine.
@@ -76,7 +76,7 @@ def function(name: str) -> Callable[..., int]:
 
 
 class _Ordinal(threading.local):
-    """A cell for each thread, to which the driver writes a device's ordinal."""
+    """A ctypes int for each thread, into which the driver writes a device's ordinal."""
 
     def __init__(self) -> None:
         self.cell = ctypes.c_int()
@@ -89,7 +89,7 @@ def is_current(device: int) -> bool:
     """Whether the calling thread has a current context, and the context belongs to `device`."""
     cell = _ordinal.cell
     status = function("cuCtxGetDevice")(cell)
-    return not status and cell.value == device  # a nonzero status: the thread has no context
+    return not status and cell.value == device  # a nonzero status means that the thread has no context
 
 
 def is_capturing(stream: int) -> bool:
@@ -130,16 +130,16 @@ _OVERLAP: Final = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint6
 
 
 class Launch:
-    """A kernel launch prepared for one stream: each call only passes pointers.
+    """A kernel launch prepared for one stream, so that a call only passes pointers to the driver.
 
-    The kernel takes one struct by value. Between two calls, one thread at a time may change the struct's fields.
+    The kernel takes one struct by value. Its fields may be changed between calls, by one thread at a time.
 
     Args:
         kernel: handle of the kernel's function.
         params: the struct; the driver copies it at each call.
         shared: bytes of dynamic shared memory of a block.
-        overlaps: whether the kernel may start before the previous kernel on the stream has ended. The kernel then
-            waits for the previous one itself.
+        overlaps: whether the kernel may start before the previous kernel on the stream has ended (programmatic
+            dependent launch); the kernel then waits for it itself.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""CUDA graphs: work captured once to be launched many times, the nodes that a capture brings, and their contents.
+"""CUDA graphs: work that is captured once and launched many times, and the nodes of captured graphs.
 
-A node holds a kernel's arguments, a memset's value, or the memory at both ends of a copy.
+A node contains a kernel with its arguments, a memset with its value, or a copy with source and destination.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lt_runtime.gpu.streams import private_stream
 from lt_runtime.ranges import listening
 
 stand_in: Callable[[Graph, Callable[[], Graph]], Graph] | None = None
-"""Hook of a profile, which times training steps by launching copies of their graphs that contain events. The function
-takes a graph that is to be launched, and a function that captures the same work again. It returns the graph to
-launch."""
+"""Hook by which a profile times training steps: it launches copies of their graphs that contain events. The hook takes
+the graph to launch, and a function that captures the same work again; it returns the graph to launch instead.
+"""
 
 _lock = threading.Lock()
 _with_ranges: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -34,12 +34,12 @@ _PREFIX: Final = "CU_GRAPH_NODE_TYPE_"
 _ATTEMPTS: Final = 3
 _INVALIDATED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
 _UNSUPPORTED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-"""Status of a call that CUDA forbids to a capturing thread: another attempt would fail in the same way."""
+"""Status of a call that CUDA forbids during a capture, so that capturing again would fail in the same way."""
 _ACTIVE: Final = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
-    """As `captured_nodes`, on a stream that is used only for this purpose; `device` must be current."""
+    """Like `captured_nodes`, on a private stream of `device`, which must be current."""
     with _lock:
         return captured_nodes(run, private_stream(device, "rehearsal"))
 
@@ -74,7 +74,7 @@ def nodes_of(graph: Any) -> list[int]:
 
 
 def host_values(node: int) -> tuple[bytes, ...]:
-    """The values that the host gave a node at its capture: a kernel's arguments or a memset's value.
+    """The values that a captured node keeps from the host: a kernel's arguments or a memset's value.
 
     The result is empty for nodes of other types, and for a kernel whose arguments the driver does not reveal.
     """
@@ -98,7 +98,8 @@ def exchange_values(executable: Any, node: int, source: int) -> None:
         source: the node to copy from, of the same type, in any graph.
 
     Raises:
-        DriverError: the driver cannot give the values of `source` to `node`, for example of another kernel.
+        DriverError: the driver cannot set the values of `source` in `node`, for example because it belongs to another
+            kernel.
     """
     if node_type(node) == "MEMSET":
         context = call("cuCtxGetCurrent")
@@ -154,18 +155,18 @@ def pageable_ends(node: int) -> list[str]:
 
 
 def graph_under_capture(stream: int) -> tuple[int, int]:
-    """The graph that is being captured from a stream: its handle, and the number of the capture.
+    """The graph that is being captured from a stream: its handle and the id of the capture.
 
-    Handle and number are 0 if the stream is not being captured, or its capture has been invalidated.
+    Both are 0 if the stream is not being captured, or if its capture has been invalidated.
     """
     status, capture, graph, *_ = call("cuStreamGetCaptureInfo", stream)
     return (int(graph), int(capture)) if status == _ACTIVE else (0, 0)
 
 
 class CapturedNodes:
-    """A listener of `lt_runtime.ranges` that notes in which ranges each node of a stream's capture was captured.
+    """A listener of `lt_runtime.ranges` that records in which ranges each node of a stream's capture was captured.
 
-    It listens only to the thread that made it.
+    It records only ranges of the thread that created it.
 
     Attributes:
         paths: names of the ranges around a node, outermost first, by the node's handle. Nodes outside all ranges are
@@ -179,13 +180,13 @@ class CapturedNodes:
         self.paths: dict[int, tuple[str, ...]] = {}
 
     def enter(self, name: str) -> None:
-        """A range begins."""
+        """Called when a range begins."""
         if threading.get_ident() == self._thread:
             self.note()
             self._open.append(name)
 
     def exit(self, name: str) -> None:
-        """The innermost range ends; a range that began before this object listened is ignored."""
+        """Called when the innermost range ends. Ranges that began before this object listened are ignored."""
         if threading.get_ident() == self._thread and self._open and self._open[-1] == name:
             self.note()
             self._open.pop()
@@ -206,14 +207,14 @@ class CapturedNodes:
 
 
 class Graph(contextlib.AbstractContextManager["Graph"]):
-    """Work captured from a stream, to be launched any number of times; a context manager that frees it.
+    """Captured work, to be launched any number of times. As a context manager it frees the graph at the end.
 
     The capture restricts only the calls of this thread (capture mode THREAD_LOCAL).
 
     Args:
-        run: puts its work on the stream whose handle it is given. It is called again if another thread invalidates the
-            capture.
-        stream: a handle, not the default stream's, which cannot be captured.
+        run: function that launches the work on the stream whose handle it gets. It is called again if another thread
+            invalidates the capture.
+        stream: handle of the stream to capture from; not the default stream, which cannot be captured.
 
     Attributes:
         executable: handle of the instantiated graph.
@@ -249,7 +250,7 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
             check("cuGraphLaunch", status)
 
     def close(self) -> None:
-        """Frees the graph. Launches that are still running finish."""
+        """Frees the graph. Launches that are still running are completed."""
         if self.template:
             _with_ranges.discard(self)
             _destroy(self.template)
@@ -266,16 +267,17 @@ def graphs_with_ranges() -> list[Graph]:
 
 
 def _destroy(graph: driver.CUgraph | int) -> None:
-    with contextlib.suppress(DriverError):  # the status is ignored: it can only be an error of earlier work on the GPU
+    # Errors are ignored, because they can only come from earlier work on the GPU.
+    with contextlib.suppress(DriverError):
         call("cuGraphDestroy", graph)
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Turns the garbage collector off, during a capture or a measurement.
+    """Disables Python's garbage collector during a capture or a measurement.
 
-    Finalisers of some objects synchronise with a GPU or free memory. The driver refuses both to a thread that captures,
-    and the capture is lost.
+    Finalisers of some objects synchronise with a GPU or free memory. The driver refuses both calls in a capturing
+    thread, and invalidates the capture.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -290,8 +292,8 @@ def no_collection() -> Iterator[None]:
 def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
     """Captures the work that `run` puts on a stream, and tries again if another thread invalidates the capture.
 
-    A thread that synchronises the whole device invalidates all captures on it. The driver then refuses the next launch,
-    and cuBLASLt reports that refusal as a failure of its own.
+    A thread that synchronises the whole device invalidates all captures on it. The driver then refuses the next launch
+    into the capture; if cuBLASLt makes that launch, the error appears as a failure of cuBLASLt.
     """
     for attempt in range(_ATTEMPTS):
         call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)

@@ -1,7 +1,7 @@
-"""Memory that belongs to a stream, and calls that are bound to a stream and its memory.
+"""The memory of each stream, and calls that are bound to a stream and its memory.
 
-The memory is cuBLASLt's workspace, and buffers that the kernels of one operation share. A bound call is captured once,
-so that each repetition is the launch of one small graph.
+A stream's memory is a workspace for cuBLASLt, and scratch buffers that the kernels of one operation share. A bound call
+is captured once, so that each repetition is the launch of one small graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def aligned(size: int) -> int:
 
 
 class StreamMemory:
-    """A workspace of fixed size and two buffers that grow; two streams never share any of them.
+    """A workspace of fixed size and two growing buffers, which belong to one stream and are never shared by two.
 
     Memory is freed only by `release`, because a captured graph may hold the address. A buffer at least doubles when it
     grows, so that its outgrown predecessors together are no larger than the buffer itself.
@@ -58,7 +58,7 @@ class StreamMemory:
     def __init__(self, device: int, stream: int) -> None:
         self.stream, self._device = stream, device
         self._branch: StreamMemory | None = None
-        # Address and size of each buffer; shared with the views that `on` returns.
+        # Address and size of each buffer; the objects that `on` returns share this dict.
         self._buffers: dict[str, tuple[int, int]] = {}
         self._allocated: list[int] = []
         self.lock = threading.RLock()
@@ -72,7 +72,7 @@ class StreamMemory:
         self.tickets = self.zeros + ALIGNMENT
 
     def on(self, stream: int) -> Self:
-        """This memory as seen by work that is captured from another stream, and later launched on this one."""
+        """The same memory, for capturing work from another `stream` that will later be launched on this one."""
         view = copy.copy(self)
         view.stream = stream
         return view
@@ -86,7 +86,7 @@ class StreamMemory:
         return self._at_least("scratch", size)
 
     def copies(self, size: int) -> int:
-        """As `scratch`, but a separate buffer for copies of a product's operands, used while `scratch` is in use."""
+        """Like `scratch`, but a second buffer, for copies of a product's operands while `scratch` is in use."""
         return self._at_least("copies", size)
 
     def _at_least(self, name: str, size: int) -> int:
@@ -99,7 +99,7 @@ class StreamMemory:
 
     @property
     def branch(self) -> StreamMemory:
-        """The memory of a stream that is used only for branches off this stream. The first call allocates it.
+        """The memory of the private stream on which branches of this stream run. The first call allocates it.
 
         Raises:
             CaptureError: the first call comes while the stream is captured.
@@ -107,13 +107,13 @@ class StreamMemory:
         if self._branch is None:
             self._check_capture(self.workspace_size)
             own = stream_memory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
-            # this stream waits for the branch's stream, on which the new memory's counters are zeroed
+            # this stream must wait until the counters of the new memory are zeroed on the branch's stream
             order_after(self.stream, own.stream)
             self._branch = own
         return self._branch
 
     def free(self) -> None:
-        """Frees all of this memory and the branch's memory; see `release` for the conditions."""
+        """Frees all memory of the stream and of its branch, under the conditions of `release`."""
         while self._allocated:
             call("cuMemFree", self._allocated.pop())
         if self._branch is not None:
@@ -162,15 +162,15 @@ def release(device: int, stream: int) -> None:
 def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
     """Opens a branch of the graph that is being captured, for work that runs concurrently with the rest.
 
-    The branch starts after all work captured so far, and the stream waits for it at the end. While the stream is not
-    being captured there is no branch, because its events would take longer than most work: the work goes to the stream
-    itself. The branch's memory is allocated even then, because it cannot be allocated during a capture.
+    The branch starts after all work captured so far, and the stream waits for it at the end of the `with` block. If the
+    stream is not being captured, the work goes to the stream itself, because the events of a branch would take longer
+    than most work. The branch's memory is allocated even then, because that is impossible during a later capture.
 
     Args:
         memory: the memory of the stream that is being captured.
 
     Returns:
-        The memory of the branch's stream, on which the caller puts the work.
+        The memory of the stream on which the caller launches the branch's work.
 
     Raises:
         CaptureError: the stream is captured, and has never had a branch.
@@ -187,24 +187,26 @@ def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
 
 
 _ended: Final[list[tuple[Graph, int]]] = []
-"""Graphs to be freed, with their devices. A plan that ends does not free its graph at once: the thread may be
-capturing, and freeing would invalidate the capture."""
+"""Graphs to be freed later, with their devices. The finaliser of a `BoundPlan` does not free its graph at once, because
+the thread may be capturing, and freeing would invalidate the capture.
+"""
 
 
 class BoundPlan:
-    """Puts an operation on its stream, over its buffers, which must still exist; nothing is checked.
+    """A callable that launches an operation on its stream, on its buffers, without any checks. The buffers must exist.
 
-    A launch of the whole graph costs the host as much as cuBLASLt's part of the operation alone. The graph also runs
-    the weight gradient beside the input gradient where the plan says so. While the stream is being captured, a call
-    puts the operation's own launches on it instead.
+    Launching the whole graph costs the host no more than cuBLASLt's launch alone. In the graph the weight gradient runs
+    concurrently with the input gradient if the plan says so. While the stream is being captured, a call launches the
+    operation's kernels into that capture instead.
 
     The graph uses the workspace and the scratch memory of its stream, as an unbound call of the same operation does.
 
     Args:
-        put: launches the operation on the stream of a `StreamMemory`. It must have run before, on any stream.
+        put: function that launches the operation on the stream of a `StreamMemory`. It must have run before, on any
+            stream.
         device: ordinal of the GPU. It is current now, and must be current at each call.
         stream: handle of the stream that each call runs on.
-        reserve: allocates the memory that `put` needs.
+        reserve: function that allocates the memory that `put` needs.
 
     Attributes:
         prepared: the `PreparedCall` that each call passes to `ranges.watchers`; None if the caller passes it to them.
@@ -232,12 +234,12 @@ class BoundPlan:
                 weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
 
     def __call__(self) -> None:
-        """Makes the call; raises GpuError if the launch fails."""
+        """Launches the operation. Raises GpuError if the launch fails."""
         if ranges.watchers and self.prepared is not None:
             ranges.tell(self.prepared)
         stream = self._stream
         with self._lock:
-            # CUDA cannot capture the default stream: another one is captured in its place
+            # the default stream (0) cannot be under capture
             if stream and is_capturing(stream):
                 self._put(self._memory)
             elif status := self._launch(self._executable, stream):
@@ -245,7 +247,7 @@ class BoundPlan:
 
 
 def _free_ended() -> None:
-    """Frees the graphs of plans that have ended."""
+    """Frees the graphs of bound plans that have been finalised."""
     # The loop ends at the IndexError of an empty list: `while _ended` could race with threads that free graphs too.
     with contextlib.suppress(IndexError):
         while True:

@@ -27,7 +27,7 @@ from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.problem import Compute, DType
 
 _BITS: Final = 8
-# Transfers of the GPU's memory in a clock cycle.
+# Transfers per clock cycle of the GPU's memory.
 _DATA_RATE: Final = 2
 
 _RATES: Final = {
@@ -74,7 +74,7 @@ class Hardware(NamedTuple):
 
 
 def hardware(device: int) -> Hardware:
-    """Clocks and widths of a GPU, which is given by its ordinal."""
+    """Clocks and widths of the GPU with the ordinal `device`."""
     info = device_info(device)
     highest = device_attributes(device, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
     return Hardware(info.capability, info.multiprocessors, *highest)

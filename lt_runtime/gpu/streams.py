@@ -1,4 +1,4 @@
-"""Streams by handle, from any library; which of them are being captured; events that order them."""
+"""Stream handles from any library, queries whether a stream is being captured, and ordering of streams by events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
     Args:
         stream: None for the current stream on `device`, which is 0 on the host; an int handle; or an object with
             `__cuda_stream__` (CuPy, PyTorch, cuda.core).
-        current: returns the current stream of the library that the operands come from.
+        current: function that returns the current stream of the library that the operands come from.
 
     Raises:
         KindError: anything else.
@@ -54,18 +54,18 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
 
 
 _placed: Final[set[tuple[int, int]]] = set()
-"""Pairs of a device and the handle of a stream that was found to be on this device.
+"""Pairs (device, stream handle) for which the stream was found to belong to the device.
 
-A new stream may get the handle of a destroyed one. If the new stream is on another device, this check does not notice;
-but the driver refuses every launch on it, so that nothing runs in the wrong place.
+A new stream may get the handle of a destroyed one. If it is on another device, this check passes wrongly, but the
+driver then refuses every launch on it, so that nothing runs on the wrong device.
 """
 
 
 def _check_place(stream: Any, handle: int, device: int) -> None:
-    """Raises `DeviceError` if a stream is not of `device`; accepts any stream on the host, a device below 0."""
+    """Raises `DeviceError` unless a stream belongs to `device`; for the host (below 0), accepts any stream."""
     if device >= 0 and handle not in _OF_EVERY_DEVICE:
-        # A stream under capture is not checked: cuStreamGetDevice would invalidate the capture, and each launch is
-        # checked.
+        # A stream under capture is not checked, because cuStreamGetDevice would invalidate the capture; the driver
+        # checks each launch anyway.
         if is_capturing(handle):
             return
         home = int(call("cuStreamGetDevice", handle))
@@ -76,9 +76,9 @@ def _check_place(stream: Any, handle: int, device: int) -> None:
 
 @functools.cache
 def private_stream(device: int, purpose: str) -> int:
-    """The handle of a stream of the current device that is used for one purpose only; the first call makes the stream.
+    """The handle of a non-blocking stream of the current device, one for each purpose; the first call creates it.
 
-    The stream does not wait for the default stream, and the default stream does not wait for it.
+    Neither the stream nor the default stream waits for the other.
     """
     return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
@@ -94,18 +94,18 @@ def is_captured(stream: int) -> bool:
 
 @contextlib.contextmanager
 def beside_captures(device: int) -> Iterator[None]:
-    """Lets the calling thread allocate, wait and load kernels while other threads capture graphs from their streams.
+    """Allows the calling thread to allocate, wait and load kernels while other threads capture graphs.
 
     Outside this block, CUDA refuses these calls during a capture, and invalidates the other threads' captures.
 
     Raises:
-        CaptureError: CuPy's current stream is being captured, or a stream that the default stream waits for.
+        CaptureError: CuPy's current stream, or a stream that the default stream waits for, is being captured.
     """
     for stream in {0, stream_handle(None, device)}:
         try:
             is_held = is_capturing(stream)
         except DriverError as error:
-            # The driver refuses the default stream while a blocking stream is captured; the refusal leaves the capture
+            # The driver refuses queries of the default stream while a blocking stream is captured; the capture stays
             # valid.
             is_held = error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
             if not is_held:
@@ -118,7 +118,7 @@ def beside_captures(device: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed_captures() -> Iterator[None]:
-    """Lets the calling thread allocate and load kernels during any capture, including its own."""
+    """Allows the calling thread to allocate and load kernels during any capture, including one of its own."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:

@@ -38,12 +38,13 @@ OnMiss: TypeAlias = Callable[[Problem, int], None]
 """Hook that runs before a plan is made for a problem and a device; it may measure the problem."""
 
 calls: Final[dict[Hashable, Any]] = {}
-"""Prepared calls, by operation, options and the signature's first part, which has no addresses; see `generation`."""
+"""Prepared calls, by operation, options and the part of the arrays' signature without addresses; see `generation`."""
 repeats: Final[dict[Hashable, Any]] = {}
-"""The graph launches of repeated calls, by prepared call, stream and addresses; False for a call that was made once."""
+"""Graph launches of repeated calls, by prepared call, stream and addresses; False until a call is captured."""
 generation = object()
-"""An object that is replaced whenever plans are forgotten. A prepared call keeps the object of its time, and is not
-used once the two differ."""
+"""An object that is replaced whenever plans are forgotten. A prepared call keeps the object that was current when it
+was made, and is invalid once the object has been replaced.
+"""
 
 _plans: dict[tuple[Problem, int], Plan] = {}
 _lock = threading.RLock()
@@ -78,10 +79,10 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
 
 
 def forget(problems: Iterable[Remembered], device: int) -> None:
-    """Forgets the plans of problems whose entries in the plan cache have changed; their next use makes new plans.
+    """Drops plans of problems whose entries in the plan cache have changed; their next use makes new ones.
 
-    Backward problems that differ only in the tensor that forward saves are forgotten together, because the strategy of
-    the forward pass decides that tensor.
+    Backward problems that differ only in the saved tensor are dropped together, because the strategy of the forward
+    pass decides which tensor is saved.
     """
     global generation
     wanted = {_without_saved(problem) for problem in problems}
@@ -114,7 +115,7 @@ def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -
 
 
 def make_layer_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
-    """The plan for a layer's problem, by its measured strategy if it has one, otherwise by the priors."""
+    """The plan for a layer's problem, with its measured strategy if it has one, else with a prior strategy."""
     store = plan_store(device)
     entry = known_layer(problem, store)
     if entry is not None:
@@ -126,7 +127,7 @@ def make_layer_plan(problem: LayerProblem, device: int, choose: Choose = known_a
 
 
 def plan_for(problem: LayerProblem, device: int, strategy: Strategy, choose: Choose = known_algorithm) -> LayerPlan:
-    """The plan of a layer's problem by one of its strategies.
+    """The plan of a layer's problem with the given strategy.
 
     Raises:
         PlanError: cuBLASLt refuses one of the strategy's products.
@@ -166,8 +167,8 @@ def known_entry(problem: Remembered, store: PlanStore) -> Entry | None:
 def known_layer(problem: LayerProblem | MLPProblem, store: PlanStore) -> LayerEntry | None:
     """The entry of a layer or of an MLP in the plan cache; None if it was not measured, or if the entry is damaged.
 
-    An entry is damaged if its strategy is not allowed. For a layer a warning is then given, and the entry is not used
-    again.
+    An entry is damaged if the problem does not allow its strategy. For a layer a warning is then given once, and the
+    entry is ignored from then on.
     """
     key = problem_key(problem)
     entry = store.layer(key)
@@ -184,7 +185,10 @@ def known_layer(problem: LayerProblem | MLPProblem, store: PlanStore) -> LayerEn
 
 
 def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
-    """The plan by the first of the priors that cuBLASLt accepts; ignores measured strategies. Raises as `make_plan`."""
+    """The plan with the first prior strategy that cuBLASLt accepts, even if another was measured.
+
+    Raises as `make_plan`.
+    """
     refused: PlanError | None = None
     for strategy in priors_of(problem, device):
         try:

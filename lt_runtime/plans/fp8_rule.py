@@ -1,4 +1,4 @@
-"""The rule by which a layer that may choose runs in FP8 or in its own type; nothing is measured."""
+"""The rule that decides, from peak rates and without measuring, whether a layer runs in FP8 or in its own type."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Final
 from lt_runtime.gpu.peaks import hardware
 from lt_runtime.problem import Compute, DType
 
-# Fractions of the peak rates that an H200 reaches: products of 16-bit matrices, products in FP8, and casts.
+# Fractions of the peak rates that are reached on an H200 by products of 16-bit matrices, products in FP8, and casts.
 _OWN, _FP8, _CASTS = 0.75, 0.65, 0.7
-# Forward and backward in FP8 launch four operations more than in the layer's own type. Finding a scale takes three.
+# Forward and backward in FP8 launch four operations more than in the layer's own type; finding the scale of each of the
+# three tensors from its present values takes three more.
 _LAUNCHES: Final = 4
 _CALIBRATION: Final = 9
 _LAUNCH_US: Final = 1.5
@@ -27,16 +28,17 @@ def slower_in_fp8(
     is_linear: bool,
     is_current: bool,
 ) -> str | None:
-    """Why a layer is expected to be slower with its products in FP8; None if it is faster, or if peaks are not known.
+    """A reason why a layer should be slower in FP8; None if it should be faster, or if peak rates are not known.
 
-    Compared are the time that FP8 saves in the products, and the time that the casts of x, w and dy take.
+    Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take.
 
     Args:
         shape: (M, N, K).
         needs_dx: whether backward computes dx.
         is_linear: whether the layer has no activation. With an activation both types need a pass over dy, and that pass
             casts dy.
-        is_current: whether each cast has to find its scale first, in a read of its own.
+        is_current: whether scales come from the present values ("current" recipe), so that each cast first reads its
+            tensor once more to find the scale.
     """
     peaks = hardware(device)
     own, fp8 = peaks.flops_per_s(dtype, compute), peaks.flops_per_s(DType.FLOAT8_E4M3FN, Compute.FLOAT32)

@@ -1,4 +1,4 @@
-"""The plans of a linear layer's passes: matrix products, and kernels of ours before, after and between them."""
+"""Plans of a linear layer's forward and backward pass: matrix products, and our own kernels before and after them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ForwardPlan(Plan):
 
     Args:
         strategy: one of `forward_strategies`.
-        choose: makes the plan of the product, which decides the product's algorithm.
+        choose: function that makes the plan of the product and so chooses its algorithm.
 
     Attributes:
-        kept_spec: layout of the matrix that is written besides y for backward; None if there is none.
-        products: the product, by the name "y".
+        kept_spec: spec of the matrix that forward writes besides y, for backward; None if there is none.
+        products: the plan of the product, under the name "y".
 
     Raises:
         PlanError: cuBLASLt refuses the strategy's product.
@@ -73,7 +73,7 @@ class ForwardPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        if call.computed[1] is not memory:  # a call of a layer is run by one plan only
+        if call.computed[1] is not memory:  # only one plan ever runs a given call, so that stored arguments are its own
             x, w, bias, y, kept, addend = call.addresses
             product = kept if self._product_is_kept else y
             if self._scratch_bytes:
@@ -89,7 +89,7 @@ class ForwardPlan(Plan):
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:
-    """Whether the product leaves bias, activation, dropout, addend or a copy of the pre-activation to our kernel."""
+    """Whether a pass follows the product, for bias, activation, dropout, addend or a stored pre-activation."""
     epilogue = strategy.epilogue
     adds_bias = problem.bias is not None and not epilogue.has_bias
     activates = problem.activation != Activation() and epilogue.activation == "none"
@@ -103,7 +103,7 @@ class BackwardPlan(Plan):
 
     Args:
         strategy: one of `backward_strategies`.
-        choose: makes the plan of each product, which decides the product's algorithm.
+        choose: function that makes the plan of each product and so chooses its algorithm.
 
     Attributes:
         products: the products that compute "dx" and "dw", by these names; a gradient that is not requested is absent.
@@ -129,15 +129,17 @@ class BackwardPlan(Plan):
             self._last = self._pass(derivative, problem.dx, target, sums=sums)
         keeps_dz = self._needs_dz and problem.dz is None
         self._dz_bytes = aligned(self._dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
-        # The two passes use the same memory for their partial sums, one after the other.
+        # Both passes use the same scratch memory for partial sums, because they run one after the other.
         passes = [each for each in (self._first, self._last) if each is not None]
         self._partial_bytes = aligned(max((each.partial_bytes for each in passes), default=0))
-        # If the first pass computes only a bias gradient, no kernel waits for it: it runs in dw's branch, beside dx.
+        # If the first pass computes only a bias gradient, no product reads its result: it runs in the graph's branch
+        # for dw, concurrently with dx.
         self._sums_beside = strategy.dw_concurrent and not self._needs_dz
-        # If a kernel starts while another kernel fills the GPU, its blocks crowd on the few multiprocessors that become
-        # free first. An FP32 product of 132 blocks takes 34 µs alone, 172 beside a pass that began before it (H200). So
-        # the product with the longer sums, which has fewer blocks than the other, starts first. Products of ragged rows
-        # have few blocks too, and start before the bias gradient's pass; other products end sooner after that pass.
+        # If a kernel starts while another one fills the GPU, its blocks crowd on the few multiprocessors that become
+        # free first: an FP32 product of 132 blocks takes 34 µs alone, and 172 µs if a pass that runs concurrently began
+        # before it (H200). So the product with the longer sums, which has fewer blocks, starts first. Products with
+        # ragged rows also have few blocks, and start before the pass for the bias gradient; other products end sooner
+        # if they start after that pass.
         self._dx_first = problem.dy.layout.cols > problem.dy.layout.rows
         self._sums_last = not are_whole(problem.dtype, problem.dy, problem.x)
         products = self._product_problems(dz or problem.dy)
@@ -147,14 +149,14 @@ class BackwardPlan(Plan):
         self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
 
     def _pass(self, derivative: Derivative, dy: Spec, dz: Spec | None, *, sums: bool) -> BackwardPass | None:
-        """A kernel of ours that computes dz, a bias gradient or both; None if it has no work."""
+        """The pass that computes dz, a bias gradient or both; None if neither has to be computed."""
         if not dy.layout.size or (dz is None and not sums):
             return None
         derivative, problem = derivative if sums else replace(derivative, db=None), self.problem
         return BackwardPass(problem.dtype, derivative, dy, dz, self.device, accumulate=problem.accumulate)
 
     def _product_problems(self, dz: Spec) -> dict[str, MatmulProblem]:
-        """The products that compute the requested gradients from dz; cuBLASLt's epilogues are those of the strategy."""
+        """The products that compute the requested gradients from dz, with the epilogues that the strategy demands."""
         problem, strategy, below = self.problem, self.strategy, self.problem.input_derivative
         kinds, found = (problem.dtype, problem.dtype, problem.compute), dict[str, MatmulProblem]()
         if problem.dx is not None:
@@ -181,7 +183,7 @@ class BackwardPlan(Plan):
         self._reserve_branch(memory)
 
     def _reserve_branch(self, memory: StreamMemory) -> None:
-        """Allocates the branch's memory before any capture, because nothing can be allocated during one."""
+        """Allocates the memory of the branch for dw before any capture, because a capture forbids allocations."""
         if self.strategy.dw_concurrent and self._dw is not None:
             self._dw.reserve(memory.branch)
             memory.branch.scratch(self._partial_bytes)
@@ -225,7 +227,7 @@ class BackwardPlan(Plan):
             self._first.launch(dy, 0, 0, db, memory.scratch(self._partial_bytes), None, memory)
 
     def _put_dx(self, call: Call, dz: int, partial: int, memory: StreamMemory) -> None:
-        """Puts the product dx on the stream, and then the pass for the layer below."""
+        """Launches the product dx, then the pass for the derivative and the bias gradient of the layer below."""
         if self._dx is None:
             return
         _, _, w, _, saved, dx, *_, db = call.addresses
@@ -239,6 +241,6 @@ class BackwardPlan(Plan):
             self._zero(db, self.problem.x.layout.cols, memory.stream)
 
     def _zero(self, db: int, cols: int, stream: int) -> None:
-        """Writes the bias gradient of a batch without rows: zeros, unless it is accumulated."""
+        """Sets the bias gradient of a batch without rows to zero, unless gradients are accumulated."""
         if cols and not self.problem.accumulate:
             call("cuMemsetD8Async", db, 0, cols * self.problem.dtype.itemsize, stream)

@@ -1,4 +1,4 @@
-"""Plans that run a pass of a narrow MLP in one kernel, and the choice between one kernel and layer by layer."""
+"""Plans that run a pass of a narrow MLP in one kernel, and the choice between them and running layer by layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_fused(problem: MLPProblem, device: int) -> bool:
 
 
 def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpPlan, ...]:
-    """The plans of an MLP's passes, for packed inputs and outputs."""
+    """The fused plans of an MLP's passes, forward or forward and backward, for contiguous inputs and outputs."""
     x, y = packed(problem.rows, problem.dims[0]), packed(problem.rows, problem.dims[-1])
     passes = (replace(problem, backward=False), problem) if problem.backward else (problem,)
     return tuple(MlpPlan(each, device, x, y, False, None) for each in passes)
@@ -34,9 +34,10 @@ class MlpPlan(PassPlan):
     comes last.
 
     Args:
-        x, y: layouts of the inputs, and of the outputs, their gradient or the targets.
+        x, y: layouts of the inputs, and of the outputs (with `backward`: of their gradient or of the targets).
         accumulate: whether the gradients are added to the values in their buffers.
-        loss: computes the gradient of the outputs from the targets; None if `y` is the gradient, or the outputs.
+        loss: the loss that gives the gradient of the outputs from targets; None if `y` is that gradient, or the
+            outputs.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Strategies of unmeasured problems, in the order in which to try them.
 
-A table for each architecture, `priors_sm*.json`, holds the strategy to try first. `python -m benchmarks derive-priors`
-writes the table from measurements, and the table names these measurements. For a problem that the table does not cover,
-a fixed rule holds: cuBLASLt fuses everything if no tensor has to be saved, and our kernels compute derivatives and bias
-gradients, because on Hopper they beat cuBLASLt's epilogues up to four times. An architecture without a table uses the
-table of the nearest architecture.
+A table for each architecture, `priors_sm*.json`, holds decision trees for the strategy to try first. `python -m
+benchmarks derive-priors` fits the trees to measurements, which the table names. For a problem that the table does not
+cover, a fixed rule holds: cuBLASLt fuses everything if no tensor has to be saved, and our kernels compute derivatives
+and bias gradients, because on Hopper they are up to four times as fast as cuBLASLt's epilogues. An architecture without
+a table uses the table of the nearest architecture.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, 
 from lt_runtime.store.keys import to_json
 
 Tree: TypeAlias = Mapping[str, Any]
-"""A decision tree. A leaf is a strategy in the form of the plan cache. An inner node has a feature, a limit, a tree for
-values below the limit, and a tree for all others."""
+"""A decision tree from a JSON file. A leaf is a strategy in the form of the plan cache. An inner node has the name of a
+feature, a limit, a subtree for values below the limit, and a subtree for all others.
+"""
 
 RAGGED: Final = "ragged"
 """Prefix of the names of the decision trees for problems whose products are computed by our kernel for ragged rows."""
 _FILES: Final = "priors_sm*.json"
 OTHER: Final = "other"
-"""Key of the backward tree for activations that cuBLASLt has no epilogue for: our kernel takes their derivatives."""
+"""Key of the backward tree for activations without an epilogue in cuBLASLt, whose derivatives our kernel computes."""
 _TALL: Final = 1 << 15
-"""Number of rows from which FP32 and TF32 products without ragged rows are bound by the memory's bandwidth."""
+"""Number of rows from which FP32 and TF32 products without ragged rows are bound by memory bandwidth."""
 _FEW_COLUMNS: Final = OCTET
 """Number of columns up to which, for ragged products, our kernel for narrow products beats the one for ragged rows."""
 
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[strategies.ForwardStrategy]:
-    """Forward strategies in the order in which to try them: the table's choice first.
+    """Allowed forward strategies in the order in which to try them, the table's choice first.
 
-    Next come the strategies in which our kernel does the work for which cuBLASLt would need an auxiliary output.
+    Then follow the strategies whose epilogue has no auxiliary output. Strategies that add the addend in the product
+    precede all others.
     """
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     wanted: dict[str, Any] = {}
@@ -54,22 +56,22 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[strategies.
     if wanted and problem.bias is None:
         wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
     allowed = strategies.forward_strategies(problem)
-    # A product that adds the addend spares a pass over three matrices.
+    # If the product adds the addend, no separate pass over three matrices is needed.
     order = sorted(allowed, key=lambda each: (to_json(each) != wanted, each.epilogue.has_aux_output))
     return sorted(order, key=lambda each: not each.product_adds)
 
 
 def backward_priors(problem: BackwardProblem, device: int) -> Iterable[strategies.BackwardStrategy]:
-    """Backward strategies sorted by distance from the table's choice; ties prefer our kernels."""
+    """Allowed backward strategies, sorted by distance from the table's choice; ties prefer our kernels."""
     kernel = strategies.MadeBy.KERNEL.value
     features, is_ours = backward_features(problem), is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
     wanted = dict(leaf_of(_tree(device, "backward", problem, _below(problem), is_ours=is_ours), features))
-    # If dz differs from dy, our kernel reads dy in any case, and then sums the bias gradient at hardly any cost.
-    # cuBLASLt is slow with a bias gradient of ragged 16-bit rows: on an H200 BF16 256x7x6156 takes 245 µs, and 9
-    # without the bias gradient.
+    # If dz differs from dy, our kernel reads dy in any case, and sums the bias gradient at hardly any extra cost.
+    # cuBLASLt is slow if it sums a bias gradient of ragged 16-bit rows: on an H200 BF16 256x7x6156 takes 245 µs with
+    # it, and 9 µs without.
     sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
-    # Our kernel takes the derivatives of tall FP32 and TF32 problems: FP32 65536x40x24 takes 32 µs with it, 44 with
-    # cuBLASLt's epilogue.
+    # Our kernel computes the derivatives of tall FP32 and TF32 problems: FP32 65536x40x24 takes 32 µs with it, 44 µs
+    # with cuBLASLt's epilogue.
     if problem.dtype.itemsize == 4 and features["whole"] and features["rows"] >= _TALL:
         wanted |= {"derivative": kernel, "db_below": kernel} if wanted else {}
     if not problem.output_derivative.is_identity or sums_slowly:
@@ -80,13 +82,13 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[strategie
 def _tree(device: int, part: str, problem: ForwardProblem | BackwardProblem, rest: str, *, is_ours: bool) -> Tree:
     """The table's decision tree for problems of this kind; an empty tree if the table has none.
 
-    Both 16-bit types share a tree: they move equally many bytes.
+    FP16 and BF16 share a tree, because they move equally many bytes.
 
     Args:
         rest: the part of the tree's name after the type.
-        is_ours: whether our kernel for ragged rows computes the products. In that kernel an epilogue that sums or
-            takes a derivative costs little, unless many blocks share the work. The table may therefore have separate
-            trees for it.
+        is_ours: whether our kernel for ragged rows computes the products. In this kernel an epilogue with a column sum
+            or a derivative costs little, unless many blocks share the work, so that the table may have separate trees
+            for it.
     """
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
     kind = "bf16" if problem.dtype.itemsize == 2 else "tf32" if problem.compute is Compute.TF32 else "fp32"
@@ -96,20 +98,21 @@ def _tree(device: int, part: str, problem: ForwardProblem | BackwardProblem, res
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
-    """Features of a forward problem for the decision trees: the sizes of its product, see `features_of`."""
+    """Features of a forward problem for the decision trees: the sizes of its matrix product, see `features_of`."""
     return features_of(problem.y.layout, problem.x.layout.cols, problem.dtype)
 
 
 def backward_features(problem: BackwardProblem) -> dict[str, int]:
-    """Features of a backward problem for the decision trees: sizes of dx's product, even if dx is not requested."""
+    """Features of a backward problem for the decision trees: sizes of the product dx, even if dx is not requested."""
     return features_of(problem.x.layout, problem.dy.layout.cols, problem.dtype)
 
 
 def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
     """The sizes of a product with `inner` terms in each sum, by their names in the fitted decision trees.
 
-    The sizes are the output's bytes and rows, the terms, the number of weights, and the smaller of the columns and the
-    terms. A flag is 1 if both are multiples of eight, which cuBLASLt's fast kernels require, otherwise 0.
+    The sizes are the output's bytes and rows, the number of terms, the number of weights (columns · terms), and the
+    smaller of columns and terms. The flag "whole" is 1 if columns and terms are multiples of eight, which cuBLASLt's
+    fast kernels require, otherwise 0.
     """
     sizes = {"output_bytes": output.size * dtype.itemsize, "inner": inner, "rows": output.rows}
     sizes |= {"weights": output.cols * inner, "least": min(output.cols, inner)}
@@ -117,14 +120,14 @@ def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
 
 
 def leaf_of(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
-    """The strategy at the leaf that a tree's limits lead to."""
+    """The strategy at the leaf that the tree reaches for these features."""
     while "feature" in tree:
         tree = tree["then"] if features[tree["feature"]] < tree["below"] else tree["otherwise"]
     return tree
 
 
 def _below(problem: BackwardProblem) -> str:
-    """Table key: the input layer's activation and its saved tensor, or "products" if only the two products run."""
+    """Tree name: activation and saved tensor of the layer below, or "products" if dx is a plain product."""
     below, output = problem.input_derivative, problem.output_derivative
     if below is not None:
         return f"{below.activation.name} {below.saved.value}"
@@ -132,7 +135,7 @@ def _below(problem: BackwardProblem) -> str:
 
 
 def _distance(strategy: strategies.BackwardStrategy, wanted: Mapping[str, Any]) -> tuple[int, int]:
-    """Sort key: in how many parts a strategy differs from `wanted`, then how many of cuBLASLt's epilogues it uses."""
+    """Sort key: number of fields that differ from `wanted`, then number of cuBLASLt's epilogues that are used."""
     parts = {name: value for name, value in to_json(strategy).items() if value != strategies.MadeBy.NOBODY.value}
     differences = sum(wanted.get(name, value) != value for name, value in parts.items())
     return differences, [*parts.values()].count(strategies.MadeBy.EPILOGUE.value)

@@ -16,17 +16,17 @@ from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import LATER, Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
-# cuBLASLt requires that the leading dimension of ReLU's mask is a multiple of this many bits.
+# cuBLASLt requires the leading dimension of ReLU's mask to be a multiple of this number of bits.
 _MASK_BITS: Final = 128
-# cuBLASLt requires that the leading dimension of a saved pre-activation is a multiple of this many elements.
+# cuBLASLt requires the leading dimension of a saved pre-activation to be a multiple of this number of elements.
 _AUX_ELEMENTS: Final = 8
 _VECTOR_BYTES: Final = 16
-# Elements of a ragged FP32 or TF32 output up to which cuBLASLt's GELU is preferred to our kernel.
+# For ragged FP32 and TF32 outputs of at most this many elements, cuBLASLt's GELU is preferred to our kernel.
 _FUSED_ELEMENTS: Final = 1 << 20
 
 
 class MadeBy(enum.Enum):
-    """Maker of a part of a backward pass: our kernel, an epilogue of cuBLASLt, or nobody if it is not requested."""
+    """What computes a part of a backward pass: our kernel, cuBLASLt's epilogue, or nothing if not requested."""
 
     NOBODY = "nobody"
     KERNEL = "kernel"
@@ -52,16 +52,16 @@ class ForwardStrategy:
 
 @dataclass(frozen=True, slots=True)
 class BackwardStrategy:
-    """How a backward pass is split. Our kernel always computes dz: no product comes before it whose epilogue could.
+    """How a backward pass is split. Our kernel always computes dz, because no product precedes it whose epilogue could.
 
     Attributes:
-        db: maker of the bias gradient: our kernel, alone or with dz, or the epilogue of dw's product.
-        derivative: maker of the product of dx and the derivative of the activation of the layer below: our kernel, in
-            place, or the epilogue of dx's product.
-        db_below: maker of the bias gradient of the layer below: our kernel, or the epilogue of dx's product.
-        dw_concurrent: in a graph, dw is computed in a branch beside dx; so is the bias gradient, if the first pass
-            computes nothing else. Outside of a graph there is no branch, because its events cost the host more than the
-            GPU gains.
+        db: what computes the bias gradient: our kernel, alone or together with dz, or the epilogue of the product dw.
+        derivative: what multiplies dx by the derivative of the activation of the layer below: our kernel, in place, or
+            the epilogue of the product dx.
+        db_below: what computes the bias gradient of the layer below: our kernel, or the epilogue of the product dx.
+        dw_concurrent: whether, in a graph, dw is computed in a branch concurrently with dx; so is the bias gradient, if
+            the first pass computes nothing else. Without a graph there is no branch, because recording its events costs
+            more host time than the GPU gains.
     """
 
     db: MadeBy = MadeBy.NOBODY
@@ -73,14 +73,14 @@ class BackwardStrategy:
 def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
     """The allowed strategies, sorted by the work left to our kernel, least first.
 
-    cuBLASLt may refuse any strategy but the last, which has a product without epilogue. A bias that cuBLASLt is known
-    to get wrong is refused later, by the plan of the product.
+    cuBLASLt may refuse any strategy but the last, which has a product without epilogue. Strategies with a bias epilogue
+    that cuBLASLt is known to compute wrongly are refused later, by the plan of the product.
     """
     name, saved = problem.activation.name, _saved_by_kernel(problem)
-    adds_last = problem.addend is not None  # cuBLASLt adds C before the activation
+    adds_last = problem.addend is not None  # the epilogue would add C before the activation, the addend comes after it
     suffix = "_bias" if problem.bias is not None else ""
-    # cuBLASLt's bias and mask run along rows: its outputs must be row-major. With K = 0 there is no product that could
-    # have an epilogue.
+    # cuBLASLt reads the bias and writes the mask along contiguous rows, so that its outputs must be row-major. With K =
+    # 0 cuBLASLt is not called, and there is no epilogue.
     is_row_major = all(spec.layout.order is Order.ROW for spec in (problem.y, problem.preactivation or problem.y))
     if is_row_major and problem.x.layout.cols:
         is_fused = name == "gelu" or (name == "relu" and not problem.propagate_nan)
@@ -99,7 +99,7 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
 
 
 def _product_may_add(problem: ForwardProblem) -> bool:
-    """Whether the product may add the addend: it is all that follows, nothing is kept, and the orders are equal."""
+    """Whether the product may add the addend: no activation or dropout, no stored pre-activation, and equal orders."""
     addend, is_linear = problem.addend, problem.activation.name == "none" and not problem.dropout
     is_alike = addend is not None and addend.layout.order is problem.y.layout.order
     return is_alike and is_linear and problem.preactivation is None
@@ -143,10 +143,10 @@ def _fits_aux(spec: Spec, step: int, *, is_ours: bool) -> bool:
 
 
 def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
-    """Spec of the matrix that forward writes besides y; None if it writes y alone.
+    """Spec of the matrix that forward writes besides y; None if it writes only y.
 
-    A buffer of the caller keeps its layout. In a new array rows are padded to cuBLASLt's granularity, which also lets
-    our kernels move 16 bytes at once, or are packed like the rows of y; see `_preactivation`.
+    A buffer of the caller keeps its layout. In a new array rows are padded to a multiple of the size that cuBLASLt
+    requires, which also lets our kernels move 16 bytes at once, or are packed like the rows of y; see `_preactivation`.
     """
     if problem.preactivation is not None:
         return problem.preactivation
@@ -158,10 +158,10 @@ def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
 def _preactivation(problem: ForwardProblem) -> Layout:
     """Layout of a new pre-activation.
 
-    Its rows are packed if y is packed and ragged, and cuBLASLt's GELU would be refused or slow; otherwise they are
-    padded. Our kernels move whole vectors of a packed matrix even if its rows are ragged. For ragged rows cuBLASLt's
-    16-bit epilogue is refused, see `MatmulPlan`, and its TF32 epilogue is slow: on an H200 (13.1) 541x619 takes 7.0 µs
-    with the epilogue and 6.4 with our kernel, 1078x2049 23.2 and 19.2, 13830x221 31 and 19.
+    Its rows are packed if y is packed and ragged, and cuBLASLt's GELU epilogue would be refused or slow; otherwise they
+    are padded. Our kernels use 16-byte accesses for a packed matrix even if its rows are ragged. For ragged rows
+    cuBLASLt's 16-bit epilogue is refused, see `MatmulPlan`, and its TF32 epilogue is slow: on an H200 (13.1) 541x619
+    takes 7.0 µs with the epilogue and 6.4 with our kernel, 1078x2049 23.2 and 19.2, 13830x221 31 and 19.
     """
     y, padded = problem.y.layout, _padded(problem.y.layout, _AUX_ELEMENTS)
     is_whole = y.leading_dimension * problem.dtype.itemsize % _VECTOR_BYTES == 0
@@ -176,7 +176,10 @@ def _padded(layout: Layout, step: int) -> Layout:
 
 
 def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
-    """The allowed strategies; the first has no epilogue, and works whenever cuBLASLt accepts the plain products."""
+    """The allowed strategies.
+
+    The first has no epilogue, so that it works whenever cuBLASLt accepts the plain products.
+    """
     branches = (False, True) if problem.dx is not None and problem.dw is not None else (False,)
     for dw_concurrent, below, db in itertools.product(branches, _makers_below(problem), _makers_of_db(problem)):
         yield BackwardStrategy(db, *below, dw_concurrent)
@@ -187,8 +190,8 @@ def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
         yield MadeBy.NOBODY
         return
     yield MadeBy.KERNEL
-    # cuBLASLt overwrites the bias gradient, and needs a row-major dz. If dw's product is empty, cuBLASLt is not called,
-    # and would leave the bias gradient unwritten.
+    # cuBLASLt's epilogue overwrites the bias gradient, and needs a row-major dz. If the product dw is empty, cuBLASLt
+    # is not called, and the bias gradient would stay unwritten.
     is_row_major = problem.dw is not None and problem.dw.layout.order is dz_spec(problem).layout.order is Order.ROW
     if is_row_major and not problem.accumulate and _multiplies(problem):
         yield MadeBy.EPILOGUE
@@ -222,9 +225,9 @@ def _derivative_fuses(problem: BackwardProblem, below: Derivative) -> bool:
 
 
 def dz_spec(problem: BackwardProblem) -> Spec:
-    """Spec of dz: that of the caller's buffer, that of dy if dz equals dy, or a matrix with rows padded to 16 bytes.
+    """Spec of dz: the caller's buffer, or dy if dz equals dy, or else a new matrix with rows padded to 16 bytes.
 
-    With padded rows both products run on the tensor cores for every N.
+    Padded rows let both products use tensor cores for every N.
     """
     if problem.dz is not None:
         return problem.dz

@@ -1,8 +1,8 @@
-"""How long a product takes by each method, estimated from its sizes without asking the library.
+"""Estimates the time of a matrix product by each method from its sizes, without calling cuBLASLt.
 
-An estimate is the time of a launch, of the multiplications, and of moving the operands and the result once; copies
-take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted to the suite `parts`
-and to half of the suite `wide`, whose rows hold the time of each product by each method.
+An estimate is the sum of the launch time, the time of the multiply-adds, and the time to move operands and result once;
+padded copies add launches and bytes. The constants hold for an H200 (cuBLASLt 13.1). They were fitted to the benchmark
+suite `parts` and to half of the suite `wide`, whose rows hold the time of each product by each method.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class _Rates(NamedTuple):
     """Linear model of a kernel's time: fixed launch time + multiply-adds / rate + bytes / rate.
 
     Attributes:
-        launch_us: microseconds until an empty kernel has begun and ended.
-        multiplied: multiply-adds in a microsecond.
-        moved: bytes in a microsecond.
+        launch_us: fixed time of a launch in microseconds.
+        multiplied: multiply-adds per microsecond.
+        moved: bytes per microsecond.
     """
 
     launch_us: float
@@ -44,13 +44,13 @@ class _Rates(NamedTuple):
 _WHOLE_16_BITS: Final = _Rates(2.2, 570e6, 3.2e6)
 _RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 2.2e6)
 _RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
-"""Rates for ragged products with a short K, whose sums are not split among blocks; see `most_promising`."""
+"""Rates for ragged products with a short K, which cuBLASLt does not split among blocks; see `most_promising`."""
 _WHOLE_TF32: Final = _Rates(5.2, 150e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
 _RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
 _RAGGED_TF32_LONG_K: Final = _Rates(6.5, 44e6, 1.8e6)
 _LONG_K: Final = 384
-"""Terms of K from which on cuBLASLt mostly splits the sums of ragged TF32 products, and adds up the parts."""
+"""From this K on, cuBLASLt mostly splits K of ragged TF32 products among blocks, and adds up partial sums."""
 _RAGGED_TF32_OVER_ROWS: Final = _Rates(8.0, 44e6, 2.7e6)
 """Rates for a product that sums over rows of both operands, such as a weight gradient: cuBLASLt splits the sum."""
 _FP32: Final = _Rates(2.9, 18e6, 4e6)
@@ -62,8 +62,8 @@ _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
 _WIDE: Final = 13
 """Number of columns of a narrow product from which on `_NARROW_BUT_WIDE` applies."""
 _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
-"""Launch time in microseconds of our narrow kernels for ragged rows and at least `_WIDE` columns, by bytes of an
-element.
+"""Launch time in microseconds of our narrow kernels for ragged rows and at least `_WIDE` columns, by element size in
+bytes.
 
 It is long because the kernel reads the elements of ragged rows one by one."""
 _TILE_US: Final = 2.3
@@ -76,13 +76,13 @@ _SHARED_US: Final = 1.2
 """Microseconds that our kernel for ragged rows takes longer with each doubling of the blocks that share a sum over
 K."""
 _ADDED_UP: Final = 15.0
-"""Blocks whose partial sums over columns (a bias gradient) our kernel for ragged rows adds up in a microsecond."""
+"""Number of blocks whose partial column sums (a bias gradient) our kernel for ragged rows adds up per microsecond."""
 _RAGGED_SUMMED: Final = 24.0
-"""Ragged 16-bit rows that cuBLASLt's epilogues for bias gradients sum up in a microsecond."""
+"""Number of ragged 16-bit rows that cuBLASLt's epilogues for bias gradients sum per microsecond."""
 _SUMMED: Final = 1e3
-"""Rows that our kernel for narrow products adds up in a microsecond, as for a weight gradient."""
+"""Number of rows that our narrow kernel sums per microsecond in a product over rows, such as a weight gradient."""
 _SUMMED_OCTETS: Final = {2: 1.9e6, 4: 3.5e6}
-"""Multiply-adds of our kernel in a microsecond for a weight gradient with more than eight columns, by element bytes."""
+"""Multiply-adds per microsecond of our narrow kernel for a weight gradient with over eight columns, by element size."""
 _PASS_US: Final = 2.0
 """Launch time in microseconds of an elementwise kernel of ours."""
 _COPY_US: Final = 1.4
@@ -92,11 +92,12 @@ _PASS_MOVED: Final = 3.7e6
 _FILLED: Final = 112
 """Number of tiles of 64x128 elements that keeps all multiprocessors busy."""
 _LEAST_BUSY: Final = 0.15
-"""Least share of the multiprocessors that cuBLASLt keeps busy on copies along K: with fewer tiles it splits the
-sums."""
+"""Smallest share of multiprocessors that cuBLASLt keeps busy for copies contiguous along K: with few tiles it splits K.
+"""
 _FP32_AND_BACK: Final = 8
-"""Additional bytes of an element if a product is written in FP32 and our pass reads it again, instead of a 16-bit
-product."""
+"""Additional bytes moved for each element if a product is written in FP32 and read again by our pass, instead of being
+written in 16 bits.
+"""
 
 
 def narrow_us(problem: MatmulProblem) -> float:
@@ -123,12 +124,12 @@ def tile_us(problem: MatmulProblem) -> float:
 
 
 def _goes_over_rows(problem: MatmulProblem) -> bool:
-    """Whether A is column-major, as in a weight gradient, so that the product sums over rows in memory."""
+    """Whether A is column-major, as in a weight gradient: the sum over K then goes down the rows in memory."""
     return problem.a.layout.order is Order.COLUMN
 
 
 def library_us(problem: MatmulProblem) -> float:
-    """Estimated microseconds by cuBLASLt on the operands as they are; 0 in FP64 and FP8, which only cuBLASLt takes."""
+    """Estimated microseconds by cuBLASLt on the operands as they are; 0 in FP64 and FP8, where it has no rival."""
     if not on_tensor_cores(problem):
         rates = _FP32_OVER_ROWS if _goes_over_rows(problem) else _FP32
         return rates.us(problem) if problem.dtype is DType.FLOAT32 else 0.0
@@ -144,18 +145,19 @@ def library_us(problem: MatmulProblem) -> float:
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if problem.epilogue.sums_operand:
         us += problem.k / _RAGGED_SUMMED
-    # cuBLASLt would round before the epilogue: so the product is written in FP32, and a pass of ours reads it.
+    # cuBLASLt would round the product before the epilogue. So the product is written in FP32, and a pass of ours
+    # applies the epilogue.
     if rounds_before_epilogue(problem):
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
     return us
 
 
 def copies_us(problem: MatmulProblem, *, k_major: bool = False) -> float:
-    """Estimated microseconds by cuBLASLt on padded copies, the copying included.
+    """Estimated microseconds by cuBLASLt on padded copies, including the time of copying.
 
-    One kernel fills all copies that are read, and another trims the result. Input and weight gradient share a copy of
-    the gradient that both multiply, see `sharing_copy`: half of the copy counts for each. A product counts as an input
-    or weight gradient if B is row-major, which it is not in a layer's forward pass.
+    One kernel makes all copies of operands, and another copies the result back without padding. The products dx and dw
+    share a copy of dz, see `sharing_copy`, so that half of its cost counts for each. A product is taken for dx or dw if
+    B is row-major, which it is not in a layer's forward pass.
     """
     padded = padded_problem(problem, k_major=k_major)
     assert padded is not None, f"nothing is copied for {problem}"
@@ -165,7 +167,7 @@ def copies_us(problem: MatmulProblem, *, k_major: bool = False) -> float:
         elements["a"] //= 2
     moved = sum(elements.values()) * problem.dtype.itemsize
     us = library_us(padded)
-    if k_major:  # The kernels for copies along K hardly split sums, so that few tiles keep few multiprocessors busy.
+    if k_major:  # cuBLASLt hardly splits K for copies along K, so that few tiles keep few multiprocessors busy.
         tiles = math.ceil(problem.m / 64) * math.ceil(problem.n / 128)
         busy = min(max(tiles / _FILLED, _LEAST_BUSY), 1.0)
         us += problem.m * problem.n * problem.k / _K_MAJOR_TF32.multiplied * (1 / busy - 1)

@@ -1,4 +1,4 @@
-"""`MatmulPlan`: a matrix product of cuBLASLt's with its descriptors and its algorithm, ready to launch."""
+"""`MatmulPlan`: a matrix product by cuBLASLt, with descriptors and algorithm, ready to launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REQUESTED: Final = 8
 _MAX_KERNELS: Final = 2
 # Partial sums of a split K stay in FP32, because in the output type they would lose precision.
 _REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE
-# Aligned stand-in for pointers that later calls set: the heuristic reads the pointers' alignment.
+# Stand-in for pointers that each call sets later, aligned because cuBLASLt's heuristic reads the pointers' alignment.
 _ANY_ADDRESS: Final = 256
 _DATA_TYPES: Final = {
     DType.FLOAT32: cublaslt.DataType.R_32F,
@@ -42,7 +42,7 @@ _POINTERS: Final = {
     "scale_d": cublaslt.MatmulDescAttribute.D_SCALE_POINTER,
     "amax_d": cublaslt.MatmulDescAttribute.AMAX_D_POINTER,
 }
-"""The attributes that hold the addresses of `SCALES`. C has none: cuBLASLt may hang where scaleC is 0 (until 13.4)."""
+"""Descriptor attributes for the addresses of `SCALES`. C has none: cuBLASLt before 13.4 may hang if scaleC is 0."""
 _COMPUTE_TYPES: Final = {
     Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
     Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
@@ -51,7 +51,7 @@ _COMPUTE_TYPES: Final = {
 
 
 def library_types(problem: MatmulProblem) -> Types:
-    """The key of cuBLASLt's list of algorithms: compute type, type of α and β, types of A, B, C and D."""
+    """The types by which cuBLASLt lists algorithms: compute type, type of α and β, types of A, B, C and D."""
     first, second = problem.types[::-1] if _is_swapped(problem) else problem.types
     scale = cublaslt.DataType.R_64F if problem.compute is Compute.FLOAT64 else cublaslt.DataType.R_32F
     a, b, c, d = (_DATA_TYPES[each] for each in (first, second, problem.aux_dtype, problem.d_dtype))
@@ -73,7 +73,7 @@ def library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
 
 
 def column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublaslt.MatrixLayout:
-    """The layout by which cuBLASLt, which is column-major, reads a matrix or a batch; row-major ones are transposed."""
+    """The column-major layout of a matrix or a batch for cuBLASLt; a row-major matrix is described as its transpose."""
     layout = spec.layout
     rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
     stride = spec.batch_stride if batch > 1 else 0
@@ -82,7 +82,7 @@ def column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublas
 
 
 def rounds_before_epilogue(problem: MatmulProblem) -> bool:
-    """Whether cuBLASLt would round the product to 16 bits before the epilogue, and the result again.
+    """Whether cuBLASLt would round twice: the product to 16 bits before the epilogue, and then the result.
 
     cuBLASLt 13.1 rounds twice on an H200 if rows of A, B, C or D are ragged, whether it launches one kernel or two.
     """
@@ -91,13 +91,13 @@ def rounds_before_epilogue(problem: MatmulProblem) -> bool:
 
 
 def _changes_16_bits(problem: MatmulProblem) -> bool:
-    """Whether the problem has an epilogue that changes the values of a 16-bit product."""
+    """Whether the product has 16 bits, and an epilogue that changes its values."""
     epilogue = problem.epilogue
     return epilogue is not Epilogue.NONE and not epilogue.sums_operand and problem.d_dtype.itemsize == 2
 
 
 class MatmulPlan(AlgorithmPlan):
-    """One product on one device, by an algorithm of cuBLASLt's heuristic or a given one.
+    """One matrix product on one device, with an algorithm from cuBLASLt's heuristic or a given one.
 
     cuBLASLt reads column-major matrices. A row-major D is the column-major Dᵀ = Bᵀ·Aᵀ, so that the operands swap. An
     operand of D's order is then read as it is, an operand of the other order with the transpose flag. Nothing is
@@ -107,19 +107,19 @@ class MatmulPlan(AlgorithmPlan):
         device: ordinal of the GPU, which must be current.
         rank: index of the candidate to use; None for the most promising candidate that launches at most two kernels,
             see `most_promising`.
-        algorithm: 64 bytes, an earlier plan's `algorithm.blob`, which is used if `check` accepts it. The heuristic is
-            then not asked.
+        algorithm: the 64 bytes of an earlier plan's `algorithm.blob`, used instead of the heuristic if `check` accepts
+            them.
 
     Attributes:
-        types: the key of cuBLASLt's list of algorithms; see `library_types`.
+        types: the types by which cuBLASLt lists algorithms; see `library_types`.
         reductions: how an algorithm may sum the parts of a split K.
         workspace_size: bytes that cuBLASLt may use.
-        candidates: the heuristic's algorithms that are not known to be wrong, best first.
+        candidates: the algorithms that the heuristic returns, best first, without those known to compute wrong results.
         algorithm: the algorithm that is used; None if there is nothing to multiply.
 
     Raises:
-        PlanError: there is no such candidate, `check` refuses the given algorithm, or cuBLASLt's epilogue is less
-            accurate than our pass.
+        PlanError: there is no candidate of this rank, `check` refuses the given algorithm, or cuBLASLt's epilogue is
+            less accurate than our pass.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class MatmulPlan(AlgorithmPlan):
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._set: dict[cublaslt.MatmulDescAttribute, int] = {}
         vectors = cublaslt.MatmulDescAttribute.BIAS_POINTER, cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER
-        self._held = *vectors, *map(self._pointer, problem.scales)  # the descriptor stores their addresses
+        # Kept alive, because the descriptor stores their addresses.
+        self._held = *vectors, *map(self._pointer, problem.scales)
         self.algorithm = None
         if not problem.is_empty:
             self._refuse_inaccurate()
@@ -163,9 +164,9 @@ class MatmulPlan(AlgorithmPlan):
 
         Otherwise it is the first candidate that launches at most two kernels.
 
-        With an epilogue some algorithms launch three kernels, which cost more than a pass of ours. For a small plain
-        product that fills the GPU at most once, an algorithm without a memset is taken, because the memset would take
-        as long as the product.
+        The limit of two exists because three kernels, which some algorithms launch for an epilogue, take longer than a
+        plain product and a pass of ours. For a plain product small enough to fill the GPU at most once, an algorithm
+        without a memset is preferred, because the memset would take as long as the product.
         """
         found = self.query(self.workspace_size, self.reductions)
         if not found and self.problem.no_split_k:
@@ -175,7 +176,7 @@ class MatmulPlan(AlgorithmPlan):
         has_many = offered.has_many_tiles(self.problem)
         if rank is None and found and (splits_all or has_many):
             found += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
-        # Queries with less workspace are made too, because they return algorithms with smaller tiles.
+        # Further queries allow less workspace, because they return algorithms with smaller tiles.
         if rank is None and has_many:
             for workspace in (self.workspace_size // 8, 0):
                 found += self.query(workspace, cublaslt.ReductionScheme.NONE)
@@ -197,22 +198,22 @@ class MatmulPlan(AlgorithmPlan):
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
     def launches_at_most_two_kernels_by(self, algorithm: cublaslt.Algorithm) -> bool:
-        """As `launches_at_most_two_kernels`, but for a given algorithm."""
+        """Whether a launch with the given algorithm succeeds, and consists of at most two kernels and of memsets."""
         nodes = self.nodes(algorithm)
         most = 1 if self.problem.no_split_k or self._is_cut_in_two(algorithm) else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
 
     def _is_cut_in_two(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Whether a second kernel of the algorithm would apply the epilogue to a product rounded to 16 bits.
+        """Whether a second kernel of the algorithm would apply the epilogue to an already rounded 16-bit product.
 
-        The second kernel of a split K reads sums in FP32 instead.
+        With a split K this is not so, because the second kernel reads partial sums in FP32.
         """
         return _changes_16_bits(self.problem) and algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) <= 1
 
     def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
-        """The kinds of nodes of a launch, such as "KERNEL"; empty if cuBLASLt refuses the launch.
+        """The kinds of the graph nodes that one launch creates, such as "KERNEL"; empty if cuBLASLt refuses the launch.
 
-        The launch is captured, with addresses that no kernel reads, and not run.
+        The launch is captured with placeholder addresses, and the graph is never run.
         """
         on_device, prepared = self.problem.device_scalars, self._prepare(algorithm)
         alpha, beta = (_ANY_ADDRESS, _ANY_ADDRESS) if on_device else (1.0, 0.0)
@@ -239,7 +240,7 @@ class MatmulPlan(AlgorithmPlan):
         return self.algorithm is not None and "MEMSET" in self.nodes(self.algorithm)
 
     def _describe(self) -> None:
-        """Makes the descriptors: operands, transposes and epilogue."""
+        """Creates cuBLASLt's descriptors of the operands, the transposes and the epilogue."""
         problem, batch, own = self.problem, self.problem.batch, self.problem.d.layout.order
         compute, scale, first, second, third, result = self.types
         self.handle = cublaslt.handle(self.device)
@@ -268,12 +269,12 @@ class MatmulPlan(AlgorithmPlan):
             desc.set(self._pointer(name), _ANY_ADDRESS)
 
     def _pointer(self, name: str) -> cublaslt.MatmulDescAttribute:
-        """The attribute of one of `SCALES`: if the operands are swapped, the scale of A is that of cuBLASLt's B."""
+        """The descriptor attribute of one of `SCALES`. If the operands are swapped, our A is cuBLASLt's B."""
         exchanged = {"scale_a": "scale_b", "scale_b": "scale_a"} if self._swapped else {}
         return _POINTERS[exchanged.get(name, name)]
 
     def query(self, workspace: int, reductions: cublaslt.ReductionScheme) -> list[cublaslt.Algorithm]:
-        """The heuristic's algorithms, best first, without those that are known to be wrong.
+        """Algorithms that cuBLASLt's heuristic returns, best first, without those known to compute wrong results.
 
         Args:
             workspace: bytes that an algorithm may use.
@@ -289,7 +290,9 @@ class MatmulPlan(AlgorithmPlan):
         return [each for each in found if cublaslt.is_known_bad(self._facts(each)) is None]
 
     def check(self, algorithm: cublaslt.Algorithm) -> cublaslt.Algorithm:
-        """Returns the algorithm with the size of its workspace; nothing is launched.
+        """Asks cuBLASLt whether it can run an algorithm; returns the algorithm with its workspace size.
+
+        Launches nothing.
 
         Raises:
             PlanError: cuBLASLt refuses the algorithm, the algorithm is known to be wrong, needs too much workspace, or
@@ -316,7 +319,8 @@ class MatmulPlan(AlgorithmPlan):
 
     def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
         problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, offered.library_shape(self.problem)
-        specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]  # types of A and B are equally wide
+        # The types of A and B have the same size.
+        specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]
         specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
         return cublaslt.Candidate(
             version=cublaslt.get_version(),
@@ -355,7 +359,7 @@ class MatmulPlan(AlgorithmPlan):
             pointers = tuple([each for each in held if each[1]]) if vector or aux or scales else ()
             call.computed = self, memory, pointers, prepared.arguments(*at)
         _, _, pointers, arguments = call.computed
-        with self._lock:  # no other thread may change the descriptor's addresses before the launch has returned
+        with self._lock:  # so that no other thread changes the descriptor's addresses before the launch has returned
             for attribute, address in pointers:
                 if address != self._set.get(attribute):
                     self._desc.set(attribute, address)
@@ -365,7 +369,7 @@ class MatmulPlan(AlgorithmPlan):
             raise failure("cublasLtMatmul", status)
 
     def _put_without(self, call: Call, stream: int) -> None:
-        """Writes β·C to D if there is nothing to multiply, because a sum over no terms is zero."""
+        """Writes β·C to D if K is 0, because sums over no terms are zero."""
         problem = self.problem
         if not (problem.batch and problem.m and problem.n):
             return

@@ -1,4 +1,4 @@
-"""The methods by which a matrix product can be made, by cuBLASLt or by kernels of ours, and the choice among them.
+"""The methods that can compute a matrix product, by cuBLASLt or by our own kernels, and the choice among them.
 
 A product uses the algorithm that was measured to be the fastest, or the method that is estimated to be the fastest.
 """
@@ -33,29 +33,30 @@ Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
 
 NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
 TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
-"""The bytes that stand for our two kernels in the plan cache, in place of an algorithm of cuBLASLt. No algorithm of any
-version of cuBLASLt has these bytes."""
+"""`NARROW_MATMUL` and `TILE_MATMUL`: bytes that name our two kinds of kernels in the plan cache, in place of a cuBLASLt
+algorithm. No algorithm of any version of cuBLASLt has these bytes.
+"""
 
 _ALGORITHM: Final = 64  # bytes of a `cublasLtMatmulAlgo_t`
 _COPIES_MARGIN_US: Final = 1.6
-"""Microseconds by which padded copies must be estimated to be faster: estimates of small products err by as much.
+"""Padded copies must be estimated to be faster by this many microseconds: estimates of small products err by as much.
 
-The margin is fitted to whole passes, because two ragged products that run concurrently can take longer than one after
-the other: the backward pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on copies, although
-its two products take 15.0 and 16.7 one by one.
+The margin is fitted to whole backward passes, because two ragged products that run concurrently can take longer than
+one after the other. Example: the backward pass of 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 µs on
+copies, although dx and dw alone take 15.0 and 16.7 µs.
 """
 _TILE_MARGIN: Final = 1.15
 _TILE_MARGIN_US: Final = 0.6
 """Handicap of our kernel for ragged rows (`TILE`) without an epilogue: its estimated time is multiplied by the factor,
 and the microseconds are added.
 
-Both are fitted to 30 products of tuned passes: where this kernel is estimated to be faster by less than the handicap,
-passes are often faster without it.
+Both are fitted to 30 products of tuned passes: if this kernel is estimated to be faster by less than the handicap, the
+whole pass is often faster without it.
 """
 
 
 class OwnPlan(AlgorithmPlan):
-    """The plan of a product that a kernel of ours computes on one device.
+    """The plan of a product that one of our own kernels computes on one device.
 
     Raises:
         PlanError: the kernel does not support the problem or the GPU, or its partial sums exceed the workspace.
@@ -96,18 +97,18 @@ class TilePlan(OwnPlan):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Method:
-    """One way of making a product.
+    """One way to compute a matrix product.
 
     Attributes:
-        name: marks the method in an algorithm's configuration; "" for cuBLASLt on the operands as they are.
-        words: the method in reports.
-        mark: 64 bytes that begin the method's algorithms in the plan cache. For cuBLASLt, on the operands or on copies,
-            64 bytes of an algorithm follow; a kernel of ours has only one algorithm, the mark itself.
-        is_own: whether a kernel of ours makes the product.
-        supports: whether the method is possible for a product.
-        estimate_us: microseconds of a product, estimated.
-        build: makes the plan on a device, which is current, by an `algorithm` of cuBLASLt's or by the heuristic's;
-            raises PlanError if it is refused.
+        name: key of the method in an algorithm's configuration; "" for cuBLASLt on the operands as they are.
+        words: the method's name in reports.
+        mark: prefix of 64 bytes of the method's algorithms in the plan cache. For cuBLASLt on padded copies the 64
+            bytes of its algorithm follow; for our own kernels the mark is the whole algorithm.
+        is_own: whether one of our own kernels computes the product.
+        supports: function that tells whether the method can compute a product.
+        estimate_us: function that estimates the microseconds of a product.
+        build: function that makes the plan on the current device, with a given cuBLASLt `algorithm` or the heuristic's
+            choice; raises PlanError if cuBLASLt refuses it.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Method:
 
 
 def _is_copied(problem: MatmulProblem, *, k_major: bool = False) -> bool:
-    """Whether padded copies would differ from the operands; with `k_major`, also from copies in the same order."""
+    """Whether padding would change an operand; with `k_major`, whether copies along K are possible as well."""
     return padded_problem(problem) is not None and (not k_major or padded_problem(problem, k_major=True) is not None)
 
 
@@ -136,11 +137,11 @@ TILE: Final = Method(
     "TILE_MATMUL", "our kernel for ragged rows", TILE_MATMUL.blob, True, tile_matmul.supports, tile_us, TilePlan
 )
 METHODS: Final = (LIBRARY, PADDED, K_MAJOR, NARROW, TILE)
-"""All methods; where estimates are equal, an earlier one comes first."""
+"""All methods. If estimates are equal, the earlier method is preferred."""
 
 
 def split_blob(blob: bytes) -> tuple[Method, bytes]:
-    """The method of an algorithm in the plan cache, and cuBLASLt's part of the algorithm.
+    """Splits the bytes of an algorithm in the plan cache into its method and the part that is cuBLASLt's.
 
     Raises:
         PlanError: another version of the package wrote the bytes.
@@ -153,14 +154,15 @@ def split_blob(blob: bytes) -> tuple[Method, bytes]:
 
 
 def fastest_first(problem: MatmulProblem) -> list[Method]:
-    """The methods to try for a product that was not measured, in their order.
+    """The methods to try for a product that was not measured, those estimated to be fastest first.
 
-    Copies have to be faster by a margin, because each is a kernel more. So has our kernel for ragged rows if there is
-    no epilogue to fuse: it leaves no room for a weight gradient beside it, and shares no copy with it.
+    Padded copies must be faster by a margin, because each copy is an additional kernel. So must our kernel for ragged
+    rows if there is no epilogue to fuse: it occupies the GPU, so that no weight gradient runs concurrently, and it does
+    not share a padded copy with the weight gradient.
 
-    With an epilogue, methods slower than cuBLASLt are left out except our kernels. If cuBLASLt would round the product
-    before the epilogue, or refuses to sum an operand, our kernels are left out too: a pass of ours after the plain
-    product is then faster.
+    With an epilogue, methods that are estimated to be slower than cuBLASLt are left out, except our own kernels, which
+    can fuse it. If cuBLASLt would round the product before the epilogue, or refuses to sum an operand, slower kernels
+    of ours are left out too: a pass of ours after cuBLASLt's plain product is then faster.
     """
     estimates = estimated_us(problem)
     for method in estimates:
@@ -182,9 +184,10 @@ def estimated_us(problem: MatmulProblem) -> dict[Method, float]:
 
 
 def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
-    """The plan by the algorithm that was measured to be the fastest; without a measurement, `heuristic_algorithm`.
+    """The plan with the algorithm that was measured to be the fastest; without a measurement, `heuristic_algorithm`.
 
-    A measured algorithm that cuBLASLt refuses now, or that is known to be wrong by now, is barred in the plan cache.
+    A measured algorithm that cuBLASLt now refuses, or that is now known to compute wrong results, is barred in the plan
+    cache.
     """
     if problem.is_empty:
         return MatmulPlan(problem, device)
@@ -202,7 +205,7 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     """The plan by the first method of `fastest_first` that supports the product; measurements are not read.
 
     Raises:
-        PlanError: why cuBLASLt does not make the product on the operands as they are.
+        PlanError: no method can compute the product; the message says why cuBLASLt cannot on the operands as they are.
     """
     refused: PlanError | None = None
     for method in fastest_first(problem):
@@ -215,7 +218,7 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
 
 
 def plan_from_blob(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
-    """Makes the plan of a product by the method and algorithm that an earlier plan's `blob` holds.
+    """The plan of a product with the method and algorithm from an earlier plan's `blob`.
 
     Raises:
         PlanError: see `MatmulPlan`, `OwnPlan` and `PaddedPlan`; or another version wrote the blob.
@@ -225,7 +228,7 @@ def plan_from_blob(problem: MatmulProblem, device: int, blob: bytes) -> Algorith
 
 
 def configuration(blob: bytes) -> dict[str, int]:
-    """An algorithm's configuration in the plan cache: cuBLASLt's attributes by name, and the method's name with 1."""
+    """An algorithm's configuration for the plan cache: cuBLASLt's attributes by name, and the method's name."""
     method, algorithm = split_blob(blob)
     attributes = AlgoConfigAttribute if algorithm else ()
     found = {attribute.name: int(Algorithm(algorithm).get(attribute)) for attribute in attributes}
@@ -233,11 +236,11 @@ def configuration(blob: bytes) -> dict[str, int]:
 
 
 def plan_from_config(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> AlgorithmPlan:
-    """The plan of a product by an algorithm that is made anew from its `configuration`.
+    """The plan of a product with an algorithm that is rebuilt from its `configuration`.
 
     Raises:
         PlanError: see `plan_from_blob`; or no algorithm has the configuration.
-        CublasLtError: the library failed for a reason that is not the algorithm's.
+        CublasLtError: cuBLASLt failed for a reason other than the algorithm.
     """
     marks = [each for each in METHODS if each.name in config]
     mark = b"".join(each.mark for each in marks)

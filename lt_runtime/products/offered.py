@@ -1,19 +1,20 @@
-"""The choice among the algorithms that cuBLASLt's heuristic offers for a product that was not measured.
+"""Chooses among the algorithms that cuBLASLt's heuristic offers for a product that was not measured.
 
-The heuristic's first algorithm is taken, except in these cases, which the heuristic is known to misjudge:
+The heuristic's first algorithm is used, except in these cases, which the heuristic is known to misjudge:
 
-- cuBLASLt's kernels for Hopper work on D in rounds, with one tile on each multiprocessor. A round takes as long as the
+- cuBLASLt's kernels for Hopper compute D in rounds, with one tile on each multiprocessor. A round takes as long as the
   loads of a tile or its multiplications, whichever is longer, plus a constant; with an epilogue, tiles of more than 64
-  rows take longer to end. Another algorithm is taken if it is estimated to be faster by a tenth.
-- Kernels with the ids 20, 41 and 42 are hardly ever the fastest. In the median they take 5 times (id 20, 334 TF32
-  products), 24 times (41, 146 BF16 products) and 42 times (42, 281 BF16 products) as long as the fastest other kernel.
-- A short K is not worth splitting: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
+  rows take longer to finish. Another algorithm is used if it is estimated to be faster by a tenth.
+- Algorithms with the ids (CONFIG_ID) 20, 41 and 42 are hardly ever the fastest. In the median they take 5 times (id 20,
+  334 TF32 products), 24 times (41, 146 BF16 products) and 42 times (42, 281 BF16 products) as long as the fastest other
+  kernel.
+- Splitting a short K does not pay: BF16 3904x24x21 takes 5.9 µs with K split into six parts, and 2.6 µs without.
 - Large TF32 products are fastest by kernels for Hopper: 7456x2840x464 takes 150 µs by the first algorithm, 84 by the
   second, which is such a kernel.
-- A gradient's product in TF32 takes as long as the multiprocessor that loads or multiplies the most: 1024x512x2048 in
-  64 tiles of 64x128 elements takes 33 µs, in 32 tiles of 128x128 with sums in four parts 20. Here too another algorithm
-  must be estimated to be faster by a tenth. The estimate also holds for other TF32 products with a short K:
-  65536x40x24 takes 15.4 µs by the first algorithm, 9.4 in smaller tiles.
+- A TF32 product for a gradient (dx or dw) takes as long as the multiprocessor with the most loads or multiplications:
+  1024x512x2048 takes 33 µs in 64 tiles of 64x128 elements, and 20 µs in 32 tiles of 128x128 with K split into four
+  parts. Here too another algorithm must be estimated to be faster by a tenth. The estimate also holds for other TF32
+  products with a short K: 65536x40x24 takes 15.4 µs by the first algorithm, and 9.4 µs in smaller tiles.
 - Small TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first
   algorithm, 3.5 by this kernel; but 5384x3397x27 takes 55 by this kernel, 44 by the first algorithm. An input gradient
   takes it for at most 32 terms: 360x1120x15 takes 6.7 µs by the first algorithm, 3.1 by this kernel.
@@ -40,20 +41,20 @@ _HOPPER: Final = 66
 _HOPPER_TF32: Final = 43
 _OLDER_TF32: Final = 21
 _SELDOM_FAST: Final = (20, 41, 42)
-"""Ids of kernels that are taken only if all offered kernels have one of these ids, except in full FP32 (id 20)."""
+"""Ids of kernels that are used only if the heuristic offers no others; in full FP32 they compete like all others."""
 SHORT_K: Final = 128
-"""Terms of a sum up to which it is not worth splitting."""
+"""K up to which splitting K does not pay."""
 _TALL: Final = 1 << 15
-"""Rows or columns of D from which on `has_many_tiles` is true for TF32 products with a short K."""
+"""Number of rows or columns of D from which `has_many_tiles` is true for TF32 products with a short K."""
 _SHORT_TF32: Final = 55
 _SHORTEST_K: Final = 32
-"""Terms of an input gradient's K up to which the kernel with the id `_SHORT_TF32` is taken."""
+"""Largest K of an input gradient for which the kernel with the id `_SHORT_TF32` is used."""
 _MOST_SHORT: Final = 1 << 21
-"""Elements of D up to which the kernel with the id `_SHORT_TF32` is taken."""
+"""Largest number of elements of D for which the kernel with the id `_SHORT_TF32` is used."""
 _FEWEST_TERMS: Final = {Compute.TF32: (64, 64), Compute.FLOAT32: (32, 8)}
 """The fewest terms that each part of a split K must have in TF32 and FP32: in a gradient, and in a forward product."""
 _LARGE: Final = 1e9
-"""Multiply-adds from which on `is_large` is true."""
+"""Number of multiply-adds from which `is_large` is true."""
 MULTIPROCESSORS: Final = 132
 """Multiprocessors of an H200."""
 _LAUNCH_US: Final = 3.0
@@ -73,24 +74,25 @@ _GRADIENT_MULTIPLIED: Final = {_HOPPER_TF32: 1e6, _OLDER_TF32: 0.7e6}
 _GRADIENT_LOADED: Final = 14e3
 """Numbers that a multiprocessor loads in a microsecond in a gradient's product in TF32."""
 _WRITTEN: Final = 12e3
-"""Numbers of D that a multiprocessor writes in a microsecond if K is short. Numbers of a tile beyond D's edge take as
-long."""
+"""Elements of D that a multiprocessor writes per microsecond if K is short, including elements of a tile beyond D's
+edge, which take as long.
+"""
 _SPLIT_US: Final = 1.0
-"""Microseconds that the addition of partial sums takes at least."""
+"""Least time in microseconds of adding up the partial sums of a split K."""
 _ADDED: Final = 0.5e6
-"""Partial sums of a split K that are added up in a microsecond."""
+"""Partial sums of a split K that are added up per microsecond."""
 _WORTH: Final = 0.9
 """Another algorithm is chosen if its estimated time is below this fraction of the first algorithm's."""
 
 
 class Offered(NamedTuple):
-    """The properties of an algorithm that an estimate reads.
+    """The properties of an offered algorithm from which its time is estimated.
 
     Attributes:
         algo_id: CONFIG_ID.
-        tile: rows and columns of D, as cuBLASLt sees D, that a block works on; None if they are not known.
+        tile: rows and columns of a block's tile of D, as cuBLASLt sees D; None if they are not known.
         splitk: SPLITK_NUM.
-        waves: how many times its blocks fill the GPU; 0.0 if that is not known.
+        waves: number of its blocks divided by the number that the GPU runs at a time; 0.0 if that is not known.
     """
 
     algo_id: int
@@ -100,19 +102,19 @@ class Offered(NamedTuple):
 
 
 def library_shape(problem: MatmulProblem) -> tuple[int, int]:
-    """Rows and columns of D as cuBLASLt sees D: a row-major matrix is its transpose to the library."""
+    """Rows and columns of D as cuBLASLt sees D: those of the transpose if D is row-major."""
     return (problem.n, problem.m) if problem.d.layout.order is Order.ROW else (problem.m, problem.n)
 
 
 def is_split_for_nothing(problem: MatmulProblem, offered: Offered) -> bool:
-    """Whether an algorithm splits a K that is too short for splitting to pay."""
+    """Whether an algorithm splits K, although K is too short for splitting to pay."""
     return problem.k <= SHORT_K and offered.splitk > 1
 
 
 def has_many_tiles(problem: MatmulProblem) -> bool:
-    """Whether a TF32 product with a short K has so many rows or columns that its time is that of its tiles.
+    """Whether a TF32 product with a short K has so many rows or columns that the shape of the tiles decides its time.
 
-    More algorithms are worth a query then: 262144x40x32 takes 68 µs in tiles of 256x64 elements, 27 in 64x128.
+    If so, further queries for algorithms pay: 262144x40x32 takes 68 µs in tiles of 256x64 elements, 27 µs in 64x128.
     """
     is_tall = max(problem.m, problem.n) >= _TALL
     return problem.compute is Compute.TF32 and problem.k <= SHORT_K and is_tall
@@ -143,7 +145,7 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
         return next((i for i, each in enumerate(offers) if each.algo_id == _SHORT_TF32), 0)
     if is_split_for_nothing(problem, first):
         return next((i for i, each in enumerate(offers) if each.splitk <= 1), 0)
-    # There is no estimate for an epilogue with a derivative or a bias gradient: its time does not follow from the
+    # Epilogues with a derivative or a bias gradient have no estimate, because their time does not follow from the
     # tiles.
     if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
         return 0
@@ -156,7 +158,7 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _usual(problem: MatmulProblem, offers: Sequence[Offered], *, is_gradient: bool) -> int:
-    """The index of the algorithm to take if no other is estimated to be faster."""
+    """The index of the algorithm that is used unless another one is estimated to be faster."""
     is_tf32 = problem.compute is Compute.TF32
     if is_tf32 and is_large(problem):
         return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
@@ -165,7 +167,7 @@ def _usual(problem: MatmulProblem, offers: Sequence[Offered], *, is_gradient: bo
 
 
 def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
-    """Estimated microseconds; infinity without an estimate, as for a split K, whose partial sums take time to add."""
+    """Estimated microseconds of a product; infinity if there is no estimate, as for algorithms that split K."""
     if offered.algo_id != _HOPPER or offered.tile is None or offered.splitk > 1 or not offered.waves:
         return math.inf
     (rows, cols), terms = offered.tile, problem.k * problem.dtype.itemsize
@@ -182,7 +184,7 @@ def _gradient_us(problem: MatmulProblem, offered: Offered) -> float:
     (rows, cols), parts = offered.tile, max(offered.splitk, 1)
     m, n = library_shape(problem)
     tiles = -(-m // rows) * -(-n // cols)
-    # The kernel's blocks divide the tiles, or the parts of a split K of each tile, evenly among themselves.
+    # The blocks of a kernel share its tiles evenly, or the parts of K of each tile if K is split.
     if offered.algo_id == _HOPPER_TF32:
         of_each = max(1.0, tiles / (MULTIPROCESSORS * min(offered.waves, 1.0)))
     else:

@@ -1,14 +1,15 @@
 """Plans that copy a product's operands to a layout for which cuBLASLt has faster kernels.
 
-For ragged rows cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs, 2048x1024x480
-takes 5.7. The extents decide the kernel, not the leading dimensions. So operands are copied with zeros appended along
-their contiguous axis, which add nothing to any sum. A result that is longer for that reason is copied without its tail.
+For ragged rows cuBLASLt uses old, slow kernels: on an H200 (cuBLASLt 13.1) BF16 2048x1024x479 takes 22 µs, and
+2048x1024x480 takes 5.7 µs. The matrices' extents decide which kernel is used, not their leading dimensions. So operands
+are copied with zeros appended along their contiguous axis, which add nothing to any sum. If that makes D's rows longer
+too, D is copied back without the added elements.
 
-Hopper's tensor cores read TF32 operands only if they are contiguous along K. If an operand of a gradient's product is
-not, cuBLASLt uses older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So
-products on copies that are contiguous along K are another method.
+Hopper's tensor-core instructions read TF32 operands only if they are contiguous along K. If an operand of dx or dw is
+not, cuBLASLt uses older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 µs as a forward pass. So
+a second method multiplies copies that are contiguous along K.
 
-To the tuner and the plan cache the copies are part of the algorithm. Two products of one gradient share its copy.
+The tuner and the plan cache treat the copies as part of the algorithm. dx and dw share one copy of dz.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ PADDED_MARK: Final = b"lt_runtime: padded".ljust(64, b"\0")
 K_MAJOR_MARK: Final = b"lt_runtime: k-major".ljust(64, b"\0")
 """Bytes that precede cuBLASLt's algorithm in the plan cache if the padded copies are contiguous along K."""
 
-# limit of the copies' bytes: a GPU's memory divided by this, because their buffer is never freed
+# the copies may take 1/64 of a GPU's memory, because their buffer is never freed
 _MEMORY_SHARE: Final = 64
 
 
 def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
-    """The product of the padded copies; None if no operand would change, or if the method does not support the product.
+    """The product of padded copies; None if no operand would change, or if padding does not support the product.
 
-    An operand whose rows are not ragged, and whose extents and order stay the same, is not copied.
+    An operand is not copied if its rows are not ragged and its extents and order stay the same.
 
     Args:
-        k_major: whether the copies of A and B lie along K. Only TF32 products are supported, and only if an operand is
-            contiguous along another axis.
+        k_major: whether the copies of A and B are contiguous along K. Only TF32 products of which an operand is not
+            already contiguous along K are supported.
     """
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or not on_tensor_cores(problem):
         return None
-    # cuBLASLt may round a 16-bit product before it multiplies by the derivative: it does on an H200 (13.1) with DGELU
-    # where K is padded from 1 to 8.
+    # cuBLASLt may round a 16-bit product before it multiplies by the derivative: it does so on an H200 (cuBLASLt 13.1)
+    # with DGELU if K is padded from 1 to 8.
     if problem.epilogue.is_derivative and problem.d_dtype.itemsize == 2:
         return None
     lie_along_k = Order.ROW, Order.COLUMN
@@ -73,13 +74,13 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
 
 
 def on_tensor_cores(problem: MatmulProblem) -> bool:
-    """Whether tensor cores take the types, and no extent is 0."""
+    """Whether tensor cores support the product's types, and no extent is 0."""
     sixteen_bits = problem.dtype.itemsize == 2
     return 0 not in (problem.m, problem.n, problem.k) and (sixteen_bits or problem.compute is Compute.TF32)
 
 
 def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]:
-    """M, N and K, each rounded up to a multiple of 8 if it is an operand's contiguous axis; `a` and `b` are orders."""
+    """M, N and K, rounded up to multiples of 8 where a copy of A or B, of order `a` or `b`, is contiguous."""
     d = problem.d.layout.order
     grows_m = Order.COLUMN in (a, d)
     grows_n, grows_k = Order.ROW in (b, d), a is Order.ROW or b is Order.COLUMN
@@ -89,7 +90,7 @@ def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]
 
 
 def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spec:
-    """The operand's own spec if it has the given size and order and is not ragged; otherwise a packed copy's spec."""
+    """The operand's spec if it already has the given size and order and is not ragged; otherwise a packed copy's."""
     layout = spec.layout
     if layout.shape == (rows, cols) and layout.order is order and moves_vectors(spec, dtype):
         return spec
@@ -97,20 +98,20 @@ def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spe
 
 
 class PaddedPlan(AlgorithmPlan):
-    """A product on one device by cuBLASLt on padded copies, which lie in a buffer of the stream.
+    """A product by cuBLASLt on padded copies, which are stored in a buffer of the stream.
 
     Args:
-        algorithm: 64 bytes, an algorithm for the product of the copies; None for the heuristic's choice.
+        algorithm: cuBLASLt's algorithm for the product of the copies, 64 bytes; None for the heuristic's choice.
         k_major: see `padded_problem`.
 
     Attributes:
         inner: the plan of the product of the copies.
-        sources: the copies that are made before the product, by the names of a call's addresses.
-        result: the copy of D that is made after the product; None if the product writes D itself.
+        sources: the copies of operands before the product, by operand name.
+        result: the copy of the result into D after the product; None if the product writes D itself.
 
     Raises:
-        PlanError: there is nothing to copy; the copies take more than a 64th of the GPU's memory; or cuBLASLt does not
-            make the product, see `MatmulPlan`.
+        PlanError: there is nothing to copy; the copies take more than a 64th of the GPU's memory; or cuBLASLt cannot
+            compute the product, see `MatmulPlan`.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class PaddedPlan(AlgorithmPlan):
         return ResizePass(self.problem.dtype, [*self.sources.values()], self.device) if self.sources else None
 
     def given_a(self) -> Self:
-        """A plan like this one whose calls give the address of A's copy instead of A's address."""
+        """A plan like this one for calls that pass the address of A's padded copy instead of A's."""
         given = copy.copy(self)
         given.sources = {name: resize for name, resize in self.sources.items() if name != "a"}
         given._offsets = {name: offset for name, offset in self._offsets.items() if name != "a"}
@@ -158,7 +159,7 @@ class PaddedPlan(AlgorithmPlan):
 
     @property
     def launches_at_most_two_kernels(self) -> bool:
-        """See `AlgorithmPlan`; the kernels that copy are not counted."""
+        """See `AlgorithmPlan`; the kernels that make the copies are not counted."""
         return self.inner.launches_at_most_two_kernels
 
     def reserve(self, memory: StreamMemory) -> None:
@@ -181,8 +182,8 @@ def sharing_copy(products: Mapping[str, AlgorithmPlan]) -> tuple[dict[str, Algor
     """Lets products of one matrix A share its copy.
 
     Returns:
-        The products and the copy. The products then take the copy's address instead of A's. If they do not all work on
-        an equal copy of A, the products as given, and None.
+        Products that read the address of a shared copy instead of A's, and that copy. If the products do not all need
+        an equal copy of A: the products as given, and None.
     """
     padded = {name: each for name, each in products.items() if isinstance(each, PaddedPlan) and "a" in each.sources}
     copies = {each.sources["a"].by_rows for each in padded.values()}
@@ -192,7 +193,7 @@ def sharing_copy(products: Mapping[str, AlgorithmPlan]) -> tuple[dict[str, Algor
 
 
 def copies_of(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:
-    """The copies between a product's operands and an inner product's, by the names of a call's addresses."""
+    """The copies between the operands of a product and those of its padded product `inner`, by operand name."""
     pairs = {name: (getattr(problem, name), getattr(inner, name)) for name in ("a", "b", "d")}
     found = {name: Resize(own.layout, copy.layout) for name, (own, copy) in pairs.items() if own != copy}
     if problem.epilogue.has_bias and (inner.n, inner.bias_alignment) != (problem.n, problem.bias_alignment):

@@ -1,4 +1,4 @@
-"""The base classes of all plans: a plan runs on a stream, or is bound to its buffers."""
+"""Base classes of plans. A plan runs calls on streams, and binds a call to its buffers as a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lt_runtime.kernels.call import Call
 
 
 class Plan(ABC):
-    """A problem on one device, ready to launch. It is immutable, and threads may share it.
+    """A problem on one device, ready to launch. Plans are immutable, and threads may share them.
 
     Attributes:
         problem: the problem that the plan solves; `problem.operands` names the addresses of a call in their order.
@@ -29,37 +29,38 @@ class Plan(ABC):
 
     @property
     def moved(self) -> int:
-        """Bytes that copies of operands and a layer's passes read and write in a run.
+        """Bytes that copies of operands, and passes without a product, read and write in one run.
 
-        It is the sum of `moved` over the plan's attributes, plans of products among them. A `MatmulPass` has no
-        attribute `moved`, and is left out.
+        It is the sum of `moved` over all attributes of the plan that have it, including plans of products. A
+        `MatmulPass` has no `moved`, and is left out.
         """
         return sum(getattr(part, "moved", 0) for part in vars(self).values())
 
     @abstractmethod
     def put(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the work on `memory.stream`; the call's own stream is not read.
+        """Launches the work on `memory.stream`; `call.stream` is not read.
 
-        The caller holds `memory.lock`, so that no other thread's launches come between launches that share a workspace.
+        The caller must hold `memory.lock`, so that no other thread's launches come between launches that share a
+        workspace.
         """
 
     def reserve(self, memory: StreamMemory) -> None:
-        """Allocates what `put` needs of a stream's memory, so that the stream may be captured afterwards."""
+        """Allocates the memory of a stream that `put` needs, so that the stream may be captured afterwards."""
         del memory
 
     def run(self, call: Call) -> None:
-        """Puts the work on the call's stream."""
+        """Launches the work on `call.stream`."""
         memory = stream_memory(self.device, call.stream)
         with memory.lock:
             self.put(call, memory)
 
     def bind(self, call: Call) -> BoundPlan:
-        """Captures the call into a graph; returns a callable that launches the graph."""
+        """Captures a call into a graph; returns a callable that launches the graph."""
         return BoundPlan(lambda memory: self.put(call, memory), self.device, call.stream, self.reserve)
 
 
 class Pass(Protocol):
-    """One or several kernels of ours that compute the results of a call without a matrix product of cuBLASLt's.
+    """One or several of our own kernels, which compute the results of a call without cuBLASLt.
 
     Attributes:
         scratch_bytes: bytes of scratch memory that a launch takes.
@@ -72,7 +73,7 @@ class Pass(Protocol):
 
 
 class PassPlan(Plan):
-    """The plan of a call that is one pass; without a pass it does nothing, as for arrays without elements."""
+    """The plan of a call that is a single `Pass`; if the pass is None, as for empty arrays, it does nothing."""
 
     def __init__(self, launched: Pass | None, device: int) -> None:
         self.device, self._pass = device, launched
@@ -89,30 +90,30 @@ class PassPlan(Plan):
 
 
 class AlgorithmPlan(Plan):
-    """A matrix product by one algorithm: cuBLASLt's on the operands or on padded copies, or a kernel of ours.
+    """A matrix product by one algorithm: cuBLASLt's, on the operands or on padded copies, or one of our own kernels.
 
     Attributes:
-        algorithm: the algorithm of cuBLASLt, or the bytes that name our kernel; None if there is nothing to multiply.
+        algorithm: cuBLASLt's algorithm, or the bytes that name our kernel; None for an empty product.
     """
 
     algorithm: Algorithm | None
 
     @property
     def blob(self) -> bytes:
-        """The bytes by which the plan cache names the algorithm; `plan_from_blob` makes an equal plan from them."""
+        """The algorithm as bytes for the plan cache, from which `plan_from_blob` makes an equal plan."""
         assert self.algorithm is not None, f"nothing is multiplied in {self.problem}"
         return self.algorithm.blob
 
     @property
     def adds_memsets(self) -> bool:
-        """Whether a run puts memsets on the stream besides its kernels; a kernel of ours needs none."""
+        """Whether a run launches memsets besides its kernels. Our own kernels need none."""
         return False
 
     @property
     def launches_at_most_two_kernels(self) -> bool:
-        """Whether a launch succeeds, and consists of at most two kernels (one with `no_split_k`) and of memsets.
+        """Whether a launch succeeds with at most two kernels (with `no_split_k`: one) besides memsets.
 
-        The fastest algorithms on Hopper have a memset before the kernel of a large product: it clears the counter from
-        which the kernel's blocks draw tiles. Measured times include the memset. A product of ours is one kernel.
+        On Hopper the fastest algorithms for large products have a memset before the kernel, which clears the counter by
+        which blocks claim tiles. Measured times include the memset. Our own kernels take one launch.
         """
         return True

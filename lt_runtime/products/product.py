@@ -1,4 +1,4 @@
-"""A matrix product with an epilogue, which cuBLASLt applies if its result is right, and a pass of ours otherwise."""
+"""A matrix product whose epilogue cuBLASLt applies if it does so correctly, and otherwise a pass of ours."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _AUX_ALIGNMENT = 16
 def library_may_fuse(problem: MatmulProblem) -> bool:
     """Whether cuBLASLt may be asked for the problem's epilogue.
 
-    cuBLASLt's bias and bias gradient run along D's contiguous axis. A problem's bias always has N elements, so that D
-    must be row-major. Whether cuBLASLt supports the epilogue otherwise is left to its heuristic, and whether its result
-    is right to the table of known faults.
+    cuBLASLt's bias and bias gradient have one element for each index of D's contiguous axis. A problem's bias always
+    has N elements, so that D must be row-major. Otherwise cuBLASLt's heuristic decides whether it supports the
+    epilogue, and the table of known faults whether the result is right.
     """
     epilogue, row_major = problem.epilogue, problem.d.layout.order is Order.ROW
     if c_lies_across(problem):
@@ -43,10 +43,10 @@ def library_may_fuse(problem: MatmulProblem) -> bool:
 
 
 def plain_product(problem: MatmulProblem) -> MatmulProblem:
-    """The product that cuBLASLt makes if a pass of ours applies the problem's epilogue, or adds C.
+    """The product that cuBLASLt computes if a pass of ours applies the problem's epilogue, or adds C.
 
-    A 16-bit product would be rounded before the pass reads it, and the pass would round again. So the product of a
-    16-bit problem is made in FP32 in memory of its own, and the pass adds C as well; see `is_separate`.
+    A 16-bit product would be rounded when it is written, and the pass would round again. So the product of a 16-bit
+    problem is written in FP32 to separate memory, and the pass adds C as well; see `is_separate`.
     """
     has_pass = _needs_pass(problem)
     plain = replace(problem, epilogue=Epilogue.NONE, aux=None, bias_alignment=256, no_split_k=has_pass)
@@ -58,30 +58,31 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
 
 
 def is_separate(problem: MatmulProblem) -> bool:
-    """Whether our pass reads the product in FP32 from memory of its own instead of from D."""
+    """Whether our pass reads the product in FP32 from separate memory instead of from D."""
     works_on_d = _needs_pass(problem) and not problem.epilogue.sums_operand
     return works_on_d and problem.d_dtype.itemsize == 2
 
 
 def _needs_pass(problem: MatmulProblem) -> bool:
-    """Whether cuBLASLt's plain product needs our pass: for an epilogue, or for a C that cuBLASLt does not take."""
+    """Whether cuBLASLt's plain product needs our pass: for an epilogue, or for a C that cuBLASLt does not support."""
     return problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
 
 
 class ProductPlan(Plan):
     """One product with its epilogue on one device, in at most two kernels besides copies of operands.
 
-    An epilogue of cuBLASLt's that would add a memset is left to our pass, unless the plain product has a memset too.
+    If cuBLASLt's fused epilogue would need a memset that the plain product does not need, our pass applies the
+    epilogue.
 
     Args:
-        choose: makes the plan of `product`.
+        choose: function that makes the plan of the product.
 
     Attributes:
         product: the plan of the product, with the epilogue or without.
 
     Raises:
-        PlanError: no method makes even the plain product.
-        GpuError: the product is of FP8, and the GPU has no instructions for it.
+        PlanError: no method can compute even the plain product.
+        GpuError: the operands are FP8, and the GPU has no instructions for it.
     """
 
     def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:

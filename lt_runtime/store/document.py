@@ -1,9 +1,9 @@
-"""The content of one plan file: the fingerprint of a machine, entries by key, their merging, and their text.
+"""`Document`, the content of a plan file: the fingerprint of a machine, and entries by key; reading, merging, writing.
 
 Measured plans hold for one GPU model with one version of cuBLASLt, driver and our kernels.
 
-A file is used as a whole or not at all: if the digest of one entry does not fit, the file counts as damaged. An entry
-is made from its JSON at its first use, because making it takes four times as long as comparing its digest.
+A file is used as a whole or not at all: if the digest of one entry does not match, the file counts as damaged. An entry
+is converted from JSON only at its first use, because converting takes four times as long as comparing the digest.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ from lt_runtime.store.entries import Entry, ProductEntry, better, entry_of, has_
 from lt_runtime.store.keys import SCHEMA, Json, from_json, parse_key, to_json
 
 LARGEST: Final = 8 << 20
-"""Limit of a plan file's bytes, which are read in about a second whatever they are. An entry has about 1,000 bytes."""
+"""Largest size of a plan file in bytes. Reading so much takes about a second at worst.
+
+An entry has about 1,000 bytes.
+"""
 _NEWEST_SCHEMA: Final = 1_000_000
 _PARTS: Final = {"schema", "fingerprint", "entries"}
 _LARGEST_ENTRY: Final = 100_000
-"""Limit of the characters of an entry that another machine has measured."""
+"""Largest number of characters of an entry that is merged from another machine."""
 _LINE_DEPTH: Final = 3
-"""Depth in a plan file's JSON from which on each object is written on one line, such as an algorithm's
-configuration."""
+"""Depth of nesting from which each object of a plan file's JSON is written on one line, such as an algorithm's
+configuration.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Fingerprint:
         return f"{gpu}-sm{self.capability}-{self.multiprocessors}-cublaslt{self.cublaslt}-{digest[:8]}.json"
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """The differences of `other` in words, such as "driver 570.86 instead of 580.95.05"; empty for equal ones."""
+        """Says how `other` differs, as in "driver 570.86 instead of 580.95.05"; an empty list if it is equal."""
         ours, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]]
 
@@ -86,7 +90,7 @@ def fingerprint(device: int) -> Fingerprint:
 
 @functools.cache
 def machine() -> tuple[Fingerprint, ...]:
-    """The different fingerprints of this machine's GPUs; none if it has no usable GPU or no cuBLASLt."""
+    """The distinct fingerprints of this machine's GPUs; an empty tuple without a usable GPU or without cuBLASLt."""
     try:
         return tuple(dict.fromkeys(fingerprint(device) for device in range(device_count())))
     except LtError:
@@ -113,7 +117,7 @@ class UnusableError(ArgumentError):
     """The content of a file cannot be used.
 
     Attributes:
-        kind: "damaged", "foreign" (of another fingerprint) or "schema-K" (of version K of the format).
+        kind: "damaged", "foreign" (another machine's fingerprint) or "schema-K" (version K of the file format).
     """
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -125,8 +129,8 @@ class Document:
     """The fingerprint and the entries of one plan file.
 
     Attributes:
-        fingerprint: the machine that the entries are valid for.
-        raw: the entries as JSON, by key, as in the file. Callers must not change it.
+        fingerprint: the machine for which the entries are valid.
+        raw: the entries by key, as JSON values as in the file. Callers must not change them.
     """
 
     def __init__(self, fingerprint: Fingerprint, entries: Mapping[str, Json] | None = None) -> None:
@@ -176,7 +180,7 @@ class Document:
         raise UnusableError(f"schema-{schema}", f"is of version {schema} of the format, not {SCHEMA}")
 
     def require(self, fingerprint: Fingerprint) -> None:
-        """Checks that the entries are valid for a machine.
+        """Checks that the entries are valid for the machine with this fingerprint.
 
         Raises:
             UnusableError: "foreign", because they are valid for another machine.
@@ -186,7 +190,7 @@ class Document:
             raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
 
     def require_sound(self) -> None:
-        """Checks every entry, before entries of another machine are merged.
+        """Checks every entry, as is required before entries of another machine are merged.
 
         Raises:
             UnusableError: "damaged", because of the first entry with a fault.
@@ -195,7 +199,7 @@ class Document:
             raise UnusableError("damaged", f"is damaged ({fault})")
 
     def faults(self) -> Iterator[str]:
-        """The faults of the entries in words: a key of no problem, values that are not accepted, or too many values."""
+        """Faults of entries in words: a key that no problem has, values that are not accepted, too long an entry."""
         for key, raw in self.raw.items():
             try:
                 if isinstance(parse_key(key), MatmulProblem) is not isinstance(entry_of(raw), ProductEntry):
@@ -206,7 +210,7 @@ class Document:
                 yield f"the entry {printable(key, 100)} is damaged ({error!s:.200})"
 
     def get(self, key: str) -> Entry | None:
-        """The entry under a key; None if the key has no entry, or an entry whose values are not accepted."""
+        """The entry under a key; None if there is none, or if its values are not accepted."""
         if key in self.raw and key not in self._made:
             with contextlib.suppress(ValueError):
                 self._made[key] = entry_of(self.raw[key])
@@ -223,7 +227,7 @@ class Document:
         self.absorb(Document(self.fingerprint, {key: signed(key, entry)}))
 
     def absorb(self, other: Document) -> int:
-        """Adds another document's entries; returns the number of entries that were new or better than ours."""
+        """Adds another document's entries where it has new or better ones; returns their number."""
         changed = 0
         for key, raw in other.raw.items():
             if key not in self.raw:
@@ -239,7 +243,7 @@ class Document:
         return changed
 
     def without_algorithms(self) -> Document:
-        """The same entries without their algorithms, which a reader rebuilds from their configurations."""
+        """A document with the same entries without algorithms, which readers rebuild from the configurations."""
         entries = {}
         for key in self.raw:
             entry = self.get(key)
@@ -249,9 +253,9 @@ class Document:
         return Document(self.fingerprint, entries)
 
     def render(self) -> bytes:
-        """The bytes of the file: JSON on many lines, sorted, so that people can read it and compare two files.
+        """The bytes of the plan file: sorted JSON on many lines, so that people can read it and compare files.
 
-        If the file would be larger than readers accept, the document first loses its oldest entries.
+        If the file would be larger than readers accept, the oldest entries are removed from the document first.
         """
         while len(content := self._content()) > LARGEST:
             oldest = sorted(self.raw, key=lambda key: recency(self.raw[key].get("when", "")))
@@ -270,7 +274,10 @@ _dump = json.JSONEncoder(sort_keys=True).encode
 
 
 def _render(value: Any, depth: int) -> str:
-    """A value at a depth as JSON text, with a line for each of its parts. `json` with indents takes twice as long."""
+    """JSON text of a value at a depth of nesting, one line for each item.
+
+    `json.dumps` with indents takes twice as long.
+    """
     if not value or not isinstance(value, list if depth == _LINE_DEPTH else (dict, list)) or depth > _LINE_DEPTH:
         return _dump(value)
     if isinstance(value, dict):

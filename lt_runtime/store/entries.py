@@ -1,7 +1,7 @@
-"""Entries of the plan cache, one for each measured problem, and the rule that decides which of two entries is kept.
+"""Entries of the plan cache (one for each measured problem), and the rule that decides which of two is kept.
 
-An entry checks its values when it is made. In a file each entry carries a digest of its key and values, because
-cuBLASLt may not notice a changed bit in an algorithm.
+The constructors of entries check the values. In a file each entry has a digest of its key and values, because cuBLASLt
+may not detect a flipped bit in an algorithm.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from lt_runtime.errors import ArgumentError
 from lt_runtime.store.keys import Json, field_types, from_json, to_json
 
 Strategy: TypeAlias = Mapping[str, str | bool | int | None]
-"""A layer's strategy: values of its fields, by name. The rooms that make plans define the names; the store accepts
-any."""
+"""A layer's strategy: values of its fields, by name. `plans` defines which names exist; the store accepts any."""
 
 _DATE: Final = "%Y-%m-%dT%H:%M:%SZ"
 _DIGEST_DIGITS: Final = 16
@@ -60,7 +59,9 @@ _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "barred": (lambda value: value is None or isinstance(value, str), "texts and None"),
     "when": (_is_date, "dates in UTC such as 2026-01-31T23:59:59Z"),
 }
-"""Accepted values of each field, by the field's name. Fields with equal names have equal meanings in all classes below.
+"""For each field: the check of its value, and a description of accepted values.
+
+Fields with equal names have equal meanings in all classes below.
 """
 
 
@@ -83,18 +84,18 @@ class _Measured(_Checked):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a plan can be made of the entry now: it is not barred, and has no algorithm that must be rebuilt."""
+        """Whether a plan can use the entry now: it is not barred, and its algorithm need not be rebuilt first."""
         entry: Any = self
         return entry.barred is None and getattr(entry, "algorithm", None) != b""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedAlgorithm(_Checked):
-    """An algorithm that was measured or verified and must not be used.
+    """An algorithm that was tried and must not be used.
 
     Attributes:
         algorithm, config: as in `ProductEntry`.
-        reason: such as "wrong: ...", "not deterministic", "slow: ...", "refused at the launch".
+        reason: why, such as "wrong: ...", "not deterministic", "slow: ...", "refused at the launch".
     """
 
     algorithm: bytes
@@ -112,7 +113,7 @@ class RejectedStrategy(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Alternative(_Checked):
-    """A strategy that computed right results but was slower than the chosen one, with its median time in µs."""
+    """A strategy with right results that was slower than the chosen one, and its median time in microseconds."""
 
     strategy: Strategy
     us: float
@@ -123,18 +124,18 @@ class ProductEntry(_Measured):
     """The best algorithm found for one matrix product.
 
     Attributes:
-        algorithm: the bytes from which `plan_from_blob` makes a plan: either the 64 opaque bytes of
-            `cublasLtMatmulAlgo_t`, which only one version of cuBLASLt understands, or the mark of a method of our own.
-            Empty in a merged entry of another machine, whose algorithm is rebuilt from `config` and verified before its
+        algorithm: the bytes from which `plan_from_blob` makes a plan: the 64 opaque bytes of a `cublasLtMatmulAlgo_t`,
+            which only one version of cuBLASLt understands, possibly after a mark; or the mark of our own kernel. Empty
+            in an entry merged from another machine, whose algorithm is rebuilt from `config` and verified before its
             first use.
-        config: the algorithm's configuration, by the names of its attributes.
+        config: the algorithm's configuration: values of its attributes, by name.
         us: median time in µs.
         first_us: median time in µs of the algorithm that runs untuned.
         spread: interquartile range of the times in µs.
         candidates: number of algorithms that were measured.
         rejected: algorithms that were tried and must not be used.
         when: date and time of the measurement, in UTC.
-        barred: why the entry must not be used any more; None while it may be used.
+        barred: why the entry must not be used any more; None if it may be used.
 
     Raises:
         ArgumentError: a value is not one of those accepted.
@@ -181,9 +182,9 @@ Kind = TypeVar("Kind", ProductEntry, LayerEntry)
 def better(ours: Kind, theirs: Kind) -> Kind:
     """The better of two entries for one problem, which is kept. The order of several merges does not change the result.
 
-    The later entry is better, unless its date is in the future; of entries with equal dates, the faster one; of equally
-    fast entries, the one with an algorithm. A barred entry loses to any other entry, which then lists the barred choice
-    among its rejected ones.
+    The later entry is better, unless its date is in the future; of entries with equal dates the faster one; of equally
+    fast entries the one that has an algorithm. A barred entry loses to any entry that is not barred, which then lists
+    the barred choice among its rejected ones.
     """
     if replace(ours, barred=None) == replace(theirs, barred=None):
         return theirs if ours.barred is None else ours
@@ -198,7 +199,7 @@ def better(ours: Kind, theirs: Kind) -> Kind:
 
 
 def recency(when: object) -> tuple[bool, str]:
-    """Sorts dates: a date in the future, which no measurement here has, comes before all others."""
+    """Sort key of a date. Dates in the future, which cannot be right, come before all others."""
     return str(when) <= now(), str(when)
 
 
@@ -207,18 +208,18 @@ def _rank(entry: Entry) -> tuple[tuple[bool, str], float, int, bool, str]:
 
 
 def signed(key: str, entry: Entry) -> Json:
-    """An entry's JSON in a file: its values and the digest of its key and values."""
+    """The JSON of an entry for a file: its values, and a digest of its key and values."""
     plain = to_json(entry)
     return plain | {"digest": _digest(key, plain)}
 
 
 def has_its_digest(key: str, value: object) -> bool:
-    """Whether a value in a file is an undamaged entry of its key, as its digest shows."""
+    """Whether a JSON value in a file is undamaged: it has the digest of its key and its other values."""
     return isinstance(value, dict) and value.get("digest") == _digest(key, value)
 
 
 def entry_of(value: Json) -> Entry:
-    """Reads an entry from the JSON that `to_json` or `signed` made of it.
+    """Converts the JSON from `to_json` or `signed` back to an entry.
 
     Raises:
         ValueError: the JSON is not an entry.

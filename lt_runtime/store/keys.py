@@ -1,13 +1,13 @@
-"""Frozen dataclasses as JSON and back, by the types of their fields, and keys of problems.
+"""Converts frozen dataclasses to JSON and back, by the types of their fields, and problems to keys.
 
-A key is the text of a problem, which people can read. It is JSON, with the class of the problem and all its fields by
-name in the order of their declaration::
+A key is a readable text that identifies a problem. It is JSON with the problem's class and all its fields by name, in
+the order of their declaration::
 
     {"MatmulProblem": {"dtype": "bfloat16", ..., "a": {"layout": {"rows": 8192, "cols": 768, ...}, ...}, ...}}
 
-Equal problems have equal keys, different problems have different keys. Adding, removing, renaming or moving a field
-changes every key of the class. `SCHEMA` must be raised with each such change, which a test checks. An exception is a
-field with the metadata `LATER`: while it has its default, it is in no key.
+Equal problems have equal keys, and different problems different keys. Adding, removing, renaming or moving a field
+changes all keys of a class, so that `SCHEMA` must be raised, which a test checks. The exception is an added field with
+the metadata `LATER`, which keys leave out as long as it has its default.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SCHEMA: Final = 6
 
 Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem
 Remembered: TypeAlias = Problem | MLPProblem
-"""A problem that can have an entry in the plan cache: of a layer's pass, of a product, or of a whole MLP."""
+"""A problem that can have an entry in the plan cache: a layer's pass, a matrix product, or a whole MLP."""
 
 Json: TypeAlias = dict[str, Any]
 _Record = TypeVar("_Record")
 _SCALARS: Final = (bool, int, float, str)
 _LONGEST: Final = 10_000
 _LIMITS: Final[Mapping[type, tuple[float, float]]] = {int: (0, 2**48), float: (-1e30, 1e30)}
-"""The lowest and highest accepted value of a field, by its type. No memory holds 2**48 elements."""
+"""Lowest and highest accepted value of numeric fields, by type. No GPU's memory holds 2**48 elements."""
 _ALIGNMENTS: Final = ("alignment", "bias_alignment", "bias", "db")
-"""Names of the fields that are alignments of addresses, if their type is int."""
+"""Names of fields that hold alignments of addresses (if they hold an int)."""
 _CLASSES: Final = {kind.__name__: kind for kind in typing.get_args(Remembered)}
 _FAILURES: Final = (ArithmeticError, AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError)
 """Exceptions that reading a key may raise if the text is not a key."""
@@ -52,7 +52,7 @@ def problem_key(problem: Remembered) -> str:
 
 
 def parse_key(key: str) -> Remembered:
-    """The problem that has a key.
+    """The problem that a key identifies.
 
     Raises:
         ValueError: the text is not the key of any problem.
@@ -67,7 +67,7 @@ def parse_key(key: str) -> Remembered:
             _require_small(max(problem.batch * each.batch_stride for each in specs if each is not None))
         if isinstance(problem, MLPProblem):
             _require_small(max(problem.dims) * max(problem.rows, *problem.dims))
-        if problem_key(problem) != key:  # for example, a number has another type: 1.0 for 1
+        if problem_key(problem) != key:  # for example with 1.0 in place of 1
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
         raise ValueError(f"{key[:80]!r} is not the key of a problem ({error})") from None
@@ -76,22 +76,23 @@ def parse_key(key: str) -> Remembered:
 
 @functools.cache
 def field_types(kind: Any) -> dict[str, Any]:
-    """Names and types of a dataclass's fields, in the order of their declaration."""
+    """Types of a dataclass's fields by name, in the order of their declaration."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 @functools.cache
 def _later_defaults(kind: Any) -> dict[str, Any]:
-    """Names and defaults of a dataclass's fields that were added later; see `LATER`."""
+    """Defaults of those fields of a dataclass that have the metadata `LATER`, by name."""
     return {field.name: field.default for field in dataclasses.fields(kind) if field.metadata == LATER}
 
 
 def to_json(record: Any) -> Json:
-    """The fields of a dataclass by name, as JSON values, without later fields that have their default; see `LATER`.
+    """The fields of a dataclass by name, as JSON values, without `LATER` fields that have their default.
 
-    Bytes become hexadecimal text, members of enumerations their values, tuples lists, inner dataclasses objects.
-    Numbers are converted to their field's type, because 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    Bytes become hexadecimal text, enum members their values, tuples lists, and nested dataclasses objects. Numbers are
+    converted to their field's type and -0.0 to 0.0, so that problems which compare equal (1 == 1.0 == True) have equal
+    texts.
     """
     kind = typing.cast(Any, type(record))
     hints, absent = field_types(kind).items(), _later_defaults(kind).items()
@@ -103,7 +104,7 @@ def _plain(value: Any, hint: Any) -> Any:
     if value is None:
         return None
     if hint in _SCALARS:
-        return hint(value) + 0.0 if hint is float else hint(value)  # + 0.0 turns -0.0 into 0.0, to which it is equal
+        return hint(value) + 0.0 if hint is float else hint(value)  # + 0.0 turns -0.0 into 0.0
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, enum.Enum):
@@ -116,7 +117,7 @@ def _plain(value: Any, hint: Any) -> Any:
 
 
 def _without_none(hint: Any) -> Any:
-    """The type in `hint`, which may be optional."""
+    """The type `T` of a hint `T` or `T | None`."""
     if not isinstance(hint, types.UnionType):
         return hint
     kinds = [each for each in hint.__args__ if each is not types.NoneType]
@@ -124,11 +125,11 @@ def _without_none(hint: Any) -> Any:
 
 
 def from_json(kind: type[_Record], value: object) -> _Record:
-    """Makes the instance of `kind` from which `to_json` made `value`.
+    """Makes an instance of `kind` from the JSON that `to_json` made of it.
 
     Raises:
-        ValueError: a field is missing or unknown, or has a value of another type or beyond `_LIMITS`, or is no
-            alignment of an address.
+        ValueError: a field is missing or unknown, or its value has another type, is beyond `_LIMITS`, or is not a valid
+            alignment.
     """
     hints, later = field_types(typing.cast(Any, kind)), _later_defaults(typing.cast(Any, kind)).keys()
     if not isinstance(value, dict) or value.keys() - later != hints.keys() - later:
@@ -155,7 +156,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (tuple, Sequence) and isinstance(value, list):
         return tuple([_value(name, inner[0], each) for each in value])
-    if origin is Mapping and isinstance(value, dict):  # values of all other types are checked by the class itself
+    if origin is Mapping and isinstance(value, dict):  # items of other types are checked by the class
         return {key: _value(name, float, each) if inner[1] is float else each for key, each in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)

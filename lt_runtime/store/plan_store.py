@@ -1,8 +1,8 @@
-"""The store of measured plans, in memory and in one file for each fingerprint, shared by any number of processes.
+"""Stores measured plans in memory and in one file for each fingerprint, shared by any number of processes.
 
-A file is never changed in place. A writer holds a lock and replaces the whole file by its old entries and the new ones.
-Hence readers need no lock, and no writer loses another's entries. If the file or its directory cannot be used, one
-warning is given, and plans are then kept in memory alone.
+A file is never changed in place. A writer takes a lock, reads the file, and replaces it by a file with the old entries
+and the new ones. So readers need no lock, and no writer loses another's entries. If the file or its directory cannot be
+used, one warning is given, and plans are kept in memory only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from lt_runtime.store.document import LARGEST, Document, Fingerprint, UnusableEr
 from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
 from lt_runtime.store.keys import SCHEMA
 
-# Seconds to wait for the lock: eight writers on a busy machine wait for some seconds. A dead process holds no lock.
+# Seconds to wait for the lock. Eight writers on a busy machine wait for a few seconds; processes that died hold no
+# lock.
 _LOCK_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.005
 _SLOW_SECONDS: Final = 1.0
-"""Seconds that a look at the file may take. If it takes longer, the disk is not used for `_PAUSE_SECONDS`, because a
-training step would look dozens of times."""
+"""Seconds that checking the file may take. If it takes longer, the disk is not used for `_PAUSE_SECONDS`, because
+preparing a training step would check dozens of times.
+"""
 _PAUSE_SECONDS: Final = 60.0
 
 
@@ -59,17 +61,17 @@ def _opened(directory: Path, known: Fingerprint) -> PlanStore:
 
 
 class PlanStore:
-    """Entries by key (see `keys`), read from a file when first asked for. Any number of threads may share it.
+    """Entries by key (see `keys`), read from a file on first use. Any number of threads may share a store.
 
     Args:
-        path: the file. Neither the file nor its directory need exist.
+        path: path of the file. Neither the file nor its directory need exist.
         fingerprint: the machine for which the file's entries must be valid.
     """
 
     def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
         self.path, self.fingerprint = path, fingerprint
         self._document = Document(fingerprint)
-        self._seen: Signature = None  # the file's signature when it was last read
+        self._seen: Signature = None  # signature of the file when it was last read
         self._patience = _LOCK_SECONDS
         self._warned = False
         self._paused_until = 0.0
@@ -84,7 +86,7 @@ class PlanStore:
         return self._find(key, LayerEntry)
 
     def choice(self, key: str) -> Entry | None:
-        """The entry under a key, even if its algorithm is unverified; None if there is none or if it is barred."""
+        """The entry under a key, even if its algorithm is not yet verified; None if there is none or it is barred."""
         with self._lock:
             entry = self._document.get(key)
         return None if entry is None or entry.barred is not None else entry
@@ -97,10 +99,10 @@ class PlanStore:
             return frozenset(self._document.raw)
 
     def put(self, *parts: Mapping[str, Entry]) -> bool:
-        """Adds entries by key, in memory and in the file; returns whether they are in the file.
+        """Adds entries by key, in memory and in the file; returns whether the file was written.
 
-        An entry that is better than the new one stays (see `entries.better`). If the file cannot be written, one
-        warning is given, and the next `put` tries again to write all entries.
+        An existing entry stays if it is better (see `entries.better`). If the file cannot be written, one warning is
+        given, and the next `put` tries again to write all entries.
         """
         with self._lock:
             for part in parts:
@@ -109,14 +111,14 @@ class PlanStore:
             return self._save()
 
     def bar(self, key: str, entry: Entry, reason: str) -> None:
-        """Bars an entry from use, here and in the file: no plan can be made of it. A later measurement replaces it."""
+        """Bars an entry, in memory and in the file, so that no plan uses it. A later measurement replaces it."""
         self.put({key: replace(entry, barred=reason)})
 
     def merge(self, other: Document) -> tuple[int, bool]:
-        """Adds another machine's entries, without their algorithms (see `unproven`), where no usable entry is known.
+        """Adds another machine's entries, without algorithms (see `unproven`), for keys without a usable entry.
 
         Returns:
-            The number of entries that were added or replaced, and whether the file contains them.
+            The number of entries that were added or replaced, and whether the file was written.
 
         Raises:
             UnusableError: the entries are valid for another machine, or one of them is damaged.
@@ -149,7 +151,8 @@ class PlanStore:
     def _find(self, key: str, kind: type[Kind]) -> Kind | None:
         with self._lock:
             entry = self._document.get(key)
-            if entry is None or not entry.is_usable:  # reads again: another process may have measured the problem
+            # Reads the file again, since another process may have measured the problem.
+            if entry is None or not entry.is_usable:
                 self._reload()
                 entry = self._document.get(key)
         return entry if isinstance(entry, kind) and entry.is_usable else None
@@ -184,7 +187,7 @@ class PlanStore:
         self._document.absorb(document)
 
     def _absorb_or_set_aside(self) -> None:
-        """Adds the entries of the file; renames a file that cannot be used. The caller must hold the lock."""
+        """Adds the entries of the file, or renames the file if it cannot be used. The caller must hold the lock."""
         try:
             self._absorb_file()
         except UnusableError as error:
@@ -193,7 +196,7 @@ class PlanStore:
             warnings.warn(f"{self.path} {error}; it is kept as {aside.name} and not used", stacklevel=2)
 
     def _save(self) -> bool:
-        """Writes all entries, from memory and from the file, into the file; returns whether that succeeded."""
+        """Writes all entries, from memory and from the file, to the file; returns whether that succeeded."""
         complaint = f"{self.path} cannot be written; plans are kept in memory alone"
         return self._reload() and self._locked(self._rewrite, complaint)
 
@@ -204,7 +207,7 @@ class PlanStore:
         self._seen = signature(self.path)
 
     def _locked(self, work: Callable[[], None], complaint: str) -> bool:
-        """Calls `work` under the lock that excludes other writers. Returns False, with a warning, if either fails.
+        """Calls `work` while holding the writers' lock. If locking or `work` fails, gives a warning and returns False.
 
         After a timeout, later calls do not wait for the lock until it has been free once.
         """

@@ -1,4 +1,4 @@
-"""Recordings: the problems that a script runs, written to a file for the command `warmup`, one line of JSON each.
+"""Recordings: the problems that a script runs, written to a file for the command `warmup`, one JSON line for each.
 
 `LT_RUNTIME_RECORD` names the file. Any number of processes may append to it, because each line is one write under a
 lock. If the system writes only a part of a line, that part is removed again. A line that is incomplete because its
@@ -34,24 +34,24 @@ _START, _END = '{"problem": "', '}"}'
 _OF_D: Final = "d", "c", "aux", "y", "preactivation", "addend", "dy", "dz", "output_derivative"
 _OF_A: Final = "a", "x", "dx", "input_derivative"
 _AXES: Final = dict.fromkeys(_OF_D, "MN") | dict.fromkeys(_OF_A, "MK") | {"b": "KN", "w": "NK", "dw": "NK"}
-"""The axes of each matrix, by the name of the problem's field. A derivative's matrix is its saved tensor."""
+"""The two axes of each matrix of a problem, by field name; for a derivative those of its saved tensor."""
 
-# Limit of the bytes of a recording's file.
+# Largest size of a recording in bytes.
 _LARGEST: Final = 16 << 20
-# Limit of the characters of a line; a problem's line has less than two thousand.
+# Largest number of characters of a line; a problem's line has less than two thousand.
 _LONGEST: Final = 10_000
 _LOCK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.001
 
 _recorded: set[tuple[str, str]] = set()
-"""Pairs of a file and a key that this process has written to the file, or tried to write."""
+"""Pairs (file, key) that this process has written, or tried to write."""
 _complained: set[str] = set()
-"""Files that could not be written, about which this process has warned."""
+"""Files that could not be written, for which this process has already given a warning."""
 _lock = threading.Lock()
 
 
 def record(problem: Problem) -> None:
-    """Appends a problem to the file that the environment names, if it names one. A process writes each problem once.
+    """Appends a problem to the file named by `LT_RUNTIME_RECORD`, if it is set. A process writes each problem once.
 
     If a file cannot be written, one warning is given.
     """
@@ -72,12 +72,12 @@ def record(problem: Problem) -> None:
 
 
 def _append(path: str, line: str) -> None:
-    """Appends all of a line, or nothing, under a lock against other writers if the file system has locks.
+    """Appends a whole line or nothing, under a lock that excludes other writers if the file system supports locks.
 
     Raises:
         BlockingIOError: another process holds the lock for longer than a write can take.
     """
-    # Opening does not block, even if the path is a FIFO without a reader.
+    # O_NONBLOCK: opening must not block, even if the path is a FIFO without a reader.
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -109,7 +109,7 @@ def _is_of_another_version(head: str) -> bool:
 
 
 def read_recorded(path: Path) -> list[Problem]:
-    """The problems in a file, without repetitions, in the order in which they were met.
+    """The distinct problems in a recording, in the order in which they were recorded.
 
     Lines that were cut off because their writer was killed are skipped, with one warning.
 
@@ -124,7 +124,7 @@ def read_recorded(path: Path) -> list[Problem]:
     if _is_of_another_version(lines[0]):
         raise ArgumentError(f"{path} cannot be used ({_ANOTHER_VERSION})")
     whole = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT)}
-    # A cut-off line is the first part of a line that `record` writes.
+    # A line counts as cut off if it begins like a line that `record` writes, but does not end like one.
     begun = [number for number, line in whole.items() if _START.startswith(line[: len(_START)])]
     cut_off = {number: whole.pop(number) for number in begun if not whole[number].rstrip().endswith(_END)}
     if cut_off:

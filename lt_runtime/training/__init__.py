@@ -1,1 +1,1 @@
-"""Models and training steps composed from the operations."""
+"""Training steps, prefetching of batches, and averages over steps, composed from the operations."""

@@ -28,7 +28,7 @@ _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
 
 
 class Totals(NamedTuple):
-    """Sums over `steps` steps: the losses, the number of rows whose label counts, and of correctly classified rows."""
+    """Sums over a number of steps: losses, rows whose label is not ignored, and correctly classified rows."""
 
     steps: int
     loss: float
@@ -53,14 +53,14 @@ class Scores(NamedTuple):
 
 
 def scores_of(logits: Any, labels: Any) -> Scores:
-    """The scores of logits (..., C) and labels (...,)."""
+    """The `Scores` of logits (..., C) and labels (...,), with all leading axes joined."""
     if len(logits.shape) == 2:
         return Scores(logits, labels)
     return Scores(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 class HostTally:
-    """Sums over steps on NumPy arrays.
+    """Adds up losses and correctly classified rows over steps, on NumPy arrays.
 
     Attributes:
         mean: the loss of the last step, FP32 of shape ().
@@ -87,8 +87,8 @@ class HostTally:
         self._totals = Totals._make(map(operator.add, self._totals, (first, float(part), rows, correct)))
 
     def read(self, stream: Any) -> Totals:
-        """Returns the sums and starts new ones; waits for the stream."""
-        stream_handle(stream, HOST)  # refuses an argument that is no stream
+        """Returns the sums and resets them to zero; waits for the stream."""
+        stream_handle(stream, HOST)  # raises for an argument that is not a stream
         totals, self._totals = self._totals, _NOTHING
         return totals
 
@@ -101,7 +101,7 @@ def _count(scores: Scores) -> tuple[int, int]:
 
 
 class GpuTally:
-    """Sums over steps on one GPU, as `HostTally`; all memory is allocated by the constructor."""
+    """Like `HostTally`, on one GPU. The constructor allocates all memory."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._unread = device, _NOTHING
@@ -110,7 +110,7 @@ class GpuTally:
             self._state = CUPY.zeros((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
 
     def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
-        """See `HostTally.add`; one launch."""
+        """See `HostTally.add`. Makes one kernel launch."""
         with activated(self._device):
             handle = stream_handle(stream, self._device)
             dtype, layout, logits, labels, kind = DType.FLOAT32, None, 0, 0, Labels()
@@ -122,7 +122,7 @@ class GpuTally:
             _pass(dtype, layout, kind, self._device).launch(*addresses, weight=weight, first=first, stream=handle)
 
     def read(self, stream: Any) -> Totals:
-        """See `HostTally.read`. If a call of the driver fails, the next `read` includes the sums that were not read."""
+        """See `HostTally.read`. If a driver call fails, no sums are lost: the next `read` returns them."""
         with activated(self._device):
             handle, host = stream_handle(stream, self._device), np.zeros(1, _STATE)
             call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, handle)
@@ -132,7 +132,7 @@ class GpuTally:
             loss = float(state["loss"]) - float(state["rest"])
             read = Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
             self._unread = Totals._make(map(operator.add, self._unread, read))
-            call("cuStreamSynchronize", handle)  # the next step may use another stream: the sums must be zero by then
+            call("cuStreamSynchronize", handle)  # the next step may use another stream, and needs sums of zero
         totals, self._unread = self._unread, _NOTHING
         return totals
 
@@ -176,14 +176,14 @@ class EMA(Fixed):
         if model.device.ordinal is not None:
             self._prepare(model.device.ordinal)
         self._average(1.0, None)
-        model.device.synchronize()  # later updates may use any stream: the averages must be complete by then
+        model.device.synchronize()  # later updates may use any stream, and need initialised averages
         self._is_made = True
 
     def __repr__(self) -> str:
         return f"EMA({brief(self.model)}, decay={self.decay})"
 
     def update(self, *, stream: Any = None) -> None:
-        """Moves the averages towards the parameters' present values.
+        """Updates the averages from the parameters' present values.
 
         Args:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
@@ -219,7 +219,7 @@ class EMA(Fixed):
         self._held.check()
 
     def _prepare(self, device: int) -> None:
-        """Makes the kernel's table of addresses, and the launch that updates the averages."""
+        """Prepares the launch that updates the averages, with its table of addresses."""
         with activated(device):
             stream, entries = stream_handle(None, device), []
             for average, value in zip(self.averages.values(), self._values, strict=True):
@@ -235,7 +235,7 @@ class EMA(Fixed):
             self._launches = kernels.launches_by_row(kernels.EMA, params, len(table), device)
 
     def _average(self, weight: float, stream: Any) -> None:
-        """Moves the averages towards the parameters' present values; `weight` is 1 - decay."""
+        """Updates the averages from the parameters' present values; `weight` is 1 - decay."""
         device = self.model.device.ordinal
         if device is not None:
             with activated(device):

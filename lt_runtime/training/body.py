@@ -1,7 +1,7 @@
-"""The content of a training step, on the host and on a GPU: its loss, the checks of its batch, and its operations.
+"""What a training step does on the host and on a GPU: it checks its batch, then runs its operations in order.
 
-The loss is one of this package's, or a function of the caller's. The operations are forward, loss, backward, update,
-and the sums of the losses.
+The operations are forward, loss, backward, the optimizer's update, and adding up the losses. The loss is one of this
+package's, or a function of the caller.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] 
     "huber": (losses.huber_loss, ("delta",)),
     "bce_with_logits": (losses.bce_with_logits, ("pos_weight",)),
 }
-"""The function of each loss, and the options that it takes in a training step."""
+"""For each loss by name: its function, and the options that a training step accepts for it."""
 _ARRAYS: Final = ("class_weights", "pos_weight")  # the options that are arrays; all others are numbers
 LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"]
 OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
 
 
 class StepLoss(NamedTuple):
-    """A loss of a model's outputs: one of `LOSSES`, or a function of the caller's.
+    """The loss of a training step: one of `LOSSES`, or the caller's function.
 
     Attributes:
-        name: of the loss, or of the caller's function.
-        compute: computes the loss and its gradient in the outputs' type, called as the functions of `LOSSES` with
-            outputs, target and the arguments by name `row_weights`, `grad_scale`, `share`, `out_gradient`, `stream`.
+        name: name of the loss, or of the caller's function.
+        compute: function that computes the loss and its gradient in the outputs' type. It is called with outputs,
+            target and the keyword arguments `row_weights`, `grad_scale`, `share`, `out_gradient` and `stream`, like the
+            functions of `LOSSES`.
         classifies: whether the targets are labels.
         is_own: whether the loss is the caller's function, whose targets may be any array.
-        elementwise: the form of the loss for the kernels of narrow MLPs; None if the loss needs labels or weights.
+        elementwise: the loss as the kernels of narrow MLPs compute it; None if it needs labels or weights.
     """
 
     name: str
@@ -73,7 +74,7 @@ def step_loss(loss: object, options: Any, model: Block) -> StepLoss:
         options: the options of a named loss, or None.
 
     Raises:
-        ArgumentError, OperandError: the loss or one of the options is not accepted.
+        ArgumentError, OperandError: the loss or an option is not accepted.
     """
     if callable(loss):
         if options:
@@ -90,7 +91,7 @@ def step_loss(loss: object, options: Any, model: Block) -> StepLoss:
             raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {', '.join(known) or 'none'}")
     numbers = {option: value for option, value in given.items() if option not in _ARRAYS}
     row, classifies = np.zeros((1, model.outputs or 1), np.float32), name == "cross_entropy"
-    # Computes the loss of a row of zeros, so that wrong options are refused now.
+    # Computing the loss of a row of zeros raises now for wrong options.
     function(row, np.zeros(1, np.int32) if classifies else row, **numbers)
     arrays = {option: _on_device(option, given[option], model) for option in given if option in _ARRAYS}
     is_elementwise = name in ELEMENTWISE and all(each is None for each in arrays.values())
@@ -109,7 +110,7 @@ def _own_loss(
     share: float = 1.0,
     **_: Any,
 ) -> losses.Loss:
-    """Computes the loss by a function of the caller's, see `TrainStep`, which writes an FP32 gradient.
+    """Computes the loss by the caller's function, which writes an FP32 gradient; see `TrainStep`.
 
     The gradient is scaled before it is rounded. It is never written over the outputs, because the function may have
     kept a reference to them.
@@ -123,7 +124,7 @@ def _own_loss(
             return losses.Loss(loss, gradient)
         if device is None:
             factor = np.float32(share) * (np.float32(1.0) if grad_scale is None else grad_scale)
-            with np.errstate(all="ignore"):  # overflow and NaN give no warnings, as on a GPU
+            with np.errstate(all="ignore"):  # NumPy must not warn of overflow and NaN, as a GPU does not
                 return losses.Loss(loss, (gradient * factor).astype(outputs.dtype))
         rounded = gradient if outputs.dtype == fp32 else CUPY.empty(shape, outputs.dtype, device, stream or 0)
         if rounded.size:
@@ -142,7 +143,7 @@ def _read_loss(loss: Any, model: Block, stream: int | None) -> Any:
 
 
 def _on_device(name: str, array: Any, model: Block) -> Any:
-    """Checks an array of weights of the model's outputs, or None; copies a NumPy array to the model's device."""
+    """Checks an option that holds weights of the outputs, or None; copies a NumPy array to the model's device."""
     if array is None:
         return None
     placed = array
@@ -162,7 +163,7 @@ _INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8
 
 
 class StepBody:
-    """A training step: checks its batch, and runs its operations in their order.
+    """A training step: reads and checks a batch, and runs the operations on it.
 
     Args:
         rows: the number of rows of every batch; None for any multiple of `parts`.
@@ -189,7 +190,7 @@ class StepBody:
         self._bias = bias if id(bias) in trained else None
 
     def set_arity(self, count: int) -> None:
-        """Fixes the number of the model's inputs at the first batch; refuses another number later."""
+        """Stores the number of the model's inputs at the first batch; later raises for another number."""
         if self.arity is not None:
             raise ShapeError(f"x has {count} arrays; the batches before had {self.arity}")
         self.arity = count
@@ -225,7 +226,7 @@ class StepBody:
         return *read, wanted, *weights
 
     def _check_input(self, x: Operand, first: Operand) -> None:
-        """Refuses an input that has another number of rows than the step, the first input, or the model take."""
+        """Raises for an input that has not the rows of the step and the first input, or that does not fit the model."""
         rows, inputs, parts = self.rows, self.model.inputs, self.parts
         fits = inputs is None or (len(x.shape) > 1 and x.shape[-1] == inputs)
         if rows is not None and (not fits or x.shape[:1] != (rows,)):
@@ -243,7 +244,7 @@ class StepBody:
         _check_rows(x)
 
     def _check_target(self, target: Operand, rows: int, axes: tuple[int, ...] | None) -> None:
-        """Refuses a target that cannot fit the outputs.
+        """Raises for a target that cannot fit the outputs.
 
         Args:
             axes: the outputs' shape without the last axis; None if it is not known before the model has run.
@@ -271,10 +272,10 @@ class StepBody:
 
         Args:
             parts: inputs, targets and, if given, row weights of each micro-batch.
-            tally: receives the losses.
+            tally: adds up the losses.
             stream: a handle on a GPU, None on the host.
             updates: whether the optimizer and the averages are updated.
-            met: receives the groups of linear layers that run; a narrow MLP then runs layer by layer.
+            met: collects the groups of linear layers that run, for tuning; a narrow MLP then runs layer by layer.
         """
         for i, part in enumerate(parts):
             self._run_part(part, i, tally, stream, met)
@@ -306,8 +307,8 @@ class StepBody:
         with range_of("forward"):
             outputs = model.forward(x, run) if narrow is None else narrow.outputs(x, stream)
         with range_of("loss"):
-            # The gradient is written over the outputs if neither a tally of classes nor the last layer's derivative
-            # reads them later.
+            # The gradient overwrites the outputs, unless the tally of classified rows or the last layer's derivative
+            # reads the outputs later.
             is_read_later = loss.classifies or not (narrow or run.may_overwrite(outputs))
             scaling = {"grad_scale": scale, "share": share} | ({"row_weights": weights[0]} if weights else {})
             compute, out = self._compute(run, weights), None if is_read_later else outputs
@@ -316,8 +317,7 @@ class StepBody:
         del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
         device, held = model.device.ordinal, [gradient]
         del gradient
-        # No other operation of the step reads the tally of losses: a GPU updates it on a branch of the graph,
-        # concurrently.
+        # No other operation reads the tally of losses, so that on a GPU a branch of the graph updates it concurrently.
         concurrent = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
         with concurrent as memory:
             with range_of("loss"):
@@ -355,7 +355,7 @@ def _last_bias(block: Block) -> Parameter | None:
 
 
 def _check_any(target: Operand, rows: int) -> None:
-    """Refuses a target with another number of rows, without numbers, or with rows that are not contiguous."""
+    """Raises for a target with other than `rows` rows, with elements that are no numbers, or with gaps within rows."""
     if target.shape[:1] != (rows,):
         raise ShapeError(f"target has shape {target.shape}; it must have {rows} rows, as x has")
     if target.dtype not in (*_FLOATS, *_INTEGERS, "bool"):

@@ -33,8 +33,9 @@ from lt_runtime.training.averages import GpuTally, Totals
 from lt_runtime.training.body import Batch, StepBody
 
 MAX_GRAPHS: Final = 8
-"""The number of graphs that a training step keeps: one for each set of shapes and types of a batch's arrays. The least
-recently used graph is dropped first."""
+"""The largest number of graphs of a training step: one for each combination of shapes and types of a batch's arrays.
+The least recently used graph is dropped first.
+"""
 
 _Key: TypeAlias = tuple[Hashable, ...]
 """Key of a graph: the shapes and types of the batch's arrays."""
@@ -43,8 +44,8 @@ _Key: TypeAlias = tuple[Hashable, ...]
 class GraphOrder:
     """Makes all graphs of a device run one after another, even if they are launched on different streams.
 
-    All graphs are captured on one stream and therefore share its scratch memory and workspace. A thread that launches a
-    graph holds `lock`, calls `give`, puts the graph on the stream, and calls `end`.
+    All graphs are captured on one private stream, and so share its scratch memory and workspace. To launch a graph, a
+    thread takes `lock`, calls `give`, launches the graph, and calls `end`.
 
     Attributes:
         lock: held by the thread that launches a graph.
@@ -58,21 +59,21 @@ class GraphOrder:
         self._record = function("cuEventRecord")
 
     def give(self, stream: int) -> None:
-        """Makes a stream wait for all graphs that were launched on other streams."""
+        """Makes `stream` wait for all graphs that were launched on other streams."""
         if self.stream not in (None, stream):
             call("cuStreamWaitEvent", stream, self._event, 0)
         self.stream = stream
 
     def end(self) -> None:
-        """Records the event that the next launch on another stream waits for."""
+        """Records the event for which the next launch on another stream waits."""
         if self._record(self._event, self.stream):
-            # The event could not be recorded, so no other stream can wait for this launch: the host waits instead. If
-            # waiting fails too, the error is ignored, because it may come from earlier work; the next call reports it.
+            # If the event cannot be recorded, no other stream can wait for this launch, so that the host waits instead.
+            # An error of that wait is ignored, because it may come from earlier work; the next driver call reports it.
             with contextlib.suppress(DriverError):
                 call("cuStreamSynchronize", self.stream)
 
     def wait(self) -> None:
-        """Waits on the host until all graphs have run."""
+        """Makes the host wait until all graphs have run."""
         call("cuEventSynchronize", self._event)
 
 
@@ -84,8 +85,8 @@ def _order(device: int) -> GraphOrder:
 class StepBuffers:
     """Buffers for the micro-batches of one batch size, and the graph that runs on them.
 
-    The graph begins with the copy of a batch into the buffers. It reads the addresses of the batch's arrays from a
-    table on the device, which the host rewrites before a launch if the arrays lie elsewhere than in the last launch.
+    The graph first copies a batch into the buffers. It reads the addresses of the batch's arrays from a table on the
+    device, which the host rewrites before a launch if they have changed since the last launch.
 
     Attributes:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
@@ -98,7 +99,7 @@ class StepBuffers:
             shapes = [(rows, *rest)] * parts
             flat = CUPY.zeros((arena_size(shapes, dtype.itemsize),), dtype, device, stream)
             made.append(arena_views(flat, shapes))
-            # `flat` holds the micro-batches of an array as equal parts, so that they begin at equal distances.
+            # `flat` holds the micro-batches of an array one after another, in parts of equal size.
             targets.append(RowBuffers(flat.data.ptr, rows, dtype.itemsize * math.prod(rest), flat.nbytes // parts))
         self.parts = [*zip(*made, strict=True)]
         self.graph: Graph | None = None
@@ -108,12 +109,12 @@ class StepBuffers:
         self._range = range_of("input")
 
     def fill(self, places: Sequence[Place], stream: int) -> None:
-        """Copies a batch's arrays into the buffers: from `places`, or, if empty, from the addresses in the table."""
+        """Copies a batch's arrays into the buffers, from `places` or, if it is empty, from the table's addresses."""
         with self._range:
             self._copy.launch(places, stream, 0 if places else self._table.data.ptr)
 
     def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
-        """Writes the addresses of a batch's arrays into the table, in the order of the stream, if they have changed."""
+        """Writes the addresses of a batch's arrays into the table, if they have changed, in order on `stream`."""
         wanted = addresses, pitches
         if wanted != self._written:
             self._written = None  # if the write fails, the contents of the table are unknown
@@ -123,12 +124,12 @@ class StepBuffers:
 
 
 def _pitch(array: Operand) -> int:
-    """Bytes from the start of one row to the next; the length of the row if there is only one row."""
+    """Bytes from the start of one row to the next; for a single row its length."""
     return array.itemsize * (array.strides[0] if array.shape[0] > 1 else math.prod(array.shape[1:]))
 
 
 class Replay(NamedTuple):
-    """The result of the checks of a batch, for later batches that differ only in addresses and values.
+    """What the checks of a batch have found, for later batches that differ only in addresses and values.
 
     Attributes:
         key: key of the batch's buffers.
@@ -144,7 +145,7 @@ class GpuStep:
     """Runs steps on one GPU; frees its graphs when it is garbage-collected.
 
     Args:
-        graph: whether a step is captured once and then launched as one graph.
+        graph: whether a step is captured, and then launched as one graph.
         tune: see `TrainStep`.
     """
 
@@ -159,7 +160,7 @@ class GpuStep:
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._rehearsed_tally = GpuTally(device, stream), GpuTally(device, stream)
-            call("cuStreamSynchronize", stream)  # later steps may use any stream: the tallies must be zero by then
+            call("cuStreamSynchronize", stream)  # later steps may use any stream, and need tallies of zero
             self._order, self._launch_graph = _order(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
         weakref.finalize(self, _close, device, self._buffers)
@@ -173,10 +174,10 @@ class GpuStep:
         return self.tally.read(stream_handle(stream, self._device, self._current_stream))
 
     def repeat(self, batch: tuple[Any, ...], stream: Any) -> bool:
-        """Runs a step if a batch equivalent to this one was run before; returns whether the step was run.
+        """Runs a step if an equivalent batch was run before, otherwise does nothing; returns whether the step was run.
 
-        Batches are equivalent if they differ only in addresses and values; their checks need not be repeated. This
-        method is the shortest way from a call to the launch of the graph.
+        Batches are equivalent if they differ only in addresses and values, so that checks need not be repeated. This is
+        the fast path: little happens between the call and the launch of the graph.
         """
         signature = signature_of(batch)
         if signature is None:
@@ -194,11 +195,11 @@ class GpuStep:
         return self._launch(replay, addresses, handle)
 
     def run(self, batch: tuple[Any, ...], stream: Any) -> None:
-        """Runs a step on a batch that is equivalent to no earlier one (see `repeat`).
+        """Runs a step on a batch without an equivalent earlier one (see `repeat`).
 
         Raises:
-            OperandError: the batch cannot be copied as it is.
-            CaptureError: the stream is being captured: a graph cannot be captured within another capture.
+            OperandError: an array of the batch cannot be copied into the buffers.
+            CaptureError: the stream is being captured: a step cannot be captured within another capture.
             GpuError: no memory for another batch size, or another failure; nothing has been updated.
         """
         with activated(self._device):
@@ -213,7 +214,7 @@ class GpuStep:
                     with self._tuning_off():
                         self._body.run(replay.buffers.parts, self.tally, handle)
                 return
-            if handle and is_capturing(handle):  # CUDA cannot capture the default stream
+            if handle and is_capturing(handle):  # the default stream (0) cannot be under capture
                 raise CaptureError(f"stream {handle:#x} is being captured; a step to be captured needs graph=False")
             with self._order.lock, _step(handle):
                 try:
@@ -228,7 +229,7 @@ class GpuStep:
                     self._replays[signature[0]] = replay
 
     def _launch(self, replay: Replay, addresses: tuple[int, ...], stream: int) -> bool:
-        """Launches a step's graph; returns False if another thread's batch has caused the graph to be freed."""
+        """Launches a step's graph; returns False if the graph has been freed because of another thread's batch."""
         order, buffers = self._order, replay.buffers
         with order.lock:
             try:
@@ -258,11 +259,11 @@ class GpuStep:
         self._seen = latest
 
     def _prepared(self, batch: Batch, stream: int) -> Replay:
-        """Returns the buffers for a batch. The first batch with a key allocates them and captures their graph."""
+        """Returns the `Replay` for a batch. The first batch of a key allocates buffers and captures their graph."""
         key = tuple((each.shape, each.dtype) for each in batch)
         if key not in self._buffers:
             while len(self._buffers) >= MAX_GRAPHS:
-                self._replays.clear()  # some replays may refer to the graph that is dropped: all replays are forgotten
+                self._replays.clear()  # some replays may refer to the graph that is dropped; so all replays are dropped
                 _close(self._device, self._buffers, 1)
             self._buffers[key] = self._make(batch, stream)
         self._latest = self._buffers[key]
@@ -273,14 +274,15 @@ class GpuStep:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
             buffers = StepBuffers(batch, self._body.parts, stream)
-            if self._body.scales:  # the rehearsal finds the scales of FP8 tensors, if no step has
+            # If no step has run, the rehearsal finds the scales of FP8 tensors from the real batch.
+            if self._body.scales:
                 buffers.fill([(each.address, _pitch(each)) for each in batch], stream)
             self._rehearse_first(buffers, stream)
             if self._captures:
                 self._rehearse(buffers, self._pool, stream)  # allocates the memory that the graph keeps
                 buffers.graph = self._record(buffers)
         except BaseException as error:
-            if not self._buffers:  # only if no graph holds addresses of the pool
+            if not self._buffers:  # no graph holds addresses of the pool
                 self._pool.free_all_blocks()
             if isinstance(error, out_of_memory):
                 raise GpuError(f"no memory for batches of {batch[0].shape[0]} rows: {error}") from error
@@ -288,15 +290,15 @@ class GpuStep:
         return buffers
 
     def _rehearse_first(self, buffers: StepBuffers, stream: int) -> None:
-        """Rehearses a step without the update, which makes the plans, and frees the memory of the rehearsal.
+        """Rehearses a step (runs it without the update), which makes the plans; then frees the rehearsal's memory.
 
-        If the step is tuned, the layers and products that the rehearsal has run are then measured where the plan cache
-        does not know them. A step that is neither captured nor tuned needs no rehearsal.
+        If tuning is on, layers and products of the rehearsal that the plan cache does not know are then measured. A
+        step that is neither captured nor tuned needs no rehearsal.
         """
         tunes = is_step_tuned(self._tune) and not is_captured(stream)
         if not (tunes or self._captures):
             return
-        if self._captures and not self._buffers:  # before the first graph, master copies are checked
+        if self._captures and not self._buffers:  # master copies are checked once, before the first graph
             check_masters(self._body.optimizer.parameters, stream)
         met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=tunes)
         self._body.model.met.append(met)
@@ -335,14 +337,14 @@ class GpuStep:
 
 @contextlib.contextmanager
 def _step(stream: int) -> Iterator[None]:
-    """The range of a step; listeners are told its stream."""
+    """Opens the range of a step, and declares its stream to listeners."""
     with ranges.on(stream), range_of(ranges.STEP):
         yield
 
 
 @contextlib.contextmanager
 def _memory_from(pool: Any) -> Iterator[None]:
-    """Makes CuPy allocate from a pool, also during a capture. Only graphs, which keep addresses, use this pool."""
+    """Makes CuPy allocate from `pool`, and allows allocations during a capture."""
 
     def allocate(size: int) -> Any:
         with relaxed_captures():
@@ -353,7 +355,10 @@ def _memory_from(pool: Any) -> Iterator[None]:
 
 
 def _device_memory(size: int) -> Any:
-    """Allocates memory for a pool. An error of CuPy's own class would make the pool free blocks that graphs use."""
+    """Allocator of a pool.
+
+    It raises no error of CuPy's class, after which the pool would free blocks that graphs use.
+    """
     cuda = cupy().cuda
     try:
         return cuda.MemoryPointer(cuda.Memory(size), 0)
@@ -363,7 +368,7 @@ def _device_memory(size: int) -> Any:
 
 def _close(device: int, buffers: OrderedDict[_Key, StepBuffers], count: int | None = None) -> None:
     """Waits until graphs have run, then frees the `count` least recently used ones, or all if `count` is None."""
-    if not buffers or GpuError.aftermath:  # if the CUDA context is lost, its graphs are gone already
+    if not buffers or GpuError.aftermath:  # if the CUDA context is lost, its graphs no longer exist
         return
     with activated(device):
         _order(device).wait()

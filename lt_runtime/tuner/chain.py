@@ -1,4 +1,4 @@
-"""Layers that run one after the other: their forward and backward problems, and which of them depend on each other."""
+"""Chains of layers: the forward and backward problems of layers that feed each other, and their dependencies."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _LINEAR: Final = Activation()
 
 
 class Layer(NamedTuple):
-    """A layer's forward and backward problem; None for a pass that the chain does not run."""
+    """A layer's forward and backward problem; None for a pass that is not run."""
 
     forward: ForwardProblem | None = None
     backward: BackwardProblem | None = None
 
 
 class Part(NamedTuple):
-    """The problems that the tuner decides together, as indices of their layers; None for an absent problem.
+    """Problems that the tuner decides together, each given by the index of its layer; None for an absent problem.
 
     A part has a forward problem, the backward problem that reads its saved tensor, or both.
     """
@@ -54,8 +54,8 @@ class LayerChain:
     """Layers in the order in which their forward passes run.
 
     Layer i's y is layer i+1's x, and layer i+1's dx is layer i's dy. A backward problem with an `input_derivative`
-    multiplies dx by the derivative of the activation of the layer below, and makes that layer's bias gradient.
-    Otherwise the layer below does both itself, by its `output_derivative`.
+    multiplies dx by the derivative of the activation of the layer below, and computes that layer's bias gradient.
+    Otherwise the backward problem of the layer below does both, by its `output_derivative`.
     """
 
     layers: tuple[Layer, ...]
@@ -74,13 +74,13 @@ class LayerChain:
         bias: bool | Sequence[bool] = True,
         input_gradient: bool = False,
     ) -> LayerChain:
-        """The problems of a training step of an MLP; every matrix is row-major, without gaps.
+        """The problems of a training step of an MLP; every matrix is row-major and contiguous.
 
         Args:
             rows: M of every layer.
             dims: inputs of the first layer, then outputs of each layer.
-            activation, dropout: of all layers but the last; or a list or tuple with one for each layer.
-            output_activation: of the last layer where `activation` is a single one.
+            activation, dropout: value for all layers but the last; or a list or tuple with one for each layer.
+            output_activation: activation of the last layer, if `activation` is a single one.
             bias: whether the layers have a bias; or a list or tuple with one for each layer.
             input_gradient: whether the first layer's dx is computed; every other layer's dx always is.
 
@@ -110,7 +110,7 @@ class LayerChain:
 
     @classmethod
     def of_problem(cls, problem: LayerProblem | MLPProblem) -> LayerChain:
-        """A chain of one problem or MLP; a forward problem that saves a tensor has its `plain_backward` too."""
+        """A chain of one problem or MLP; it includes the `plain_backward` of a forward problem that saves a tensor."""
         if isinstance(problem, MLPProblem):
             return cls.of_narrow(problem)
         if isinstance(problem, BackwardProblem):
@@ -119,7 +119,7 @@ class LayerChain:
 
     @classmethod
     def of_narrow(cls, problem: MLPProblem) -> LayerChain:
-        """The layers of a narrow MLP."""
+        """The chain of a narrow MLP's layers."""
         options = problem.activation, problem.dtype, Compute.FLOAT32
         chain = cls.of_mlp(problem.rows, problem.dims, *options, bias=problem.biases)
         if problem.backward:
@@ -127,7 +127,7 @@ class LayerChain:
         return cls(tuple(Layer(replace(each, backward=False)) for each in chain.forwards.values()))
 
     def narrow(self, device: int) -> list[MLPProblem]:
-        """A list: the chain as an `MLPProblem` if one kernel can run each of its passes on a GPU; otherwise empty."""
+        """The chain as one `MLPProblem`, in a list; an empty list if fused kernels cannot run its passes."""
         forwards = [*self.forwards.values()]
         if len(forwards) < max(2, len(self.layers)):
             return []
@@ -158,7 +158,7 @@ class LayerChain:
         return list(dict.fromkeys(problem for _, problem in self.runs))
 
     def reader(self, index: int) -> tuple[int, str] | None:
-        """The layer whose backward problem reads a layer's saved tensor, and the field that describes the derivative.
+        """Which layer's backward problem reads the saved tensor of layer `index`, and by which of its fields.
 
         The field is "output_derivative" or "input_derivative". None if no backward problem reads the tensor.
         """
@@ -169,7 +169,7 @@ class LayerChain:
         return None
 
     def keeping(self, saved: Mapping[int, Saved | None]) -> LayerChain:
-        """The chain with other kinds of saved tensors, given by the index of the layer whose forward pass saves them.
+        """The chain with other kinds of saved tensors, given by the index of the layer that saves them.
 
         The kind None leaves a layer unchanged.
         """
@@ -186,7 +186,7 @@ class LayerChain:
 
     @property
     def plain(self) -> LayerChain:
-        """The chain with the tensors that the plainest strategies save, whatever the present plans save."""
+        """The chain with the saved tensors of the plainest strategies (no epilogues), regardless of present plans."""
         return self.keeping({index: _plainest(each) for index, each in self.forwards.items()})
 
     @property
@@ -203,7 +203,7 @@ class LayerChain:
         return [*alone, *sorted([*rest, *read], key=lambda part: -(part.backward or 0))]
 
     def cut(self, part: Part) -> LayerChain:
-        """A part of this chain as a chain of its own."""
+        """A part of this chain as a separate chain."""
         forward = None if part.forward is None else self.layers[part.forward].forward
         backward = None if part.backward is None else self.layers[part.backward].backward
         if None in part or part.forward == part.backward:
@@ -223,14 +223,15 @@ def as_decided(chain: LayerChain, store: PlanStore) -> LayerChain:
 
 
 def saved_kinds(problem: LayerProblem) -> tuple[Saved, ...]:
-    """The kinds of tensors that a pass may save: one for each of its strategies, without repetition."""
+    """The distinct kinds of tensors that the strategies of a forward problem save."""
     return tuple(dict.fromkeys(getattr(strategy, "saved", Saved.NOTHING) for strategy in strategies_of(problem)))
 
 
 def derivative_of(problem: ForwardProblem) -> Derivative:
     """The derivative of a layer's activation and dropout, with the layer's bias gradient.
 
-    The derivative reads the tensor that the plainest strategy saves: a product without epilogue, then our kernel.
+    The derivative reads the tensor that the plainest strategy saves, in which our pass follows a product without
+    epilogue.
     """
     db, saved = None if problem.bias is None else ALIGNMENT, _plainest(problem)
     return Derivative(problem.activation, saved, _saved_spec(problem, saved), db, problem.dropout)
@@ -259,10 +260,11 @@ def _spec(rows: int, cols: int) -> Spec:
 
 
 def chains_of(problems: Iterable[Problem]) -> list[LayerChain | MatmulProblem]:
-    """Chains of problems from a flat list, such as a recording; matrix products stay single.
+    """Joins problems of a flat list, such as a recording, to chains; matrix products stay single.
 
-    A backward problem is in a chain with the forward problems whose saved tensors it reads. This function alone infers
-    from equal shapes which these are: if several fit, the last. All other forward problems are chains by themselves.
+    A backward problem forms a chain with the forward problems whose saved tensors it reads. A flat list does not say
+    which these are, so that they are inferred from equal shapes; of several that fit, the last is taken. Every other
+    forward problem is a chain by itself.
     """
     distinct = list(dict.fromkeys(problems))
     forwards = [each for each in distinct if isinstance(each, ForwardProblem)]

@@ -1,4 +1,4 @@
-"""Memory for the operands of a chain of layers; problems that share an operand share its buffer.
+"""Buffers for the operands of a chain of layers. Problems that share an operand share its buffer.
 
 With shared buffers the L2 cache holds the same operands as in a training step, which may decide which strategy is
 faster.
@@ -24,13 +24,13 @@ from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 _DROPOUT: Final = DropoutState.of(0.1, Philox(seed=1), device=0, stream=0)
 _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 
-# Results of two strategies may differ, because they round at other points and because cuBLASLt approximates GELU. The
-# constants below bound the difference of a whole output, relative to its norm; a single element may differ `_PEAK`
-# times as much.
+# Results of two strategies may differ, because they round at different points and because cuBLASLt approximates GELU.
+# The constants below bound the norm of the difference of an output, relative to the norm of the output; a single
+# element may differ by `_PEAK` times as much.
 _HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
-# Number of roundings of a value in each layer that it passes through.
+# Number of times that a value is rounded in each layer that it passes through.
 _ROUNDINGS: Final = 2
-# Layers that a value passes through: that of a forward pass, and that of the backward pass that reads its saved tensor.
+# Number of layers that a value passes through in a part: one in the forward pass, and one in the backward pass.
 _LAYERS: Final = 2
 _APPROXIMATION: Final = 2e-3
 _PEAK: Final = 32
@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
     Attributes:
         role: "output", "weight", "bias", "kept mask", "gradient" (of an output), "weight gradient" and the like.
         layer: index of the layer; -1 for the input of the chain, whose role is "output" too.
-        scale: factor for the data.
+        scale: factor by which test data are multiplied.
     """
 
     role: str
@@ -80,7 +80,7 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
             role = "output" if derivative.saved is Saved.OUTPUT else f"kept {derivative.saved.value}"
             found[f"saved{suffix}"] = role, at, derivative.saved_spec
             found[f"db{suffix}"] = _vector("bias gradient", at, output, derivative.db)
-    # The weights' scale gives x · wᵀ about the magnitude of x; the bias has the same scale as the weights.
+    # With this scale of the weights, x · wᵀ has about the magnitude of x. The bias has the same scale.
     scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(max(problem.w.layout.cols, 1)) / 2))
     return {name: Tensor(role, at, spec, scales.get(name, 1.0)) for name, (role, at, spec) in found.items() if spec}
 
@@ -91,22 +91,22 @@ Placed: TypeAlias = Sequence[tuple[int, LayerPlan | MlpPlan]]
 
 
 def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Place:
-    """The `Tensor` of a vector with an element for each column of a matrix; no `Tensor` if `alignment` is None."""
+    """The place of a vector with one element for each column of a matrix; its spec is None if `alignment` is None."""
     return role, layer, None if alignment is None else Spec(packed(1, matrix.layout.cols), alignment)
 
 
 def _added_to(problem: LayerProblem) -> tuple[str, ...]:
-    """The outputs of a problem to whose old values it adds."""
+    """The outputs of a problem that it adds to their old values (accumulation)."""
     if isinstance(problem, ForwardProblem):
         return ()
     return (("dw", "db", "db_below") if problem.accumulate else ()) + (("dx",) if problem.accumulate_dx else ())
 
 
 class ChainOperands(Operands):
-    """One set of all operands of a chain, with the saved tensors of all strategies.
+    """One buffer set: all operands of a chain, including the saved tensors of all strategies.
 
     Args:
-        chain: none of its problems is empty.
+        chain: a chain without empty problems.
     """
 
     def __init__(self, memory: Memory, chain: LayerChain) -> None:
@@ -127,9 +127,9 @@ class ChainOperands(Operands):
     def prepare(self) -> None:
         """Fills inputs with data for which all strategies compute pre-activations of equal sign, and outputs with NaN.
 
-        The sums of the forward pass are exact. The bias keeps pre-activations from being 0, where ReLU has no
-        derivative: our kernel uses 0 there, cuBLASLt's mask 1. Rounding a product does not change the sign of its sum
-        with the bias.
+        All sums of the forward pass are exact. The bias is chosen so that no pre-activation is 0, where ReLU's
+        derivative is a convention: our kernel uses 0, cuBLASLt's mask 1. Nor can rounding the product change the sign
+        of its sum with the bias.
         """
         for number, (tensor, buffer) in enumerate(self.buffers.items()):
             buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
@@ -156,15 +156,15 @@ class ChainOperands(Operands):
         return tuple(found.get(place, 0) for place in places)
 
     def results(self) -> dict[str, Buffer]:
-        """Copies of the chain's results by the operand's name; the layer's index is added to a name that is taken."""
+        """Copies of the chain's results, by operand name; a name that is taken gets the layer's index."""
         return {name: self.buffers[tensor].snapshot() for name, tensor in self._results.items()}
 
 
 class OperandSets:
-    """Sets of a chain's operands, used in turn: so many that the L2 cache does not hold the next set.
+    """Buffer sets of a chain, used in turn, and so many that the next set is never in the L2 cache.
 
     Attributes:
-        measured: number of contenders that were timed on them.
+        measured: number of contenders that have been timed on these sets.
     """
 
     def __init__(self, bench: Bench, chain: LayerChain) -> None:
@@ -192,7 +192,10 @@ class OperandSets:
         return launch
 
     def results(self, plans: Placed) -> dict[str, Buffer]:
-        """The results of plans on the data of `prepare`. The plans run in a graph, where dw and dx are concurrent."""
+        """The results of plans for the data of `prepare`.
+
+        The plans run in a graph, because only there dw and dx are concurrent.
+        """
         launch = self._launch(plans)
         # Each plan runs once before the capture, because loading a kernel and allocating cannot be captured.
         launch(0, self._clock.stream)
@@ -207,18 +210,18 @@ class OperandSets:
 def disagreement(
     actual: Mapping[str, Buffer], expected: Mapping[str, Buffer], dtype: DType, layers: int = _LAYERS
 ) -> tuple[str, str] | None:
-    """The first output that differs from another strategy's on the same data, and a sentence that states by how much.
+    """The first output that differs from another strategy's for the same data, and a sentence that says by how much.
 
     None if all outputs agree.
 
     Args:
-        layers: number of layers that the values pass, each of which may round them differently.
+        layers: number of layers that the values pass through, each of which may round differently.
     """
     tolerance = _APPROXIMATION + _ROUNDINGS * layers * _HALF_UNIT[dtype]
     for name, wanted in expected.items():
         size, found = math.prod(wanted.shape), actual[name].compare(wanted)
         norm, off = (math.sqrt(squares / size) for squares in (found.wanted_squares, found.error_squares))
-        if not off <= tolerance * norm:  # NaN is off
+        if not off <= tolerance * norm:  # true for NaN as well
             return name, f"{name} is off by {off:.3g}, its elements being about {norm:.3g}"
         peak = _PEAK * tolerance
         bad = actual[name].compare(wanted, limit=peak * norm, relative=peak).bad

@@ -26,12 +26,12 @@ _LABEL = 10  # columns
 
 @dataclass(frozen=True, slots=True)
 class ProductExplanation:
-    """One of a plan's matrix products.
+    """How one matrix product of a plan runs.
 
     Attributes:
         name: "product", or the result of a layer that the product computes: "y", "dx" or "dw".
         problem: the product's sizes, types and epilogue, in words.
-        algorithm: in words; "" if the product is empty.
+        algorithm: the algorithm in words; "" if the product is empty.
         entry: the product's entry in the plan cache; None if the product was not measured.
     """
 
@@ -41,7 +41,7 @@ class ProductExplanation:
     entry: ProductEntry | None
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """The product as labels and texts for people."""
+        """The explanation as pairs of label and text."""
         yield self.name, self.problem
         if self.algorithm:
             yield "", self.algorithm
@@ -56,15 +56,15 @@ class ProductExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How one problem runs; as text, for people.
+    """How one problem runs; `str` gives a text for people.
 
     Attributes:
         problem: the problem.
         strategy: how the problem is split, in words.
         products: its matrix products.
-        us: measured time in µs; None if the problem was not measured.
-        least_us: time in µs at the GPU's peak rates; None if the rates are not known.
-        alternatives: strategies that were measured and are slower, in words, with their times in µs.
+        us: measured time in microseconds; None if the problem was not measured.
+        least_us: time in microseconds at the GPU's peak rates; None if the rates are not known.
+        alternatives: measured strategies that are slower, in words, with their times in microseconds.
         rejected: strategies that must not be used, and why.
     """
 
@@ -101,7 +101,7 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """An explanation of each of several problems; its text is for people."""
+    """The explanations of several problems; `str` gives a text for people."""
 
     __slots__ = ()
 
@@ -112,7 +112,7 @@ class Explanations(tuple[Explanation, ...]):
 
 
 def explain_chain(chain: LayerChain, device: int) -> Explanations:
-    """Explains a chain's problems in the order in which they run; each backward problem reads the decided saved tensor.
+    """Explains a chain's problems in the order in which they run, with the saved tensors that the plans have chosen.
 
     Raises:
         PlanError: cuBLASLt has no algorithm for one of the products.

@@ -1,8 +1,8 @@
-"""Measures the splits of a part of a chain against each other, and picks one.
+"""Measures the splits of a part of a chain (see `Part`) against each other, and picks the fastest correct one.
 
-The plans of each problem are timed by themselves with untuned algorithms. The products of the promising plans are
-tuned. Then the best splits run a race as a whole against the untuned split. The winner must compute the same as plain
-products and our kernels.
+First the plans of each problem are timed alone, with untuned algorithms. Then the products of the promising plans are
+tuned. Finally the best splits, each as a whole, race against the untuned split. The results of the winner must agree
+with those of plain products followed by our kernels.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words
 from lt_runtime.tuner.roofline import floor_us
 from lt_runtime.tuner.timing import Bench, Timing, fastest, race
 
-# Rounds of timing in each stage of a search, and seconds after which the stage times no further plan; see `Stopwatch`.
+# For each stage of a search: number of timing rounds, and seconds after which no further plan is timed.
 _SCREENING: Final = 3, 0.5
 _PLANS: Final = 5, 0.8
 _FINALS: Final = 7, 0.8
 _PRODUCTS_S: Final = 2.0
 _LEAST_PRODUCT_S: Final = 0.05
-# Plans within this factor of the fastest are tuned. Tuned algorithms gain 1 to 8 %, seldom more: a plan that is further
-# behind with untuned algorithms will not win.
+# Plans are tuned if they take at most this factor of the fastest plan's time. Tuned algorithms gain 1 to 8 %, seldom
+# more, so that a plan which is further behind with untuned algorithms will not win.
 _PROMISING: Final = 1.4
 _CLOSE: Final = 1.1
 _MOST_FINALISTS: Final = 6
@@ -44,14 +44,14 @@ _Key: TypeAlias = tuple[LayerProblem, Strategy]
 """Key of a plan: its problem and strategy. A plan has the same key with untuned and with tuned algorithms."""
 _Plans: TypeAlias = dict[_Key, LayerPlan]
 _Split: TypeAlias = tuple[LayerPlan, ...]
-"""A split of the work between cuBLASLt and our kernels: a plan for each pass of a part of a chain, forward first."""
+"""A split of a part's work between cuBLASLt and our kernels: a plan for each of its problems, forward first."""
 
 
 def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
-    """The fastest split of a part whose results are right, and the entries for the plan cache.
+    """Finds the fastest split of a part that computes right results; returns the report and entries for the plan cache.
 
     Args:
-        part: see `LayerChain.cut`; none of its problems is empty.
+        part: a chain from `LayerChain.cut` without empty problems.
 
     Raises:
         PlanError: cuBLASLt has no algorithm even for products without epilogue.
@@ -67,23 +67,23 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
         decided = search.conclude()
         if len(search.before) == plans:
             return decided
-        # The race has removed a plan with wrong results, which may have been fast because it skips work. The search is
-        # repeated without it, because correct plans may have been dropped for being slower than the wrong plan.
+        # The race rejected a plan with wrong results, which may have been fast because it skips work. The search is
+        # repeated without that plan, because correct plans may have been dropped for being much slower than it.
 
 
 class _Search:
-    """The plans of a part with their times and faults; its race compares splits, see `Contenders`.
+    """The search for one part: its plans with times and rejections. As `Contenders` it lets splits race.
 
     Attributes:
-        before: all plans that cuBLASLt accepts and that are not wrong, with untuned algorithms.
+        before: all plans that cuBLASLt accepts and that are not known to be wrong, with untuned algorithms.
         after: the promising plans that are not rejected, with tuned algorithms.
     """
 
     def __init__(self, bench: Bench, store: PlanStore, part: LayerChain) -> None:
         self._bench, self._part = bench, part
         self._layers = [layer for layer, _ in part.runs]
-        # The problems of the part, forward first. There is a backward problem for each kind of tensor that forward may
-        # save.
+        # The problems of the part, forward first; the backward problem in one variant for each kind of tensor that
+        # forward may save.
         self._variants: list[tuple[LayerProblem, ...]] = [(problem,) for problem in part.problems]
         self._readers: dict[Saved, LayerProblem] = {}
         if part.reader(0) is not None:
@@ -93,17 +93,17 @@ class _Search:
         self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
         self._products, self._operands = Products(store), OperandSets(bench, part)
         self._floors_us = [floor_us([problem], bench.device) for problem in part.problems]
-        self._timings: dict[_Key, Timing] = {}  # the times of plans that were timed alone and are not rejected
+        self._timings: dict[_Key, Timing] = {}  # times of plans that were timed alone and are not rejected
         self.before = self._plans(heuristic_algorithm)
         self.after: _Plans = {}
         self._untuned, self._plainest = self._untuned_and_plainest(self.before)
-        self._screened: Mapping[_Split, float] = {}  # microseconds of splits with untuned algorithms
+        self._screened: Mapping[_Split, float] = {}  # microseconds of each split with untuned algorithms
         self._expected: Mapping[str, Any] = {}
 
     def _plans(self, choose: Choose, only: Collection[_Key] | None = None) -> _Plans:
-        """A plan for each strategy, or for the keys in `only`; strategies that cuBLASLt refuses are rejected.
+        """Makes a plan for each strategy, or for the keys in `only`; rejects strategies that cuBLASLt refuses.
 
-        The backward problem has plans for each kind of tensor that forward may save.
+        There are backward plans for each kind of tensor that forward may save.
         """
         choose, made = functools.cache(choose), {}
         for problem, rejected in self._rejected.items():
@@ -125,7 +125,7 @@ class _Search:
     def _splits(
         self, plans: _Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of
     ) -> list[_Split]:
-        """All splits that these plans can be combined into, in the order of their strategies."""
+        """All splits that can be combined from these plans, in the order of their strategies."""
         keys = [[(each, one) for each in variants for one in order(each)] for variants in self._variants]
         there = ([plans[key] for key in of_layer if key in plans] for of_layer in keys)
         splits = [*itertools.product(*there)]
@@ -134,7 +134,7 @@ class _Search:
         return [split for split in splits if split[-1].problem == self._readers[split[0].strategy.saved]]
 
     def _untuned_and_plainest(self, plans: _Plans) -> list[_Split]:
-        """Two splits: the one that the priors rank first, and the one of products without epilogues and our kernels.
+        """Two splits: the first by the priors, which runs untuned, and the plainest, of products without epilogues.
 
         Raises:
             PlanError: all splits have been rejected.
@@ -150,7 +150,10 @@ class _Search:
         return [*zip(self._layers, split, strict=True)]
 
     def _times(self, plans: _Plans) -> dict[_Split, float]:
-        """For each split whose plans were all timed alone, the sum of their times in microseconds."""
+        """Microseconds of each split: the sum of its plans' times alone.
+
+        Splits of which a plan was not timed are left out.
+        """
         timed = (split for split in self._splits(plans) if self._timings.keys() >= {*map(_key, split)})
         return {split: sum(self._timings[_key(plan)].median_us for plan in split) for split in timed}
 
@@ -159,7 +162,7 @@ class _Search:
         return {key[1]: timing for key, timing in self._timings.items() if key[0] == problem}
 
     def time_alone(self, plans: _Plans, rounds: int, budget_s: float) -> None:
-        """Times the forward plans against each other, and the backward plans; the priors' choice comes first."""
+        """Times forward plans against each other, and backward plans, each alone, the priors' choice first."""
         untuned, _ = self._untuned_and_plainest(plans)
         for first, layer, variants, floor in zip(untuned, self._layers, self._variants, self._floors_us, strict=True):
             contenders = [first, *(plan for plan in plans.values() if plan.problem in variants)]
@@ -167,10 +170,10 @@ class _Search:
             self._timings |= self._operands.take_times(placed, budget_s, rounds, least_us=floor)
 
     def promising(self) -> set[_Key]:
-        """The plans to tune: the untuned split's plans, and plans close to the fastest both alone and within a split.
+        """The plans to tune: the untuned split's, and those close to the fastest both alone and in their best split.
 
-        A plan with a product that our kernel for narrow products might run is always promising, because its time with
-        an untuned algorithm says little.
+        A plan with a product that our narrow kernels support is always tuned, because its time with an untuned
+        algorithm says little about its time with this kernel.
         """
         self._screened = times = self._times(self.before)
         limit = _PROMISING * min(times.values())
@@ -192,7 +195,7 @@ class _Search:
             self._products.search(self._bench, problem, max(left, _LEAST_PRODUCT_S))
 
     def plan_tuned(self, keys: Iterable[_Key]) -> None:
-        """Makes and times the given plans and the plans of the plainest split with tuned algorithms."""
+        """Makes the given plans, and those of the plainest split, with tuned algorithms, and times them."""
         self.after = self._plans(self._products.plan, {*keys, *map(_key, self._plainest)})
         self.time_alone(self.after, *_PLANS)
 
@@ -220,11 +223,11 @@ class _Search:
         return tuned, {**products, **self._entries(winner, new)}
 
     def names(self) -> list[_Split]:
-        """The finalists: the split that runs untuned unless it is rejected, and the fastest tuned and untuned splits.
+        """The finalists: the untuned split, unless rejected, and the fastest splits with tuned and untuned algorithms.
 
-        An algorithm that is the fastest alone need not be the fastest within a pass, where clocks, the contents of
-        caches and concurrent kernels differ: at 1600x256x1024 in TF32 the algorithm of GELU's derivative that is 3 %
-        faster alone takes 39 µs beside the weight gradient, the untuned algorithm 28 (H200).
+        The algorithm that is fastest alone need not be the fastest within a pass, where clocks, contents of caches and
+        concurrent kernels differ: at 1600x256x1024 in TF32 the product with GELU's derivative takes 39 µs concurrently
+        with the weight gradient by the algorithm that is 3 % faster alone, and 28 µs by the untuned algorithm (H200).
         """
         by_priors, plainest = self._untuned_and_plainest(self.after)
         times = self._times(self.after)
@@ -245,9 +248,9 @@ class _Search:
         return self._operands.take_times(placed, budget_s, rounds, least_us=sum(self._floors_us))
 
     def reject_wrong(self, names: Collection[_Split]) -> list[_Split]:
-        """Compares the results of each split with the results of the plainest split; see `Contenders`.
+        """Compares the results of each split with those of the plainest split; see `Contenders`.
 
-        The strategy of the plan that computed a wrong output is rejected.
+        If an output is wrong, the strategy of the plan that computed it is rejected.
         """
         found = []
         for split in names:
@@ -267,7 +270,7 @@ class _Search:
         """Entries of the forward problem, and of the backward problem for each tensor that forward may save.
 
         Args:
-            timing: the time of the split, which is stored for a plan that was not timed alone.
+            timing: the split's time, which is stored for its plans that were not timed alone.
         """
         found = {}
         for problem, rejected in self._rejected.items():
@@ -292,7 +295,7 @@ def _plainest_first(problem: LayerProblem) -> Iterable[Strategy]:
 
 
 def plan_name(problem: LayerProblem, strategy: Strategy) -> str:
-    """A name of a plan in words, unique among the plans of a part, such as "db by kernel, from nothing and mask"."""
+    """A plan's name in words, unique in its part, such as "db by kernel, from nothing and mask" (the saved tensors)."""
     words = strategy_in_words(to_json(strategy))
     if not isinstance(problem, BackwardProblem):
         return words

@@ -1,4 +1,4 @@
-"""Memory for the operands of a measurement, in the layouts of the problem's specs and filled with test data.
+"""Buffers for the operands of a measurement, with the layouts of the problem's specs, and their test data.
 
 The CUDA driver and our own kernels fill and compare arrays, because CuPy would first compile a kernel for each task.
 """
@@ -23,11 +23,11 @@ from lt_runtime.kernels.kernel import Struct
 from lt_runtime.layout import packed
 from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
 
-# Elements of the margin behind each operand, in which writes beyond the operand are noticed.
+# Elements of a margin after each operand, which reveals writes beyond the operand.
 _MARGIN: Final = 4096
 # Number of elements after which test data repeat: a prime, so that no leading dimension aligns equal values.
 _PERIOD: Final = 65521
-# Elements by which the test data of one set of operands are shifted against those of the previous set.
+# Offset, in elements, between the test data of one buffer set and those of the next.
 _STEP: Final = 7919
 _BITS: Final = 8
 _EXACT_BYTES: Final = 4
@@ -36,7 +36,7 @@ _MOST_SETS: Final = 16
 
 
 class Difference(NamedTuple):
-    """The difference of an array from its expected values.
+    """How an array differs from its expected values.
 
     Attributes:
         bad: number of elements that are NaN or differ by more than their limit.
@@ -52,17 +52,17 @@ class Difference(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory of the current GPU, used in the order of CuPy's current stream."""
+    """Allocates, copies and compares memory of the current GPU, in order on CuPy's current stream."""
 
     device: int
     stream: int
 
     def allocate(self, size: int) -> Any:
-        """Allocates `size` bytes of uninitialised memory; returns CuPy's array, which begins at its `data.ptr`."""
+        """Allocates `size` bytes of uninitialised memory; returns an array of CuPy, at address `data.ptr`."""
         return CUPY.empty((size,), np.dtype(np.uint8), self.device, self.stream)
 
     def write(self, address: int, values: NDArray[Any]) -> None:
-        """Copies a contiguous array from the host; the caller may change the array as soon as this returns."""
+        """Copies a contiguous host array to the GPU; the caller may change the array as soon as the method returns."""
         call("cuMemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, self.stream)
         call("cuStreamSynchronize", self.stream)
 
@@ -74,7 +74,7 @@ class Memory(NamedTuple):
         return values
 
     def expect(self, params: Struct, batch: int) -> None:
-        """Computes a product's expected results in FP64; see verify.cu."""
+        """Computes the expected results of a product in FP64; see `expect` in verify.cu."""
         verify.launch_expect(params, batch, self.device, self.stream)
 
     def compare(
@@ -102,9 +102,9 @@ class Data(NamedTuple):
     """A kind of random test data for the operands of a measurement.
 
     Attributes:
-        name: of the data, for messages.
-        draw: draws a given number of values for an element type; the caller rounds them to the type.
-        exact_to: the largest K for which FP32 holds every product and every partial sum exactly; 0 if there is none.
+        name: name of the data, for messages.
+        draw: function that draws a number of values for an element type, to which the caller rounds them.
+        exact_to: the largest K for which every product and partial sum is exact in FP32; 0 if none is.
     """
 
     name: str
@@ -113,10 +113,10 @@ class Data(NamedTuple):
 
 
 def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
-    # FP16's tiny value is subnormal. In the wider types all values are normal, because a kernel may flush subnormal
-    # numbers to 0. FP8's values are the least normal one of E4M3, and smaller.
+    # In FP16 the tiny value is subnormal. In BF16 and wider types all values are normal, because a kernel may flush
+    # subnormal numbers to 0. In FP8 the tiny value is the least normal number of E4M3.
     tiny = 2.0**-6 if dtype.is_float8 else 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
-    # The product of two such values stays within FP16's range, or that of the wider types.
+    # Products of two large values stay within the type's range.
     large = 16.0 if dtype is DType.FLOAT16 or dtype.is_float8 else 64.0
     scales = generator.choice(np.array([0.0, tiny, 2.0**-10, 1.0, large]), size, p=[0.1, 0.05, 0.2, 0.6, 0.05])
     values: NDArray[Any] = generator.standard_normal(size) * scales
@@ -128,15 +128,16 @@ LATTICE: Final = Data("multiples of 1/8", lambda generator, size, _: generator.i
 BETWEEN: Final = Data(
     "odd multiples of 1/128", lambda generator, size, _: (2 * generator.integers(-128, 128, size) + 1) / 128, 0
 )
-"""Values that no sum of products of `LATTICE` equals. BF16 holds these values exactly, and also every sum of products
-of `LATTICE` that is at most twice as large."""
+"""Values of the bias that no sum of products of `LATTICE` data equals. BF16 holds these values exactly, and also every
+such sum that is at most twice as large.
+"""
 EDGES: Final = Data("zeros, tiny and large values", _edges, 0)
 ONES: Final = Data("ones", lambda _, size, __: np.ones(size), 2**24 - 2)
 
 
 @functools.lru_cache(maxsize=128)
 def _drawn(data: Data, dtype: DType | None, number: int, scale: float) -> NDArray[Any]:
-    """Random test values as unsigned integers of the type's size; random bytes for a mask, whose `dtype` is None."""
+    """Random test values as raw bits, in unsigned integers of the type's size; random bytes if `dtype` is None."""
     generator = np.random.default_rng(number)
     if dtype is None:
         return (np.full(_PERIOD, 0xFF) if data is ONES else generator.integers(0, 256, _PERIOD)).astype(np.uint8)
@@ -145,21 +146,21 @@ def _drawn(data: Data, dtype: DType | None, number: int, scale: float) -> NDArra
 
 
 class Buffer:
-    """Memory for one operand and a margin behind it.
+    """Memory for one operand, and a margin after it.
 
     Args:
-        spec: layout and alignment of the operand. Its address is a multiple of the alignment, and of no larger power
-            of two.
+        spec: layout and alignment of the operand. Its address is a multiple of exactly this alignment, and of no larger
+            power of two.
         dtype: type of the elements; None for a mask, whose layout counts bits.
         batch: number of matrices.
-        scale: factor for the data, a power of two.
+        scale: factor by which test data are multiplied, a power of two.
 
     Attributes:
         dtype: see above.
         shape: (batch, rows, cols).
         itemsize: bytes of an element; 1 for a mask.
-        size: bytes of the memory, margin included.
-        start: address of the memory; the operand begins at `address`.
+        size: bytes of the memory, including the margin.
+        start: address of the memory; the operand itself begins at `address`.
     """
 
     def __init__(self, memory: Memory, spec: Spec, dtype: DType | None, batch: int = 1, scale: float = 1.0) -> None:
@@ -185,13 +186,13 @@ class Buffer:
         return verify.elements_of(self.address, self._strides, self.dtype)
 
     def fill(self, data: Data, number: int, seed: int) -> None:
-        """Fills the memory from end to end, margin and gaps included.
+        """Fills the whole memory with test data, including margin and gaps.
 
-        A mask's bits are all set where the data is ones, and random otherwise.
+        For a mask all bits are set if the data are `ONES`, and random otherwise.
 
         Args:
-            number: number of the operand; operands with different numbers get different values.
-            seed: number of the set of operands; see `_STEP`.
+            number: number of the operand in its set; it selects the operand's values.
+            seed: number of the buffer set, which shifts the values by multiples of `_STEP`.
         """
         values = np.roll(_drawn(data, self.dtype, number, self._scale), _STEP * seed)
         values = values[: self.size // self.itemsize]
@@ -203,7 +204,7 @@ class Buffer:
             filled += copied
 
     def poison(self) -> None:
-        """Sets every bit, which makes every float NaN."""
+        """Sets every bit of the memory, which makes every floating-point element NaN."""
         call("cuMemsetD8Async", self.start, 0xFF, self.size, self._memory.stream)
 
     def snapshot(self) -> Buffer:
@@ -214,24 +215,24 @@ class Buffer:
         return made
 
     def equals(self, other: Buffer) -> bool:
-        """Whether all bits equal the bits of another buffer of the same operand, margin and gaps included."""
-        # Compared as integers of at most 32 bits, which FP64, in which `compare` computes, holds exactly.
+        """Whether this buffer equals another buffer of the same operand bit for bit, including margin and gaps."""
+        # The memory is compared as integers of at most 32 bits: `compare` converts to FP64, which holds these exactly.
         size = min(self.itemsize, _EXACT_BYTES)
         ours, theirs = (_flat(each.start, size) for each in (self, other))
         return self._memory.compare(ours, (1, 1, self.size // size), theirs).bad == 0
 
     def compare(self, wanted: Buffer, **tolerance: float) -> Difference:
-        """Compares the elements with a buffer of as many rows and columns; for `tolerance` see `Memory.compare`."""
+        """Compares the elements with another buffer's of the same shape; for `tolerance` see `Memory.compare`."""
         return self._memory.compare(self.elements, self.shape, wanted.elements, **tolerance)
 
     def count_written(self) -> int:
-        """The number of elements, margin and gaps included, that have been written since `poison`."""
+        """The number of elements, including margin and gaps, that differ from what `poison` wrote."""
         poison = 2.0 ** (_BITS * self.itemsize) - (1 if self.itemsize <= _EXACT_BYTES else 0)
         shape = 1, 1, self.size // self.itemsize
         return self._memory.compare(_flat(self.start, self.itemsize), shape, constant=poison).bad
 
     def value(self, at: Sequence[int]) -> float:
-        """One element; a mask's bit as 0 or 1."""
+        """One element as a float; of a mask a bit, 0 or 1."""
         place = sum(index * stride for index, stride in zip(at, self._strides, strict=True))
         if self.dtype is None:
             return float(self._memory.read(self.address + place // _BITS, 1, np.uint8)[0] >> place % _BITS & 1)
@@ -246,8 +247,8 @@ class Operands:
     """Buffers of all operands of a measured product or chain.
 
     Attributes:
-        buffers: by the operand's name in a product, by its `Tensor` in a chain.
-        outputs: keys of the buffers that are written before they are read.
+        buffers: the buffers, by operand name for a product, by `Tensor` for a chain.
+        outputs: keys of the buffers that the measured work writes.
     """
 
     def __init__(self) -> None:
@@ -260,12 +261,12 @@ class Operands:
         return sum(buffer.size for buffer in self.buffers.values())
 
     def fill(self, data: Data, seed: int) -> None:
-        """Fills every operand with data, outputs included."""
+        """Fills every operand with test data, including outputs."""
         for number, buffer in enumerate(self.buffers.values()):
             buffer.fill(data, number, seed)
 
     def poison(self) -> None:
-        """Fills every output with NaN, which reveals each element that is not written."""
+        """Fills every output with NaN, which reveals elements that are not written."""
         for key in self.outputs:
             self.buffers[key].poison()
 
@@ -274,9 +275,9 @@ _Operands = TypeVar("_Operands", bound=Operands)
 
 
 def buffer_sets(size: int, device: int) -> int:
-    """The number of buffer sets of `size` bytes to use in turn, so that the L2 cache never holds the next set.
+    """Number of buffer sets of `size` bytes to use in turn, so that the next set is never in the L2 cache.
 
-    The number is 1 if a set is larger than the cache, or so small that it stays in the cache in real use too.
+    It is 1 if a set is larger than the cache, or so small that it would stay in the cache in real use too.
     """
     (cache,) = device_attributes(device, "L2_CACHE_SIZE")
     wanted = -(-_CACHES * cache // max(size, 1))
@@ -284,7 +285,7 @@ def buffer_sets(size: int, device: int) -> int:
 
 
 def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
-    """Filled sets of operands; their number is `buffer_sets`, so that the L2 cache never holds the next set."""
+    """Makes as many sets of operands as `buffer_sets` says, filled with test data."""
     first = make()
     sets = [first, *(make() for _ in range(1, buffer_sets(first.size, device)))]
     for seed, operands in enumerate(sets):
@@ -293,7 +294,7 @@ def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
 
 
 def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
-    """Spec and type of each operand of a product, by name; a mask's type is None."""
+    """Spec and type of each operand of a product, by name; the type of a mask is None."""
     epilogue, result = problem.epilogue, problem.d_dtype
     length = problem.m if epilogue is Epilogue.BGRADA else problem.n
     has_vector = epilogue.has_bias or epilogue.has_bias_gradient

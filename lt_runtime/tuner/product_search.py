@@ -27,22 +27,22 @@ from lt_runtime.tuner.timing import Bench, Launch, Timing, race, take_times, wor
 from lt_runtime.tuner.verification import ProductOperands, verify
 
 BUDGET_S: Final = 2.0
-"""Seconds of timing after which no further candidate of a product that is tuned alone is timed; see `Stopwatch`."""
+"""Seconds of timing after which no further candidate algorithm is timed, for a product that is tuned by itself."""
 MOST: Final = 16
-"""Limit of cuBLASLt's algorithms that compete for a product: up to eight from the first query, the rest from others."""
+"""Largest number of cuBLASLt's algorithms that compete for a product; one query returns at most eight."""
 _LEAST_S: Final = 0.05
 _FIRST: Final = "first"
 _NOT_LEAN: Final = "cannot be launched as at most two kernels and nothing else"
 
 
 def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGET_S) -> ProductEntry:
-    """Finds the fastest algorithm of a product whose results are right; returns the product's entry for the plan cache.
+    """Finds the fastest algorithm of a product that computes right results; returns its entry for the plan cache.
 
     The entry lists as rejected each algorithm that could not be launched, was far slower than the fastest, or was fast
     but computed wrong results or different results in two runs.
 
     Args:
-        problem: not empty, with an epilogue that `library_may_fuse`.
+        problem: a product that is not empty, with an epilogue that `library_may_fuse` accepts.
         budget_s: seconds of timing after which no further candidate is timed; see `Stopwatch`.
 
     Raises:
@@ -64,13 +64,13 @@ def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGE
 
 
 def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
-    """The plan's own algorithm, then others that the heuristic offers; `MOST` in all.
+    """The plan's own algorithm, then others that the heuristic offers; at most `MOST` in all.
 
     One query returns at most eight algorithms. Queries with a smaller workspace, or that exclude the reductions of
     split-K, return algorithms that were ranked below the first query's eight.
 
     Args:
-        plan: the product's plan, with the algorithm that is taken without a measurement.
+        plan: the product's plan with its untuned algorithm.
         workspace: bytes that an algorithm may use.
     """
     schemes = dict.fromkeys((plan.reductions, ReductionScheme.NONE))
@@ -86,11 +86,11 @@ def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
 
 
 class Candidates:
-    """The algorithms that compete for one product; see `Contenders`.
+    """The candidate algorithms of one product, as `Contenders` of a race.
 
     Attributes:
-        plans: a plan for each candidate that is not rejected, by name. "first" is cuBLASLt's untuned choice, if it
-            offers any.
+        plans: a plan for each candidate that is not rejected, by name. "first" is cuBLASLt's untuned choice, if
+            cuBLASLt offers any algorithm.
         rejected: the rejected candidates, with reasons.
         refusals: reasons why cuBLASLt offers no algorithm for the product without padded copies.
     """
@@ -120,14 +120,15 @@ class Candidates:
         self._launches = {name: launcher(plan, calls) for name, plan in self.plans.items()}
 
     def _offered(self, method: methods.Method) -> list[bytes]:
-        """cuBLASLt's algorithms for the product, the best first: on the operands, or on a method's padded copies."""
+        """Algorithms that cuBLASLt offers, best first, for the product on its operands or on a method's copies."""
         try:
             built = method.build(self.problem, self._bench.device)
             plan = built.inner if isinstance(built, PaddedPlan) else built
             assert isinstance(plan, MatmulPlan), f"{method.name} is not cuBLASLt's"
             return [method.mark + each.blob for each in heuristic_candidates(plan, plan.workspace_size)]
         except PlanError as error:
-            # A PlanError of a method of padded copies is not reported: it may only say that there is nothing to copy.
+            # Errors of the methods with padded copies are not reported, because they may only say that there is nothing
+            # to copy.
             self.refusals += [] if method.mark else [str(error)]
             return []
 
@@ -146,7 +147,7 @@ class Candidates:
         found = verify({name: afresh(self._launches[name], self._bench) for name in names}, self._operands[0])
         for name, fault in found.items():
             self.reject(name, fault)
-        if found:  # verification has overwritten the data; further candidates are timed on ordinary data
+        if found:  # verification has overwritten the test data, on which further candidates are timed
             self._operands[0].fill(NORMAL, 0)
         return found
 
@@ -157,7 +158,7 @@ class Candidates:
         self.rejected.append(RejectedAlgorithm(blob, methods.configuration(blob), reason))
 
     def reject_slow(self, timings: Mapping[str, Timing]) -> None:
-        """Rejects candidates that were not timed because time was up, or were dropped after a single slow launch."""
+        """Rejects candidates that were not timed before the budget was spent, or were dropped after one slow launch."""
         for name in self.names():
             if name not in timings:
                 self.reject(name, "not measured: time was up")
@@ -166,12 +167,12 @@ class Candidates:
 
 
 def launcher(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
-    """A function that launches a candidate's plan on one of `calls`, which use the clock's stream, for a race."""
+    """A function for a race that launches a candidate's plan on the call of the given number, on the clock's stream."""
     return lambda number, _: plan.run(calls[number])
 
 
 def afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
-    """A launch on a workspace filled with NaN, which reveals an algorithm that reads an earlier launch's leftovers."""
+    """Wraps a launch: fills the workspace with NaN before it, which reveals an algorithm that reads old contents."""
     stream = bench.clock.stream
     memory = stream_memory(bench.device, stream)
 
@@ -183,18 +184,18 @@ def afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
 
 
 def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductEntry:
-    """Rebuilds another machine's algorithm for a product from the configuration in its entry, and verifies it.
+    """Rebuilds an algorithm that another machine chose from the configuration in its entry, and verifies it.
 
     Returns the entry with this machine's algorithm. If this machine's library has no algorithm with the configuration,
     or if the algorithm computes wrong results, the returned entry is barred: no plan uses it.
 
     Args:
-        problem: a product whose extents are not 0.
+        problem: a product that is not empty.
 
     Raises:
         CublasLtError: cuBLASLt failed for a reason other than the algorithm.
         MissingLibraryError: CuPy is not installed.
-        CaptureError: a stream is being captured that this would disturb.
+        CaptureError: a stream is being captured that the verification would disturb.
         MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
     """
     try:
@@ -208,7 +209,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
 
 
 def _fault(plan: AlgorithmPlan, device: int) -> str | None:
-    """The fault of an algorithm's results, in words; None if they are right."""
+    """What is wrong with the results of a plan's algorithm, in words; None if they are right."""
     with workbench(device) as bench:
         operands = ProductOperands(bench.memory, plan.problem)
         launch = launcher(plan, [operands.call(bench.clock.stream)])
@@ -216,7 +217,7 @@ def _fault(plan: AlgorithmPlan, device: int) -> str | None:
 
 
 class Products:
-    """Algorithms of matrix products during a search of layers: found by this search, or taken from the plan cache.
+    """The algorithms of products during a search over layers: found by this search, or read from the plan cache.
 
     Attributes:
         found: the entries that the search found, by product.
@@ -232,14 +233,14 @@ class Products:
         return self.found.get(problem) or self._store.product(problem_key(problem))
 
     def search(self, bench: Bench, problem: MatmulProblem, budget_s: float) -> None:
-        """Calls `find_algorithm` and keeps the entry. If no algorithm is found, `plan` raises the error."""
+        """Calls `find_algorithm` and keeps the entry. If none is found, a later call of `plan` raises the error."""
         try:
             self.found[problem] = find_algorithm(bench, problem, budget_s)
         except PlanError as error:
             self._useless[problem] = str(error)
 
     def plan(self, problem: MatmulProblem, device: int) -> AlgorithmPlan:
-        """The plan of a product with its entry's algorithm; untuned if there is no entry. See `Choose`."""
+        """The plan of a product with the algorithm of its entry, or untuned without an entry. It is a `Choose`."""
         if problem in self._useless:
             raise PlanError(self._useless[problem])
         entry = self.found.get(problem)
@@ -248,16 +249,16 @@ class Products:
         return methods.plan_from_blob(problem, device, entry.algorithm)
 
     def _known(self, plan: Plan) -> list[tuple[AlgorithmPlan, ProductEntry]]:
-        """The products of a layer's plan that have an entry, each with its entry."""
+        """The product plans of a layer's plan whose products have an entry, each with the entry."""
         products = (each for each in plan.products.values() if not each.problem.is_empty)
         return [(each, entry) for each in products if (entry := self.entry(each.problem)) is not None]
 
     def is_unsound(self, plan: Plan) -> bool:
-        """Whether one of a layer's products has an algorithm that was rejected."""
+        """Whether a product of a layer's plan uses an algorithm that was rejected."""
         return any(each.blob in [one.algorithm for one in entry.rejected] for each, entry in self._known(plan))
 
     def as_planned(self, plan: Plan) -> dict[MatmulProblem, ProductEntry]:
-        """Entries with the algorithms of a layer's plan, for each product whose own entry has another algorithm."""
+        """Entries with the algorithms of a layer's plan, for products whose entry names another algorithm."""
         others = {each.problem: (each.blob, entry) for each, entry in self._known(plan) if entry.algorithm != each.blob}
         return {
             problem: replace(entry, algorithm=blob, config=methods.configuration(blob), us=entry.first_us, when=now())

@@ -1,4 +1,4 @@
-"""Problems, strategies, algorithms and the results of tuning, in words and in a table for people."""
+"""Describes problems, strategies, algorithms and the results of tuning in words, and in a table."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Progress: TypeAlias = Callable[[int, int, str], None]
-"""Callback that shows progress: takes the number of finished groups of problems, the number of all groups, and a text
-that names the next group."""
+"""Callback that shows progress: takes the number of finished groups of problems, the total number, and a text that
+names the next group.
+"""
 
 _shown: ContextVar[rich.progress.Progress | None] = ContextVar("lt_runtime_progress", default=None)
-"""The progress display that is on the terminal, to which further bars are added; None if there is no display."""
+"""The progress display now on the terminal, to which nested progress bars are added; None if there is none."""
 
 _PARTS: Final[Mapping[str, tuple[str, type[int]]]] = {
     "ID": ("id", int),
@@ -45,7 +46,7 @@ _PREFIXES: Final = ("TILE_", "STAGES_", "SHAPE_")
 
 
 def describe(problem: Remembered) -> str:
-    """A problem in a few words, M×N×K among them, such as "matmul 8192x3072x768 bfloat16 gelu_aux_bias"."""
+    """A short description of a problem with M×N×K, such as "matmul 8192x3072x768 bfloat16 gelu_aux_bias"."""
     dtype = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
     if isinstance(problem, MatmulProblem):
         times = f" batch {problem.batch}" if problem.batch > 1 else ""
@@ -64,7 +65,7 @@ def describe(problem: Remembered) -> str:
 
 
 def strategy_in_words(strategy: Mapping[str, object]) -> str:
-    """The text of a strategy that is stored in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
+    """A strategy from the plan cache in words, such as "gelu_aux_bias, keeps preactivation"."""
     if strategy.keys() == {FUSED_MLP}:
         return "one kernel a pass" if strategy[FUSED_MLP] else "layer by layer"
     if strategy.keys() >= {"epilogue", "saved"}:
@@ -85,19 +86,19 @@ def algorithm_in_words(config: Mapping[str, int]) -> str:
 
 
 def choice_in_words(choice: Entry | RejectedAlgorithm | RejectedStrategy | Alternative) -> str:
-    """The algorithm or the strategy of an entry, of a rejected candidate or of an alternative."""
+    """In words, the algorithm or strategy of an entry, of a rejected candidate or of an alternative."""
     if isinstance(choice, ProductEntry | RejectedAlgorithm):
         return algorithm_in_words(choice.config)
     return strategy_in_words(choice.strategy)
 
 
 def rejection_in_words(rejected: RejectedAlgorithm | RejectedStrategy) -> str:
-    """A rejected candidate and the reason, such as "none, keeps mask: wrong: y is off by 1"."""
+    """A rejected candidate and the reason in words, such as "none, keeps mask: wrong: y is off by 1"."""
     return f"{choice_in_words(rejected)}: {rejected.reason}"
 
 
 def time_in_words(entry: Entry) -> str:
-    """The measured time of an entry; for a product also the untuned algorithm's time."""
+    """The measured time of an entry in words; for a product with the untuned algorithm's time."""
     if not isinstance(entry, ProductEntry):
         return f"{entry.us:.2f} µs"
     gain = f", {entry.first_us / entry.us:.2f} times as fast as untuned" if entry.us else ""
@@ -108,7 +109,7 @@ def _part(name: str, value: int) -> str:
     word, kind = _PARTS.get(name, (name, int))
     try:
         member = getattr(kind(value), "name", None) or str(value)
-    # Shows the number of a value that these bindings do not know: a newer version of cuBLASLt has added it.
+    # A value that the bindings do not know, from a newer version of cuBLASLt, is shown as a number.
     except ValueError:
         member = str(value)
     for prefix in _PREFIXES:
@@ -118,16 +119,17 @@ def _part(name: str, value: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The decision on problems that were tuned together.
+    """The result of tuning one group of problems, which are decided together.
 
     Attributes:
         problems: a forward problem and the backward problem that reads its saved tensor, or one of them alone; a narrow
             MLP; or a product.
-        before_us: microseconds of the problems untuned, timed in the same rounds as the other candidates; 0.0 if they
-            cannot run untuned.
-        after_us: microseconds of the problems as decided. A result from the plan cache has the times measured then.
-        strategy: in words.
-        measured: how many plans and algorithms were timed.
+        before_us: microseconds of the group as it would run untuned, timed in the same rounds as the other candidates;
+            0.0 if it cannot run untuned.
+        after_us: microseconds of the group as decided. If the result comes from the plan cache, both times are those
+            measured for it.
+        strategy: the chosen strategy or algorithm, in words.
+        measured: number of plans and algorithms that were timed.
         rejected: rejected candidates in words, with reasons: refused, wrong, not reproducible, or slow.
         seconds: duration of the tuning.
     """
@@ -142,17 +144,16 @@ class Tuned:
 
     @property
     def gain(self) -> float | None:
-        """Speedup: the time before over the time after; None for a result that was not measured by this call."""
+        """Speedup: time before divided by time after; None for a result from the plan cache."""
         return self.before_us / self.after_us if self.measured and self.before_us and self.after_us else None
 
 
 Decided: TypeAlias = tuple[Tuned, Mapping[Any, Entry]]
-"""Result of a decision: the report on the problems that were decided together, and each problem's entry for the plan
-cache."""
+"""Result of deciding a group: its row of the report, and the entries of its problems for the plan cache."""
 
 
 class TuningReport(tuple[Tuned, ...]):
-    """One `Tuned` for each group of problems that were decided together; as text, a table."""
+    """One `Tuned` for each group of problems; `str` gives a table."""
 
     __slots__ = ()
 
@@ -180,13 +181,13 @@ class TuningReport(tuple[Tuned, ...]):
 
     @property
     def summary(self) -> str:
-        """The line under the table, which sums up the report."""
+        """The line under the table: number of problems, gain and duration."""
         rejected = sum(len(each.rejected) for each in self)
         count = f"{len(self)} group{'' if len(self) == 1 else 's'} of problems decided in {self.seconds:.1f} s"
         return f"{count}; {self.gain:.2f}× in the geometric mean; {rejected} candidates rejected"
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The report as plain data for JSON; each problem has a name for people and a key of the plan cache."""
+        """The report as JSON-compatible data; each problem has a readable name and its key in the plan cache."""
         words: dict[str, Callable[[Remembered], str]] = {"problems": describe, "keys": problem_key}
         named = [{name: [*map(word, each.problems)] for name, word in words.items()} for each in self]
         return [asdict(each) | {"gain": each.gain} | names for each, names in zip(self, named, strict=True)]
@@ -202,8 +203,8 @@ class TuningReport(tuple[Tuned, ...]):
 def progress_bar(*, shown: bool = True) -> Iterator[Progress | None]:
     """Yields a function that updates a progress bar on the terminal, or None without a terminal.
 
-    The bar shows the problems that are being measured, the time left, and the kernel that is being compiled, from the
-    first compilation on. Within another progress bar it is a line under the other bar, and disappears at its end.
+    The bar shows the problems being measured, the time left and, once something is compiled, the kernel being compiled.
+    Within another progress bar it is an additional line, which disappears at the end.
     """
     from rich import progress
     from rich.console import Console

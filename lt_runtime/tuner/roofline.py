@@ -1,4 +1,4 @@
-"""The least time that a problem can take, from its operations and bytes and the GPU's peak rates."""
+"""The least time that a problem can take, given its operations and bytes and the GPU's peak rates (roofline)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from lt_runtime.tuner.chain_operands import tensors_of
 from lt_runtime.tuner.operands import operands_of
 
 _BITS: Final = 8
-# Least time of a kernel in a graph: half of what an H200 needs.
+# Lower bound of a kernel's time in a graph, in microseconds: half of what an H200 needs.
 _LAUNCH_US: Final = 0.75
 _CACHED: Final = 4.0
 
 
 class Work(NamedTuple):
-    """Floating-point operations of a problem's products, and bytes of its operands, each moved once."""
+    """Work of a problem: floating-point operations of its products, and bytes of its operands, each moved once."""
 
     flops: int
     bytes: int
 
 
 def floor_us(problems: Iterable[Remembered], device: int) -> float:
-    """Lower bound of the microseconds that problems take one after the other: a shorter measurement is an error.
+    """Lower bound in microseconds of the time of problems that run one after the other; a shorter measurement is wrong.
 
-    Each problem launches at least one kernel. Operands may lie in the L2 cache, from which an H200 reads about twice as
-    fast as from memory. A quarter of the time at the peak rates is a safe limit on other GPUs too.
+    Each problem launches at least one kernel. Operands may be in the L2 cache, from which an H200 reads about twice as
+    fast as from memory; a quarter of the time at peak rates is a safe bound on other GPUs too.
     """
     peaks = hardware(device)
     return sum(max(_LAUNCH_US, (least_us(each, peaks) or 0.0) / _CACHED) for each in problems)
 
 
 def least_us(problem: Remembered, hardware: Hardware) -> float | None:
-    """Microseconds of a problem at the GPU's peak rates: the longer of the times to compute and to move the data.
+    """Microseconds of a problem at the GPU's peak rates: the longer of compute time and time to move the data.
 
     None if the peak rates are not known.
     """
@@ -49,7 +49,7 @@ def least_us(problem: Remembered, hardware: Hardware) -> float | None:
 
 
 def work_of(problem: Remembered) -> Work:
-    """The work of a problem, which does not depend on its strategy."""
+    """The work of a problem; it does not depend on the strategy."""
     if isinstance(problem, MLPProblem):
         return _work_of_mlp(problem)
     if isinstance(problem, MatmulProblem):
@@ -65,7 +65,7 @@ def work_of(problem: Remembered) -> Work:
 def _work_of_mlp(problem: MLPProblem) -> Work:
     """The work of a narrow MLP: its products, and the bytes of inputs, outputs and parameters.
 
-    In training the gradients of outputs and parameters are moved as well; there is no gradient of the inputs.
+    With `backward` the gradients of outputs and parameters are counted as well; inputs have no gradient.
     """
     products = [above * below for above, below in itertools.pairwise(problem.dims)]
     weights, biases = sum(products), sum(itertools.compress(problem.dims[1:], problem.biases))

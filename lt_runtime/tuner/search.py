@@ -1,4 +1,4 @@
-"""Tunes any number of chains and products, and remembers the results."""
+"""Tunes chains of layers and matrix products, and stores the results in the plan cache."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _MLP_BUDGET_S: Final = 0.4
 def tune_chains(
     chains: Iterable[LayerChain | MatmulProblem], device: int, *, progress: Progress | None = None
 ) -> Iterator[Tuned]:
-    """Decides chains of layers, and single products, by measurement, and saves each group of problems when it is done.
+    """Decides chains of layers, and single products, by measurement; saves the result of each group when it is decided.
 
-    A layer's forward problem is decided together with the backward problem that reads the tensor it saves. A narrow
-    MLP whose passes may be one kernel each is decided after its layers.
+    A group is a layer's forward problem with the backward problem that reads its saved tensor, one of these alone, or a
+    product. For a narrow MLP, the choice between fused kernels and layers follows after its layers were decided.
 
-    Problems in the plan cache are not measured again. Empty problems are left out. If the GPU has not enough memory
-    for a problem, a warning is given and the problem stays untuned. Plans that are made later use the results. The
-    memory of the measurements is freed at the end, also after an exception.
+    Problems in the plan cache are not measured again, and empty problems are left out. If the GPU has not enough memory
+    for a problem, a warning is given and the problem stays untuned. Later plans use the results. The memory of the
+    measurements is freed at the end, also after an exception.
 
     Args:
         device: ordinal of the GPU.
@@ -49,7 +49,7 @@ def tune_chains(
 
     Raises:
         MissingLibraryError: CuPy is not installed.
-        CaptureError: a stream is being captured that this would disturb.
+        CaptureError: a stream is being captured that the measurements would disturb.
     """
     session, tell = _Session(device), progress or (lambda *_: None)
     groups = [group for each in dict.fromkeys(chains) for group in session.groups(each)]
@@ -70,7 +70,7 @@ def tune_chains(
 
 
 _Group: TypeAlias = tuple[Sequence[Remembered], Callable[[], Tuned | None]]
-"""A group: problems that are decided together, and the function that decides them or returns None if none is new."""
+"""A group: problems that are decided together, and a function that decides them; it returns None for a repetition."""
 
 
 class _Session:
@@ -80,7 +80,7 @@ class _Session:
         self._met: set[LayerProblem] = set()
 
     def groups(self, given: LayerChain | MatmulProblem) -> list[_Group]:
-        """The groups of problems of a chain; a single product is one group."""
+        """The groups of a chain's problems; a single product is one group."""
         if isinstance(given, MatmulProblem):
             return [([given], partial(self._tune_product, given))]
         parts = [(given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts]
@@ -88,9 +88,9 @@ class _Session:
         return [*parts, *(([each], partial(self._tune_mlp, given, each)) for each in narrow)]
 
     def _tune_part(self, chain: LayerChain, part: Part) -> Tuned | None:
-        """Decides a forward problem and the backward problem that reads its saved tensor, or one of the two.
+        """Decides one part of a chain: a forward problem, the backward problem that reads its saved tensor, or both.
 
-        Returns None if a matrix is empty, or if this session has decided equal problems before.
+        Returns None if a matrix is empty, or if this session has already decided equal problems.
         """
         kept = {index: saved_as(each, self._store) for index, each in chain.forwards.items() if each in self._met}
         chain = chain.keeping(kept)
@@ -118,7 +118,7 @@ class _Session:
         return Tuned((*shown,), us, us, words)
 
     def _measure(self, problems: Sequence[Remembered], decide: Callable[[Bench], Decided]) -> Tuned:
-        """Decides problems by measurements on a bench, and puts the resulting entries into the plan cache."""
+        """Decides a group by measuring, and writes the entries to the plan cache."""
         started = time.monotonic()
         try:
             with workbench(self._device) as bench:
@@ -130,12 +130,12 @@ class _Session:
         return replace(tuned, problems=(*problems,), seconds=time.monotonic() - started)
 
     def _tune_mlp(self, chain: LayerChain, problem: MLPProblem) -> Tuned:
-        """Decides whether a narrow MLP runs by one kernel for each pass or layer by layer."""
+        """Decides whether a narrow MLP runs by fused kernels or layer by layer."""
         known = self._known([problem], [problem])
         return known or self._measure([problem], lambda bench: decide_mlp(bench, chain, problem))
 
     def _tune_product(self, problem: MatmulProblem) -> Tuned | None:
-        """Decides a product, without its epilogue if cuBLASLt may not run that; returns None for an empty product."""
+        """Decides a product, without its epilogue if cuBLASLt may not fuse it; returns None for an empty product."""
         if problem.is_empty:
             return None
         refused: list[str] = []
@@ -163,11 +163,11 @@ def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
 
 
 def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
-    """The fastest correct way to run a narrow MLP, fused or layer by layer, and the entry for the plan cache.
+    """Measures whether a narrow MLP runs faster fused or layer by layer; returns the report and its plan-cache entry.
 
     Args:
         chain: the MLP's layers, which have been decided.
-        problem: an MLP that the fused kernels accept.
+        problem: an MLP that the fused kernels support.
 
     Raises:
         PlanError: cuBLASLt has no algorithm for one of the layers.
@@ -185,10 +185,10 @@ def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
 
 
 class _Passes:
-    """Two contenders: True runs each pass in one kernel, the untuned choice; False runs the MLP layer by layer.
+    """The two contenders: True, the untuned choice, runs the MLP by fused kernels; False runs it layer by layer.
 
     Attributes:
-        rejected: the kernels' strategy, with the reason, if their results are wrong.
+        rejected: the fused strategy with a reason, if its results are wrong.
     """
 
     def __init__(self, bench: Bench, chain: LayerChain, problem: MLPProblem) -> None:
@@ -212,12 +212,12 @@ class _Passes:
         return self.operands.take_times(plans, _MLP_BUDGET_S, _MLP_ROUNDS, in_a_loop=True, least_us=self._least_us)
 
     def reject_wrong(self, names: Collection[bool]) -> list[bool]:
-        """Compares the kernels' outputs and gradients with those of the layers; see `Contenders`."""
+        """Compares outputs and gradients of the fused kernels with those of the layers; see `Contenders`."""
         if True not in names:
             return []
         results = self.operands.results(self._plans[False])
-        # Only the outputs and gradients are compared: the layers' other results are intermediates, which the kernels do
-        # not write.
+        # Only outputs and gradients are compared: the layers' other results are intermediate, and the fused kernels do
+        # not write them.
         output = f"y of layer {max(self._chain.forwards)}"
         expected = {name: each for name, each in results.items() if name == output or name.startswith(("dw", "db"))}
         wrong = disagreement(self.operands.results(self._plans[True]), expected, *self._tolerance)

@@ -1,10 +1,10 @@
-"""Times contenders, which are several ways to do the same work, against each other, and picks one.
+"""Times contenders (several ways to do the same work) against each other, and picks the fastest correct one.
 
-A contender is a function that puts its work on a stream, using the buffer set of a given number. Each contender is
-launched alone first, and dropped if it is slower than the fastest by far more than the host's launch time can explain.
-The remaining contenders are captured, several launches to a graph, and the graphs are replayed in turn, back and forth.
-The time of a contender is the median of its rounds. After three rounds, a contender that is far slower than the best is
-no longer replayed and keeps its times.
+A contender is a function that launches its work on a stream, on the buffer set of a given number. Each contender is
+first launched alone, and dropped if it is far slower than the fastest and the host's launch time cannot explain it. The
+remaining contenders are captured, several launches in a graph, and the graphs are replayed in turn, in alternating
+order. The time of a contender is the median of its replays. After three rounds, a contender that is far slower than the
+best is no longer replayed, and keeps the times it has.
 
 Each tuning decision is one `race`: between algorithms of a product, splits of a layer, or passes of a narrow MLP. The
 fastest contender replaces the present one only if it is also faster in a second measurement against the present one,
@@ -33,20 +33,20 @@ from lt_runtime.tuner.operands import Memory
 Name = TypeVar("Name", bound=Hashable)
 """The type of the contenders' names."""
 Launch = Callable[[int, int], object]
-"""Puts a contender's work on a stream: takes the number of the buffer set and the stream's handle."""
+"""Function that launches a contender's work: takes the number of the buffer set and the stream's handle."""
 
 _FEWEST_ROUNDS: Final = 3
 _FAR_BEHIND: Final = 3.0
 _OUT_OF_REACH: Final = 1.2
-# Upper bound of the time to load a kernel at its first launch, from a disk that other processes use too.
+# Upper bound of the time to load a kernel at its first launch, even from a busy disk.
 _LOADING_US: Final = 2e6
-# Upper bound of the time that the host takes to launch a plan's kernels one by one, while the GPU waits.
+# Upper bound of the host's time to launch the kernels of a plan one by one, while the GPU waits.
 _HOST_US: Final = 500.0
 _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
 _ATTEMPTS: Final = 5
-# Duration of a run from which on the state of the L2 cache matters little: refilling the cache takes 1 % of 2 ms.
+# For launches of at least this duration the state of the L2 cache matters little: refilling it takes 1 % of 2 ms.
 _LONG_US: Final = 2e3
 
 _lock: Final = threading.RLock()
@@ -57,7 +57,7 @@ class Timing:
     """The time of a contender.
 
     Attributes:
-        median_us: microseconds of a launch, the median of the rounds.
+        median_us: microseconds of a launch: the median over the rounds.
         spread_us: interquartile range of the rounds, in microseconds.
         dropped: whether the contender was far slower than the fastest when it was launched alone; if so, `spread_us`
             is 0.
@@ -69,7 +69,7 @@ class Timing:
 
 
 class Bench(NamedTuple):
-    """A current device with the clock and the memory for measurements, which run on the clock's stream."""
+    """Everything a measurement needs: a device, made current, a clock, whose stream is used, and memory."""
 
     device: int
     clock: Clock
@@ -78,7 +78,9 @@ class Bench(NamedTuple):
 
 @contextlib.contextmanager
 def workbench(device: int) -> Iterator[Bench]:
-    """Yields a bench to one thread at a time. Its memory comes from a separate CuPy pool, which is emptied at the end.
+    """Yields a `Bench`, to one thread at a time.
+
+    Its memory comes from a separate CuPy pool, which is emptied at the end.
 
     Raises:
         MissingLibraryError: CuPy is not installed.
@@ -97,7 +99,7 @@ def workbench(device: int) -> Iterator[Bench]:
 
 
 def clear_bench(device: int) -> None:
-    """Frees the memory that belongs to the clock's stream."""
+    """Frees the workspace and scratch memory of the clock's stream."""
     with _lock, activated(device), relaxed_captures():
         release(device, Clock(device).stream)
 
@@ -115,19 +117,20 @@ def take_times(
     """Times contenders against each other on the clock's stream.
 
     Args:
-        contenders: by name. The first is the present one. If it is far slower than the fastest when it is launched
-            alone, it is timed in a graph before it is dropped, since an interruption of the host may be the cause.
-        sets: number of buffer sets, see `operands.buffer_sets`; contenders get numbers below it.
+        contenders: the contenders by name, the present choice first. If the present choice is far slower than the
+            fastest when it is launched alone, it is timed in a graph before it is dropped, since an interruption of the
+            host may be the cause.
+        sets: number of buffer sets, see `operands.buffer_sets`.
         budget_s: seconds of timing after which no further contender is tried and, after three rounds, no further round
-            begins. A contender's first launch may load a kernel: the time that loading can explain does not count.
-        rounds: replays of each contender that stays near the best.
-        in_a_loop: whether each replay starts with the caches as the same contender left them, as the passes of a
-            training step do. The option has no effect if several buffer sets are used in turn.
+            begins. Time that loading a kernel at its first launch can explain does not count.
+        rounds: number of replays of each contender that is not far slower than the best.
+        in_a_loop: whether each replay starts with caches as the same contender left them, which is like the loop of a
+            training step. Without effect if several buffer sets are used in turn.
         least_us: lower bound of a launch's time. A shorter measurement is discarded and repeated. A contender whose
             every measurement is shorter, perhaps because it skips work, gets the time `least_us`.
 
     Returns:
-        The times by name, in the order of `contenders`, without the contenders that were not tried.
+        The times by name, in the order of `contenders`, without contenders that were not tried.
 
     Raises:
         Exception: any exception that a contender raises.
@@ -157,10 +160,10 @@ def take_times(
 
 
 def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: int, least_us: float) -> list[float]:
-    """Microseconds of one launch in each graph that `measure` replays; repeats the measurement if a time is too short.
+    """Microseconds of one launch, for each time that `measure` returns; measures again if a time is impossibly short.
 
-    In the last attempt a time below `least_us` is replaced by `least_us`. The contender stays in the race, and its
-    verification decides whether its results are right.
+    After the last attempt, times below `least_us` are replaced by `least_us`: the contender stays in the race, and its
+    verification decides whether it skips work.
     """
     for _ in range(_ATTEMPTS):
         with clock.watch.running():
@@ -171,9 +174,10 @@ def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: in
 
 
 def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, least_us: float) -> dict[Name, float]:
-    """Microseconds of a single launch of each contender, by name. The host waits for each launch to end.
+    """Microseconds of a single launch of each contender, by name, including the host's launch time.
 
-    The host's launch time is part of the result. `_without_host` times again the contenders that it may have made slow.
+    The host waits for each launch to end. `_without_host` repeats the timing where the host's time may be the reason
+    for a slow result.
     """
     times: dict[Name, float] = {}
     for name, launch in contenders.items():
@@ -192,10 +196,10 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, lea
 def _without_host(
     alone: Mapping[Name, float], contenders: Mapping[Name, Launch], clock: Clock, least_us: float
 ) -> dict[Name, float]:
-    """Times contenders in a graph if the host's launch time may be the reason why they are far slower than the fastest.
+    """Times those contenders in a graph that may be far slower than the fastest only because of the host's launch time.
 
-    The graph holds several launches, since launching a graph may take longer than one launch runs. A new time may be
-    the shortest of all, and then further contenders may be slow only because of the host.
+    The graph holds several launches, since launching a graph may take longer than one launch runs. If a new time is the
+    shortest of all, further contenders may have become far slower than the fastest, and are timed too.
     """
     times, anew = {**alone}, list[Name]()
     while doubtful := [name for name in _in_doubt(times) if name not in anew]:
@@ -208,16 +212,16 @@ def _without_host(
 
 
 def _in_doubt(times: Mapping[Name, float]) -> list[Name]:
-    """Names of the contenders beyond the limit of `_FAR_BEHIND` whose excess the host's launch time may explain.
+    """Contenders slower than the fastest by more than `_FAR_BEHIND`, if the host's launch time may explain the excess.
 
-    The first contender is included whenever it is beyond the limit.
+    The first contender, which is the present choice, is included whatever the excess.
     """
     limit, first = _FAR_BEHIND * min(times.values()), next(iter(times))
     return [name for name, us in times.items() if limit < us and (us < limit + _HOST_US or name == first)]
 
 
 def _launches(best_us: float, sets: int) -> int:
-    """Number of launches in a graph: enough for the clock's resolution, and equally many with each buffer set."""
+    """Number of launches in a graph: enough for the clock's resolution, and equally many for each buffer set."""
     enough = min(math.ceil(_REPLAY_US / max(best_us, 1.0)), _MOST_LAUNCHES)
     return -(-enough // sets) * sets
 
@@ -228,14 +232,14 @@ def _repeat(launch: Launch, launches: int, sets: int, stream: int) -> None:
 
 
 def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
-    """The name of the fastest contender, or `first` where none is clearly faster.
+    """The name of the fastest contender, or `first` if no other is clearly faster than `first`.
 
     Another contender must gain more than 1 %, and more than the sum of both spreads, which is the noise. If `first` was
     dropped or not timed, the fastest is returned; if all were dropped, the contender with the fastest single launch.
 
     Args:
-        timings: of one contender or more.
-        first: name of the present contender.
+        timings: times of at least one contender.
+        first: name of the present choice.
     """
     timed = {name: timing for name, timing in timings.items() if not timing.dropped}
     if first not in timed:
@@ -255,12 +259,12 @@ class Contenders(Protocol[Name]):
         """Names of the contenders that are not rejected; the first is the choice that runs without tuning."""
 
     def take_times(self, names: Collection[Name]) -> Mapping[Name, Timing]:
-        """Times contenders against each other; the result lacks contenders that were not tried."""
+        """Times contenders against each other; returns the times without contenders that were not tried."""
 
     def reject_wrong(self, names: Collection[Name]) -> Collection[Name]:
-        """Runs contenders; returns those with wrong results, and removes them from `names`.
+        """Runs contenders; returns those with wrong results, which `names` lists no longer.
 
-        Contenders that share the fault of a removed contender are removed too.
+        Other contenders that contain the same wrong plan or algorithm are removed from `names` too.
         """
 
 
@@ -272,11 +276,11 @@ class Outcome(NamedTuple, Generic[Name]):
 
 
 def race(contenders: Contenders[Name]) -> Outcome[Name]:
-    """The fastest contender whose results are right.
+    """Decides a race: the fastest contender whose results are right.
 
-    The present contender is verified too, and stays unless another is clearly faster (see `fastest`) in two
-    measurements. If the winner's results are wrong, all other contenders are timed again: they may have been dropped
-    for being far slower than a contender that skips work.
+    The first contender, the present choice, is verified too, and stays unless another one is clearly faster (see
+    `fastest`) in two measurements. If the winner's results are wrong, all other contenders are timed again, since they
+    may have been dropped for being far slower than a contender that skips work.
 
     Raises:
         PlanError: all contenders have been rejected.

@@ -1,6 +1,6 @@
-"""Verifies an algorithm: compares every element of every output with an FP64 reference, and two runs bit for bit.
+"""Verifies algorithms: compares every element of every output with an FP64 reference, and two runs bit for bit.
 
-The reference is computed by a separate kernel, never by a candidate algorithm.
+A kernel of verify.cu computes the reference, never a candidate algorithm.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, Memory, Operands, operands_of
 
 KINDS: Final = (LATTICE, EDGES, ONES)
-"""The three kinds of test data with which each algorithm is verified. LATTICE: sums are exact in any order, which
-reveals missing or extra terms. EDGES: no sum is exact, which reveals operands or partial sums in too narrow a type.
-ONES: every sum must be K."""
-# Tolerance of rounding: one unit in the last place, relative. Rounding to nearest would err by half a unit, but
-# cuBLASLt does not promise rounding to nearest.
+"""The three kinds of test data with which each algorithm is verified. With LATTICE sums are exact in any order, which
+reveals missing or extra terms. With EDGES no sum is exact, which reveals operands or partial sums in too narrow a type.
+With ONES every sum must be K.
+"""
+# Relative tolerance for rounding a result: one unit in the last place. Rounding to nearest errs by at most half a unit,
+# but cuBLASLt does not promise to round to nearest.
 _E4M3, _E5M2 = DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2
 _UNIT: Final = {
     DType.FLOAT32: 2.0**-23, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7, DType.FLOAT64: 2.0**-52,
@@ -33,29 +34,31 @@ _UNIT: Final = {
 _LEAST_NORMAL: Final = {DType.FLOAT16: 2.0**-14, DType.FLOAT64: 2.0**-1022, _E4M3: 2.0**-6, _E5M2: 2.0**-14}
 _LARGEST: Final = {DType.FLOAT16: 65504.0, DType.FLOAT64: math.inf, _E4M3: 448.0, _E5M2: 57344.0}
 _FLOAT8_UNIT: Final = 2.0**-13
-"""Last place of the sums that Hopper's tensor cores form of 32 products of FP8 (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2), relative to the largest of them."""
+"""Unit in the last place, relative to the largest term, of sums of 32 FP8 products, which Hopper's tensor cores add in
+fewer bits than FP32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+"""
 _FLOAT8_TERMS: Final = 32
 _FACTORS: Final = {"scale_a": 0.5, "scale_b": 0.25, "scale_d": 1.0, "amax_d": math.nan}
-"""Values of an FP8 product's scales while it is verified: α times the scales is 1, exactly."""
-_SLOT: Final = 16  # bytes from one scale to the next
+"""Values of an FP8 product's scales during verification; with α, their product is exactly 1."""
+_SLOT: Final = 16  # distance in bytes from one scale to the next
 # cuBLASLt's GELU is accurate to about 1e-5, its derivative less, because 1 - tanh² cancels. The tolerances are wider.
 _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3
 _DOUBLE: Final = 8  # bytes
 _SUM_ERROR: Final = 2.0**-20
-"""Tolerance, relative to the sum of magnitudes, for sums whose additions truncate: the errors have one sign and add
-up."""
+"""Tolerance, relative to the sum of magnitudes, for FP32 sums whose additions truncate: all errors have one sign, and
+add up.
+"""
 
 
 class ProductOperands(Operands):
-    """All operands of one matrix product; the outputs are "d", and "aux" or "vector" where the epilogue has them.
+    """The operands of one matrix product. Outputs are "d", and "aux" or "vector" if the epilogue writes them.
 
     Args:
-        problem: none of its extents is 0.
+        problem: a product that is not empty.
 
     Attributes:
-        has_mask: whether the auxiliary matrix is ReLU's, with a bit for each element.
+        has_mask: whether the auxiliary matrix is ReLU's bit mask.
     """
 
     def __init__(self, memory: Memory, problem: MatmulProblem) -> None:
@@ -74,7 +77,7 @@ class ProductOperands(Operands):
         self.outputs = [name for name, is_output in written.items() if is_output]
 
     def call(self, stream: int) -> Call:
-        """The call of the product on these operands, with β = 1, and with α = 1 if there are no scales."""
+        """The call of the product on these operands. β is 1, and so is α unless the operands have scales."""
         problem, first = self.problem, int(self._scalars.data.ptr)
         addresses = [self.buffers[name].address if name in self.buffers else 0 for name in problem.operands]
         addresses += [first + _SLOT * (2 + slot) for slot in range(len(problem.scales))]
@@ -82,7 +85,7 @@ class ProductOperands(Operands):
         return Call(tuple(addresses), stream, (numbers[0], numbers[1] if problem.c is not None else 0.0))
 
     def amax_fault(self) -> str | None:
-        """A sentence on a largest magnitude of D that is not that of D's elements, rounded; None if it is right."""
+        """A sentence that says how the stored maximum of |D| differs from the elements of D; None if it is right."""
         problem, d = self.problem, self.buffers["d"]
         if "amax_d" not in problem.scales:
             return None
@@ -90,14 +93,14 @@ class ProductOperands(Operands):
         amax = float(self.memory.read(at, 1, np.float32)[0])
         extent = (problem.batch - 1) * problem.d.batch_stride + problem.d.layout.extent
         stored = self.memory.read(d.address, extent, problem.d_dtype.numpy).astype(np.float64)
-        wanted = float(np.nanmax(np.abs(stored)))  # the memory between the rows holds NaN
+        wanted = float(np.nanmax(np.abs(stored)))  # NaN: memory between the rows
         limit = _UNIT[problem.d_dtype] * wanted
         is_right = amax >= wanted - limit if wanted == _LARGEST[problem.d_dtype] else abs(amax - wanted) <= limit
         return None if is_right else f"amax_d is {amax:.9g} and the largest element of d {wanted:.9g}"
 
 
 class Expected:
-    """Expected values of an output and the tolerance of each, in FP64 in a GPU's memory, row-major without gaps.
+    """Expected values of an output and their tolerances, in FP64, contiguous in GPU memory.
 
     Args:
         shape: (batch, rows, cols).
@@ -110,7 +113,7 @@ class Expected:
         self.results = Results(self._values.address, self._limits.address)
 
     def fault(self, name: str, output: Buffer) -> str | None:
-        """A sentence on the first element of an output whose error exceeds its tolerance; None if all are right."""
+        """A sentence on the first output element whose error exceeds its tolerance; None if all are right."""
         found = output.compare(self._values, limits=self._limits.address)
         if not found.bad:
             return None
@@ -120,10 +123,10 @@ class Expected:
 
 
 def verify(launches: Mapping[str, Callable[[], object]], operands: ProductOperands) -> dict[str, str]:
-    """The faults of algorithms whose results are wrong, by name; algorithms that pass are left out.
+    """Verifies algorithms; returns a description of the fault by name, without the algorithms that pass.
 
     Args:
-        launches: by name of the algorithm; each runs the product once, on the stream of the operands' memory.
+        launches: functions by name of the algorithm; each runs the product once, on the stream of the operands' memory.
         operands: the product's operands, which are overwritten.
     """
     reasons: dict[str, str] = {}
@@ -153,7 +156,7 @@ def _judge(launch: Callable[[], object], operands: ProductOperands, expected: Ma
 def disagreement(operands: ProductOperands, expected: Mapping[str, Expected]) -> str | None:
     """A sentence on the first element of any output whose error exceeds its tolerance; None if all are right.
 
-    Memory between or behind the rows of D must still hold the NaN of `poison`; no expected result may be NaN.
+    Memory between and after the rows of D must still hold the NaN of `poison`. No expected result may be NaN.
     """
     for name, each in expected.items():
         fault = each.fault(name, operands.buffers[name])
@@ -168,8 +171,8 @@ def disagreement(operands: ProductOperands, expected: Mapping[str, Expected]) ->
 def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expected]:
     """The expected values of each output of a product.
 
-    The tolerance of D is the sum of the errors of accumulation, of C, of the bias and of the activation. Where the
-    error may change the sign of a pre-activation, either bit of ReLU's mask is right.
+    The tolerance of D is the sum of the errors of accumulation, of adding C and the bias, and of the activation. If the
+    error could change the sign of a pre-activation, both values of its bit in ReLU's mask are accepted.
     """
     problem, memory = operands.problem, operands.memory
     epilogue, rounding = problem.epilogue, _rounding(problem.d_dtype)
@@ -197,7 +200,7 @@ def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expecte
     if params.sums:
         parts = memory.read(params.sums, 3 * tiles * problem.n, np.float64).reshape(tiles, 3, problem.n)
         total, squares, others = parts.sum(axis=0)
-        # Rounding errors mostly cancel: their sum does not exceed eight times the root of the sum of their squares.
+        # Rounding errors mostly cancel, so that the tolerance is eight times the root of the sum of their squares.
         found["vector"] = Expected(memory, (1, 1, problem.n))
         memory.write(found["vector"].results.values, total)
         memory.write(found["vector"].results.limits, _limits(total, 8.0 * squares**0.5 + others, rounding))
@@ -226,12 +229,15 @@ def _operand_sums(operands: ProductOperands, rounding: Rounding) -> Expected:
 
 
 def _rounding(dtype: DType) -> Rounding:
-    """How results are rounded to their type. Results beyond the type's range, and subnormal results, are not judged."""
+    """The rounding of results to their type.
+
+    Results beyond the type's range, and subnormal results, are not compared.
+    """
     return Rounding(_UNIT[dtype], _LEAST_NORMAL.get(dtype, 2.0**-126), _LARGEST.get(dtype, 2.0**127))
 
 
 def _limits(values: NDArray[Any], errors: NDArray[Any], rounding: Rounding) -> NDArray[np.float64]:
-    """Tolerances of results: their errors plus the rounding to their type, by the formula of `store` in verify.cu."""
+    """Tolerances of results: computation errors plus rounding to their type, by the formula of `store` in verify.cu."""
     limits: NDArray[np.float64] = errors + rounding.unit * abs(values) + rounding.least
     limits[abs(values) + limits > rounding.largest] = math.inf
     return limits
@@ -240,9 +246,9 @@ def _limits(values: NDArray[Any], errors: NDArray[Any], rounding: Rounding) -> N
 def accumulation_error(problem: MatmulProblem, data: Data) -> float:
     """Tolerance of a sum of products, relative to the sum of their magnitudes.
 
-    The result must be exact where every partial sum is exact. Otherwise the errors of K roundings mostly cancel and
-    grow as the root of K, in every order of summation. Tensor cores truncate, and their error is a few times
-    larger. TF32 truncates each operand to 10 bits as well. Sums of FP8 products have fewer bits, and are never exact.
+    The tolerance is 0 if all partial sums are exact. Otherwise the errors of K roundings mostly cancel, and grow as the
+    square root of K in any order of summation. Tensor cores truncate, which makes the error a few times larger. TF32
+    also truncates each operand to 10 bits. Sums of FP8 products have fewer bits, and are never exact.
     """
     if problem.dtype.is_float8:
         return _FLOAT8_UNIT * (8 + math.sqrt(problem.k / _FLOAT8_TERMS))
