@@ -1,4 +1,4 @@
-"""Every kernel variant that the runtime can ask for, compiled for every architecture; what ptxas says of each.
+"""Compiles every kernel variant that the runtime can request for every architecture, and records what ptxas reports.
 
 `python -m tests.compile_matrix [--full]` compiles the kernel families that have changed since they last passed, or all
 of them, and writes the table of registers and shared memory if nothing is wrong. NVRTC needs no GPU for it.
@@ -43,11 +43,11 @@ _SHARED: Final = 227 << 10  # bytes of shared memory that a block may have on an
 _MULTIPROCESSORS: Final = 132
 _MASK: Final = str(_SAVED[Saved.MASK])
 _TWIN: Final = "sm_89"
-"""On this architecture all kernels but two need as many registers as on sm_86; the tests compile for sm_86 only, the
-command for both.
+"""On this architecture all kernels but two need as many registers as on sm_86, so that the tests compile only for
+sm_86, and the command for both.
 """
 _FROM_TWIN: Final = ("cast_fp8.cu",)
-"""Sources whose instructions the GPUs below `_TWIN` lack: the code for those does nothing."""
+"""Sources that need instructions which GPUs below `_TWIN` lack; compiled for older GPUs they contain no code."""
 
 
 def over(source: str, **choices: Iterable[str]) -> list[Variant]:
@@ -58,7 +58,7 @@ def over(source: str, **choices: Iterable[str]) -> list[Variant]:
 
 
 def _swept(bare: Variant, blocks: Callable[[DType, Access], int]) -> list[Variant]:
-    """A sweep's fast path, and the one for any layout; of the epilogues also that of rows that begin anywhere."""
+    """Variants of a sweep: for aligned rows and for any layout; for epilogues also for flat matrices (Access.FLAT)."""
     macros = dict(bare.macros)
     (dtype,) = (dtype for dtype, name in SCALAR.items() if name == macros["SCALAR"])
     accesses = [Access.ALIGNED, Access.ANY]
@@ -80,7 +80,7 @@ def _epilogue_fwd() -> list[Variant]:
             SCALAR=[scalar],
             ACTIVATION=ACTIVATION_NAMES.values(),
             DROPOUT="01",
-            # A pass that keeps the pre-activation adds the bias itself, so that it reads an FP32 product.
+            # A pass that stores the pre-activation also adds the bias, and therefore reads an FP32 product.
             PRODUCT=[SCALAR[DType.FLOAT32]] if keep else sorted({scalar, SCALAR[DType.FLOAT32]}),
             KEEP=[str(keep)],
             ADD=[str(add)],
@@ -92,10 +92,10 @@ def _epilogue_fwd() -> list[Variant]:
 
 
 def saved_modes(activation: str, dropout: bool) -> set[Saved]:
-    """Kinds of saved tensor from which an activation's derivative may be computed: all that some forward strategy
-    keeps.
+    """Kinds of saved tensor from which an activation's derivative may be computed: those that some forward strategy
+    saves.
 
-    With an addend, and for callers that pass raw pointers, the pre-activation of any activation is kept.
+    With an addend, and in the raw-pointer interface, the pre-activation is saved for every activation.
     """
     spec = Spec(packed(8, 8))
     problem = ForwardProblem(
@@ -171,7 +171,7 @@ def _matmul_epilogue() -> list[Variant]:
 
 
 def _narrow() -> list[Variant]:
-    """Variants of the narrow products; a thread has several rows only in variants that move vectors."""
+    """Variants of the narrow kernels. Only in aligned variants a thread may compute several rows."""
     choices = itertools.product(SCALAR, (1, 2, 4, 8, MAX_WIDTH), (True, False))
     return [
         Variant(source, narrow_macros(dtype, width, aligned, rows, epilogue))
@@ -293,13 +293,13 @@ VARIANTS: Final = (
     *_norm(),
     *_mlp(),
 )
-"""All kernel families, from the runtime's own tables: a new activation or type is included automatically."""
+"""All kernel families. They are built from the runtime's own tables, so that new activations and types are included."""
 
 SOURCES: Final = sorted({variant.source for variant in VARIANTS})
 STRUCTS: Final[Mapping[str, dict[str, type[ctypes.Structure]]]] = {
     source: {each.name: each.params for each in ENTRIES.values() if each.source == source} for source in SOURCES
 }
-"""The kernels of a source, with the structs that they take as arguments."""
+"""The kernels of each source, with the structs that they take as arguments."""
 
 
 def variants_of(source: str) -> list[Variant]:
@@ -307,27 +307,27 @@ def variants_of(source: str) -> list[Variant]:
 
 
 def compiled(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
-    """Usages of the variants' kernels. FP64 arithmetic of verify.cu does not count: it runs only while plans are
-    measured.
+    """What ptxas reports of the variants' kernels. FP64 arithmetic is ignored in verify.cu, which runs only during
+    tuning.
     """
     found = everywhere(variants, architectures)
     return [replace(each, double=each.double and each.variant != "verify.cu") for each in found]
 
 
 def digest_of(source: str) -> str:
-    """Digest of everything that decides whether the source's variants pass."""
+    """Digest of everything on which the result of compiling a source's variants depends."""
     return family_digest(variants_of(source), ARCHITECTURES, STRUCTS[source])
 
 
 def recorded() -> Record:
-    """Records of the sources that passed last; sources that no longer exist are left out."""
+    """The stored records of the sources that have passed; sources that no longer exist are left out."""
     record = read(TABLE.read_text() if TABLE.exists() else "")
     digests = {source: digest for source, digest in record.digests.items() if source in SOURCES}
     return Record(tuple(usage for source in SOURCES for usage in record.of(source)), digests, record.compiler)
 
 
 def architectures_to_compile(source: str, record: Record, *, full: bool) -> tuple[str, ...]:
-    """The architectures that the tests compile a source for: none if it has not changed since it passed."""
+    """The architectures for which the tests compile a source: an empty tuple if it has not changed since it passed."""
     if full:
         return ARCHITECTURES
     if record.digests.get(source) == digest_of(source):
@@ -336,7 +336,7 @@ def architectures_to_compile(source: str, record: Record, *, full: bool) -> tupl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles, records each family that passes and prints what is wrong with the others; returns the exit status."""
+    """Compiles the families, records those that pass, and prints the faults of the others; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tests.compile_matrix", description=__doc__)
     parser.add_argument("--full", action="store_true", help="all families, changed or not")
     full = parser.parse_args(arguments).full

@@ -11,8 +11,8 @@ from typing import Any, Final
 import pytest
 from hypothesis import Phase, settings
 
-# The reference's products are small, and threads slow them down on a machine of many cores.
-# NumPy reads the variable when the imports below load it.
+# The reference computes small products, which BLAS threads only slow down on a machine with many cores. NumPy reads the
+# variable when the imports below load it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Training steps are not tuned, unless a test asks for it.
 os.environ["LT_RUNTIME_TUNE"] = "off"
@@ -22,26 +22,26 @@ from tests.host_kernels.build import BUILD_DIRECTORY, Builder
 from tests.host_kernels.harness import HostKernels
 from tests.support.machine import has_gpus as has_gpus  # a fixture
 
-# A test's files need not survive a power failure, and a loaded disk takes long to flush each of them.
+# Files of tests need not survive a power failure, and flushing each of them takes long on a busy disk.
 os.fsync = lambda _: None
 
 EXAMPLES: Counter[str] = Counter()
-"""Number of examples that property tests have run, by their subject; the terminal summary prints it."""
+"""Number of examples that property tests have run, by subject; printed in pytest's summary."""
 
 
-# Hypothesis profile for planted faults: each run tries the same examples, and failing examples are not shrunk.
+# Hypothesis profile for runs with planted faults: always the same examples, and no shrinking of failing ones.
 settings.register_profile("mutants", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
 # No deadline: other work on the machine may slow an example down.
 settings.register_profile("lt_runtime", deadline=None)
 settings.load_profile("lt_runtime")
 
 _PROCESSES_OF_A_GPU: Final = 6
-"""Limit of the test processes that share a GPU: more processes would take turns on it and only need more memory."""
+"""Largest number of test processes that share a GPU; more would only wait for each other, and need more memory."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """The number of test processes: one a core, or fewer if the processes share a GPU."""
+    """The number of test processes: one for each core, or fewer if they share a GPU."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, _PROCESSES_OF_A_GPU) if device_count() > 0 else cores
 
@@ -54,8 +54,9 @@ def examples() -> Counter[str]:
 _FIRST = {"gpu/test_collector.py": 0, "gpu/test_profile.py": 0, "host_kernels/test_sanitizers.py": 1}
 """Test files that run first.
 
-A process can have one user of CUPTI, and some libraries that benchmarks compare with keep it until the process ends.
-Tests under sanitizers take long: at the end, the other processes would be idle.
+CUPTI can have only one user in a process, and some libraries in the benchmarks keep it until the process ends; so tests
+that use CUPTI come first. Tests under sanitizers take long, and would keep one process busy at the end while the others
+are idle.
 """
 
 
@@ -69,11 +70,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the collected tests, which live as long as the process, from garbage collection, and collects less
-    often than by default.
+    """Freezes the collected tests, which live as long as the process, and makes garbage collection less frequent.
 
-    Each full garbage collection visited all of these objects, which took a tenth of the tests' time, and then another
-    tenth to visit the packages that the pretended GPUs import.
+    Otherwise each full garbage collection would visit them, which took a tenth of the tests' time; visiting the
+    packages that the pretended GPUs import took another tenth.
     """
     gc.collect()
     gc.freeze()
@@ -81,7 +81,7 @@ def pytest_collection_finish() -> None:
 
 
 def _limit_examples(item: pytest.Item, count: int) -> None:
-    """Limits the examples of a property test, whose own settings take precedence over any profile."""
+    """Limits the number of examples of a property test. Needed because a test's own settings override any profile."""
     test = getattr(item, "obj", None)
     own = getattr(test, "_hypothesis_internal_use_settings", None)
     if own is not None:
@@ -99,7 +99,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Sends a worker's counts of examples to the process that prints them."""
+    """Sends a worker's counts of examples to the main process, which prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["examples"] = dict(EXAMPLES)
 
@@ -116,7 +116,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _summarise_registers(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the registers that the compile matrix found, if its tests ran here or in other processes."""
+    """Prints the register counts that the tests of the compile matrix have found, if these tests have run."""
     from tests.support.kernel_usage import Usage
     from tests.support.register_table import USAGE_PROPERTY, summary
 

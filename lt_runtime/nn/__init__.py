@@ -1,1 +1,1 @@
-"""Models: blocks over the operations, and `MLP`."""
+"""Models: blocks (layers and containers) that call the operations, and `MLP`."""

@@ -57,10 +57,10 @@ class Block:
     inputs: int | None = None
     outputs: int | None = None
     has_range: ClassVar[bool] = True
-    """Whether forward and backward have ranges of their own in profiles; False for blocks that only call others."""
+    """Whether profiles show forward and backward as ranges; False for blocks that only call other blocks."""
 
     def __init_subclass__(cls, *, surrounded: bool = True) -> None:
-        """Wraps forward and backward in the checks of `Pass`. With `surrounded=False` the class makes these itself."""
+        """Wraps forward and backward in the checks of `Pass`. With `surrounded=False` the class does so itself."""
         if not surrounded:
             return
         for name, wrap in (("forward", _forward), ("backward", _backward)):
@@ -96,7 +96,7 @@ class Block:
         return vars(self).items()
 
     def blocks(self) -> Iterator[Block]:
-        """This block and all blocks inside it, outermost first; gives them their names."""
+        """This block and all blocks inside it, outermost first. Also sets their names."""
         yield self
         for name, part in _flat(self.parts()):
             if isinstance(part, Block):
@@ -104,7 +104,7 @@ class Block:
                 yield from part.blocks()
 
     def parameters(self) -> list[Parameter]:
-        """All parameters, each once, in the order of the parts; gives them their names."""
+        """All parameters, each once, in the order of the parts. Also sets their names."""
         found: dict[int, Parameter] = {}
         for block in self.blocks():
             for name, part in _flat(block.parts()):
@@ -136,7 +136,7 @@ class Block:
 
     @functools.cached_property
     def met(self) -> deque[Met]:
-        """The problems that the model's training steps have met, one entry for each batch size, the latest last."""
+        """The problems that the model's training steps have run, one `Met` for each batch size, the latest last."""
         return deque(maxlen=_MOST_SIZES)
 
     def rehearse(self, x: Any) -> list[LayerChain | MatmulProblem]:
@@ -224,10 +224,10 @@ def _flat(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward, surrounded by `Pass.forward_of`.
+    """Wraps a block's forward so that it runs within `Pass.forward_of`.
 
-    The result takes an array to add to the outputs, as a residual connection does: the block's own forward adds it if
-    it has a parameter `add`, and a pass of its own otherwise.
+    The wrapper accepts `add`, an array to add to the outputs, such as a residual. The block's own forward adds it if it
+    has a parameter `add`; otherwise a separate pass does.
     """
     adds = "add" in inspect.signature(own).parameters
 
@@ -235,33 +235,34 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Block, x: Any, run: Pass, add: Any = None, **options: Any) -> Any:
         _check_run(self, run)
         options |= {"add": add} if adds else {}
-        if run.running is self:  # a derived class has called the method that it overrides
+        if run.running is self:  # this is a call by a derived class of the method that it overrides
             return own(self, x, run, **options)
         with run.forward_of(self):
             y = own(self, x, run, **options)
         if add is None or adds:
             return y
-        return sum_of(add, y, stream=run.stream)  # into a new array, because y may be a view of x
+        return sum_of(add, y, stream=run.stream)  # a new array, because y may be a view of x
 
     return forward
 
 
 def _backward(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's backward, surrounded by `Pass.backward_of`; it takes an array to add to dx, as `_forward` to y."""
+    """Wraps a block's backward so that it runs within `Pass.backward_of`; `add` is added to dx."""
     adds = "add" in inspect.signature(own).parameters
 
     @functools.wraps(own)
     def backward(self: Block, dy: Any, run: Pass, add: Any = None) -> Any:
         _check_run(self, run)
         options, held = {"add": add} if adds else {}, [dy]
-        del dy  # the block's own frame holds the only reference, so that the array is freed after its last reader
+        # Leaves the only reference to the block's own backward, so that the array is freed after its last reader.
+        del dy
         if run.running is self:
             return own(self, held.pop(), run, **options)
         with run.backward_of(self):
             dx = own(self, held.pop(), run, **options)
         if add is None or adds or dx is None:
             return dx
-        return sum_of(add, dx, stream=run.stream)  # into a new array, because dx may be a view of dy
+        return sum_of(add, dx, stream=run.stream)  # a new array, because dx may be a view of dy
 
     return backward
 

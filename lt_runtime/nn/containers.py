@@ -1,4 +1,4 @@
-"""Blocks that are made of blocks: one after the other, beside an identity, or beside each other."""
+"""Blocks that contain blocks: in sequence (`Chain`), with a residual connection, or in parallel."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ JoinName: TypeAlias = Literal["concatenate", "sum"]
 
 
 class Chain(Block):
-    """Blocks one after the other. Neighbouring `Linear` blocks run as one group of layers, as those of `lt.MLP`.
+    """Runs blocks in sequence. Neighbouring `Linear` blocks run as one group of layers, as in `lt.MLP`.
 
-    Parts have their index as their name; the parts of a chain within a chain run as if they were this chain's.
+    Parts are named by their index. A chain within a chain is flattened: its parts run as parts of the outer chain.
 
     Args:
         blocks: one or more.
@@ -60,7 +60,7 @@ class Chain(Block):
         return [(str(i), block) for i, block in enumerate(self.sequence)]
 
     def forward(self, x: Any, run: Pass, add: Any = None, out: Any = None) -> Any:
-        """See `Block`; the last part adds `add` to its outputs, which are written into the buffer `out`."""
+        """See `Block`. The last part adds `add` to its outputs, and writes them into the buffer `out`."""
         for i, step in enumerate(self._steps, 1):
             is_last = i == len(self._steps)
             more = {"add": add} if add is not None and is_last else {}
@@ -88,7 +88,7 @@ class Chain(Block):
 
 
 def _flat(blocks: Iterable[Block]) -> Iterable[Block]:
-    """The blocks, with every `Chain` replaced by its own blocks."""
+    """The blocks, with every `Chain` replaced by the blocks in it."""
     for block in blocks:
         if type(block) is Chain:
             yield from _flat(block.sequence)
@@ -109,7 +109,7 @@ class Residual(Block):
     """y = x + block(x).
 
     Args:
-        block: gives as many columns as it takes.
+        block: a block with as many outputs as inputs.
     """
 
     has_range: ClassVar[bool] = False
@@ -132,7 +132,7 @@ class Residual(Block):
 
 
 class Parallel(Block):
-    """Several towers beside each other, whose outputs are concatenated or added.
+    """Several blocks (towers) in parallel, whose outputs are concatenated or added.
 
     Args:
         towers: two or more blocks.
@@ -184,7 +184,7 @@ class Parallel(Block):
         return whole
 
     def _side_by_side(self, xs: Sequence[Any], run: Pass) -> Any:
-        """Forward of towers of known sizes: each writes into its columns of one array."""
+        """Forward of towers with known numbers of outputs: each writes into its columns of one array."""
         whole = _new_rows(xs[0], sum(self._widths), run.stream)
         for part, tower, each in zip(_columns(whole, self._widths), self.towers, xs, strict=True):
             _forward_into(part, tower, each, run)
@@ -193,7 +193,7 @@ class Parallel(Block):
         return whole
 
     def backward(self, dy: Any, run: Pass) -> Any:
-        """See `Block`: with `split` a tuple of gradients."""
+        """See `Block`. With `split` the result is a tuple of gradients."""
         parts = [dy] * len(self.towers)
         if self.join == "concatenate":
             parts = _columns(dy, run.take())
@@ -216,7 +216,7 @@ class Parallel(Block):
 
 
 def _columns(whole: Any, widths: Iterable[int]) -> list[Any]:
-    """Views of an array's columns, the given numbers of them side by side."""
+    """Divides an array into views of consecutive columns, of the given widths."""
     ends = [*itertools.accumulate(widths)]
     return [whole[..., start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 

@@ -57,14 +57,14 @@ class ComputeDevice:
             return array
         with self.current():
             copy = cupy().asarray(array)
-            # waits, because work on any stream may read the copy
+            # waits for the copy, because work on any stream may read it
             call("cuStreamSynchronize", stream_handle(None, self.ordinal))
             return copy
 
     def read(self, name: str, array: Any, stream: int) -> Operand:
         """Reads an array as an operand; raises `DeviceError`, with a remedy, if it is not on this device."""
         if self.ordinal is None:
-            # refuses arrays on a GPU, also on a machine without a driver
+            # raises for arrays on a GPU, even on a machine without a driver
             on_host({"the model": np.empty(0), name: array})
         operand = read(name, array, stream)
         if operand.device == (HOST if self.ordinal is None else self.ordinal):

@@ -20,14 +20,14 @@ from lt_runtime.problem import ActivationName, Chosen, ComputeName, DType, DType
 
 
 class _Norm(Block):
-    """The common part of both norms: the width, eps, the weight, and backward."""
+    """Base of both norms: has the width, eps, the weight, and backward."""
 
     bias: Parameter | None = None
     _operation: ClassVar[Callable[..., Any]]
     """The operation that computes the gradients."""
 
     def _make(self, width: int, eps: float, *, dtype: DTypeLike, master_weights: bool, device: object) -> Maker:
-        """Sets the attributes; returns the maker of further parameters."""
+        """Sets the attributes; returns a `Maker` for further parameters."""
         self.inputs = self.outputs = size_of("width", width)
         self.eps = not_negative("eps", eps)
         has_master = flag("master_weights", master_weights)
@@ -36,7 +36,7 @@ class _Norm(Block):
         return make
 
     def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
-        """See `Block`; dx has `add` added in the same pass."""
+        """See `Block`. The same pass adds `add` to dx."""
         context, needs_dx = run.take()
         (dweight, dbias), adds = run.grads(self.weight, self.bias)
         if not needs_dx and dweight is None and dbias is None:
@@ -159,12 +159,12 @@ class Gated(Block):
         self.down = Linear(hidden, width, seed=(self.seed + 1) % 2**64, **options)
 
     def forward(self, x: Any, run: Pass, add: Any = None) -> Any:
-        """See `Block`; y has `add` added."""
+        """See `Block`. Adds `add` to y."""
         h, rng = self.up.forward(x, run), run.rng(self.seed)
         options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if rng else 0.0, "rng": rng}
         y, context = gated_fwd(h, **options, stream=run.stream)
         run.keep(context)
-        # Half of h has the shape of y, and is kept anyway.
+        # h, which is kept anyway, stands in for y: half of it has y's shape.
         return forward_layers([self.down], y, run, add=add, stand_in=h[..., : y.shape[-1]] if self.recompute else None)
 
     def backward(self, dy: Any, run: Pass) -> Any:

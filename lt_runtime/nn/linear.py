@@ -1,4 +1,4 @@
-"""Linear layers: a block, and the passes of several that follow each other."""
+"""`Linear`, and forward and backward of several linear layers in sequence."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
 
 _seeds: Final = itertools.count()
-"""Seeds of blocks that are made without one, in the order in which a process makes them."""
+"""Yields seeds for blocks that are created without one, in order of their creation."""
 
 
 def seed_of(seed: int | None) -> int:
-    """A block's seed as it was given; if None, the next of the process's sequence. Refuses all but 64-bit seeds."""
+    """Checks a block's seed, which must have 64 bits; for None returns the next of the process's sequence."""
     return next(_seeds) if seed is None else Philox(seed).seed
 
 
@@ -116,7 +116,7 @@ class Linear(Block):
 
     @classmethod
     def of(cls, name: str, made: dict[str, Parameter], **options: Any) -> Self:
-        """A layer over parameters that exist, by their names; the options are attributes of the layer."""
+        """Makes a layer from existing parameters, given by name; the options become attributes of the layer."""
         layer = cls.__new__(cls)
         layer.name, layer.weight, layer.bias = name, made[f"{name}.weight"], made.get(f"{name}.bias")
         layer.outputs, layer.inputs = layer.weight.data.shape
@@ -124,7 +124,7 @@ class Linear(Block):
         return layer
 
     def forward(self, x: Any, run: Pass, add: Any = None, out: Any = None) -> Any:
-        """See `Block`; y has `add` added, (..., outputs), and is written into the buffer `out`."""
+        """See `Block`. Adds `add` (..., outputs) to y, which is written into the buffer `out`."""
         return forward_layers([self], x, run, add, out=out)
 
     def backward(self, dy: Any, run: Pass) -> Any:
@@ -151,7 +151,7 @@ def forward_layers(
     Args:
         add: an array to add to the outputs of the last layer.
         out: a buffer for the outputs of the last layer.
-        stand_in: an array of the shape and type of x that is kept in its place; see `remake` of `backward_layers`.
+        stand_in: an array of x's shape and type that is kept instead of x; see `remake` of `backward_layers`.
     """
     needs_dx, contexts, met = run.needs_gradient(x), list[LinearContext](), run.met
     below: LinearContext | None = None
@@ -180,13 +180,13 @@ def forward_layers(
                 contexts.append(context)
     if contexts and stand_in is not None:
         contexts[0].x = stand_in
-    # The tuner takes layers in FP8 as products, not as a chain.
+    # The tuner tunes FP8 layers as single products, not as a chain.
     run.keep(contexts, needs_dx, met.taken(start) if met and not _are_in_fp8(contexts) else [])
     return x
 
 
 def _set_needs(layers: Sequence[Linear], run: Pass, *, needs_dx: bool) -> None:
-    """Tells layers in FP8 which gradients `backward_layers` will compute.
+    """Tells the states of FP8 layers which gradients `backward_layers` will compute.
 
     Args:
         needs_dx: whether the gradient with respect to the first layer's inputs is read.
@@ -208,7 +208,7 @@ def backward_layers(
 ) -> Any:
     """Propagates the gradient back through layers that `forward_layers` ran.
 
-    It stops at the lowest layer with a parameter that is trained if the gradient of the inputs is not read.
+    If the gradient with respect to the inputs is not read, it stops at the lowest layer that has a trained parameter.
 
     Args:
         dy: a list of one array, which is removed from it, so that it is freed after its last reader.
@@ -226,7 +226,7 @@ def backward_layers(
         lowest = trained.index(True) if True in trained else len(layers)
     met, last = None if _are_in_fp8(contexts) else run.met, len(layers) - 1
     own, run.has_db = None if run.has_db else layers[-1].bias, False
-    is_through = False  # whether the call for the layer above has applied this layer's derivative
+    is_through = False  # whether the backward call of the layer above has applied this layer's derivative
     start = len(met.problems) if met else 0
     for i in range(last, -1, -1):
         context = contexts.pop()
@@ -239,9 +239,9 @@ def backward_layers(
             if met:
                 met.chains.append(_chain(forwards, met.taken(start)))
             context.x, needs_dx = remake(dx), False
-        # Each call also computes the bias gradient of the layer below. The last layer, with no layer above it, computes
-        # its own too. If both are one buffer, because the two layers share the bias, the next call computes the second.
-        # A layer in FP8 leaves the layer below all of its own work.
+        # Each backward call also computes the bias gradient of the layer below. The last layer, which has no layer
+        # above it, computes its own as well. If both gradients have one buffer, because two layers share their bias,
+        # the next call computes the second one. An FP8 layer computes nothing for the layer below.
         goes_on = i > lowest
         takes_through = goes_on and context.state is None
         below = layers[i - 1].bias if takes_through else None
@@ -258,7 +258,7 @@ def backward_layers(
         own, is_through = left, takes_through
         del dx, context
         if goes_on:
-            contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
+            contexts[-1].y = None  # nothing reads y any more, so that other arrays may reuse its memory
     if met:
         met.chains.append(_chain(forwards, met.taken(start)))
     dx = dy.pop() if dy else None
@@ -266,17 +266,17 @@ def backward_layers(
 
 
 def _chain(forwards: Sequence[Any], backwards: Sequence[Any]) -> LayerChain:
-    """The layers of a run as a chain for the tuner; backward problems are given from the last layer down."""
+    """Makes a chain for the tuner from the problems of a run; backward problems are given from the last layer down."""
     from lt_runtime.tuner.chain import Layer, LayerChain  # imported late, because only tuning needs the tuner
 
     fronts = [each for each in forwards if isinstance(each, ForwardProblem)]
     backs: list[BackwardProblem | None] = [each for each in backwards if isinstance(each, BackwardProblem)]
-    backs += [None] * (len(fronts) - len(backs))  # layers below the lowest that is trained
+    backs += [None] * (len(fronts) - len(backs))  # for layers below the lowest trained one
     return LayerChain((*map(Layer, fronts, reversed(backs)),)).plain
 
 
 def scales_of(precision: object) -> FP8State | None:
-    """The state of a layer with the option `precision`; None for a layer in its own type.
+    """Makes the `FP8State` of a layer with the option `precision`; None for None.
 
     Raises:
         KindError, ArgumentError: the option is neither None, "fp8", an `lt.FP8` nor all its fields in a dict.
@@ -293,14 +293,14 @@ def scales_of(precision: object) -> FP8State | None:
 
 
 class Maker:
-    """Makes parameters of one type on one device."""
+    """Makes parameters of one type on one device, optionally with master copies."""
 
     def __init__(self, dtype: DType, ordinal: int | None, *, has_master: bool = True) -> None:
         self.dtype, self.device = dtype, ComputeDevice(ordinal)
         self.has_master = has_master and dtype is not DType.FLOAT32
 
     def __call__(self, values: NDArray[Any]) -> Parameter:
-        """A parameter with initial values, a gradient of zeros, and below FP32 a master copy."""
+        """Makes a parameter with these initial values, a gradient of zeros and, below FP32, a master copy."""
         exact = values.astype(np.float32)
         data, grad = exact.astype(self.dtype.numpy), np.zeros(values.shape, self.dtype.numpy)
         master = self.device.asarray(exact) if self.has_master else None

@@ -1,4 +1,4 @@
-"""A multilayer perceptron composed from linear layers."""
+"""`MLP`: a multilayer perceptron of linear layers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class MLP(Block, surrounded=False):
         if len(self.dims) < 2 or min(self.dims) < 1:
             raise ArgumentError(f"dims is {list(self.dims)}; accepted are at least two positive sizes")
         self.inputs, self.outputs = self.dims[0], self.dims[-1]
-        self.seed = Philox(seed).seed  # `Philox` refuses anything but a 64-bit seed
+        self.seed = Philox(seed).seed  # `Philox` raises for anything but a 64-bit seed
         self.dtype = DType.parse("the model", dtype)
         self.master_weights = flag("master_weights", master_weights)
         if not self.master_weights and self.dtype is not DType.BFLOAT16:
@@ -127,7 +127,7 @@ class MLP(Block, surrounded=False):
         A parameter of two layers is listed twice, which optimizers refuse: the kernels of narrow MLPs would not add its
         gradients. In an `lt.Chain` of `lt.Linear` layers may share parameters.
         """
-        super().parameters()  # gives the parameters their names
+        super().parameters()  # sets the parameters' names
         return [each for layer in self.layers for each in (layer.weight, layer.bias) if each is not None]
 
     @property
@@ -287,7 +287,8 @@ class MLP(Block, surrounded=False):
                 f"contexts is {shown(contexts)}; it must be the contexts of the {layers} layers, from forward"
             )
         run = Pass(accumulate=accumulate, stream=stream)
-        run.keep([*map(replace, contexts)], needs_input, [])  # copies, because backward takes them apart
+        # Copies of the contexts, because backward removes arrays from them.
+        run.keep([*map(replace, contexts)], needs_input, [])
         return backward_layers(self.layers, held, run)
 
     def _refuse_inputs(self, x: Any, stream: Any) -> None:
@@ -301,7 +302,7 @@ class MLP(Block, surrounded=False):
         check_model_type(self, operand)
 
     def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
-        """The number of the step, copied if it is an array; on a GPU the copy is in the order of the stream."""
+        """The step number; if it is an array, a copy of it, made in order on the stream."""
         device = self.device.ordinal
         if isinstance(step, np.ndarray):
             return step.copy()
@@ -323,9 +324,9 @@ class MLP(Block, surrounded=False):
         arenas = [host_zeros(arena_size(shapes, kind.itemsize), kind) for kind in kinds]
         values, _, *masters = [arena_views(arena, shapes) for arena in arenas]
         for place, (name, shape) in enumerate(named.items()):
-            if name.endswith("weight"):  # `bound` is the weight's: each bias follows the weight of its layer
+            if name.endswith("weight"):  # `bound` also holds for the bias that follows the weight
                 bound = 1.0 / math.sqrt(shape[1])
-            for start in range(0, math.prod(shape), _DRAWN):  # drawn in pieces, to take little memory
+            for start in range(0, math.prod(shape), _DRAWN):  # drawn in pieces, to limit memory
                 drawn = generator.uniform(-bound, bound, min(_DRAWN, math.prod(shape) - start)).astype(np.float32)
                 for views in (values, *masters):
                     views[place].reshape(-1)[start : start + drawn.size] = drawn
@@ -355,7 +356,7 @@ def shapes_of(dims: Sequence[int], biases: Sequence[bool]) -> dict[str, tuple[in
 
 
 def brief(model: Block) -> str:
-    """A model in a few words, such as "MLP 784-64-10 on cuda:0"."""
+    """A short description of a model, such as "MLP 784-64-10 on cuda:0"."""
     sizes = f" {'-'.join(map(str, model.dims))}" if isinstance(model, MLP) else ""
     return f"{type(model).__name__}{sizes} on {model.device.name}"
 

@@ -1,4 +1,4 @@
-"""Passes over all layers of a narrow MLP in one kernel each."""
+"""Passes of narrow MLPs by fused kernels, each of which runs all layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NarrowPasses:
-    """The passes of a narrow model on a GPU as one kernel each, where that is faster than layer by layer.
+    """The fused passes of a narrow model on a GPU, which are used if they are faster than running layer by layer.
 
     Args:
         device: the GPU's ordinal; None for the host, which runs every model layer by layer.
@@ -31,13 +31,13 @@ class NarrowPasses:
         biases, hidden = tuple(each.bias is not None for each in layers), {each.activation for each in layers[:-1]}
         self._layers, self._problem = layers, MLPProblem(dtype, 1, dims, biases, layers[0].activation)
         is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
-        # None if the one-kernel passes do not support the model, whatever the number of rows.
+        # None if the fused kernels do not support the model for any number of rows.
         self._device = device if is_plain and device is not None and supports(self._problem, device) else None
         self._chosen: dict[tuple[int, bool], bool] = {}
         self._generation: object = None
 
     def take(self, x: Any, *, backward: bool) -> bool:
-        """Whether to use the one-kernel passes for inputs x.
+        """Whether to use the fused passes for inputs x.
 
         False for a model that the kernels do not support with any number of rows, for a model with a layer in FP8, and
         for inputs that do not fit the model: the layers then raise the error.
@@ -89,11 +89,11 @@ class NarrowPasses:
     ) -> Any:
         """Writes every parameter's gradient into its buffer, or adds it to the buffer's values.
 
-        With a loss, forward, loss and backward run in one pass, without writing the outputs.
+        With a loss, one pass computes forward, loss and backward, and does not write the outputs.
 
         Args:
             y: the gradient with respect to the outputs or, with a loss, the targets.
-            loss: computes the gradient with respect to the outputs from the targets; None if y is this gradient.
+            loss: the loss that gives the gradient with respect to the outputs; None if y is this gradient.
             scale, share: factors of the loss's gradient, as in `StepLoss.compute`; not used without a loss.
 
         Returns:

@@ -1,4 +1,4 @@
-"""`Pass`: one run of a model, forward and back."""
+"""`Pass`: one run of a model, forward and backward."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
 
 PLACES: Final = 1 << 16
-"""Numbers of dropout masks that each micro-batch has: the n-th mask of micro-batch b has the number b · 65536 + n."""
+"""Number of dropout masks of a micro-batch: the n-th mask of micro-batch b has the layer id b · 65536 + n."""
 
 _FORBIDDEN: Final = {900, *range(902, 909)}
-"""Statuses of calls that are forbidden during a capture; 901 is left out, which tells of another, earlier failure."""
+"""CUDA statuses of calls that a capture forbids. 901 is left out: it means that the capture had failed before."""
 
 
 class Met:
-    """A context manager that collects the problems of the operations that its thread runs within it, for the tuner.
+    """A context manager that records, for the tuner, the problems of the operations that its thread runs meanwhile.
 
     Attributes:
-        problems: the problems outside of `chains`, in the order in which they ran.
+        problems: the problems that are not in `chains`, in the order in which they ran.
         chains: groups of consecutive linear layers whose backward has run, in a `Pass` whose `met` is this object.
     """
 
@@ -66,7 +66,7 @@ class Met:
         return taken
 
     def to_tune(self) -> list[LayerChain | MatmulProblem]:
-        """All chains of layers and products that were met, each once."""
+        """All chains of layers and products that were recorded, each once."""
         from lt_runtime.tuner.chain import LayerChain, chains_of  # imported late, because only tuning needs the tuner
 
         narrow = [LayerChain.of_narrow(each) for each in self.problems if isinstance(each, MLPProblem)]
@@ -85,7 +85,7 @@ class Surrounded(Protocol):
 
 
 class Pass:
-    """One run of a model, forward and, in training, back: what the blocks keep meanwhile, and where gradients go.
+    """One run of a model, forward and, in training, backward. It holds what blocks keep, and gives gradient buffers.
 
     Blocks keep arrays on one stack. A block's backward takes what its forward kept, so backward runs in the reverse
     order of forward, and an array is freed as soon as its last reader has run. In your own loop::
@@ -112,7 +112,7 @@ class Pass:
         step, micro_batch, trains, stream: as given.
         running: the innermost block whose forward or backward is running.
         places: the number of dropout masks that each micro-batch may draw.
-        met: receives the groups of linear layers that run; None if they are not collected.
+        met: the `Met` that collects the groups of linear layers that run; None to collect none.
         has_db: whether the loss has made the bias gradient of the linear layer whose backward runs next.
     """
 
@@ -130,7 +130,7 @@ class Pass:
         self.step, self.micro_batch, self.stream = Philox(step=step).step, integer("micro_batch", micro_batch), stream
         if not 0 <= self.micro_batch < 1 << 32:
             raise ArgumentError(f"micro_batch is {shown(micro_batch)}; it must be in [0, 2**32)")
-        stream_handle(stream, HOST)  # refuses a `stream` that is no stream
+        stream_handle(stream, HOST)  # raises if `stream` is not a stream
         for name, given, kind in (("frozen", frozen, Collection), ("inputs", inputs, Sequence)):
             check_instance(name, given, kind, "a list or a tuple")
         for each in frozen:
@@ -148,7 +148,7 @@ class Pass:
 
     @property
     def inference(self) -> Pass:
-        """A pass on the same stream that keeps nothing, for a part of a model that shall not be trained."""
+        """A pass on the same stream that keeps nothing, for a part of a model that is not trained."""
         return Pass(self.step, micro_batch=self.micro_batch, trains=False, stream=self.stream)
 
     def keep(self, *values: Any) -> None:
@@ -157,7 +157,7 @@ class Pass:
             self._kept.append(values)
 
     def take(self) -> Any:
-        """Takes back what the last `keep` without a `take` was given: a single value as it is, several as a tuple.
+        """Pops the values of the latest `keep` that has not been taken: a single value as it is, several as a tuple.
 
         Raises:
             ArgumentError: the running block's backward has taken all that its forward kept.
@@ -227,17 +227,17 @@ class Pass:
         """Whether outputs y that were just computed may be overwritten, because no backward reads their values."""
         contexts = self._kept[-1][0] if self._kept else None
         last = contexts[-1] if isinstance(contexts, list) and contexts else None
-        # the context of a linear layer refers to y, but its backward need not read the values
+        # although the context of a linear layer refers to y, its backward may not read the values
         return isinstance(last, LinearContext) and last.y is y and last.saved is not y
 
     def release(self, y: Any) -> None:
-        """Drops the reference to outputs y that were just computed, if no backward reads their values."""
+        """Drops the context's reference to outputs y that were just computed, if no backward reads their values."""
         if self.may_overwrite(y):
             self._kept[-1][0][-1].y = None
 
     @contextlib.contextmanager
     def forward_of(self, block: Surrounded) -> Iterator[None]:
-        """Surrounds a block's forward."""
+        """Context manager around a block's forward: opens its range, and adds the block's name to errors."""
         starts = len(self._kept), len(self._ran)
         with self._inside(block), _range("forward", block):
             yield
@@ -246,7 +246,7 @@ class Pass:
 
     @contextlib.contextmanager
     def backward_of(self, block: Surrounded) -> Iterator[None]:
-        """Surrounds a block's backward, and checks that it takes what the block's forward kept.
+        """Context manager around a block's backward: as `forward_of`, and checks that it takes what forward kept.
 
         Raises:
             ArgumentError: another block's backward is due; or this block's backward has not taken all that its forward
@@ -301,7 +301,7 @@ def _range(phase: str, block: Surrounded) -> contextlib.AbstractContextManager[A
 
 
 def _clear(buffer: Any, stream: Any) -> None:
-    """Sets all bytes of a gradient to zero, in the order of the stream."""
+    """Sets all bytes of a gradient to zero, in order on the stream."""
     device = device_of("gradient", buffer)
     if device == HOST:
         buffer[...] = 0

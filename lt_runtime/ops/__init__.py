@@ -1,1 +1,1 @@
-"""What a script calls: linear layers, dropout, losses, AdamW. Operations do not import each other."""
+"""The public operations: linear layers, dropout, losses, optimizers and so on. They do not import each other."""

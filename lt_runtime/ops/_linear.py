@@ -1,4 +1,4 @@
-"""The passes of a linear layer as operations, and `LinearContext`, the record of a forward pass for backward."""
+"""Forward and backward of a linear layer as operations, and `LinearContext`, what forward keeps for backward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lt_runtime.reference.products import rows_of
 
 # Bits of a byte; a mask's layout counts bits.
 _BITS: Final = 8
-# Indices, among the arrays of a forward call, of y, of the tensor that is saved for backward besides y, and of `add`.
+# Indices among the arrays of a forward call: of y, of the tensor saved for backward, and of `add`.
 _Y, _KEPT, _ADDEND = 3, 4, 5
 # Index of the first output among the arrays of a backward call, after dy, x, w and two saved tensors.
 _FIRST_OUTPUT: Final = 5
 _OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
 
 Sources = tuple[Philox | None, Philox | None]
-"""Sources of the random numbers of the dropout masks of a layer and of the layer below."""
+"""Random-number sources of the dropout masks of a layer and of the layer below."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +134,7 @@ class LinearForward(Operation):
         problem, layer = request.problem, request.detail
         if plan is not None:
             saved, kept = plan.strategy.saved, plan.kept_spec
-        elif problem.backward:  # on the host, whatever the activation, the pre-activation is saved
+        elif problem.backward:  # on the host the pre-activation is saved for every activation
             saved = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
             kept = problem.preactivation or Spec(packed(*layer.shape[:2]))
         else:
@@ -156,7 +156,7 @@ class LinearForward(Operation):
             z[...] = exact_z.astype(dtype).reshape(z.shape)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Sources) -> Any:
-        """See `Operation`: y and the `LinearContext`; y alone for inference, for which no tensor is saved."""
+        """See `Operation`. Returns y and the `LinearContext`; for inference only y."""
         request = prepared.request
         if not request.problem.backward:
             return arrays[_Y]
@@ -309,7 +309,7 @@ class LinearBackward(Operation):
         if options.before_activation:
             exact = reference.linear_bwd(dy, x, w, dy)
         else:
-            # without a saved tensor the derivative is 1 whatever z is; dy stands in for z
+            # without a saved tensor the derivative is 1 for any z, so that dy can stand in for z
             z = dy if saved is None else saved
             exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, scalars[0]))
         values: dict[str, Any] = exact._asdict()
@@ -363,7 +363,8 @@ BACKWARD: Final = LinearBackward()
 
 def derivative_of(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
     spec = saved.spec if saved else None
-    if saved and layer.saved_layout:  # forward has made the array: the strides of a single row do not tell its layout
+    # An array that forward has allocated: its strides do not determine the layout if it has a single row.
+    if saved and layer.saved_layout:
         spec = Spec(layer.saved_layout, saved.alignment)
     return Derivative(layer.activation, layer.saved_as, spec, None if db is None else db.alignment, layer.dropout > 0)
 

@@ -1,4 +1,4 @@
-"""The passes of a narrow MLP as operations: outputs, gradients, and a loss with gradients, each over all layers.
+"""The fused passes of a narrow MLP as operations: outputs; gradients; loss with gradients.
 
 These operations run on GPUs only: an MLP on the host runs layer by layer.
 """
@@ -24,7 +24,7 @@ _PLACES: Final = 2 * MAX_LAYERS
 # Index of the first weight among the arrays of a call.
 _FIRST: Final = 2
 _OUT: Final = 1
-# Index of the loss among the arrays: behind all parameters, their gradients, and `grad_scale`.
+# Index of the loss among the arrays, after all parameters, their gradients, and `grad_scale`.
 _LOSS: Final = _FIRST + 2 * _PLACES + 1
 _plan: Final = functools.lru_cache(maxsize=2048)(MlpPlan)
 
@@ -34,7 +34,7 @@ def _named(suffix: str = "") -> tuple[str, ...]:
 
 
 def filled(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Appends None to a list of alternating weights and biases, up to its length for `MAX_LAYERS` layers."""
+    """Pads a list of alternating weights and biases with None to the length for `MAX_LAYERS` layers."""
     return (*arrays, *(None,) * (_PLACES - len(arrays)))
 
 

@@ -26,11 +26,11 @@ from lt_runtime.ops._parameters import Parameter, ReadParameter, changes, check_
 from lt_runtime.problem import DType
 from lt_runtime.schedules import AnySchedule, Table
 
-# names of the 32-bit words of the state on the device
+# names of the 32-bit words of `OptimizerState` on the device
 _WORDS: Final = [name for name, *_ in kernels.OptimizerState._fields_]
 
 Moments = Sequence[tuple[Any, ...]]
-"""The moments of each parameter, in the order in which its rule names them."""
+"""The moments of each parameter, in the order of its rule's `moments`."""
 _CHANGED: Final = "settings of the optimizer were changed before the capture; call its apply_settings first"
 Groups = Sequence[Sequence[Parameter]]
 """The parameters of each of an optimizer's rules."""
@@ -79,7 +79,7 @@ class HostState:
         self.apply_settings(stream)
         scaler = self.options.scaler
         check_masters([read.parameter for read in self._parameters], 0)
-        with np.errstate(all="ignore"):  # NaN and infinite gradients cost no warnings, as on a GPU
+        with np.errstate(all="ignore"):  # NumPy must not warn of NaN and infinite gradients, as a GPU does not
             factor, finite = self._judge()
             if self.skipped is not None:
                 self.skipped[...] = not finite
@@ -94,7 +94,7 @@ class HostState:
                 scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
 
     def _judge(self) -> tuple[float, bool]:
-        """The factor by which clipping and the loss scale multiply gradients; and whether all gradients are finite."""
+        """The factor that clipping and the loss scale give gradients, and whether all gradients are finite."""
         options = self.options
         if self.grad_norm is None:
             return 1.0, True
@@ -110,7 +110,7 @@ class HostState:
         rule = options.rules[self._group_of[index]]
         lr_scale, weight_decay = read.settings(rule.weight_decay)
         own = dataclasses.replace(rule, lr=rule.lr * lr_scale, weight_decay=weight_decay)
-        # reshape returns views, because the arrays have no gaps.
+        # reshape returns views, because the arrays are contiguous.
         arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]
         gradient, place = read.grad.array.reshape(-1), {"seed": options.seed, "tensor": index}
         reference.update_in_place(own, options.schedule, arrays, gradient, step, gradient_factor, **place)
@@ -122,7 +122,7 @@ class GpuState:
     """The state of parameters on one GPU: moments, settings, the kernels' tables of addresses, and the launches.
 
     Attributes:
-        notes_skips: whether steps write `skipped`, which costs a copy of 4 bytes.
+        notes_skips: whether steps also write `skipped`, by a copy of 4 bytes.
     """
 
     def __init__(self, groups: Groups, options: Options) -> None:
@@ -136,10 +136,9 @@ class GpuState:
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
             self._group_of = _group_of(groups)
             self._seen: object = None
-            # The schedule whose table is on the device, and the table; kept together, since updates read the table.
+            # The schedule whose table of factors is on the device, and that table, which updates read.
             self._table: tuple[AnySchedule, Any] = options.schedule, None
-            # Keeps arrays alive: the kernels' tables hold the addresses of these arrays, besides those of the
-            # parameters' arrays.
+            # Arrays that must stay alive, because tables on the device hold their addresses.
             self._kept: list[Any] = []
             words = self._zeros((len(_WORDS) + 1,), np.dtype(np.uint32))
             self.moments = _moments(groups, options, lambda size, dtype: self._zeros((size,), dtype))
@@ -166,7 +165,10 @@ class GpuState:
         self.grad_norm = norm if options.judges_gradients else None
 
     def step(self, stream: Any) -> None:
-        """Updates all parameters: a launch a group, and one for the norm. The first step checks master copies."""
+        """Updates all parameters: one launch for each group, and one for the norm.
+
+        The first step checks master copies.
+        """
         with activated(self._device):
             handle = stream_handle(stream, self._device, self._current_stream)
             if self._unchecked and not is_captured(handle):
@@ -182,7 +184,7 @@ class GpuState:
                 for launch in ready:
                     launch()
             except DriverError:
-                # Resets the count of NaN gradients: otherwise the next step would be skipped too.
+                # Resets the count of nonfinite gradients, because otherwise the next step would be skipped too.
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
 
@@ -192,10 +194,10 @@ class GpuState:
             self._apply(stream_handle(stream, self._device, self._current_stream))
 
     def _apply(self, stream: int) -> None:
-        """Writes the settings that differ from those on the device, by a memset for each run of equal words.
+        """Writes settings that have changed to the device, by one memset for each run of equal words.
 
-        A memset has its value in its arguments; a copy would need a host buffer that stays unchanged until it runs. The
-        stream orders the memset after earlier updates, which read the old settings.
+        A memset takes its value as an argument, while a copy would need a host buffer that stays unchanged until the
+        copy has run. The memsets come after earlier updates on the stream, which read the old settings.
         """
         latest = changes.latest
         if latest is self._seen:
@@ -203,7 +205,7 @@ class GpuState:
         schedule = self.options.schedule
         if isinstance(schedule, Table) and schedule is not self._table[0] and is_captured(stream):
             raise CaptureError(_CHANGED)
-        replaced = self._table  # keeps the array until the settings no longer refer to it
+        replaced = self._table  # keeps the old table alive until the settings no longer refer to it
         words = self._settings(stream)
         changed = np.flatnonzero(words != self._written)
         if changed.size and is_captured(stream):
@@ -225,7 +227,7 @@ class GpuState:
     def _table_address(self, stream: int) -> int:
         """The device address of the schedule's table; 0 if the schedule is no `Table`.
 
-        A new table is copied, after which the host waits: then no earlier update reads the table that it replaces.
+        A new table is copied, and the host waits for the copy, so that no earlier update still reads the old table.
         """
         schedule = self.options.schedule
         if not isinstance(schedule, Table):
@@ -239,7 +241,10 @@ class GpuState:
         return int(self._table[1].data.ptr)
 
     def _updates(self, tensors: Sequence[kernels.Tensor], words: Any) -> Iterator[Launches]:
-        """The launch of each group. Only the last counts its blocks, and so advances the step and the loss scale."""
+        """The launches of all groups.
+
+        Only the last one counts its blocks, and so advances step number and loss scale.
+        """
         options, last = self.options, len(self.options.rules) - 1
         for group, rule in enumerate(options.rules):
             first = self._group_of.index(group)
@@ -274,7 +279,7 @@ class GpuState:
 
 
 def _tensor(read: ReadParameter, names: Sequence[str], moments: tuple[Any, ...], dtype: DType) -> kernels.Tensor:
-    """The addresses of a parameter's arrays; `names` are those of its moments."""
+    """The addresses of a parameter's arrays for the tables; `names` are the names of its moments."""
     arrays = {"value": _typed(read.value), "gradient": _typed(read.grad)}
     if read.master is not None:
         arrays["copy"] = _typed(read.data)

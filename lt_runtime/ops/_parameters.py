@@ -1,4 +1,4 @@
-"""`Parameter`; reads and checks its arrays, and writes values into them."""
+"""`Parameter`, and functions that read, check and write the arrays of parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lt_runtime.problem import DType, type_name
 
 
 class _Changes:
-    """Shows whether an attribute of any parameter has been set since a holder of parameters last looked.
+    """Detects whether any attribute of any parameter has been set since an optimizer or EMA last checked.
 
     Attributes:
         latest: an object that is replaced at each change. A holder compares it with the object that it saw last.
@@ -116,7 +116,7 @@ class Parameter:
 
 
 class HeldArrays:
-    """The arrays that parameters had when this object was made; notices if one has been replaced since.
+    """Remembers the arrays of parameters, and detects whether one has been replaced since.
 
     Args:
         holder: the name of the holder in errors, such as "the optimizer".
@@ -142,7 +142,7 @@ class HeldArrays:
 
 
 class ReadParameter(NamedTuple):
-    """A parameter whose arrays have been checked: one shape, no gaps, on the first parameter's device.
+    """A parameter whose arrays have been checked: equal shapes, contiguous, on the device of the first parameter.
 
     Attributes:
         master: the FP32 master copy; None if there is no master copy.
@@ -159,7 +159,7 @@ class ReadParameter(NamedTuple):
         return self.data if self.master is None else self.master
 
     def settings(self, weight_decay: float) -> tuple[float, float]:
-        """The parameter's present factor of the learning rate and its λ: its own, or else the given `weight_decay`."""
+        """The parameter's present `lr_scale`, and its λ: its own, or else the given `weight_decay`."""
         own = self.parameter.weight_decay
         return self.parameter.lr_scale, weight_decay if own is None else own
 
@@ -213,7 +213,7 @@ def _in_fp32(operand: Operand, stream: int) -> Any:
     A CuPy array is converted on the host, because on the GPU CuPy would first compile a kernel.
     """
     array = operand.array
-    if hasattr(array, "float"):  # it is a PyTorch tensor
+    if hasattr(array, "float"):  # a PyTorch tensor
         return array.float()
     values = fetch(operand, stream).astype(np.float32)
     if operand.device == HOST:
@@ -247,7 +247,7 @@ def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> N
                 operand.check_packed()
                 writes.append((operand, rounded(values, np.dtype(operand.dtype)), stream))
     for device in {operand.device for operand, *_ in writes} - {HOST}:
-        cupy().cuda.Device(device).synchronize()  # waits for all streams, because work on any stream may use the arrays
+        cupy().cuda.Device(device).synchronize()  # waits for all streams, since any of them may use the arrays
     replace_all(writes)
 
 

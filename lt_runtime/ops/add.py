@@ -42,7 +42,7 @@ ADD: Final = Add()
 def add(a: Any, b: Any, *, out: Any = None, stream: Any = None) -> Any:
     """The sum a + b, such as a residual connection. It is computed in FP32 and rounded once.
 
-    In backward both operands have the gradient of the sum, so that nothing needs to be computed.
+    Backward needs no computation: the gradient of both operands is that of the sum.
 
     Args:
         a: any shape, float32, float16 or bfloat16. All axes but the last are rows, which may lie in any layout with one

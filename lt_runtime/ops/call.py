@@ -1,9 +1,9 @@
-"""The path that every call of an operation takes: its arrays are read and checked, its problem planned, its plan run.
+"""The path of every call of an operation: reads and checks its arrays, plans its problem, and runs the plan.
 
-The parts in which operations differ are an `Operation`. A call whose arrays differ from an earlier call's only in their
-equally aligned addresses reuses the `PreparedCall` of the earlier call: its arrays are checked for overlap alone. The
-third call with the same addresses is captured into a graph, and each later call with these addresses launches the
-graph.
+An `Operation` holds what differs between operations. A call whose arrays differ from an earlier call's only in
+addresses, with equal alignments, reuses the `PreparedCall` of the earlier call, so that its arrays are only checked for
+overlap. The third call with the same addresses is captured into a graph, which each later call with these addresses
+launches.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _UNTIL_RETRY: Final = 1000  # calls
 _CAPTURE_SHARE: Final = 0.03
 _MOST_CAPTURE_S: Final = 0.05
 _ONCE: Final = False
-"""Value in `cache.repeats` for a call that was made once with its arrays: no graph has been captured for it yet."""
+"""Value in `cache.repeats` of a call that has been repeated with these arrays, but is not captured yet."""
 _OWN_THREADS: Final = "lt_runtime "
-"""Prefix of the names of all threads that the package starts."""
+"""Name prefix of all threads that the package starts."""
 AUTOGRAD_THREAD: Final = f"{_OWN_THREADS}autograd"
-"""Name of each thread in which PyTorch has run a backward pass of the package."""
+"""Name that the package gives to each thread of PyTorch's autograd that runs one of its backward passes."""
 
 
 Shape: TypeAlias = tuple[int, ...]
@@ -56,11 +56,11 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """A result for which the caller gives no buffer: an array that the call makes.
+    """A result without a buffer from the caller: describes the array that the call allocates.
 
     Attributes:
         shape: shape of the memory that is allocated, row-major.
-        view: function that makes the array from the memory; None if the array is all of the memory.
+        view: function that makes the result as a view of the memory; None if the result is all of the memory.
     """
 
     shape: Shape
@@ -72,7 +72,7 @@ class New:
 def result_spec(
     place: int, out: Operand | None, shape: Shape, like: Operand, new: dict[int, New], dtype: DType | None = None
 ) -> Spec:
-    """The spec of a result: the spec of its buffer, which is checked, or the spec of a new packed array.
+    """The spec of a result: of the caller's buffer, which is checked, or of a new packed array.
 
     Args:
         place: index of the result among the arrays.
@@ -92,7 +92,7 @@ def result_spec(
 
 
 def dropouts_of(p: float, rng: Philox | None) -> tuple[float, float] | None:
-    """The `Request.dropouts` of a probability and a source, as the caller gave them; raises as `check_dropout`."""
+    """`Request.dropouts` for the caller's probability and source; raises as `check_dropout`."""
     return None if check_dropout(p, rng) is None else (float(p), 0.0)
 
 
@@ -104,7 +104,7 @@ class Request(NamedTuple):
         written: indices, among the arrays, of the operands that are written.
         new: results for which the caller gives no buffer, by their indices among the arrays.
         detail: data that only the operation itself reads, on the host or to build the caller's result.
-        same: pairs of an operand and a result that may be the same memory, if their strides are equal; by indices.
+        same: pairs (operand, result) of indices of arrays that may be the same memory, if their strides are equal.
         dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
             dropout the call's scalars are the sources of the masks, and a repeated call is not captured, because its
             masks change.
@@ -125,10 +125,10 @@ class PreparedCall:
     Attributes:
         device: ordinal of the GPU, or `HOST`.
         plan: None on the host.
-        sizes: bytes from each operand's first element to its last; 0 for an absent one.
-        generation: `cache.generation` before the plan was looked up. Forgetting plans changes `cache.generation`; a
-            prepared call of an earlier generation is not used again.
-        makers: one for each of the request's new arrays, see `Library.maker`.
+        sizes: bytes from the first element of each operand to the end of its last; 0 for an absent operand.
+        generation: `cache.generation` before the plan was looked up. Forgetting plans replaces `cache.generation`,
+            which invalidates prepared calls of earlier generations.
+        makers: for each of the request's new arrays, the function that `Library.maker` returned.
     """
 
     operation: Operation
@@ -141,7 +141,7 @@ class PreparedCall:
     _overlaps: list[tuple[int, list[tuple[int, int, int]]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Computes the distances between the addresses of a written operand and of any other at which they overlap."""
+        """Computes for each written operand and every other one the differences of addresses at which they overlap."""
         present = [(place, size) for place, size in enumerate(self.sizes) if size]
         self._overlaps = []
         for i, size in [each for each in present if each[0] in self.request.written]:
@@ -154,7 +154,7 @@ class PreparedCall:
             self._overlaps.append((i, others))
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
-        """Whether no written operand overlaps another. Gaps between an operand's rows count as part of the operand."""
+        """Whether no written operand overlaps another operand. Gaps between rows count as part of an operand."""
         for i, others in self._overlaps:
             start = addresses[i]
             for j, above, below in others:
@@ -165,12 +165,12 @@ class PreparedCall:
     def make(
         self, arrays: Sequence[Any], given: tuple[int, ...], stream: int | None
     ) -> tuple[Sequence[Any], tuple[int, ...]]:
-        """Makes the request's new arrays; returns all arrays, and the addresses of all of them.
+        """Allocates the request's new arrays; returns all arrays and all addresses.
 
         Args:
             given: addresses of `arrays`, 0 for an absent one.
-            stream: the stream in whose order the new arrays' memory is allocated; None if stream and device are
-                current in the arrays' library, so that its own constructor does the same.
+            stream: the stream in whose order new arrays are allocated; None if stream and device are current in the
+                arrays' library, so that its ordinary constructor can be used.
         """
         filled, addresses = list(arrays), list(given)
         for (place, each), maker in zip(self.request.new.items(), self.makers, strict=True):
@@ -181,7 +181,7 @@ class PreparedCall:
         return filled, tuple(addresses)
 
     def put(self, call: Call) -> None:
-        """Puts the plan's kernels for this call on the call's stream."""
+        """Launches the plan's kernels for this call on `call.stream`."""
         memory = memories.get((self.device, call.stream)) or stream_memory(self.device, call.stream)
         with memory.lock:
             self.plan.put(call, memory)
@@ -191,10 +191,10 @@ class Operation(ABC):
     """The operation-specific part of `perform`. Operations are compared by identity.
 
     Attributes:
-        names: of the arrays, in their order.
-        required: how many of the first arrays may not be None.
-        is_scaled: whether a call's scalars are numbers that a bound call keeps, such as α and β.
-        range_name: of the profiler's range around each call, such as "lt.linear_forward" for `LinearForward`.
+        names: names of the arrays, in their order.
+        required: number of leading arrays that must not be None.
+        is_scaled: whether a call's scalars are numbers, such as α and β, which a bound call stores.
+        range_name: name of the profiler range around each call, such as "lt.linear_forward" for `LinearForward`.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -227,7 +227,7 @@ class Operation(ABC):
         return cache.plan_of(request.problem, device, stream, before_first_use, anew=asked_for.get())
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
-        """Returns the request with the arrays added that the plan saves for backward; `plan` is None on the host."""
+        """Returns the request with the arrays that the plan saves for backward added; `plan` is None on the host."""
         return request
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
@@ -242,17 +242,17 @@ class Operation(ABC):
         """Returns the caller's result: the last array that is written, unless an operation overrides this.
 
         Args:
-            arrays: the caller's; in the places of results without a buffer, the arrays that the call has made.
+            arrays: the caller's arrays; in place of results without a buffer, the arrays that the call has allocated.
         """
         return arrays[prepared.request.written[-1]]
 
 
 class PassOperation(Operation):
-    """An operation that one pass of ours computes.
+    """An operation that a `Pass` (our own kernels) computes.
 
     Attributes:
-        make_pass: makes the pass; its arguments are the parts of the request's problem, then the device.
-        empty: the pass if the request's problem is None, as for empty arrays; None if nothing is to be launched.
+        make_pass: function that makes the pass; its arguments are the items of the request's problem, then the device.
+        empty: the pass for a request without a problem, as for empty arrays; None to launch nothing.
     """
 
     make_pass: ClassVar[Callable[..., Pass]]
@@ -265,7 +265,7 @@ class PassOperation(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Argument in the place of a stream: binds the call to its buffers instead of running it; see `lt.bind`."""
+    """Passed instead of a stream: binds the call to its buffers instead of running it; see `lt.bind`."""
 
     stream: Any
 
@@ -276,11 +276,11 @@ def perform(
     """Makes a call, and returns the caller's result.
 
     Args:
-        arrays: in the order of `operation.names`; None where one is absent.
+        arrays: arrays in the order of `operation.names`; None for an absent one.
         options, scalars: see `Operation.read`.
-        stream: as the caller gave it; with a `Binding` the result is a callable that makes the call.
-        in_range: whether the operation's range has already been opened. It is a parameter, because a separate
-            function that opens the range would make every call slower.
+        stream: the caller's stream; for a `Binding` the result is a callable that makes the call.
+        in_range: whether the operation's range is already open. It is a parameter because a separate function that
+            opens the range would make every call slower.
 
     Raises:
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.
@@ -292,14 +292,14 @@ def perform(
     if signature is not None and stream.__class__ is not Binding and not asked_for.get():
         forms, addresses = signature
         device = forms[0][0]
-        # `device` is negative for a PyTorch tensor on the CPU, which `_cold_call` refuses, even on a machine without a
+        # A PyTorch tensor on the CPU gives a negative `device`; `_cold_call` then raises, even on a machine without a
         # driver.
         if device >= 0 and is_current(device):
             current = current_streams[type(arrays[0])]
             handle = current(device) if stream is None else stream_handle(stream, device)
             try:
                 prepared: PreparedCall | None = cache.calls.get((operation, options, forms))
-            except TypeError:  # an option cannot be hashed, so that it is no accepted value: `_cold_call` refuses it
+            except TypeError:  # an option is not hashable, and so not an accepted value: `_cold_call` raises for it
                 prepared = signature = None
             if prepared is not None and prepared.generation is cache.generation:
                 filled: Sequence[Any] = arrays
@@ -313,7 +313,7 @@ def perform(
 def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> bool:
     """Runs a prepared call again, with the same or other addresses.
 
-    Returns False without running the call if operands overlap.
+    Returns False, without running the call, if operands overlap.
     """
     repeat = prepared, stream, addresses, scalars if prepared.operation.is_scaled else None
     launch = cache.repeats.get(repeat)
@@ -338,10 +338,10 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
 
 
 class _Allowance:
-    """The time for automatic captures: a share of the time that passes, of which some can be saved up.
+    """Limits the time spent on automatic captures to a share of the elapsed time, plus a small reserve.
 
-    A capture takes longer than ten of the calls that it makes faster. Where the addresses of arrays go on changing, as
-    those of PyTorch's tensors may for dozens of steps, most graphs would hardly be launched.
+    A capture takes as long as more than ten of the calls that it makes faster. If the addresses of arrays keep
+    changing, as those of PyTorch's tensors may for dozens of steps, most graphs would be launched only a few times.
     """
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class _Allowance:
         return self._seconds > 0
 
     def spend(self, capture: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-        """Makes a capture, and takes the time that it took."""
+        """Makes a capture, and subtracts its duration from the allowance."""
         start = time.perf_counter()
         made = capture()
         self._seconds -= time.perf_counter() - start
@@ -366,7 +366,7 @@ allowance = _Allowance()
 
 
 def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
-    """Captures a repeated call into a graph, if the capture can disturb no other thread; returns the call's launch.
+    """Captures a repeated call into a graph if no other thread can be disturbed; returns a function that launches it.
 
     If a call cannot be captured, for example because memory is short, a warning is given and the call is launched
     kernel by kernel.
@@ -375,14 +375,15 @@ def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
         return _uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
     try:
         launch: Callable[[], object] = prepared.plan.bind(call)
-    except (GpuError, CaptureError) as error:  # another thread may have begun a capture since `is_captured` was asked
+    # CaptureError: another thread may have begun a capture since `is_captured` was called.
+    except (GpuError, CaptureError) as error:
         warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
         return functools.partial(prepared.put, call)
     return launch
 
 
 def _is_alone() -> bool:
-    """Whether no other living Python thread may synchronise: each is the package's own, or waits for this one.
+    """Whether all other living Python threads belong to the package or wait for this one, so that none synchronises.
 
     While a stream is being captured, cuCtxSynchronize fails in every thread, whatever mode the capture has. So no call
     is captured automatically while another thread exists that may synchronise, for example by
@@ -395,10 +396,10 @@ def _is_alone() -> bool:
 
 
 def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bool]:
-    """The launches, kernel by kernel, of a repeated call that was not captured because of another thread.
+    """A function that launches a repeated call kernel by kernel, used while another thread prevents its capture.
 
-    The returned function launches the call, and returns True when a capture should be tried again. It is a closure,
-    because an object with `__call__` costs 60 ns more in each call.
+    It returns True when a capture should be tried again. It is a closure, because an object with `__call__` costs 60 ns
+    more in each call.
     """
     left, lock, put = _UNTIL_RETRY, memory.lock, plan.put
 
@@ -413,9 +414,9 @@ def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bo
 
 
 def _make_room() -> None:
-    """Makes room in the full cache of repeated calls: drops the calls that have no launch yet.
+    """Makes room in the full cache of repeated calls: drops the calls that are not captured yet.
 
-    If most calls have a launch, dropping the others would free little: then all calls are dropped.
+    If most calls are captured, dropping the others would free little, so that all are dropped.
     """
     bound = {repeat: launch for repeat, launch in list(cache.repeats.items()) if launch}
     cache.repeats.clear()
@@ -495,12 +496,12 @@ def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
 
 def _run_on_host(prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> None:
     ranges.tell(prepared)
-    with np.errstate(all="ignore"):  # overflow and NaN give no warnings, as on a GPU
+    with np.errstate(all="ignore"):  # NumPy must not warn of overflow and NaN, as a GPU does not
         prepared.operation.on_host(prepared.request, arrays, scalars)
 
 
 def _check_written(operands: Sequence[Operand | None], request: Request) -> None:
-    """Raises unless every operand that is written is writeable memory that no other operand shares."""
+    """Raises unless every written operand is writeable, and shares no memory with another operand."""
     for number, place in enumerate(request.written):
         out = operands[place]
         if out is None:

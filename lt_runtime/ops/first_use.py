@@ -1,6 +1,6 @@
-"""Runs before the first use of a problem: verifies other machines' algorithms, and tunes the problem.
+"""What happens before the first use of a problem: other machines' algorithms are verified, and the problem is tuned.
 
-This module only decides whether to measure. The modules that measure are imported at the first problem to be measured.
+This module only decides whether to measure. The tuner is imported only when a problem has to be measured.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 
 asked_for: Final[ContextVar[bool]] = ContextVar("lt_runtime_tuning", default=False)
-"""Whether the calling thread is within `tuning()`, and so also measures problems that it has run untuned before."""
+"""Whether the calling thread is within `tuning()`; it then also measures problems that have already run untuned."""
 _is_switched_off: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_not_tuning", default=False)
 _is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
 _seen: Final[set[tuple[Remembered | LayerChain, int]]] = set()
-"""Pairs of a problem or chain and a device that are not measured (again): they have been, or measuring has failed."""
+"""Pairs (problem or chain, device) that have been measured, or could not be, and are not measured again."""
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
 
-# Reads every environment variable at import, so that a value without meaning gives its warning even if no GPU is used.
+# Reads every environment variable at import, so that an invalid value gives a warning even if no GPU is used.
 for _name in VARIABLES:
     setting(_name)
 
 
 @contextlib.contextmanager
 def _within(variable: ContextVar[bool]) -> Iterator[None]:
-    """Sets a variable of this thread within a `with` block."""
+    """Sets a context variable to True within a `with` block."""
     token = variable.set(True)
     try:
         yield
@@ -110,7 +110,7 @@ def before_first_step(given: Sequence[LayerChain | MatmulProblem], device: int, 
 
     Args:
         given: the groups of layers, and the products, that the step has run.
-        stream: of the step, which is not being captured.
+        stream: the step's stream, which is not being captured.
 
     Returns:
         Whether there was a problem to measure.
@@ -130,7 +130,7 @@ def is_step_tuned(tune: bool | None) -> bool:
     """Whether a training step measures its problems that are not in the plan cache.
 
     Args:
-        tune: the step's own option. It overrides `tuning()`, which overrides the environment variable.
+        tune: the `tune` option of the step. It overrides `tuning()`, which overrides the environment variable.
     """
     return asked_for.get() or setting(TUNE_VARIABLE) != "off" if tune is None else tune
 
@@ -141,7 +141,7 @@ def is_measured(problem: Remembered, device: int) -> bool:
 
 
 def _is_known(chain: LayerChain | MatmulProblem, device: int) -> bool:
-    """Whether all problems of a chain are measured; if the chain can be fused, also the choice whether to fuse it."""
+    """Whether all problems of a chain have been measured; for a narrow MLP also the choice whether to fuse it."""
     from lt_runtime.tuner.chain import as_decided
 
     if isinstance(chain, MatmulProblem):
@@ -152,7 +152,7 @@ def _is_known(chain: LayerChain | MatmulProblem, device: int) -> bool:
 
 def _prove(problem: Remembered, device: int) -> None:
     """Verifies other machines' algorithms for the products of a problem's plan."""
-    if isinstance(problem, MLPProblem):  # a fused MLP has no matrix products of cuBLASLt's to verify
+    if isinstance(problem, MLPProblem):  # a fused MLP has no cuBLASLt algorithms to verify
         return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:

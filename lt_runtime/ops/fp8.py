@@ -1,4 +1,4 @@
-"""`lt.cast_fp8`: an array in FP8, as it lies and transposed."""
+"""`lt.cast_fp8`: casts an array to FP8, both row-major and transposed."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class GatedContext:
 
 
 class _Gated(PassOperation):
-    """The common part of both passes: a call's options are the activation and the probability of dropout.
+    """Base of both passes. A call's options are the activation and the probability of dropout.
 
-    Its scalars are a pair: the source of the mask, and None. A request's detail is the options.
+    A call's scalars are a pair: the random-number source of the mask, and None. A request's detail is the options.
     """
 
     make_pass = staticmethod(functools.lru_cache(maxsize=1024)(GatedPass))
@@ -76,7 +76,7 @@ class GatedForward(_Gated):
 
 
 class GatedBackward(_Gated):
-    """The gradient of h = (gate, value), which may lie where h lies."""
+    """The gradient of h = (gate, value), which may overwrite h."""
 
     names = ("dy", "h", "out")
     required = 2

@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 
 
 class _NoElements:
-    """The pass for arrays without elements: the loss is NaN, and the gradient is empty."""
+    """The pass for empty arrays: sets the loss to NaN."""
 
     scratch_bytes = 0
 
@@ -55,7 +55,7 @@ class _NoElements:
 
 
 class LossOperation(PassOperation):
-    """A loss of a matrix; a call's scalar is the number that the gradient is multiplied by.
+    """Base of all losses. A call's scalar is a number by which the gradient is multiplied.
 
     Unless a subclass overrides `make_pass` and `read_target`, the loss is a mean over all elements, and the target has
     the shape of the scores.
@@ -64,10 +64,10 @@ class LossOperation(PassOperation):
     some losses, the column weights. Its options are the loss's own.
 
     Attributes:
-        exact: computes the loss of NumPy arrays and its gradient in float64. Its keywords are the names of the weights
-            and of the loss's own options.
+        exact: function that computes the loss of NumPy arrays and its gradient in float64. Its keyword arguments are
+            the weights and the loss's own options.
         own_options: names of the loss's own options.
-        loss: name in the kernels of a loss that is a mean over all elements.
+        loss: name of an elementwise loss in `kernels.losses.LOSSES`.
     """
 
     names: ClassVar[tuple[str, ...]] = ("prediction", "target", *_RESULTS)
@@ -175,7 +175,7 @@ class CrossEntropy(LossOperation):
         return Labels(target.dtype == "int64", ignore_index), Weighting(smoothing, *weighted)
 
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:
-        """See `LossOperation`: labels are in range or ignored."""
+        """See `LossOperation`. Labels must be in range or ignored."""
         classes, ignore_index = scores.shape[-1], options[1]
         wrong = target[(target < 0) | (target >= classes)]
         wrong = wrong if ignore_index is None else wrong[wrong != ignore_index]
@@ -202,7 +202,7 @@ class SummedLoss(LossOperation):
     """See `summed_loss`. A call's options are the loss and `accumulate`."""
 
     names = ("prediction", "target", *_RESULTS[:-1], "out_db")
-    loss = ""  # in the options instead
+    loss = ""  # the name is in the call's options instead
     make_pass = staticmethod(functools.cache(SummedLossPass))
     on_host = Operation.on_host
 
@@ -236,7 +236,7 @@ def perform_loss(
         operands: scores and target.
         weights: row weights and, for losses that take them, column weights.
         options: the loss's own options, which have been checked.
-        rest: grad_scale, share, out_gradient, out_loss and stream, as the caller gave them.
+        rest: the caller's grad_scale, share, out_gradient, out_loss and stream.
     """
     grad_scale, share, out_gradient, out_loss, stream = rest
     factor, scale = share if type(share) is float else number("share", share), grad_scale
@@ -251,7 +251,7 @@ def perform_loss(
 def summed_loss(
     loss: ElementwiseLoss, db: Any, accumulate: bool, prediction: Any, target: Any, *, share: float, **options: Any
 ) -> Loss:
-    """A loss on a GPU with its gradient, and in the same pass the sums of the gradient's columns.
+    """A loss on a GPU with its gradient; the same pass also sums the gradient's columns.
 
     The sums are the bias gradient of the linear layer that made the prediction.
 

@@ -34,9 +34,9 @@ from lt_runtime.reference.fp8 import amax_of, cast_fp8
 _PLAIN: Final = frozenset({int, float})
 # Indices of C, the auxiliary matrix, the bias gradient and D among the arrays of a call.
 _C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8
-# cuBLASLt requires that the leading dimension of ReLU's mask is a multiple of this many bits.
+# cuBLASLt requires the leading dimension of ReLU's mask to be a multiple of this number of bits.
 _MASK_BITS: Final = 128
-# cuBLASLt requires that the leading dimension of GELU's auxiliary matrix is a multiple of this many elements.
+# cuBLASLt requires the leading dimension of GELU's auxiliary matrix to be a multiple of this number of elements.
 _AUX_ELEMENTS: Final = 8
 
 
@@ -252,7 +252,7 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: tuple[int, ...], order: O
 
 
 def _read_aux(aux: Any, problem: MatmulProblem) -> Any:
-    """The array from which the reference computes a derivative: the pre-activation, or a mask's bits as 0 and 1."""
+    """The argument of the derivative for the reference: the pre-activation, or a mask's bits as zeros and ones."""
     if aux is None or not problem.epilogue.is_derivative or problem.epilogue.activation != "relu":
         return aux
     is_row = problem.d.layout.order is Order.ROW

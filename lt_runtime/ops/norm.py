@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: the rows of an array normalised and scaled, with a residual added before; and gradients."""
+"""LayerNorm and RMSNorm of the rows of an array, optionally after adding a residual, and their gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perfo
 from lt_runtime.problem import DType
 from lt_runtime.reference.products import rows_of
 
-# Indices among the arrays of a forward call: of x, the residual, and the results.
+# Indices among the arrays of a forward call: x, the residual to add, and the results.
 _X, _ADD, _Y, _SUM, _MEAN, _RSTD = 0, 3, 4, 5, 6, 7
-# Indices among the arrays of a backward call: of dy, the gradient that is added to dx, and the results.
+# Indices among the arrays of a backward call: dy, the array that is added to dx, and the results.
 _DY, _DX_ADD, _DX, _DWEIGHT, _DBIAS = 0, 5, 6, 7, 8
 
 

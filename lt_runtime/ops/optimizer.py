@@ -32,7 +32,7 @@ __all__ = ["AdamW", "Optimizer", "Parameter"]
 
 MomentsType: TypeAlias = Literal["float32", "bfloat16"] | DType | np.dtype[Any] | type[Any] | TorchDType
 Bounds: TypeAlias = Mapping[str, tuple[float, float]]
-"""By an array's name, the lowest and the highest value that training can give an element of the array."""
+"""For each array by name, the lowest and highest value that training can give its elements."""
 LAST_STEP: Final = 2**32 - 2
 """The largest number of steps from which training can continue: an update uses the number plus 1 in 32 bits."""
 
@@ -274,7 +274,7 @@ class Optimizer(Fixed):
         found = {name: host_access(name, array) for name, array in state_arrays(self).items()}
         device = found["steps"][0].device
         if device != HOST:
-            cupy().cuda.Device(device).synchronize()  # waits for all streams, because updates may run on any
+            cupy().cuda.Device(device).synchronize()  # waits for all streams, since updates may run on any
         return found
 
     def _change(self, **settings: Any) -> None:
@@ -283,7 +283,7 @@ class Optimizer(Fixed):
 
 
 def _setting(name: str, doc: str) -> Any:
-    """A property of `AdamW`: a setting of its only rule."""
+    """A property of `AdamW` for a setting of its single rule."""
 
     def change(optimizer: AdamW, value: float) -> None:
         optimizer._change(rules=(dataclasses.replace(optimizer.rules[0], **dict[str, Any]({name: value})),))
@@ -414,7 +414,7 @@ def state_ranges(optimizer: Optimizer, names: Sequence[str] | None = None) -> di
     bounds: dict[str, tuple[float, float]] = {
         f"{name}.{moment}": (0.0, math.inf)
         for name, kinds in zip(names, _moment_names(optimizer), strict=True)
-        for moment in kinds[1:]  # second moments are means or maxima of squares, never negative
+        for moment in kinds[1:]  # second moments are means or maxima of squares, and so not negative
     }
     bounds |= {"steps": (0, LAST_STEP), "skipped_steps": (0, LAST_STEP)}
     if optimizer.scaler is not None:
@@ -444,7 +444,7 @@ def _moment_names(optimizer: Optimizer) -> list[tuple[str, ...]]:
 
 
 def _groups(given: Any) -> list[tuple[tuple[Parameter, ...], Rule]]:
-    """Checks that there is at least one group of parameters and a rule; arrays are checked later."""
+    """Checks that there is at least one pair of parameters and a rule; the parameters' arrays are checked later."""
     accepted = "a sequence of pairs (parameters, rule), such as [(model.parameters(), lt.rules.Lion())]"
     if not isinstance(given, (list, tuple)):
         raise KindError(f"groups is {shown(given)}; it must be {accepted}")

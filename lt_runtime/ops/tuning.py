@@ -1,4 +1,4 @@
-"""Tuning on request, and explanations of the plans."""
+"""`lt.tune` and `lt.explain`: tuning on request, and explanations of plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lt_runtime.tuner.report import TuningReport, progress_bar
 
 
 class Rehearsed(Protocol):
-    """A model, of which `tune` and `explain` need no more than this; see `Block`."""
+    """The methods of a model that `tune` and `explain` use; see `Block`."""
 
     @property
     def device(self) -> Any:
@@ -182,7 +182,7 @@ def mlp_chain(
     bias: bool | Sequence[bool] = True,
     input_gradient: bool | None = None,
 ) -> LayerChain:
-    """The layers of an MLP, or a layer that stands alone; arguments and errors are those of `tune`."""
+    """The chain of an MLP's layers, or of a single layer; arguments and errors are those of `tune`."""
     layers = len(dims) - 1
     if layers == 1 and not isinstance(dropout, (list, tuple)) and probability("dropout", dropout):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The fixtures `gpu` and `hurried`: a pretended GPU."""
+"""The fixtures `gpu`, a pretended GPU, and `hurried`, the same with fast tuning."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def session_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def gpu(session_gpu: FakeGpu) -> Iterator[FakeGpu]:
-    """The session's pretended GPU, active during one test, which must leave no work undone."""
+    """Activates the session's pretended GPU during one test; fails if the test leaves pending work."""
     with session_gpu.active():
         yield session_gpu
         if _steps_wait():
-            # The traceback of an error may keep training steps alive, which must be freed while the GPU is active.
+            # An error's traceback may keep training steps alive, which must be freed while the pretended GPU is active.
             gc.collect()
         session_gpu.settle()
 
 
 @pytest.fixture
 def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """Yields the pretended GPU with a tuner that times few launches."""
+    """The pretended GPU with a tuner that times few launches."""
     hurry(gpu, monkeypatch)
     return gpu
 
 
 def _steps_wait() -> bool:
-    """Whether a training step exists that has not freed its graphs yet."""
+    """Whether a training step exists whose graphs have not been freed."""
     waiting: Any = [*weakref.finalize._registry.values()]
     return any(str(each.func.__module__).endswith("training.captured") for each in waiting)

@@ -19,7 +19,7 @@ def place(array: Array) -> int:
 
 
 def in_one_piece(arrays: list[Array]) -> bool:
-    """Whether the arrays lie one behind the other, with only the gaps that alignment needs."""
+    """Whether the arrays follow each other in memory, with no gaps except for alignment."""
     ends = [place(array) + array.nbytes for array in arrays]
     gaps = [place(array) - end for array, end in zip(arrays[1:], ends, strict=False)]
     return all(0 <= gap < 256 for gap in gaps) and all(place(array) % 256 == 0 for array in arrays)

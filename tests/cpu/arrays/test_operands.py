@@ -1,4 +1,4 @@
-"""Operands read from the attributes and protocols of array libraries; the driver's answers are replaced."""
+"""Operands are read from the attributes and protocols of array libraries; the driver's answers are simulated."""
 
 from __future__ import annotations
 

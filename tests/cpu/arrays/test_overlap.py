@@ -1,4 +1,4 @@
-"""Overlap of operands, compared with the sets of their bytes' addresses."""
+"""Overlap of operands, compared with an intersection of the sets of all their bytes' addresses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def addresses(of: Operand) -> set[int]:
 
 
 def overlap(first: Operand, second: Operand) -> bool:
-    """Whether the check finds an overlap; the answer must not depend on which operand is written."""
+    """Whether `check_no_overlap` finds an overlap. The answer must not depend on which of the two is the output."""
     answers = set()
     for out, other in ((first, second), (second, first)):
         try:

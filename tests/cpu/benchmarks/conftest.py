@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.fake_gpu import FakeGpu
 
-_RELOADED: Final = ("benchmarks", "examples")  # packages whose modules hold the package under test
+_RELOADED: Final = ("benchmarks", "examples")  # packages whose modules import the package under test
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Splits of blocks that the benchmarks measure, and the fit of the choices for unmeasured layers."""
+"""The splits of blocks that the benchmarks measure, and fitting the priors to such measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENTRIES = {
 
 @pytest.fixture(autouse=True)
 def few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowers the limit of problems on either side of a tree's branch to one."""
+    """Lets a branch of a fitted tree have a single problem on a side."""
     monkeypatch.setattr(derived, "_LEAST_PROBLEMS", 1)
 
 
@@ -143,7 +143,7 @@ def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The strategies that the library refuses in this test. Plans are replaced by objects with a strategy alone."""
+    """The strategies that cuBLASLt is to refuse in a test. Plans are replaced by objects that have only a strategy."""
     names: set[str] = set()
 
     class Plan:

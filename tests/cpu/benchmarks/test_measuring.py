@@ -1,4 +1,4 @@
-"""How times are taken, without a GPU: turns, captures, buffer sets; bytes and operations of the cases."""
+"""How the benchmarks take times: turns, captures, buffer sets; and the bytes and operations of cases. Needs no GPU."""
 
 from __future__ import annotations
 

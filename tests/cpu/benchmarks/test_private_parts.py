@@ -1,4 +1,4 @@
-"""The private parts of the package that the benchmarks use, on the pretended GPU."""
+"""The functions of benchmarks/internals.py, which call private parts of the package, on the pretended GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows, figures, the page's tables and picture, and comparisons of results."""
+"""Rows and figures of results, the tables and the plot of benchmarks/README.md, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_page_and_its_picture_are_those_of_the_results() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes result files, of which the tables and the picture are made."""
+    """Writes result files from which the tables and the plot are made."""
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
     machine = {"gpu": "a GPU", "driver": "580", "cublaslt": 130100, "torch": "2.11", "jax": "0.11"}
 

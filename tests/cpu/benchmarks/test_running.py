@@ -1,4 +1,4 @@
-"""How suites are run, without a GPU: options, result files, resuming, plan caches."""
+"""Running benchmark suites: options, result files, resuming, plan caches. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_wrong_commands(arguments: list[str], message: str, capsys: pytest.Captu
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine with a GPU on which nothing runs."""
+    """Pretends a machine with a GPU; no test runs anything on it."""
     fake = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda **_: STREAM))
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(suite, "has_gpu", lambda: True)

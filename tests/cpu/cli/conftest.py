@@ -11,7 +11,7 @@ from lt_runtime.cli import main
 
 
 class Done(NamedTuple):
-    """The exit status of a command and the text that it has written."""
+    """Exit status and output of a command."""
 
     status: int
     out: str

@@ -36,7 +36,7 @@ EPOCHS = 15
         ("warmup --dtype " + "9" * 5000, "argument --dtype: '999"),
         ("demo --fast", "unrecognized arguments: --fast"),
         ("doctor --json file", "unrecognized arguments: file"),
-        # The parser accepts the following devices, and the command itself refuses them.
+        # The argument parser accepts the following devices; the command then refuses them.
         ("demo --device cuda:" + "9" * 5000, "device is 'cuda:999"),
         ("demo --device tpu", "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
         ("demo --device cuda:99", "device is 'cuda:99', but this machine has"),
@@ -68,7 +68,7 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", dtype, "--json", str(file), "--profile"]
     command = [sys.executable, "-m", "lt_runtime", "demo", *options]
-    # Several BLAS threads would only wait for each other in such small products.
+    # Such small products run faster without BLAS threads.
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The commands of the plan cache: their output as text and as JSON, their changes, their refusals."""
+"""The commands of the plan cache: output as text and as JSON, what they change, and what they refuse."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(has_gpus: HasGpus, monkeypatch: pytest.MonkeyPatch) -> HasGpus:
-    """Sets the GPUs of this machine, which has none at first. The cuBLASLt of an H200 machine is installed."""
+    """Function that sets the pretended machine's GPUs, none at first.
+
+    The machine has the cuBLASLt version of an H200 machine.
+    """
     monkeypatch.setattr(cublaslt, "get_version", lambda: H200.cublaslt)
     return has_gpus
 
@@ -76,7 +79,7 @@ def as_json(shown: Callable[..., str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def refused(cli: Cli) -> Callable[..., str]:
-    """Runs a command, and returns the one line with which it refuses."""
+    """Runs a command that must fail, and returns its one-line error."""
 
     def run(*arguments: object) -> str:
         status, out, err = cli("cache", *arguments)
@@ -121,7 +124,7 @@ def test_a_cache_that_cannot_be_read(
         plans.touch()
     elif kind == "loop":
         plans.symlink_to(plans)
-    else:  # the system refuses the write, except to root
+    else:  # the system refuses access, except to root
         monkeypatch.setattr(Path, "iterdir", raising(PermissionError(errno.EACCES, "Permission denied")))
     assert refused(*arguments.split()).startswith(f"lt_runtime cache: {plans} cannot be read ({reason}")
 
@@ -238,7 +241,7 @@ def test_a_cache_carried_to_an_equal_machine(
     theirs, ours = Document.read(exported), Document.read(target)
     entry = theirs.get(PRODUCT)
     assert isinstance(entry, ProductEntry)
-    # Without an algorithm's bytes the plan is rebuilt from its configuration.
+    # A merged entry has no algorithm bytes: the plan is rebuilt from the configuration.
     assert ours.get(PRODUCT) == replace(entry, algorithm=b"")
     assert ours.get(LAYER) == theirs.get(LAYER)
     assert shown("merge", exported, exported).count("0 entries new or better") == 2

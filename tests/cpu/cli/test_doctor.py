@@ -1,4 +1,4 @@
-"""The doctor: its findings, how its probes read a machine, and that looking changes nothing."""
+"""The command `doctor`: its findings, how it examines a machine, and that it changes nothing."""
 
 import json
 import os
@@ -70,8 +70,9 @@ PASCAL = replace(H200, capability=61)
         ({"cache": replace(CACHE, writable=False)}, "/cache cannot be used", "LT_RUNTIME_CACHE_DIR", False),
         ({"libraries": without("CUPTI")}, "CUPTI: not installed", "nvidia-cuda-cupti", False),
         ({}, "", "", None),
-        ({"driver": None, "gpus": (), "libraries": without(*CUDA)}, "", "", None),  # without a GPU, CUDA is not needed
-        ({"gpus": (), "libraries": without(*CUDA)}, "", "", None),  # a driver that shows no GPU
+        # On a machine without a GPU, CUDA libraries are not needed.
+        ({"driver": None, "gpus": (), "libraries": without(*CUDA)}, "", "", None),
+        ({"gpus": (), "libraries": without(*CUDA)}, "", "", None),  # a driver that reports no GPU
         ({"gpus": (PASCAL, H200)}, "", "", None),
     ],
 )
@@ -135,7 +136,7 @@ def test_looking_writes_nothing(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
     written = [path.name for path in tmp_path.iterdir()]
-    assert [name for name in written if name != ".nv"] == []  # the driver, if there is one, writes .nv
+    assert [name for name in written if name != ".nv"] == []  # a driver, if installed, creates .nv
 
 
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
@@ -156,7 +157,7 @@ def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x8086", "0x030000", False)],
 )
 def test_no_driver(monkeypatch, tmp_path: Path, vendor: str, device_class: str, *, found: bool):
-    """The doctor misses a driver only on machines whose PCI bus has an NVIDIA display controller."""
+    """A missing driver is reported only on machines with an NVIDIA display controller on the PCI bus."""
     monkeypatch.setattr(cuda_driver, "cuInit", raising(RuntimeError("Failed to dlopen libcuda.so.1")))
     assert doctor.driver_of(tmp_path) is None
     device = tmp_path / "0000:01:00.0"

@@ -21,7 +21,7 @@ from lt_runtime.store.plan_store import PlanStore
 from tests.support.plan_entries import H200, layer, layer_key, product, product_key
 
 ROOT = Path(__file__).parents[3]
-SECONDS = 60  # seconds after which a process counts as hanging
+SECONDS = 60  # time limit of a process, in seconds
 
 
 def start(
@@ -38,7 +38,7 @@ def start(
     environment |= {CACHE_VARIABLE: str(cache), "PYTHONUNBUFFERED": ""} | variables
     command = [sys.executable, *options, "-m", "lt_runtime", *arguments]
     pipes: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-    # Undoes that children of a shell's background jobs ignore interrupts.
+    # Resets SIGINT, which processes started from a shell's background job inherit as ignored.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, cwd=cache, env=environment, preexec_fn=heed, **pipes)
 
@@ -106,8 +106,8 @@ def test_an_interrupt_while_it_works(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     status, out, err = end(process)
     assert (out, err) == ("", "lt_runtime demo: interrupted\n")
-    # A shell reports both statuses as 130. Python sends itself the signal if the interrupt met code that was compiled
-    # from a string.
+    # A shell reports both statuses as 130. Python ends by the signal itself if the interrupt comes while it runs code
+    # that was compiled from a string.
     assert status in (130, -signal.SIGINT)
     assert list(tmp_path.iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_without_packages_the_doctor_works_and_other_commands_name_it(tmp_path: 
 
 def test_the_doctor_where_some_packages_are_missing(tmp_path: Path) -> None:
     (tmp_path / "packages").mkdir()
-    # Runs all of the doctor's probes but that of CuPy, because importing CuPy takes long.
+    # Runs all probes of `doctor` except CuPy's, because importing CuPy takes long.
     packages = packages_without(tmp_path / "packages", "cupy", "rich", "platformdirs", "safetensors")
     status, out, err = end(start(tmp_path, "doctor", "--json", options=["-S"], path=[packages], **{CACHE_VARIABLE: ""}))
     report = json.loads(out)

@@ -1,4 +1,4 @@
-"""Attributes of the real library's descriptors, set, read back and refused. No test here needs a GPU."""
+"""Attributes of cuBLASLt's descriptors are set, read back and refused by the real library. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_accepted(attribute: Attribute, value: Any) -> bool:
 
 
 def some_values(attribute: Attribute) -> list[float]:
-    """Values that an attribute accepts: all members of its enum, or small numbers and the largest one."""
+    """Values that an attribute accepts: all members of its enum, or some small numbers and the largest number."""
     if attribute.code == "f":
         return [0.0, 1.0, 2.5, 0]
     kind = cublaslt.MatmulTile if attribute is CONFIG.TILE_ID else attribute.accepted.kind
@@ -47,7 +47,7 @@ def some_values(attribute: Attribute) -> list[float]:
 
 
 def assert_one_width(prefix: str, owner: Any, attribute: Attribute) -> None:
-    """The library accepts an attribute only in the width that the bindings declare."""
+    """Asserts that the library accepts an attribute only with the size in bytes that the bindings declare."""
     cell, written = ctypes.create_string_buffer(16), ctypes.c_size_t()
     setter, getter = (library.function(f"{prefix}{name}Attribute") for name in ("Set", "Get"))
     for width in (1, 2, 4, 8, 16):
@@ -59,9 +59,9 @@ def assert_one_width(prefix: str, owner: Any, attribute: Attribute) -> None:
 
 @pytest.mark.parametrize(("make", "attribute"), EVERY_ATTRIBUTE)
 def test_the_library_refuses_an_attribute_in_another_width(make: Callable[[], Any], attribute: Any) -> None:
-    """The bindings declare the widths of attributes themselves, and never ask the library.
+    """The bindings declare the sizes of attributes, and never query the library for them.
 
-    The test asks the library, which must report the same widths.
+    The test queries the library, which must report the same sizes.
     """
     with made(make, attribute) as descriptor:
         assert_one_width(f"cublasLt{type(descriptor).__name__}", descriptor.handle, attribute)
@@ -145,7 +145,7 @@ def test_an_attribute_of_another_descriptor_is_refused(desc: cublaslt.MatmulDesc
 def test_values_are_read_as_members_of_their_enum(desc: cublaslt.MatmulDesc) -> None:
     desc.set(MATMUL.EPILOGUE, cublaslt.Epilogue.GELU_AUX)
     assert desc.get(MATMUL.EPILOGUE) is cublaslt.Epilogue.GELU_AUX
-    assert desc.get(MATMUL.BIAS_DATA_TYPE) == -1  # the library returns "unset", a number that is no member of the enum
+    assert desc.get(MATMUL.BIAS_DATA_TYPE) == -1  # the value "unset", which is not a member of the enum
 
 
 def test_errors_name_the_call_and_the_status(desc: cublaslt.MatmulDesc) -> None:

@@ -1,4 +1,4 @@
-"""How descriptors are made, and how long they live. They are the real library's; no test here needs a GPU."""
+"""Creation and lifetime of descriptors, with the real library. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_least_leading_dimension(order: cublaslt.Order, least: int) -> None:
 
 
 def test_the_library_gets_the_arguments_of_a_descriptor() -> None:
-    """The second of two equal answers is `recall`'s, which trusts what the descriptor was made with."""
+    """`get` asks the library, `recall` returns the values with which the descriptor was made; both must agree."""
     float32, order = cublaslt.DataType.R_32F, cublaslt.Order
     layouts = {
         (float32, order.COL, 12, 34, 56, 7, 89): {"batch_count": 7, "batch_stride": 89},
@@ -80,7 +80,7 @@ def test_grouped_layouts() -> None:
 
 
 def test_a_product_keeps_its_emulation_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # descriptors of earlier tests are freed before the recorder counts
+    gc.collect()  # frees descriptors of earlier tests before the recorder counts
     recorder = Recorder.install(monkeypatch)
     with matmul_desc() as desc:
         emulation = made(cublaslt.EmulationDesc)
@@ -98,7 +98,7 @@ def test_a_product_keeps_its_emulation_alive(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("is_closed", [True, False])
 @pytest.mark.parametrize("make", EVERY_KIND)
 def test_a_descriptor_is_freed_once(make: Callable[[], Any], is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor that nobody closes is freed once it is garbage, even in a circle of references."""
+    """A descriptor that is not closed is freed once it is garbage, even in a reference cycle."""
     recorder = Recorder.install(monkeypatch)
     descriptor = made(make)
     if is_closed:

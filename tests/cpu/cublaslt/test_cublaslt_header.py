@@ -31,7 +31,7 @@ def our_enums() -> list[Enum]:
     names = (module.name for module in pkgutil.iter_modules(cublaslt.__path__, f"{cublaslt.__name__}."))
     values = (value for module in map(importlib.import_module, names) for value in vars(module).values())
     classes = {value for value in values if isinstance(value, type) and issubclass(value, enum.IntEnum | enum.IntFlag)}
-    classes.add(cublaslt.MatmulTile)  # this enum is made at its first use
+    classes.add(cublaslt.MatmulTile)  # this enum is created on first use
     return sorted(filter(len, classes), key=lambda cls: cls.__name__)  # base classes have no members
 
 
@@ -44,7 +44,7 @@ def c_names(name: str, prefix: str) -> Iterator[str]:
 
 
 def c_enum(ours: Enum) -> tuple[str, list[str]]:
-    """Reads an enum's docstring: the C enum that it names, and the prefixes of that enum's members."""
+    """Parses an enum's docstring: returns the name of the C enum, and the prefixes of its members."""
     match = re.match(r"`(\w+)`, (.*?)[:.]( |\n|$)", ours.__doc__ or "", re.DOTALL)
     assert match is not None, f"the docstring of {ours.__name__} does not name the C enum and the prefix"
     return match[1], re.findall(r"\bCU\w*_(?=\W|$)", match[2]) or [""]

@@ -1,4 +1,4 @@
-"""Launches check their arguments and hand them to the library, whose functions stand-ins replace."""
+"""Launches check their arguments and pass them to the library, whose functions are replaced by stand-ins."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"workspace": -256}, ArgumentError, "workspace is -256"),
     ({"workspace_size": 1023}, ArgumentError, "workspace_size is 1023; accepted: 1024 or more"),
     ({"workspace_size": -1}, ArgumentError, "workspace_size is -1"),
-    # The alignment that an address needs is the size of its own elements, not of others that are larger.
+    # An address must be aligned to the size of its own operand's elements, not to a larger one of another operand.
     ({"types": (FP16, FP16, FP32, FP32), "addresses": (2, 2, 4, 2)}, AlignmentError, "d is 0x2; .* a multiple of 4"),
     ({"types": (FP16, FP16, FP32, FP32), "addresses": (2, 1, 4, 4)}, AlignmentError, "b is 0x1; .* a multiple of 2"),
     ({"addresses": (4, 8, 12, 12), "leading": {"c": 65}}, ArgumentError, "c is d, and their layouts differ"),
@@ -177,7 +177,7 @@ def test_a_descriptor_that_is_closed_between_two_launches(launches: Launches, wh
 
 @pytest.mark.parametrize("epilogue", Epilogue)
 def test_an_epilogue_needs_its_pointers_at_the_launch(launches: Launches, epilogue: Epilogue) -> None:
-    """A launch would read or write address 0. The heuristic may be asked before the pointers are set."""
+    """Without the pointer a launch would access address 0. The heuristic may be queried before pointers are set."""
     attributes = {M.EPILOGUE: epilogue, M.EPILOGUE_AUX_LD: 128}
     product = Product(attributes=attributes)
     with cublaslt.MatmulPreference() as preference:

@@ -17,7 +17,7 @@ from lt_runtime.errors import ArgumentError, MissingLibraryError
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Begins the test without a loaded library, and restores the usual library afterwards."""
+    """Starts a test without a loaded cuBLASLt, and restores the loaded library afterwards."""
     monkeypatch.delenv("LT_RUNTIME_CUBLASLT", raising=False)
     library.loaded.cache_clear()
     yield
@@ -62,7 +62,7 @@ def test_a_named_file_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_function_that_an_older_library_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the library lacks a function, only the call that needs it fails.
 
-    The C library, which has no function of cuBLASLt, takes the place of cuBLASLt.
+    The C library (libc), which has none of cuBLASLt's functions, is loaded in its place.
     """
     older = object.__new__(library.Library)
     older.__dict__.update(path="libc.so.6", version=130000, _functions={}, _dll=library.ctypes.CDLL("libc.so.6"))

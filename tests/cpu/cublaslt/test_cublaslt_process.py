@@ -1,5 +1,4 @@
-"""Handles, and the logger. Settings of the logger hold for a whole process, so its tests run in processes of their
-own."""
+"""Library handles, and the logger, whose settings hold for the whole process: its tests start new processes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ STAND_INS = {"cublasLtCreate": creates(0x7000), "cublasLtDestroy": succeeds}
 
 
 def run(tmp_path: Path, script: str) -> str:
-    """Runs a script in a process of its own, and returns its output."""
+    """Runs a script in a new process, and returns its output."""
     prelude = "import gc, os, sys, threading\nfrom lt_runtime import cublaslt as lt\n"
     prelude += "def log_something(): lt.MatmulPreference().close()\n"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUBLASLT_LOG")}
@@ -54,7 +53,7 @@ def test_the_callback_gets_every_message(tmp_path: Path) -> None:
 
 
 def test_the_callback_may_raise_and_is_removed_at_exit(tmp_path: Path) -> None:
-    """The library must not call the callback once the interpreter no longer runs: that would crash."""
+    """The library must not call the callback after the interpreter has ended, because that would crash."""
     script = """
         sys.unraisablehook = lambda problem: print("unraisable", problem.exc_value)
         def fail(*message): raise ValueError("no")
@@ -108,7 +107,7 @@ def test_a_handle_is_destroyed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_handle_that_is_left_open_is_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Destroying a handle synchronises the device, which the garbage collector must not do."""
+    """Destroying a handle synchronises the device, which must not happen during garbage collection."""
     recorder = Recorder.install(monkeypatch, STAND_INS)
     handle = cublaslt.Handle()
     with pytest.warns(ResourceWarning, match="a cuBLASLt Handle was never closed"):

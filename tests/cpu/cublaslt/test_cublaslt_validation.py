@@ -1,4 +1,4 @@
-"""Products whose shapes, types, batches or epilogue do not fit, refused before the library is asked."""
+"""Products whose shapes, types, batches or epilogue do not fit are refused before the library is called."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_bias_has_the_type_of_d(epilogue: Epilogue) -> None:
     validate(DataType.R_16BF, DataType.R_32F, DataType.R_32F)
     with pytest.raises(DTypeError, match="BIAS_DATA_TYPE is R_16BF; accepted: D's type, R_32F"):
         validate(DataType.R_16BF, DataType.R_32F, DataType.R_16BF)
-    validate(DataType.R_8F_E4M3, DataType.R_16BF, DataType.R_16F)  # our checks leave FP8 to the library
+    validate(DataType.R_8F_E4M3, DataType.R_16BF, DataType.R_16F)  # our checks do not cover FP8
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every call of cuBLASLt made to fail in turn: the error names the call, nothing leaks, and the next call works."""
+"""Each call of cuBLASLt is made to fail in turn: the error names the call, nothing leaks, and the next call works."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def error_of(action: Callable[[], Any]) -> CublasLtError | None:
 
 
 def assert_nothing_is_left(recorder: Recorder) -> None:
-    """Checks that each descriptor was destroyed once. Only the device's handle is kept, one for the whole process."""
+    """Asserts that each descriptor was destroyed once. Only the device's handle stays, for the whole process."""
     kept = {address: count for address, count in recorder.created.items() if address in HANDLES}
     assert sum(kept.values()) <= 1
     assert recorder.destroyed == recorder.created - Counter(kept) or recorder.destroyed == recorder.created
 
 
 def fail_at(recorder: Recorder, index: int, action: Callable[[], Any]) -> None:
-    """Runs an action whose call number `index` fails: the error says so, and nothing is left, not even as garbage."""
+    """Runs an action whose call number `index` fails; asserts that the error names it, and that no object is left."""
     recorder.forget()
     recorder.fail_at = index
     error = error_of(action)

@@ -1,4 +1,4 @@
-"""The clock, and measuring beside other threads' captures, on the pretended GPU, where each memset takes 1 µs."""
+"""The clock, and measuring while other threads capture, on the pretended GPU, where each memset takes 1 µs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def buffer(gpu: FakeGpu) -> Any:
 
 @pytest.fixture
 def clock(gpu: FakeGpu, buffer: Any) -> Iterator[Any]:
-    """A clock. At the end of the test none of its events or graphs may be left."""
+    """A clock; fails if an event or graph of it is left at the end of the test."""
     made = own("gpu.clock").Clock(0)
     before = gpu.calls.open()
     yield made
@@ -71,7 +71,7 @@ def test_a_thread_beside_captures_may_allocate(gpu: FakeGpu) -> None:
 
 
 def test_captures_that_a_measurement_would_disturb(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The capture is of CuPy's current stream, or of a stream that the default stream waits for."""
+    """Captured is CuPy's current stream, or a stream that the default stream waits for."""
     streams, errors = own("gpu.streams"), own("errors")
     with gpu.stream:
         call("cuStreamBeginCapture", gpu.stream.ptr, MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)

@@ -1,4 +1,4 @@
-"""Compiling kernels with NVRTC, finding them in the cache again, and failures of both. NVRTC needs no GPU."""
+"""Kernels are compiled by NVRTC and found in the cache again; failures of both. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records for which sources the compiler is called. The compiler is replaced by one that counts its calls."""
+    """The list of sources for which the compiler is called."""
     calls: list[str] = []
 
     def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
@@ -51,7 +51,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(code: str) -> str:
-    """Runs code in a new process and returns its output: the tests' process may have loaded the compiler already."""
+    """Runs code in a new process, which has not loaded the compiler yet, and returns its output."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
@@ -99,7 +99,7 @@ def test_definitions_and_architecture_tell_kernels_apart(compiled: list[str]) ->
 
 @pytest.fixture
 def toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Copies only those headers of the CUDA runtime on which a kernel's key in the cache depends."""
+    """A directory with only those CUDA headers on which the cache keys of kernels depend."""
     headers = tmp_path / "include"
     headers.mkdir()
     for name in compiler._TOOLKIT_HEADERS:
@@ -124,7 +124,7 @@ def append(file: Path) -> None:
 
 
 def rewrite(file: Path) -> None:
-    """Changes a file's content, but neither its size nor its time of change."""
+    """Changes a file's content, but neither its size nor its modification time."""
     status = file.stat()
     file.write_bytes(file.read_bytes()[::-1])
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))

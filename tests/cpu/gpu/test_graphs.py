@@ -18,7 +18,7 @@ RUN_BEFORE = "run the operation once on this stream before the capture"
 
 @pytest.fixture
 def fresh(gpu: FakeGpu) -> Iterator[Any]:
-    """The memory (workspace and counters) of a new stream, which is freed at the end."""
+    """The `StreamMemory` of a new stream; freed at the end."""
     stream = gpu.cp.cuda.Stream().ptr
     yield own("gpu.memory").stream_memory(0, stream)
     gpu.synchronize_all()
@@ -26,7 +26,7 @@ def fresh(gpu: FakeGpu) -> Iterator[Any]:
 
 
 def put(memory: Any) -> None:
-    """Puts one memset on the stream to which a memory belongs."""
+    """Launches one memset on the stream of `memory`."""
     call("cuMemsetD8Async", memory.scratch(16), 1, 16, memory.stream)
 
 
@@ -55,7 +55,7 @@ def test_no_garbage_is_collected_during_a_capture(gpu: FakeGpu, capture: str) ->
 def test_a_capture_that_another_thread_invalidates_is_tried_three_times(
     gpu: FakeGpu, times: int, is_told: bool
 ) -> None:
-    """Another thread synchronises the device. cuBLASLt may report the driver's refusal as a failure of its own."""
+    """Another thread synchronises the device during the capture. cuBLASLt may report the driver's error as its own."""
     buffer, ended = gpu.cp.zeros(4, "float32"), list[int]()
     errors, graph_of = own("errors"), own("gpu.graphs").Graph
 
@@ -143,11 +143,11 @@ def test_a_bound_plan_puts_its_launches_into_a_capture(gpu: FakeGpu, fresh: Any)
 
 
 def test_graphs_of_ended_plans_are_freed_when_the_next_is_bound(gpu: FakeGpu, fresh: Any) -> None:
-    bound(fresh)  # frees the objects that earlier tests left behind
+    bound(fresh)  # frees graphs that earlier tests have left
     before = gpu.calls.open()["cuGraphInstantiate"]
     plans = [bound(fresh), bound(fresh)]
     assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
-    # The graph outlives its plan: freeing a graph would invalidate a capture, during which the plan may be dropped.
+    # The graph is not freed with its plan, because that would invalidate a capture during which the plan is dropped.
     plans.clear()
     assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
     kept = bound(fresh)

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: files that were damaged, exchanged or planted are not used, and room is made."""
+"""The cache of compiled kernels does not use damaged, exchanged or planted files, and keeps within its size."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
     kernel()
     (path,) = cache.glob(place) if place else [cache]
     make(path, monkeypatch)
-    if os.geteuid() == SOMEBODY:  # from here on, all files belong to another user
+    if os.geteuid() == SOMEBODY:  # this process pretends to be another user, to whom no file belongs
         path = cache
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -156,7 +156,7 @@ def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
     (warning,) = map(str, (each.message for each in caught))
     assert warning.startswith(f"kernels are compiled anew in each process: {path} ")
     assert CACHE_VARIABLE in warning
-    # A foreign file in our own directory is replaced; nothing is written to a foreign directory.
+    # Another user's file in our directory is replaced; nothing is written to another user's directory.
     assert len(compiled) == (2 if path.is_file() else 3)
 
 
