@@ -46,7 +46,7 @@ for _name in VARIABLES:
 
 
 @contextlib.contextmanager
-def _within(variable: ContextVar[bool]) -> Iterator[None]:
+def within(variable: ContextVar[bool]) -> Iterator[None]:
     """Sets a context variable to True within a `with` block."""
     token = variable.set(True)
     try:
@@ -67,12 +67,12 @@ def tuning() -> AbstractContextManager[None]:
     While it measures, other threads must not synchronise with the whole device, as `torch.cuda.synchronize()` does:
     `lt.tune` says what else is forbidden.
     """
-    return _within(asked_for)
+    return within(asked_for)
 
 
 def not_tuning() -> AbstractContextManager[None]:
     """Within a `with` block, the calling thread measures no problem; this overrides `tuning` and `LT_RUNTIME_TUNE`."""
-    return _within(_is_switched_off)
+    return within(_is_switched_off)
 
 
 def is_tuning() -> bool:
@@ -188,7 +188,7 @@ def _measure(
     from lt_runtime.tuner import search
 
     try:
-        with _within(_is_busy):
+        with within(_is_busy):
             list(search.tune_chains(given, device, progress=progress))
     except (LtError, MemoryError) as error:
         warnings.warn(f"{what} could not be tuned and runs untuned ({error})", stacklevel=2)

@@ -345,7 +345,9 @@ def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
         return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
 
     with contextlib.ExitStack() as restored:
-        for kind in _with_subclasses(LRScheduler):
+        kinds = [LRScheduler]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
             if "step" in vars(kind):
                 restored.callback(setattr, kind, "step", kind.step)
                 kind.step = noting(kind.step)
@@ -377,12 +379,6 @@ def _compilations() -> int:
     """The number of graphs that torch.compile has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
-def _with_subclasses(kind: Any) -> Iterator[Any]:
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _with_subclasses(each)
 
 
 def _gpu_of(leaves: list[Tensor]) -> Any:

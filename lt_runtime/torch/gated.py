@@ -25,6 +25,7 @@ class GatedLayers(Operator):
 
     name = "gated"
     options = "str activation, float slope, float dropout"
+    addend = 1
 
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
@@ -62,12 +63,6 @@ class GatedLayers(Operator):
         """See `Operator`."""
         x, _, key, gate, up, down, *_ = operands
         return x, key, gate, up, down, outputs[1]
-
-    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """See `Operator`. The gradient of `add` is dy itself, which the operator may not return."""
-        made = super().differentiate(dys, saved, (needs[0], False, *needs[2:]), options)
-        made[1] = dys[0] if needs[1] else None
-        return made
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""

@@ -22,15 +22,10 @@ Function: TypeAlias = "Callable[..., Any] | str"
 """The function that computes what a module does; or the reason why there is none."""
 
 _ACTIVATIONS: Final[dict[Any, str]] = {
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.activation.Tanh": "tanh",
-    "transformers.activations.GELUActivation": "gelu_erf",
+    **{f"torch.nn.modules.activation.{name}": name.lower() for name in ("ReLU", "SiLU", "Sigmoid", "Tanh")},
+    **{f"transformers.activations.{name}Activation": "gelu" for name in ("NewGELU", "FastGELU", "AccurateGELU")},
     "transformers.activations.GELUTanh": "gelu",
-    "transformers.activations.NewGELUActivation": "gelu",
-    "transformers.activations.FastGELUActivation": "gelu",
-    "transformers.activations.AccurateGELUActivation": "gelu",
+    "transformers.activations.GELUActivation": "gelu_erf",
     "transformers.activations.SiLUActivation": "silu",
     F.relu: "relu",
     torch.relu: "relu",
@@ -113,9 +108,8 @@ def _steps(parts: Iterable[Any]) -> list[Any]:
 def _chain(*parts: Any) -> Function:
     """The `_Run` that computes all parts; the reason if they do not form one run."""
     steps = _steps(parts)
-    if len(steps) == 1 and type(steps[0]) is _Run:
-        run: _Run = steps[0]
-        return run
+    if len(steps) == 1 and isinstance(steps[0], _Run):
+        return steps[0]
     for part in parts:
         if isinstance(part, nn.Module) and (why := unusual(part)):
             return f"{type(part).__name__}: {why}"

@@ -57,6 +57,7 @@ class LinearLayers(Operator):
 
     name = "linear"
     options = "str[] activations, float[] slopes, float[] dropouts"
+    addend = 1
 
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """See `Operator`. On a GPU the plan of each layer decides which tensor is kept for backward."""
@@ -123,12 +124,6 @@ class LinearLayers(Operator):
         zs = [next(kept) if form.saved is Saved.PREACTIVATION else None for form in forms]
         y = outputs[0] if forms[-1].saved is Saved.OUTPUT else None
         return key, *parameters[::2], x if needs[3] or count > 1 else None, *outputs[1:count], y, *zs
-
-    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """See `Operator`. The gradient of `add` is dy itself, which the operator may not return."""
-        made = super().differentiate(dys, saved, (needs[0], False, *needs[2:]), options)
-        made[1] = dys[0] if needs[1] else None
-        return made
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""

@@ -55,14 +55,6 @@ class CrossEntropy(Operator):
         """See `Operator`."""
         self._run(outputs[0], torch.empty_like(operands[0]), operands, options)
 
-    def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
-        """See `Operator`."""
-        return operands
-
-    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """See `Operator`."""
-        return [torch.empty_like(saved[0])]
-
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
         (loss,) = self.outputs(saved, options)
@@ -95,17 +87,16 @@ class LinearCrossEntropy(Operator):
         """See `Operator`."""
         x, (*_, is_half, needs, training) = operands[0], options
         dtype = torch.float32 if is_half else x.dtype
-        pairs = zip(operands[:3], needs, strict=True) if training else ()
-        made = [torch.empty_like(each, dtype=dtype) if needed else x.new_empty(0) for each, needed in pairs]
+        pairs = zip(operands[:3], needs, strict=True)
+        made = [torch.empty_like(each, dtype=dtype) if need and training else x.new_empty(0) for each, need in pairs]
         return [x.new_empty((), dtype=_loss_type(x)), *made]
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         x, weight, bias, labels = operands
         ignore_index, smoothing, chunk, is_half, needs, training = options
-        needs = needs if training else (False,) * 3
-        loss, rows, classes = outputs[0], len(x), len(weight)
-        gradients = [each if need else None for each, need in zip(outputs[1:] or operands[:3], needs, strict=True)]
+        (loss, *made), rows, classes = outputs, len(x), len(weight)
+        gradients = [each if need and training else None for each, need in zip(made, needs, strict=True)]
         dx, dw, db = gradients
         kept = labels != ignore_index
         count, labels = kept.sum(), torch.where(kept, labels, 0)
@@ -297,9 +288,8 @@ def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, sc
         options: dict[str, Any] = {"ignore_index": None, **more}
         loss_of(logits, labels, grad_scale=scale, out_gradient=gradient, out_loss=loss, **options)
         return
-    classes, ignored = logits.shape[-1], more.get("ignore_index")
-    wrong = labels[(labels < 0) | (labels >= classes)]
-    wrong = wrong if ignored is None else wrong[wrong != ignored]
+    classes, ignored = logits.shape[-1], more.get("ignore_index", 0)  # 0 is a class, which is accepted anyway
+    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
     if wrong.numel():
         raise ArgumentError(f"a label is {int(wrong[0])}; accepted are 0 to {classes - 1}, or ignore_index")
     more = {name: as_numpy(each) if isinstance(each, torch.Tensor) else each for name, each in more.items()}

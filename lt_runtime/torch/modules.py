@@ -66,9 +66,8 @@ class Linear(torch.nn.Linear):
 def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor = None) -> Tensor:
     """Runs consecutive layers as one operator; each step of backward also applies the derivative of the layer below."""
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
-    drops = [layer.dropout if layer.training else 0.0 for layer in layers]
-    forms = tuple([layer.activation for layer in layers]), tuple([layer.negative_slope for layer in layers])
-    return chain(layers, x, parameters, (*forms, tuple(drops)), add)
+    forms = [(each.activation, each.negative_slope, each.dropout if each.training else 0.0) for each in layers]
+    return chain(layers, x, parameters, tuple(zip(*forms, strict=True)), add)
 
 
 class MLP(torch.nn.Sequential):

@@ -10,10 +10,11 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from lt_runtime.arrays.operand import fp64_on_host
 from lt_runtime.errors import LtError
 from lt_runtime.ops.call import AUTOGRAD_THREAD
-from lt_runtime.ops.first_use import asked_for, is_tuning
-from lt_runtime.torch.tensors import Tensor, Tensors, accepting_fp64, as_rows
+from lt_runtime.ops.first_use import asked_for, is_tuning, within
+from lt_runtime.torch.tensors import Tensor, Tensors, as_rows
 
 Options: TypeAlias = tuple[Any, ...]
 Needs: TypeAlias = Sequence[bool]
@@ -39,11 +40,14 @@ class Operator(ABC):
         name: of the operator.
         options: the schema of its options. A last option, `training`, is added: whether a gradient will be computed.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
+        addend: index of an operand that is added to the output; None without one. Its gradient is dy itself, which the
+            registered operator may not return.
     """
 
     name: str
     options: str
     visible: int = 1
+    addend: int | None = None
 
     def __init__(self) -> None:
         options = f"{self.options}, bool training"
@@ -72,13 +76,13 @@ class Operator(ABC):
         """Computes the outputs into tensors, for `compute`."""
         raise NotImplementedError
 
-    @abstractmethod
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """Chooses the tensors that backward reads. `needs` says which operands need a gradient."""
+        return operands
 
-    @abstractmethod
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Makes the gradients of the operands that need one, in their order, uninitialised."""
+        return [torch.empty_like(each) for each, need in zip(saved, needs, strict=True) if need]
 
     def compute_gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients; `dys` are the gradients of the visible outputs, None for one that is zero."""
@@ -120,7 +124,7 @@ class Operator(ABC):
         if not operands[0].is_cuda:
             self.check(operands, options)
         try:
-            with _NOTHING if operands[0].is_cuda else accepting_fp64():
+            with _NOTHING if operands[0].is_cuda else within(fp64_on_host):
                 return self.compute(operands, options)
         except Exception:  # on a GPU: `check` raises it with the caller's names of the operands
             self.check(operands, options)
@@ -134,16 +138,17 @@ class Operator(ABC):
         """Computes the gradients of the operands that need one, without the dispatcher."""
         dys = [each if each is None else as_rows(each) for each in dys]
         is_cuda = any(each is not None and each.is_cuda for each in dys)
-        with _NOTHING if is_cuda else accepting_fp64():
+        with _NOTHING if is_cuda else within(fp64_on_host):
             return self.compute_gradients(dys, saved, needs, options)
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """The gradients of all operands, None where there is none."""
+        asked = [need and i != self.addend for i, need in enumerate(needs)]
         if is_eager((*dys, *saved)):
-            made = iter(self.run_backward(dys, saved, needs, options))
+            made = iter(self.run_backward(dys, saved, asked, options))
         else:
-            made = iter(self._backward([*dys], [*saved], [*needs], *options))
-        return [next(made) if need else None for need in needs]
+            made = iter(self._backward([*dys], [*saved], asked, *options))
+        return [next(made) if a else dys[0] if need else None for a, need in zip(asked, needs, strict=True)]
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The kernel that the dispatcher calls for autograd."""

@@ -153,10 +153,7 @@ class AdamW(torch.optim.AdamW):
                 since the last step.
             GpuError: the driver or the compiler failed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         parameters = [each for each in self._parameters() if each.grad is not None]
         if not parameters:
             return loss
@@ -204,15 +201,13 @@ class AdamW(torch.optim.AdamW):
     def _fill_buckets(self) -> None:
         """Puts parameters that have a gradient but no bucket into new ones."""
         found: dict[Any, dict[Tensor, dict[str, Tensor]]] = {}
-        for i, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self._complete_state(parameter, group)
-                if parameter in self._bucket_of:
-                    state["step"] = self._bucket_of[parameter].step  # the user may have put a copy there
-                else:
-                    found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), {})[parameter] = state
+        groups = enumerate(self.param_groups)
+        for i, parameter in [(i, each) for i, group in groups for each in group["params"] if each.grad is not None]:
+            state = self._complete_state(parameter, self.param_groups[i])
+            if parameter in self._bucket_of:
+                state["step"] = self._bucket_of[parameter].step  # the user may have put a copy there
+            else:
+                found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), {})[parameter] = state
         for (i, *_), states in found.items():
             bucket = Bucket(states, self.param_groups[i], self._numbered, self._options)
             self._numbered += len(states)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
-from lt_runtime.arrays.operand import fp64_on_host
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError, OperandError, ShapeError
 from lt_runtime.layout import layout_of
 from lt_runtime.problem import DType
@@ -90,16 +88,6 @@ def as_tensor(array: Any) -> Tensor:
 def placed(tensors: Tensors) -> list[Any]:
     """Tensors as the package's operations take them: those on the CPU as NumPy arrays; see `as_rows`."""
     return [each if each is None else as_rows(each) if each.is_cuda else as_numpy(as_rows(each)) for each in tensors]
-
-
-@contextlib.contextmanager
-def accepting_fp64() -> Iterator[None]:
-    """Within a `with` block, the package's operations accept FP64 NumPy arrays."""
-    token = fp64_on_host.set(True)
-    try:
-        yield
-    finally:
-        fp64_on_host.reset(token)
 
 
 def store(tensor: Tensor, exact: Any) -> None:

@@ -172,11 +172,9 @@ class Bucket:
             self.nonfinite.copy_(found_inf.reshape(()))
         if scale is not None:
             torch.mul(scale.reshape(()), sign, out=self.scale)
-        elif self.group["maximize"]:
+        elif sign < 0:
             self.scale.fill_(sign)
-        else:
-            return 0
-        return int(self.scale.data_ptr())
+        return 0 if scale is None and sign > 0 else int(self.scale.data_ptr())
 
 
 class HostStep:
