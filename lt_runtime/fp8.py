@@ -8,10 +8,12 @@ from typing import Literal
 
 from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
-from lt_runtime.problem import Activation, BackwardProblem, DType, ForwardProblem
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem
 
 Recipe = Literal["delayed", "current"]
 _MOST_STEPS = 1024
+UNIT = 16
+"""M, N and K of products in FP8 are multiples of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,8 @@ class FP8:
         history: steps whose largest magnitudes decide a delayed scale, in [1, 1024].
         headroom: at least 1; a delayed scale leaves room for this multiple of the largest magnitude.
         fast_accumulation: which products are summed with about 14 bits: "forward", "always" or "never".
-        fallback: whether a layer on a GPU is computed in its own type where FP8 is expected to be slower, which
-            `FP8State.fallback` tells; `precision="fp8"` of a model asks for it.
+        fallback: whether a layer on a GPU is computed in its own type where FP8 is slower, as measured or else as
+            expected, which `FP8State.fallback` tells; `precision="fp8"` of a model asks for it.
 
     Raises:
         ArgumentError: an attribute has another value.
@@ -102,3 +104,44 @@ class Fp8Problem:
     precision: Precision
     prologue: Prologue = Prologue()
     needs: Needs = Needs()
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8LayerProblem:
+    """The choice between FP8 and a layer's own type, for the products of its forward and backward pass.
+
+    A measurement of both decides if the choice is open: with packed matrices, without dropout, and with the gradients
+    of the weight and the bias.
+
+    Attributes:
+        dtype: the layer's own type.
+        rows, outputs, inputs: M, N and K.
+        bias: whether there is a bias.
+        dx: whether backward computes dx.
+        recipe: of the products in FP8.
+    """
+
+    dtype: DType
+    compute: Compute
+    rows: int
+    outputs: int
+    inputs: int
+    activation: Activation
+    bias: bool
+    dx: bool
+    recipe: FP8
+
+    @property
+    def fits(self) -> bool:
+        """Whether the sizes allow products in FP8."""
+        return are_multiples(self.rows, self.outputs, self.inputs)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether both are possible: the sizes allow FP8, and the recipe does not ask for it in any case."""
+        return self.fits and self.recipe.fallback
+
+
+def are_multiples(*sizes: int) -> bool:
+    """Whether the tensor cores can multiply matrices of these sizes in FP8: all are positive multiples of `UNIT`."""
+    return all(size > 0 and size % UNIT == 0 for size in sizes)

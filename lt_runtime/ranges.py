@@ -37,7 +37,8 @@ class Listener(Protocol):
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Functions that are called in an operation's range with the work that it runs: a `PreparedCall`, or an `Optimizer`."""
+"""Functions that are called in an operation's range with the work that it runs: a `PreparedCall`, or an `Optimizer`. If
+a layer may be in FP8, they are called with its `Fp8LayerProblem` before its work."""
 
 
 def tell(work: Any) -> None:

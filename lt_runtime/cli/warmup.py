@@ -20,10 +20,10 @@ from lt_runtime.cli.output import show
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import parse_json, read_regular
 from lt_runtime.ops.tuning import mlp_chain, ordinal_of
-from lt_runtime.problem import ACTIVATIONS, ComputeName, MatmulProblem
+from lt_runtime.problem import ACTIVATIONS, ComputeName
 from lt_runtime.store.recording import read_recorded
 from lt_runtime.tuner import search
-from lt_runtime.tuner.chain import LayerChain, chains_of
+from lt_runtime.tuner.chain import Tunable, chains_of
 from lt_runtime.tuner.report import Tuned, TuningReport, progress_bar
 
 PRESETS: Final = Path(__file__).parents[1] / "presets.json"
@@ -87,13 +87,13 @@ def _show(tuned: list[Tuned], *, is_complete: bool, as_json: bool) -> int:
     return show(result, [report.table(), report.summary, *stopped], as_json=as_json)
 
 
-def _chains(arguments: argparse.Namespace) -> list[LayerChain | MatmulProblem]:
+def _chains(arguments: argparse.Namespace) -> list[Tunable]:
     """All chains of layers and all products that the arguments name.
 
     Raises:
         ArgumentError: the arguments name no problem, or a value is not accepted.
     """
-    found: list[LayerChain | MatmulProblem] = []
+    found: list[Tunable] = []
     given, types = list(_layers(arguments)), dict.fromkeys(arguments.dtype or ["float32"])
     if arguments.compute == "tf32" and "float32" not in types:
         raise ArgumentError("--compute is tf32, which needs --dtype float32")

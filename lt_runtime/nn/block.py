@@ -19,10 +19,10 @@ from lt_runtime.nn.run import Met, Pass
 from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.first_use import not_tuning
-from lt_runtime.problem import DType, MatmulProblem
+from lt_runtime.problem import DType
 
 if TYPE_CHECKING:
-    from lt_runtime.tuner.chain import LayerChain
+    from lt_runtime.tuner.chain import Tunable
 
 _MOST_SIZES: Final = 8
 """Number of batch sizes whose problems a model remembers; a training step keeps as many graphs."""
@@ -139,7 +139,7 @@ class Block:
         """The problems that the model's training steps have run, one `Met` for each batch size, the latest last."""
         return deque(maxlen=_MOST_SIZES)
 
-    def rehearse(self, x: Any) -> list[LayerChain | MatmulProblem]:
+    def rehearse(self, x: Any) -> list[Tunable]:
         """Runs the model forward and back, which overwrites its gradients; returns the layers and products that ran.
 
         Args:

@@ -58,7 +58,7 @@ def fp8_forward(
 
 def _trains_in_fp8(x: Any, *layers: Linear) -> bool:
     """Whether training computes the products of all layers, of which the first one has inputs x, in FP8."""
-    options = ((each.scales, x, each.weight.data, each.activation, each.compute) for each in layers)
+    options = ((each.scales, x, each.weight.data, each.bias, each.activation, each.compute) for each in layers)
     return all(state is not None and reason_against(state, *rest) is None for state, *rest in options)
 
 
@@ -84,7 +84,7 @@ def fp8_outputs(
     """
     is_fp8 = activation.name in _ACTIVATIONS and type_name(w.dtype) in _TYPES and out is None
     is_fp8 = is_fp8 and type_name(x.dtype) == type_name(w.dtype) and x.shape[-1] == w.shape[1]
-    if not is_fp8 or reason_against(state, x, w, activation, compute) is not None:
+    if not is_fp8 or reason_against(state, x, w, bias, activation, compute) is not None:
         return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
     if state.recipe.recipe == "current" or not state.calibrated.issuperset((X, W)):
         options = activation, activation.negative_slope, 0.0, compute, False, False

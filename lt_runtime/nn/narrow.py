@@ -75,7 +75,8 @@ class NarrowPasses:
                 state.needs_dx = number > 0
             inputs, outputs = problem.dims[number : number + 2]
             sizes = problem.rows, outputs, inputs
-            reasons.append(reason_for(state, sizes, problem.dtype.numpy, layer.activation, layer.compute, self._device))
+            options = layer.activation, layer.compute, problem.biases[number]
+            reasons.append(reason_for(state, sizes, problem.dtype.numpy, *options, self._device))
             if problem.backward:
                 state.fallback = reasons[-1]
         return None in reasons

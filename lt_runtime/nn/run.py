@@ -14,18 +14,18 @@ from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError, CaptureError
-from lt_runtime.fp8 import Fp8Problem
+from lt_runtime.fp8 import Fp8LayerProblem, Fp8Problem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.call import PreparedCall
-from lt_runtime.problem import MatmulProblem, MLPProblem, Philox
+from lt_runtime.problem import MLPProblem, Philox
 from lt_runtime.ranges import range_of
 
 if TYPE_CHECKING:
-    from lt_runtime.tuner.chain import LayerChain
+    from lt_runtime.tuner.chain import LayerChain, Tunable
 
 PLACES: Final = 1 << 16
 """Number of dropout masks of a micro-batch: the n-th mask of micro-batch b has the layer id b · 65536 + n."""
@@ -40,11 +40,13 @@ class Met:
     Attributes:
         problems: the problems that are not in `chains`, in the order in which they ran.
         chains: groups of consecutive linear layers whose backward has run, in a `Pass` whose `met` is this object.
+        choices: layers that may be in FP8 or in their own type.
     """
 
     def __init__(self) -> None:
         self.problems: list[Any] = []
         self.chains: list[LayerChain] = []
+        self.choices: list[Fp8LayerProblem] = []
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
@@ -55,7 +57,13 @@ class Met:
         ranges.watchers.remove(self._note)
 
     def _note(self, work: Any) -> None:
-        if threading.get_ident() == self._thread and isinstance(work, PreparedCall):
+        if threading.get_ident() == self._thread:
+            self._take(work)
+
+    def _take(self, work: Any) -> None:
+        if isinstance(work, Fp8LayerProblem):
+            self.choices.append(work)
+        if isinstance(work, PreparedCall):
             problem = work.request.problem
             products = work.plan.products.values() if work.plan and isinstance(problem, Fp8Problem) else ()
             self.problems += [each.problem for each in products] or [problem]
@@ -65,12 +73,12 @@ class Met:
         taken, self.problems[start:] = self.problems[start:], []
         return taken
 
-    def to_tune(self) -> list[LayerChain | MatmulProblem]:
-        """All chains of layers and products that were recorded, each once."""
+    def to_tune(self) -> list[Tunable]:
+        """All choices, chains of layers and products that were recorded, each once."""
         from lt_runtime.tuner.chain import LayerChain, chains_of  # imported late, because only tuning needs the tuner
 
         narrow = [LayerChain.of_narrow(each) for each in self.problems if isinstance(each, MLPProblem)]
-        return [*dict.fromkeys([*self.chains, *narrow, *chains_of(self.problems)])]
+        return [*dict.fromkeys([*self.choices, *self.chains, *narrow, *chains_of(self.problems)])]
 
 
 class Surrounded(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,13 +11,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime import reference
+from lt_runtime import ranges, reference
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
 from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store
 from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError, ShapeError
-from lt_runtime.fp8 import FP8, Fp8Problem, Needs, Precision, Prologue
+from lt_runtime.fp8 import FP8, UNIT, Fp8LayerProblem, Fp8Problem, Needs, Precision, Prologue, are_multiples
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.layout import packed
@@ -34,9 +35,9 @@ from lt_runtime.ops._linear import (
 from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
 from lt_runtime.ops.first_use import before_first_use
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
-from lt_runtime.plans.fp8_rule import slower_in_fp8
+from lt_runtime.plans.fp8_rule import NO_MULTIPLE, against_fp8
 from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Philox, Saved, Spec
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Philox, Saved, Spec, activation_of
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import (
     AMAX,
@@ -52,7 +53,6 @@ from lt_runtime.reference.fp8 import (
 )
 from lt_runtime.reference.products import rows_of
 
-_UNIT: Final = 16
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 # Indices of a forward call's arrays.
 _KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST = 4, 6, 7, 8, 9, 10
@@ -206,11 +206,7 @@ def precision_of(state: FP8State, *rows: int) -> Precision:
 
 def fits(x: Any, w: Any) -> bool:
     """Whether the tensor cores can multiply a layer's matrices in FP8: M, N and K are positive multiples of 16."""
-    return _are_multiples(_sizes(x, w))
-
-
-def _are_multiples(sizes: tuple[int, int, int]) -> bool:
-    return all(size > 0 and size % _UNIT == 0 for size in sizes)
+    return are_multiples(*_sizes(x, w))
 
 
 def _sizes(x: Any, w: Any) -> tuple[int, int, int]:
@@ -223,29 +219,44 @@ def _sizes(x: Any, w: Any) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
-def reason_against(state: FP8State, x: Any, w: Any, activation: object, compute: Any) -> str | None:
+def reason_against(state: FP8State, x: Any, w: Any, bias: Any, activation: Any, compute: Any) -> str | None:
     """Why a layer is computed in its own type; None if its products are to be computed in FP8.
 
     Args:
         x: its columns are not read: the inputs of the layer below tell whether that layer may defer its activation.
     """
     sizes = _sizes(x, w)
-    device = device_of("x", x) if state.recipe.fallback and any(sizes) else HOST
-    return reason_for(state, sizes, getattr(x, "dtype", None), activation, compute, device)
+    device = device_of("x", x) if any(sizes) else HOST
+    options = activation, compute, bias is not None
+    return reason_for(state, sizes, getattr(x, "dtype", None), *options, device)
 
 
 def reason_for(
-    state: FP8State, sizes: tuple[int, int, int], dtype: Any, activation: object, compute: Any, device: int
+    state: FP8State,
+    sizes: tuple[int, int, int],
+    dtype: Any,
+    activation: Any,
+    compute: Any,
+    has_bias: bool,
+    device: int,
 ) -> str | None:
-    """`reason_against` for a layer of the given M, N and K."""
-    if not _are_multiples(sizes):
-        return f"M, N or K is no positive multiple of {_UNIT}"
-    if device == HOST or not state.recipe.fallback:
-        return None
-    kind, name = DType.parse("x", dtype), activation.name if isinstance(activation, Activation) else activation
-    is_linear, is_current = isinstance(name, str) and name == "none", state.recipe.recipe == "current"
-    options = {"needs_dx": state.needs_dx, "is_linear": is_linear, "is_current": is_current}
-    return slower_in_fp8(sizes, kind, Compute.parse(compute, kind), device, **options)
+    """`reason_against` for a layer of the given M, N and K; it tells watchers of the `Fp8LayerProblem`."""
+    if device == HOST:
+        return None if are_multiples(*sizes) else NO_MULTIPLE
+    kind, recipe = DType.parse("x", dtype), _timed(state.recipe)
+    types, function = (kind, Compute.parse(compute, kind)), activation_of("activation", activation)
+    problem = Fp8LayerProblem(*types, *sizes, function, has_bias, state.needs_dx, recipe)
+    if ranges.watchers:
+        ranges.tell(problem)
+    if problem.is_open:
+        before_first_use(problem, device)
+    return against_fp8(problem, device)
+
+
+@functools.cache
+def _timed(recipe: FP8) -> FP8:
+    """A recipe with the defaults of all fields that have no influence on times."""
+    return replace(recipe, history=FP8().history, headroom=FP8().headroom)
 
 
 class _Update(PassOperation):
@@ -313,12 +324,12 @@ def _check_products(*operands: Operand | None) -> None:
     for each in operands:
         if each is None:
             continue
-        if each.layout.leading_dimension % _UNIT:
+        if each.layout.leading_dimension % UNIT:
             found = f"{each.name} has strides {each.strides}"
-            raise LayoutError(f"{found}; with precision those above 1 must be multiples of {_UNIT}")
-        if each.device != HOST and each.alignment < _UNIT:
+            raise LayoutError(f"{found}; with precision those above 1 must be multiples of {UNIT}")
+        if each.device != HOST and each.alignment < UNIT:
             found = f"{each.name} is at {each.address:#x}"
-            raise AlignmentError(f"{found}; with precision it must be a multiple of {_UNIT} bytes")
+            raise AlignmentError(f"{found}; with precision it must be a multiple of {UNIT} bytes")
 
 
 class Fp8Forward(LinearForward):
@@ -511,8 +522,9 @@ def forward(
         KindError: `state` is no `FP8State`.
     """
     check_instance("precision", state, FP8State, "None or an lt.FP8State")
-    (x, w, *_), (activation, _, _, compute, *_) = arrays, options
-    state.fallback = reason_against(state, x, w, activation, compute)
+    (x, w, bias, *_), (activation, _, _, compute, *_) = arrays, options
+    # A measurement in another thread may have changed the choice since the layer below has deferred its activation.
+    state.fallback = None if below else reason_against(state, x, w, bias, activation, compute)
     if state.fallback is not None:
         plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)
         return plain

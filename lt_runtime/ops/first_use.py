@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Final
 
 from lt_runtime.environment import TUNE_VARIABLE, VARIABLES, setting
 from lt_runtime.errors import LtError
+from lt_runtime.fp8 import Fp8LayerProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
 from lt_runtime.plans.cache import known_entry, make_plan
-from lt_runtime.problem import MatmulProblem, MLPProblem
+from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
-from lt_runtime.store.keys import Remembered, problem_key
+from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 
 if TYPE_CHECKING:
-    from lt_runtime.tuner.chain import LayerChain
+    from lt_runtime.tuner.chain import Tunable
     from lt_runtime.tuner.report import Progress
 
 
@@ -35,7 +36,7 @@ asked_for: Final[ContextVar[bool]] = ContextVar("lt_runtime_tuning", default=Fal
 """Whether the calling thread is within `tuning()`; it then also measures problems that have already run untuned."""
 _is_switched_off: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_not_tuning", default=False)
 _is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
-_seen: Final[set[tuple[Remembered | LayerChain, int]]] = set()
+_seen: Final[set[tuple[Remembered | Tunable, int]]] = set()
 """Pairs (problem or chain, device) that have been measured, or could not be, and are not measured again."""
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
@@ -97,19 +98,21 @@ def before_first_use(problem: Remembered, device: int) -> None:
         if not is_measured(problem, device):
             from lt_runtime.tuner.chain import LayerChain
 
-            given = problem if isinstance(problem, MatmulProblem) else LayerChain.of_problem(problem)
+            given: Tunable = (
+                problem if isinstance(problem, MatmulProblem | Fp8LayerProblem) else LayerChain.of_problem(problem)
+            )
             _measure([given], device, str(problem))
         _seen.add((problem, device))
 
 
-def before_first_step(given: Sequence[LayerChain | MatmulProblem], device: int, stream: int) -> bool:
+def before_first_step(given: Sequence[Tunable], device: int, stream: int) -> bool:
     """Measures the problems of a training step that are not in the plan cache.
 
     A terminal shows a progress bar; without one, a line is logged. The stream is waited for, so that none of the
     caller's work runs during a measurement. A failure costs a warning, and the step runs untuned.
 
     Args:
-        given: the groups of layers, and the products, that the step has run.
+        given: the choices, groups of layers and products that the step has run.
         stream: the step's stream, which is not being captured.
 
     Returns:
@@ -140,11 +143,13 @@ def is_measured(problem: Remembered, device: int) -> bool:
     return known_entry(problem, plan_store(device)) is not None
 
 
-def _is_known(chain: LayerChain | MatmulProblem, device: int) -> bool:
+def _is_known(chain: Tunable, device: int) -> bool:
     """Whether all problems of a chain have been measured; for a narrow MLP also the choice whether to fuse it."""
-    from lt_runtime.tuner.chain import as_decided
+    from lt_runtime.tuner.chain import LayerChain, as_decided
 
-    if isinstance(chain, MatmulProblem):
+    if isinstance(chain, Fp8LayerProblem) and not chain.is_open:
+        return True
+    if not isinstance(chain, LayerChain):
         return is_measured(chain, device)
     problems = *as_decided(chain, plan_store(device)).problems, *chain.narrow(device)
     return all(is_measured(each, device) for each in problems)
@@ -152,7 +157,9 @@ def _is_known(chain: LayerChain | MatmulProblem, device: int) -> bool:
 
 def _prove(problem: Remembered, device: int) -> None:
     """Verifies other machines' algorithms for the products of a problem's plan."""
-    if isinstance(problem, MLPProblem):  # a fused MLP has no cuBLASLt algorithms to verify
+    if not isinstance(
+        problem, Problem
+    ):  # a fused MLP has no cuBLASLt algorithms to verify, and a choice none of its own
         return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:
@@ -171,10 +178,11 @@ def _prove(problem: Remembered, device: int) -> None:
         warnings.warn(f"merged algorithms could not be verified and are not used ({error})", stacklevel=2)
 
 
-def _tune_step(given: Sequence[LayerChain | MatmulProblem], device: int) -> None:
+def _tune_step(given: Sequence[Tunable], device: int) -> None:
+    from lt_runtime.tuner.chain import LayerChain
     from lt_runtime.tuner.report import progress_bar
 
-    forwards = [each for chain in given if not isinstance(chain, MatmulProblem) for each in chain.forwards.values()]
+    forwards = [each for chain in given if isinstance(chain, LayerChain) for each in chain.forwards.values()]
     what = f"a training step on {forwards[0].x.layout.rows} rows" if forwards else "the products of a training step"
     with progress_bar() as progress:
         if progress is None:
@@ -182,9 +190,7 @@ def _tune_step(given: Sequence[LayerChain | MatmulProblem], device: int) -> None
         _measure(given, device, what, progress)
 
 
-def _measure(
-    given: Sequence[LayerChain | MatmulProblem], device: int, what: str, progress: Progress | None = None
-) -> None:
+def _measure(given: Sequence[Tunable], device: int, what: str, progress: Progress | None = None) -> None:
     from lt_runtime.tuner import search
 
     try:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, get_args
 
 from lt_runtime.arguments import by_layer, check_instance, flag, integer, integers, shown
 from lt_runtime.errors import ArgumentError, DeviceError
+from lt_runtime.fp8 import Fp8LayerProblem
 from lt_runtime.gpu.devices import current_device, device_count, parse_device
 from lt_runtime.problem import (
     Activation,
@@ -16,13 +17,12 @@ from lt_runtime.problem import (
     ComputeName,
     DType,
     DTypeLike,
-    MatmulProblem,
     activation_of,
     probability,
 )
 from lt_runtime.store.keys import Problem
 from lt_runtime.tuner import search
-from lt_runtime.tuner.chain import LayerChain, chains_of
+from lt_runtime.tuner.chain import LayerChain, Tunable, chains_of
 from lt_runtime.tuner.explanation import Explanations, explain_chain, explain_problem
 from lt_runtime.tuner.report import TuningReport, progress_bar
 
@@ -34,8 +34,8 @@ class Rehearsed(Protocol):
     def device(self) -> Any:
         """The device of the parameters."""
 
-    def rehearse(self, x: Any) -> list[LayerChain | MatmulProblem]:
-        """The layers and products that run for inputs x, or for a number of rows."""
+    def rehearse(self, x: Any) -> list[Tunable]:
+        """The choices, layers and products that run for inputs x, or for a number of rows."""
 
 
 def tune(
@@ -93,9 +93,14 @@ def tune(
     shows = flag("progress", progress)
     options = activation, output_activation, dtype, compute, dropout, bias, input_gradient
     given, ordinal = _given(dims, rows, device, *options)
-    chains = [*(each for each in given if isinstance(each, LayerChain)), *chains_of(given)]
+    chains = [*(each for each in given if isinstance(each, Fp8LayerProblem | LayerChain)), *chains_of(given)]
     with progress_bar(shown=shows) as show:
-        return TuningReport(search.tune_chains(chains, ordinal, progress=show))
+        tuned = [*search.tune_chains(chains, ordinal, progress=show)]
+        if any(isinstance(each, Fp8LayerProblem) and each.is_open for each in chains):
+            # The layers may have got another precision, in which they run other problems.
+            again, _ = _given(dims, rows, device, *options)
+            tuned += search.tune_chains([each for each in again if each not in chains], ordinal, progress=show)
+    return TuningReport(tuned)
 
 
 def explain(

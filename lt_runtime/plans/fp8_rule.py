@@ -1,12 +1,16 @@
-"""The rule that decides, from peak rates and without measuring, whether a layer runs in FP8 or in its own type."""
+"""Decides whether a layer runs in FP8 or in its own type: by a measurement, or else by a rule from peak rates."""
 
 from __future__ import annotations
 
 import functools
 from typing import Final
 
+from lt_runtime.fp8 import UNIT, Fp8LayerProblem
 from lt_runtime.gpu.peaks import hardware
+from lt_runtime.plans import cache
+from lt_runtime.plans.cache import IN_FP8, known_layer
 from lt_runtime.problem import Compute, DType
+from lt_runtime.store.plan_store import plan_store
 
 # Fractions of the peak rates that are reached on an H200 by products of 16-bit matrices, products in FP8, and casts.
 _OWN, _FP8, _CASTS = 0.75, 0.65, 0.7
@@ -16,40 +20,50 @@ _LAUNCHES: Final = 4
 _CALIBRATION: Final = 9
 _LAUNCH_US: Final = 1.5
 
+NO_MULTIPLE: Final = f"M, N or K is no positive multiple of {UNIT}"
+
+
+def against_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
+    """Why a layer is computed in its own type; None if its products are to be computed in FP8."""
+    if not problem.fits:
+        return NO_MULTIPLE
+    return _slower_in_fp8(problem, device, cache.generation) if problem.recipe.fallback else None
+
 
 @functools.lru_cache(maxsize=1024)
-def slower_in_fp8(
-    shape: tuple[int, int, int],
-    dtype: DType,
-    compute: Compute,
-    device: int,
-    *,
-    needs_dx: bool,
-    is_linear: bool,
-    is_current: bool,
-) -> str | None:
+def _slower_in_fp8(problem: Fp8LayerProblem, device: int, generation: object) -> str | None:
+    """See `against_fp8`, for an open choice; each measurement replaces the `generation`."""
+    entry = known_layer(problem, plan_store(device))
+    if entry is None:
+        return expected_slower_in_fp8(problem, device)
+    if entry.strategy[IN_FP8]:
+        return None
+    found = [f"FP8 takes {each.us:.1f} µs, and {problem.dtype.value} {entry.us:.1f}" for each in entry.alternatives]
+    found += [f"FP8 is {each.reason}" for each in entry.rejected]
+    return f"{_sizes(problem)} {'; '.join(found) or 'FP8 was measured to be slower'}"
+
+
+def expected_slower_in_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
     """A reason why a layer should be slower in FP8; None if it should be faster, or if peak rates are not known.
 
-    Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take.
-
-    Args:
-        shape: (M, N, K).
-        needs_dx: whether backward computes dx.
-        is_linear: whether the layer has no activation. With an activation both types need a pass over dy, and that pass
-            casts dy.
-        is_current: whether scales come from the present values ("current" recipe), so that each cast first reads its
-            tensor once more to find the scale.
+    Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take. With an
+    activation both types need a pass over dy, and that pass casts dy.
     """
-    peaks = hardware(device)
-    own, fp8 = peaks.flops_per_s(dtype, compute), peaks.flops_per_s(DType.FLOAT8_E4M3FN, Compute.FLOAT32)
+    peaks, dtype = hardware(device), problem.dtype
+    own, fp8 = peaks.flops_per_s(dtype, problem.compute), peaks.flops_per_s(DType.FLOAT8_E4M3FN, Compute.FLOAT32)
     if not (own and fp8 and peaks.bytes_per_s):
         return None
-    m, n, k = shape
-    flops, size = 2 * (2 + needs_dx) * m * n * k, dtype.itemsize
+    m, n, k = problem.rows, problem.outputs, problem.inputs
+    # With the recipe "current", each cast first reads its tensor once more to find the scale.
+    is_linear, is_current = problem.activation.name == "none", problem.recipe.recipe == "current"
+    flops, size = 2 * (2 + problem.dx) * m * n * k, dtype.itemsize
     moved = (size + 2) * (m * k + n * k + m * n * is_linear) + is_current * size * (m * k + n * k + m * n)
     saved_us = 1e6 * flops * (1 / (_OWN * own) - 1 / (_FP8 * fp8))
     casts_us = 1e6 * moved / (_CASTS * peaks.bytes_per_s) + _LAUNCH_US * (_LAUNCHES + _CALIBRATION * is_current)
     if saved_us > casts_us:
         return None
-    expected = f"FP8 is expected to save {saved_us:.1f} µs of products and to add {casts_us:.1f} of casts"
-    return f"with M, N, K = {shape} {expected}"
+    return f"{_sizes(problem)} FP8 is expected to save {saved_us:.1f} µs of products and to add {casts_us:.1f} of casts"
+
+
+def _sizes(problem: Fp8LayerProblem) -> str:
+    return f"with M, N, K = {(problem.rows, problem.outputs, problem.inputs)}"

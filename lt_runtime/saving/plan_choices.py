@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lt_runtime.errors import LtError, printable
+from lt_runtime.fp8 import Fp8LayerProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.nn.block import Block
 from lt_runtime.plans.cache import make_plan
@@ -77,10 +78,13 @@ def take_choices(path: object, text: object, model: Block) -> None:
 
 
 def _problems(model: Block, device: int, store: PlanStore) -> Iterator[Remembered]:
-    """The problems of a model's training steps: narrow MLPs, layers, and all matrix products."""
+    """The problems of a model's training steps: precisions, narrow MLPs, layers, and all matrix products."""
     for given in dict.fromkeys(each for met in model.met for each in met.to_tune()):
         if isinstance(given, MatmulProblem):
             yield from (given, plain_product(given))
+            continue
+        if isinstance(given, Fp8LayerProblem):
+            yield given
             continue
         yield from given.narrow(device)
         for problem in as_decided(given, store).problems:

@@ -23,7 +23,6 @@ from typing import Final
 from lt_runtime.environment import RECORD_VARIABLE, setting
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import parse_json, read_regular, try_lock
-from lt_runtime.problem import MLPProblem
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 
 _COMMENT: Final = "#"
@@ -138,7 +137,7 @@ def _read_line(place: str, line: str) -> Problem:
         if len(line) > _LONGEST:
             raise ValueError(f"it has {len(line)} characters")
         problem = parse_key(parse_json(line.encode())["problem"])
-        if isinstance(problem, MLPProblem):
+        if not isinstance(problem, Problem):
             raise ValueError("it is no single problem")
         _check_shapes(problem)
         return problem

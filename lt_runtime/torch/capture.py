@@ -24,7 +24,6 @@ from lt_runtime.arguments import integer, shown
 from lt_runtime.errors import ArgumentError, CaptureError, KindError, LayoutError, LtError, OperandError
 from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.nn.run import Met
-from lt_runtime.ops.call import PreparedCall
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.torch.tensors import Tensor
 
@@ -100,14 +99,15 @@ class _Shape:
     Attributes:
         inputs: the graph's input tensors, into which each batch is copied; None where the batch has None.
         calls: the number of eager calls.
-        compilations: the number of graphs that torch.compile had compiled before the last eager call.
+        compilations: the number of graphs that torch.compile had compiled before the last eager call; None if the next
+            call must be eager and measured as well.
         outputs: the result of `step`, which each launch of the graph fills.
         schedules: the calls of schedulers that `step` makes, to be made after each launch.
     """
 
     inputs: list[Tensor]
     calls: int = 0
-    compilations: int = 0
+    compilations: int | None = 0
     graph: Any = None
     outputs: Any = None
     schedules: list[Callable[[], Any]] = field(default_factory=list)
@@ -177,7 +177,8 @@ class CapturedStep:
 
     def _run(self, shape: _Shape, arguments: Any) -> Any:
         """An eager call. It runs on the stream of the captures, because the package's workspace belongs to a stream."""
-        tunes, shape.compilations = not shape.calls and is_step_tuned(self._tune), _compilations()
+        tunes = (not shape.calls or shape.compilations is None) and is_step_tuned(self._tune)
+        shape.compilations = _compilations()
         with self._beside(), self._optimizers.watched(), not_tuning(), _Met() as met:
             made = self._step(*arguments)
         results = self._results(made)
@@ -185,7 +186,9 @@ class CapturedStep:
         shape.calls += 1
         if tunes and met.problems:
             torch.cuda.empty_cache()  # the tuner allocates memory outside of PyTorch's allocator
-            before_first_step(met.to_tune(), self._device.index, self._stream.cuda_stream)
+            measured = before_first_step(met.to_tune(), self._device.index, self._stream.cuda_stream)
+            if measured and any(each.is_open for each in met.choices):
+                shape.compilations = None  # layers may have got another precision, in which they run other problems
         return results
 
     def _launch(self, shape: _Shape) -> Any:
@@ -333,8 +336,7 @@ class _Met(Met):
     """A `Met` that also notes the problems of backward passes, which PyTorch runs in threads of its own."""
 
     def _note(self, work: Any) -> None:
-        if isinstance(work, PreparedCall):
-            self.problems.append(work.request.problem)
+        self._take(work)
 
 
 @contextlib.contextmanager

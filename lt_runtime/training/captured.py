@@ -301,8 +301,14 @@ class GpuStep:
         if self._captures and not self._buffers:  # master copies are checked once, before the first graph
             check_masters(self._body.optimizer.parameters, stream)
         met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=tunes)
+        measured = tunes and before_first_step(met.to_tune(), self._device, stream)
+        if measured and any(
+            each.is_open for each in met.choices
+        ):  # the layers may have got another precision, and run other problems
+            met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=True)
+            before_first_step(met.to_tune(), self._device, stream)
         self._body.model.met.append(met)
-        if tunes and before_first_step(met.to_tune(), self._device, stream) and self._captures:
+        if measured and self._captures:
             self._rehearse(buffers, cupy().cuda.MemoryPool(), stream)
 
     def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int, *, by_layer: bool = False) -> Met:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError
+from lt_runtime.fp8 import Fp8LayerProblem
 from lt_runtime.kernels.mlp import supports
 from lt_runtime.layout import packed
 from lt_runtime.plans.cache import LayerProblem, known_layer, strategies_of
@@ -107,6 +108,12 @@ class LayerChain:
             backwards[index] = replace(backwards[index], output_derivative=unchanged(db=None))
             backwards[index + 1] = replace(backwards[index + 1], input_derivative=derivative_of(below))
         return cls(tuple(map(Layer, forwards, backwards)))
+
+    @classmethod
+    def of_fp8(cls, problem: Fp8LayerProblem) -> LayerChain:
+        """The layer of a choice by itself, in its own type."""
+        sizes, types = (problem.rows, (problem.inputs, problem.outputs)), (problem.dtype, problem.compute)
+        return cls.of_mlp(*sizes, [problem.activation], *types, bias=[problem.bias], input_gradient=problem.dx)
 
     @classmethod
     def of_problem(cls, problem: LayerProblem | MLPProblem) -> LayerChain:
@@ -209,6 +216,10 @@ class LayerChain:
         if None in part or part.forward == part.backward:
             return LayerChain((Layer(forward, backward),))
         return LayerChain((Layer(forward), Layer(None, backward)))
+
+
+Tunable: TypeAlias = LayerChain | MatmulProblem | Fp8LayerProblem
+"""What the tuner decides: layers, a product, or whether a layer is in FP8."""
 
 
 def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:

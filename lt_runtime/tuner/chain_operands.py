@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
-from lt_runtime.plans.cache import LayerPlan, LayerProblem
-from lt_runtime.plans.mlp import MlpPlan
+from lt_runtime.plans.cache import LayerProblem
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import DType, ForwardProblem, MLPProblem, Philox, Saved, Spec
+from lt_runtime.products.plan import Plan
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
 from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Memory, Operands, operand_sets
 from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
@@ -27,7 +27,13 @@ _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 # Results of two strategies may differ, because they round at different points and because cuBLASLt approximates GELU.
 # The constants below bound the norm of the difference of an output, relative to the norm of the output; a single
 # element may differ by `_PEAK` times as much.
-_HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
+_HALF_UNIT: Final = {
+    DType.FLOAT32: 2.0**-24,
+    DType.FLOAT16: 2.0**-11,
+    DType.BFLOAT16: 2.0**-8,
+    DType.FLOAT8_E4M3FN: 2.0**-4,
+    DType.FLOAT8_E5M2: 2.0**-3,
+}
 # Number of times that a value is rounded in each layer that it passes through.
 _ROUNDINGS: Final = 2
 # Number of layers that a value passes through in a part: one in the forward pass, and one in the backward pass.
@@ -86,7 +92,7 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
 
 
 _Place: TypeAlias = tuple[str, int, Spec | None]
-Placed: TypeAlias = Sequence[tuple[int, LayerPlan | MlpPlan]]
+Placed: TypeAlias = Sequence[tuple[int, Plan]]
 """Plans that run one after the other, each with the index of its layer in the chain."""
 
 
@@ -135,7 +141,7 @@ class ChainOperands(Operands):
             buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
         self.poison()
 
-    def call(self, layer: int, plan: LayerPlan | MlpPlan, stream: int) -> Call:
+    def call(self, layer: int, plan: Plan, stream: int) -> Call:
         """The call that runs a plan of one of the chain's layers on these operands."""
         problem = plan.problem
         if isinstance(problem, MLPProblem):
@@ -163,13 +169,18 @@ class ChainOperands(Operands):
 class OperandSets:
     """Buffer sets of a chain, used in turn, and so many that the next set is never in the L2 cache.
 
+    Args:
+        make: makes one set; None for `ChainOperands`.
+
     Attributes:
         measured: number of contenders that have been timed on these sets.
     """
 
-    def __init__(self, bench: Bench, chain: LayerChain) -> None:
+    def __init__(
+        self, bench: Bench, chain: LayerChain, make: Callable[[Memory, LayerChain], ChainOperands] | None = None
+    ) -> None:
         self._clock = bench.clock
-        self._sets = operand_sets(lambda: ChainOperands(bench.memory, chain), bench.device)
+        self._sets = operand_sets(lambda: (make or ChainOperands)(bench.memory, chain), bench.device)
         self.measured = 0
 
     def take_times(

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lt_runtime.fp8 import Fp8LayerProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.peaks import hardware
-from lt_runtime.plans.cache import FUSED_MLP, known_layer, make_layer_plan
+from lt_runtime.plans.cache import FUSED_MLP, IN_FP8, known_layer, make_layer_plan
+from lt_runtime.plans.fp8_rule import against_fp8
 from lt_runtime.plans.mlp import is_fused
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.methods import configuration
@@ -131,18 +133,23 @@ def explain_problem(problem: Remembered, device: int) -> Explanation:
     """
     least, store = least_us(problem, hardware(device)), plan_store(device)
     made: Mapping[str, AlgorithmPlan] = {}
+    reason: str | None = None
     with activated(device):
         if isinstance(problem, MatmulProblem):
             return _explain_product(problem, device, least)
-        if isinstance(problem, MLPProblem):
-            chosen: Json = {FUSED_MLP: is_fused(problem, device)}
+        if isinstance(problem, Fp8LayerProblem):
+            reason = against_fp8(problem, device)
+            chosen: Json = {IN_FP8: reason is None}
+            reason = reason or ("by the rule over peak rates" if problem.is_open else "as asked for")
+        elif isinstance(problem, MLPProblem):
+            chosen = {FUSED_MLP: is_fused(problem, device)}
         else:
             plan = make_layer_plan(problem, device)
             made, chosen = plan.products, to_json(plan.strategy)
     products = tuple(_explained(name, each, store) for name, each in made.items())
     entry, strategy = known_layer(problem, store), report.strategy_in_words(chosen)
     if entry is None:
-        return Explanation(problem, f"{strategy} (by the priors)", products, None, least)
+        return Explanation(problem, f"{strategy} ({reason or 'by the priors'})", products, None, least)
     slower = sorted(entry.alternatives, key=lambda each: each.us)
     alternatives = tuple((report.choice_in_words(each), each.us) for each in slower)
     rejected = tuple(map(report.rejection_in_words, entry.rejected))

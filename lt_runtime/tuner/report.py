@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
+from lt_runtime.fp8 import Fp8LayerProblem
 from lt_runtime.gpu.compiler import watchers
-from lt_runtime.plans.cache import FUSED_MLP
+from lt_runtime.plans.cache import FUSED_MLP, IN_FP8
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProblem, Saved
 from lt_runtime.products.methods import METHODS
@@ -54,6 +55,9 @@ def describe(problem: Remembered) -> str:
     if isinstance(problem, MLPProblem):
         kind = "training" if problem.backward else "inference"
         return f"{kind} {problem.rows}x{'-'.join(map(str, problem.dims))} {dtype} {problem.activation.name}"
+    if isinstance(problem, Fp8LayerProblem):
+        sizes = f"{problem.rows}x{problem.outputs}x{problem.inputs}"
+        return f"precision {sizes} {dtype} {problem.activation.name}{'' if problem.dx else ' without dx'}"
     if isinstance(problem, ForwardProblem):
         added = "" if problem.addend is None else " and an addend"
         kind, out, words = "forward", problem.y, f"{problem.activation.name}{added}"
@@ -68,6 +72,8 @@ def strategy_in_words(strategy: Mapping[str, object]) -> str:
     """A strategy from the plan cache in words, such as "gelu_aux_bias, keeps preactivation"."""
     if strategy.keys() == {FUSED_MLP}:
         return "one kernel a pass" if strategy[FUSED_MLP] else "layer by layer"
+    if strategy.keys() == {IN_FP8}:
+        return "products in FP8" if strategy[IN_FP8] else "own type"
     if strategy.keys() >= {"epilogue", "saved"}:
         keeps = "" if strategy["saved"] == Saved.NOTHING.value else f", keeps {strategy['saved']}"
         return f"{strategy['epilogue']}{keeps}{', adds C' if 'product_adds' in strategy else ''}"
@@ -123,7 +129,7 @@ class Tuned:
 
     Attributes:
         problems: a forward problem and the backward problem that reads its saved tensor, or one of them alone; a narrow
-            MLP; or a product.
+            MLP; the choice of a layer's precision; or a product.
         before_us: microseconds of the group as it would run untuned, timed in the same rounds as the other candidates;
             0.0 if it cannot run untuned.
         after_us: microseconds of the group as decided. If the result comes from the plan cache, both times are those

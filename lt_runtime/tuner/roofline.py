@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from lt_runtime.fp8 import Fp8LayerProblem
 from lt_runtime.gpu.peaks import Hardware, hardware
 from lt_runtime.plans.cache import LayerProblem
-from lt_runtime.problem import BackwardProblem, DType, MatmulProblem, MLPProblem, Spec
+from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem, MLPProblem, Spec
 from lt_runtime.store.keys import Remembered
+from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.chain_operands import tensors_of
 from lt_runtime.tuner.operands import operands_of
 
@@ -41,7 +43,9 @@ def least_us(problem: Remembered, hardware: Hardware) -> float | None:
 
     None if the peak rates are not known.
     """
-    peak = hardware.flops_per_s(problem.dtype, problem.compute)
+    is_fp8 = isinstance(problem, Fp8LayerProblem)
+    types = (DType.FLOAT8_E4M3FN, Compute.FLOAT32) if is_fp8 else (problem.dtype, problem.compute)
+    peak = hardware.flops_per_s(*types)
     if not peak or not hardware.bytes_per_s:
         return None
     work = work_of(problem)
@@ -50,6 +54,9 @@ def least_us(problem: Remembered, hardware: Hardware) -> float | None:
 
 def work_of(problem: Remembered) -> Work:
     """The work of a problem; it does not depend on the strategy."""
+    if isinstance(problem, Fp8LayerProblem):
+        runs = [work_of(each) for _, each in LayerChain.of_fp8(problem).runs]
+        return Work(*map(sum, zip(*runs, strict=True)))
     if isinstance(problem, MLPProblem):
         return _work_of_mlp(problem)
     if isinstance(problem, MatmulProblem):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -10,6 +11,8 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from lt_runtime.errors import PlanError
+from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.cache import FUSED_MLP, LayerProblem, forget, known_layer, make_layer_plan
 from lt_runtime.plans.mlp import mlp_plans
 from lt_runtime.problem import MatmulProblem, MLPProblem
@@ -17,8 +20,9 @@ from lt_runtime.products.product import library_may_fuse, plain_product
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedStrategy
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuner.chain import LayerChain, Part, as_decided, saved_as
+from lt_runtime.tuner.chain import LayerChain, Part, Tunable, as_decided, saved_as
 from lt_runtime.tuner.chain_operands import OperandSets, Placed, disagreement
+from lt_runtime.tuner.fp8_search import decide_fp8, fp8_plans
 from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import find_algorithm
 from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe, rejection_in_words
@@ -29,13 +33,12 @@ _MLP_ROUNDS: Final = 9
 _MLP_BUDGET_S: Final = 0.4
 
 
-def tune_chains(
-    chains: Iterable[LayerChain | MatmulProblem], device: int, *, progress: Progress | None = None
-) -> Iterator[Tuned]:
+def tune_chains(chains: Iterable[Tunable], device: int, *, progress: Progress | None = None) -> Iterator[Tuned]:
     """Decides chains of layers, and single products, by measurement; saves the result of each group when it is decided.
 
     A group is a layer's forward problem with the backward problem that reads its saved tensor, one of these alone, or a
-    product. For a narrow MLP, the choice between fused kernels and layers follows after its layers were decided.
+    product. For a narrow MLP, the choice between fused kernels and layers follows after its layers were decided. The
+    choice of a layer's precision follows after the layer in its own type and the products in FP8.
 
     Problems in the plan cache are not measured again, and empty problems are left out. If the GPU has not enough memory
     for a problem, a warning is given and the problem stays untuned. Later plans use the results. The memory of the
@@ -79,13 +82,19 @@ class _Session:
         self._store = plan_store(device)
         self._met: set[LayerProblem] = set()
 
-    def groups(self, given: LayerChain | MatmulProblem) -> list[_Group]:
-        """The groups of a chain's problems; a single product is one group."""
+    def groups(self, given: Tunable) -> list[_Group]:
+        """The groups of the problems of a chain or a choice; a single product is one group."""
         if isinstance(given, MatmulProblem):
             return [([given], partial(self._tune_product, given))]
-        parts = [(given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts]
+        if isinstance(given, Fp8LayerProblem) and not given.is_open:
+            return []
+        if isinstance(given, Fp8LayerProblem):
+            parts: list[Tunable] = [LayerChain.of_fp8(given), *self._products_in_fp8(given)]
+            before = [group for part in parts for group in self.groups(part)]
+            return [*before, ([given], partial(self._tune_fp8, given))]
+        groups = [(given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts]
         narrow = given.narrow(self._device)
-        return [*parts, *(([each], partial(self._tune_mlp, given, each)) for each in narrow)]
+        return [*groups, *(([each], partial(self._tune_mlp, given, each)) for each in narrow)]
 
     def _tune_part(self, chain: LayerChain, part: Part) -> Tuned | None:
         """Decides one part of a chain: a forward problem, the backward problem that reads its saved tensor, or both.
@@ -104,7 +113,9 @@ class _Session:
         known = self._known(cut.problems, as_decided(cut, self._store).problems)
         return known or self._measure(cut.problems, lambda bench: decide_part(bench, self._store, cut))
 
-    def _known(self, shown: Sequence[Remembered], decided: Sequence[LayerProblem | MLPProblem]) -> Tuned | None:
+    def _known(
+        self, shown: Sequence[Remembered], decided: Sequence[LayerProblem | MLPProblem | Fp8LayerProblem]
+    ) -> Tuned | None:
         """The result for problems from the plan cache; None if the cache lacks one of them.
 
         Args:
@@ -133,6 +144,18 @@ class _Session:
         """Decides whether a narrow MLP runs by fused kernels or layer by layer."""
         known = self._known([problem], [problem])
         return known or self._measure([problem], lambda bench: decide_mlp(bench, chain, problem))
+
+    def _products_in_fp8(self, problem: Fp8LayerProblem) -> list[MatmulProblem]:
+        """The products of a layer in FP8; none if cuBLASLt refuses one of them."""
+        with activated(self._device), contextlib.suppress(PlanError):
+            plans = fp8_plans(problem, self._device)
+            return [product.problem for plan in plans for product in plan.products.values()]
+        return []
+
+    def _tune_fp8(self, problem: Fp8LayerProblem) -> Tuned:
+        """Decides whether a layer's products are computed in FP8 or in its own type."""
+        known = self._known([problem], [problem])
+        return known or self._measure([problem], lambda bench: decide_fp8(bench, problem))
 
     def _tune_product(self, problem: MatmulProblem) -> Tuned | None:
         """Decides a product, without its epilogue if cuBLASLt may not fuse it; returns None for an empty product."""

@@ -154,6 +154,20 @@ def test_small_layers_of_a_model_stay_in_its_type(gpu: FakeGpu) -> None:
     assert [state.needs_dx for state in states] == [False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("asks", "words"),
+    [
+        (True, ["products in FP8 (as asked for)"] * 2),
+        (False, [f"own type (with M, N, K = {sizes} FP8 is exp" for sizes in ("(32, 64, 32)", "(32, 48, 64)")]),
+    ],
+)
+def test_explain_says_which_layers_are_in_fp8_and_why(gpu: FakeGpu, asks: bool, words: list[str]) -> None:
+    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", device="cuda", precision=gpu.lt.FP8(fallback=not asks))
+    explained = [each.strategy for each in gpu.lt.explain(model, ROWS) if str(each).startswith("precision")]
+    words = [*words, "own type (M, N or K is no positive multiple of 16)"]
+    assert [found[: len(wanted)] for found, wanted in zip(explained, words, strict=True)] == words
+
+
 NARROW = {"expected to be slower": ("fp8", [32, 64, 16]), "no multiples of 16": (lt.FP8(), [10, 33, 5])}
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_gpu import FakeGpu
+from tests.support.fp8_layers import BF16
 from tests.support.hurry import hurry
 from tests.support.over_fake_gpu import call, own
 from tests.support.placed import host_of
@@ -64,10 +65,16 @@ class Run:
     """A model that is trained from the same values on the same batches each time."""
 
     def __init__(
-        self, gpu: FakeGpu, dims: Any = DIMS, dtype: str = "float32", activation: str = "gelu", **options: Any
+        self,
+        gpu: FakeGpu,
+        dims: Any = DIMS,
+        dtype: str = "float32",
+        activation: str = "gelu",
+        precision: Any = None,
+        **options: Any,
     ) -> None:
         self.gpu, lt = gpu, gpu.lt
-        self.model = lt.MLP(dims, activation, dtype=dtype, seed=3, device="cuda")
+        self.model = lt.MLP(dims, activation, dtype=dtype, seed=3, device="cuda", precision=precision)
         self.optimizer = lt.AdamW(self.model.parameters(), lr=1e-2)
         self.step = lt.TrainStep(self.model, self.optimizer, loss="mse", **options)
         gpu.streams.synchronize_all()
@@ -547,3 +554,66 @@ def test_a_model_is_tuned_as_its_sizes_are(process: Process) -> None:
                 {} if cache == "model" else {"activation": "gelu"}))  # fmt: skip
             found.append(entries(gpu).keys())
     assert found[0] == found[1]
+
+
+FP8_WINS = {"kernel": 10.0, "matmul": 2000.0, "float8 matmul": 500.0}
+BF16_WINS = {"kernel": 10.0, "matmul": 500.0, "float8 matmul": 2000.0}
+OF_FP8: dict[str, Any] = {"dims": (32, 64, 48), "dtype": "bfloat16", "precision": "fp8"}
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_layers_are_in_fp8_where_that_was_measured_to_be_faster(process: Process, tmp_path: Path, wins: bool) -> None:
+    """Although the rule without measurements says the contrary. Later steps and processes measure nothing."""
+    with process() as gpu:
+        gpu.streams.costs_us.update(FP8_WINS if wins else BF16_WINS)
+        own("plans.fp8_rule").expected_slower_in_fp8 = lambda *_: "slower by the rule" if wins else None
+        run = Run(gpu, **OF_FP8)
+        first, reasons = run.train(32), [layer.scales.fallback for layer in run.model.layers]
+        assert unmeasured(tmp_path) == []
+        sys.modules[TUNER].tune_chains = None  # type: ignore[attr-defined]
+        assert Run(gpu, **OF_FP8).train(32) == first
+        assert wins or Run(gpu, **OF_FP8 | {"precision": None}).train(32) == first
+        assert own("saving.plan_choices").choices_of(run.model).count("Fp8LayerProblem") == 2
+        (one, other, *_) = gpu.lt.explain(run.model, 32)
+    for each, of_layer in ((one, "32x64x32 bfloat16 gelu without dx"), (other, "32x48x64 bfloat16 none")):
+        assert str(each).startswith(f"precision {of_layer}\n  strategy  {'products in FP8' if wins else 'own type'}\n")
+        ((words, slower_us),) = each.alternatives
+        assert words == ("own type" if wins else "products in FP8")
+        assert slower_us > each.us
+    expected = None if wins else f"with M, N, K = (32, 64, 32) FP8 takes {one.alternatives[0][1]:.1f} µs, and bfloat16 "
+    assert reasons[0] is None if wins else reasons[0].startswith(expected)
+    with process() as gpu:
+        assert Run(gpu, **OF_FP8, tune=False).train(32) == first
+        assert TUNER not in sys.modules
+
+
+@pytest.mark.parametrize(("takes", "reason"), [(0, "refused: no algorithm"), (1, "wrong: dw is off by nan")])
+def test_fp8_that_is_refused_or_wrong_is_not_chosen(process: Process, takes: int, reason: str) -> None:
+    """Plans that skip the backward pass are wrong; without any plan, cuBLASLt has refused a product."""
+    with process() as gpu:
+        gpu.streams.costs_us.update(FP8_WINS)
+        plans_of, refused = own("tuner.fp8_search").fp8_plans, own("errors").PlanError("no algorithm")
+
+        def plans(*arguments: Any) -> Any:
+            if not takes:
+                raise refused
+            return plans_of(*arguments)[:takes]
+
+        own("tuner.fp8_search").fp8_plans = own("tuner.search").fp8_plans = plans
+        model = gpu.lt.MLP([32, 48], dtype="bfloat16", device="cuda", precision="fp8")
+        gpu.lt.tune(model, 32, progress=False)
+        found, *_ = gpu.lt.explain(model, 32)
+        assert found.strategy == "own type"
+        assert found.rejected[0].startswith(f"products in FP8: {reason}")
+
+
+def test_a_script_within_tuning_measures_whether_its_layer_is_faster_in_fp8(process: Process) -> None:
+    with process() as gpu:
+        gpu.streams.costs_us.update(FP8_WINS)
+        state, (x, w) = gpu.lt.FP8State(gpu.lt.FP8(fallback=True)), (gpu.cp.ones((n, 32), BF16) for n in (32, 48))
+        gpu.lt.linear_fwd(x, w, precision=state)
+        assert "expected" in state.fallback
+        with gpu.lt.tuning():
+            gpu.lt.linear_fwd(x, w, precision=state)
+        assert state.fallback is None
+        gpu.streams.synchronize_all()

@@ -341,7 +341,8 @@ class FakeCublasLt:
             self._check_owner(call.workspace, self._streams.running_on(call.stream), call.stream)
             work()
 
-        self._streams.put(call.stream, KERNEL, "matmul", run, lambda: touches)
+        name = "float8 matmul" if call.a_layout.dtype in _FLOAT8 else "matmul"
+        self._streams.put(call.stream, KERNEL, name, run, lambda: touches)
         return 0
 
     def _read_matmul(self, arguments: tuple[Any, ...]) -> Matmul:

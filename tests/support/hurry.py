@@ -20,4 +20,4 @@ def hurry(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
-    monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": _LONG_US, "matmul": _LONG_US})
+    monkeypatch.setattr(gpu.streams, "costs_us", dict.fromkeys(("kernel", "matmul", "float8 matmul"), _LONG_US))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from lt_runtime.fp8 import FP8, Fp8LayerProblem
 from lt_runtime.gpu.peaks import Hardware
 from lt_runtime.plans import fp8_rule
-from lt_runtime.plans.fp8_rule import slower_in_fp8
-from lt_runtime.problem import Compute, DType
+from lt_runtime.plans.fp8_rule import expected_slower_in_fp8
+from lt_runtime.problem import Activation, Compute, DType
 
 H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
 FASTER = {
@@ -30,18 +30,14 @@ SLOWER = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_memory() -> Iterator[None]:
-    slower_in_fp8.cache_clear()
-    yield
-    slower_in_fp8.cache_clear()
-
-
 def reason(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> str | None:
-    options = {"needs_dx": False, "is_linear": False, "is_current": False, **options}
-    capability, dtype = options.pop("capability", 90), options.pop("dtype", DType.BFLOAT16)
-    monkeypatch.setattr(fp8_rule, "hardware", lambda _: H200._replace(capability=capability))
-    return slower_in_fp8(shape, dtype, Compute.FLOAT32, 0, **options)
+    given = {"needs_dx": False, "is_linear": False, "is_current": False, "capability": 90, "dtype": DType.BFLOAT16}
+    given |= options
+    monkeypatch.setattr(fp8_rule, "hardware", lambda _: H200._replace(capability=given["capability"]))
+    recipe = FP8("current" if given["is_current"] else "delayed")
+    types, activation = (given["dtype"], Compute.FLOAT32), Activation("none" if given["is_linear"] else "gelu")
+    problem = Fp8LayerProblem(*types, *shape, activation, True, given["needs_dx"], recipe)  # type: ignore[arg-type]
+    return expected_slower_in_fp8(problem, 0)
 
 
 @pytest.mark.parametrize(("shape", "options"), FASTER.values(), ids=FASTER)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from lt_runtime.fp8 import FP8, Fp8LayerProblem
 from lt_runtime.layout import Layout, packed
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import (
@@ -34,6 +35,9 @@ PROBLEM = MatmulProblem(DType.BFLOAT16, DType.FLOAT32, Compute.FLOAT32, SPEC, SP
 KEY = problem_key(PROBLEM)
 LEAKY = problem_key(ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("leaky_relu"), SPEC, SPEC, SPEC))
 MLP = problem_key(MLPProblem(DType.FLOAT32, 8, (16, 16, 4), (True, True), Activation("relu")))
+CHOICE = problem_key(
+    Fp8LayerProblem(DType.BFLOAT16, Compute.FLOAT32, 8, 16, 32, Activation("gelu"), True, False, FP8(fallback=True))
+)
 
 WRITTEN = (
     *(MatmulProblem, ForwardProblem, BackwardProblem, Derivative, Spec, Layout, Activation, Fingerprint),
@@ -61,6 +65,11 @@ def test_a_key_is_read_back(problem: Problem) -> None:
 @given(problems, problems)
 def test_keys_are_equal_as_problems_are(one: Problem, other: Problem) -> None:
     assert (problem_key(one) == problem_key(other)) == (one == other)
+
+
+@pytest.mark.parametrize("key", [MLP, CHOICE])
+def test_a_key_of_several_passes_is_read_back(key: str) -> None:
+    assert problem_key(parse_key(key)) == key
 
 
 def test_equal_numbers_of_other_types_have_the_same_key() -> None:
@@ -126,6 +135,9 @@ def test_what_a_key_looks_like() -> None:
         *(KEY.replace('"leading_dimension": 3', f'"leading_dimension": {size}') for size in (-1, 0, 2, 2**48)),
         KEY.replace('"batch": 1', f'"batch": {2**20}').replace('"batch_stride": 0', f'"batch_stride": {2**40}'),
         MLP.replace('"rows": 8', f'"rows": {2**47}'),
+        CHOICE.replace('"rows": 8', f'"rows": {2**47}'),
+        CHOICE.replace('"delayed"', '"rowwise"'),
+        CHOICE.replace('"history": 16', '"history": 0'),
         KEY.replace('"bfloat16"', '"bfloat17"'),
         KEY.replace('"bfloat16"', "1"),
         KEY.replace('"no_split_k": false', '"no_split_k": 0'),

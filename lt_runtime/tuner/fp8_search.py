@@ -1,0 +1,162 @@
+"""Decides whether a layer's products are computed in FP8: forward and backward with all casts against the own type."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lt_runtime.errors import PlanError
+from lt_runtime.fp8 import FP8, Fp8LayerProblem, Needs, Precision, Prologue
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.fp8 import ScalesPass
+from lt_runtime.layout import packed
+from lt_runtime.plans.cache import IN_FP8, make_layer_plan
+from lt_runtime.plans.fp8 import Fp8BackwardPlan, Fp8ForwardPlan
+from lt_runtime.plans.fp8_rule import expected_slower_in_fp8
+from lt_runtime.problem import DType, Saved, Spec
+from lt_runtime.products.plan import Plan
+from lt_runtime.reference.fp8 import SLOT_WIDTH, fp8_slots
+from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy
+from lt_runtime.tuner.chain import LayerChain
+from lt_runtime.tuner.chain_operands import ChainOperands, OperandSets, Placed, disagreement, tensors_of
+from lt_runtime.tuner.operands import Buffer, Memory
+from lt_runtime.tuner.report import Decided, Tuned, choice_in_words, rejection_in_words
+from lt_runtime.tuner.roofline import floor_us
+from lt_runtime.tuner.timing import Bench, Timing, race
+
+_ROUNDS = 9
+_BUDGET_S = 0.4
+
+
+class _ScalesPlan(Plan):
+    """The update of a layer's scales once a step, by the addresses of slots and history."""
+
+    def __init__(self, problem: Fp8LayerProblem, device: int) -> None:
+        self.problem, self.device = problem, device
+        self._pass = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, device)
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        slots, history = call.addresses
+        self._pass.launch(slots, history, 0, memory)
+
+
+def fp8_plans(problem: Fp8LayerProblem, device: int) -> list[Plan]:
+    """The plans of a step of a layer in FP8: forward, backward and, with delayed scales, their update.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm for one of the products.
+    """
+    kept = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
+    ((forward, backward),) = LayerChain.of_fp8(problem).keeping({0: kept}).layers
+    assert forward is not None
+    assert backward is not None
+    is_current = problem.recipe.recipe == "current"
+    precision, needs = Precision(problem.recipe, is_current), Needs(problem.dx)
+    plans = [
+        Fp8ForwardPlan(forward, precision, Prologue(), needs, device),
+        Fp8BackwardPlan(backward, precision, device),
+    ]
+    return [*plans, *([] if is_current else [_ScalesPlan(problem, device)])]
+
+
+class _Fp8Operands(ChainOperands):
+    """The operands of a layer in its own type and in FP8, which share inputs and results."""
+
+    def __init__(self, memory: Memory, chain: LayerChain, recipe: FP8) -> None:
+        super().__init__(memory, chain)
+        forward = chain.forwards[0]
+        (m, k), n = forward.x.layout.shape, forward.w.layout.rows
+        e4m3, full = DType.FLOAT8_E4M3FN, DType.FLOAT32
+        sizes: dict[str, tuple[int, int, DType]] = {
+            "slots": (3, SLOT_WIDTH, full), "history": (3, recipe.history, full), "cast_slots": (2, SLOT_WIDTH, full),
+            "x8": (k, m, e4m3), "w8": (k, n, e4m3), "kept": (m, n, forward.dtype),
+        }  # fmt: skip
+        self._added = {name: Buffer(memory, Spec(packed(*size)), dtype) for name, (*size, dtype) in sizes.items()}
+        values = {"slots": fp8_slots([each.value for each in recipe.dtypes])}
+        values["history"] = np.zeros(sizes["history"][:2], np.float32)
+        for name, array in values.items():
+            memory.write(self._added[name].address, array)
+
+    def call(self, layer: int, plan: Any, stream: int) -> Call:
+        """See `ChainOperands`."""
+        addresses = {name: each.address for name, each in self._added.items()}
+        state, kept = ("slots", "history"), ("x8", "w8")
+        if isinstance(plan, _ScalesPlan):
+            return Call(tuple(map(addresses.__getitem__, state)), stream)
+        if not isinstance(plan, Fp8ForwardPlan | Fp8BackwardPlan):
+            return super().call(layer, plan, stream)
+        tensors = tensors_of(layer, plan.problem).items()
+        addresses |= {name: self.buffers[each].address for name, each in tensors if each in self.buffers}
+        if isinstance(plan, Fp8ForwardPlan):
+            addresses["kept"] *= plan.kept_spec is not None
+            names = *plan.problem.operands, *state, *kept, "cast_slots"
+        else:
+            addresses["saved"] = addresses["kept"]
+            names = "dy", "cast_slots", *kept, "saved", "dx", "dw", "db", "dz", *state
+        return Call(tuple(addresses.get(name, 0) for name in names), stream)
+
+
+def decide_fp8(bench: Bench, problem: Fp8LayerProblem) -> Decided:
+    """Whether a layer is faster in FP8, and the entry for the plan cache. Its products have been decided.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm for the layer in its own type.
+        MemoryError: the GPU has not enough memory for the operands.
+    """
+    search = _Precisions(bench, problem)
+    is_fp8, timings = race(search)
+    slower = tuple(
+        Alternative({IN_FP8: name}, timings[name].median_us) for name in search.names() if name is not is_fp8
+    )
+    entry = LayerEntry({IN_FP8: is_fp8}, timings[is_fp8].median_us, slower, tuple(search.rejected))
+    before = timings.get(expected_slower_in_fp8(problem, bench.device) is None, timings[is_fp8])
+    reasons = tuple(map(rejection_in_words, search.rejected))
+    words = choice_in_words(entry)
+    return Tuned((problem,), before.median_us, entry.us, words, search.operands.measured, reasons), {problem: entry}
+
+
+class _Precisions:
+    """Two contenders: False is the layer in its own type, from which FP8 must differ clearly; True is FP8.
+
+    Attributes:
+        rejected: FP8 with the reason, if cuBLASLt refuses it or its results are wrong.
+    """
+
+    def __init__(self, bench: Bench, problem: Fp8LayerProblem) -> None:
+        chain, device = LayerChain.of_fp8(problem), bench.device
+        plans = {index: make_layer_plan(each, device) for index, each in chain.forwards.items()}
+        chain = chain.keeping({index: plan.strategy.saved for index, plan in plans.items()})
+        self._plans: dict[bool, Placed] = {False: [(at, make_layer_plan(each, device)) for at, each in chain.runs]}
+        self.rejected: list[RejectedStrategy] = []
+        try:
+            self._plans[True] = [(0, plan) for plan in fp8_plans(problem, device)]
+        except PlanError as error:
+            self.rejected.append(RejectedStrategy({IN_FP8: True}, f"refused: {error}"))
+        self._recipe, self._least_us = problem.recipe, floor_us([problem], device)
+        self.operands = OperandSets(bench, chain, partial(_Fp8Operands, recipe=problem.recipe))
+
+    def names(self) -> list[bool]:
+        """See `Contenders`."""
+        return [*self._plans]
+
+    def take_times(self, names: Collection[bool]) -> dict[bool, Timing]:
+        """See `Contenders`."""
+        plans = {name: self._plans[name] for name in names}
+        return self.operands.take_times(plans, _BUDGET_S, _ROUNDS, in_a_loop=True, least_us=self._least_us)
+
+    def reject_wrong(self, names: Collection[bool]) -> list[bool]:
+        """Compares FP8's results with those of the own type, up to the rounding of FP8 operands; see `Contenders`."""
+        if True not in names:
+            return []
+        expected = self.operands.results(self._plans[False])
+        wrong = disagreement(self.operands.results(self._plans[True]), expected, self._recipe.dtypes[2], 1)
+        if wrong is None:
+            return []
+        del self._plans[True]
+        self.rejected.append(RejectedStrategy({IN_FP8: True}, f"wrong: {wrong[1]}"))
+        return [True]
