@@ -6,7 +6,7 @@
 
 #define WEIGHTED 0
 
-#include "column_sum.cuh"
+#include "loss_mean.cuh"
 #include "losses.cuh"
 #include "sweep.cuh"
 
@@ -17,40 +17,13 @@ struct SummedLossParams {
   Matrix target;
   Matrix gradient;  // gradient of the prediction; may be the same memory as `prediction`
   ColumnSum<SCALAR> db;
+  LossMean mean;
   const float* grad_scale;  // factor in device memory; may be null
-  float* partial;           // one sum of losses for each block
-  float* loss;
   uint32 rows;
   int64 cols;
   float gradient_scale;  // 1 / size, times the caller's factor of the gradient
-  float size;            // rows · cols
   float delta;
 };
-
-// The sum over a block, always in the same order; every thread gets it. Both sides of the block are powers of two.
-__device__ inline float sum_over_threads(float value) {
-  __shared__ float values[kThreads];
-  const int self = threadIdx.y * blockDim.x + threadIdx.x;
-  values[self] = value;
-  __syncthreads();
-  for (int half = blockDim.x * blockDim.y / 2; half > 0; half /= 2) {
-    if (self < half) values[self] += values[self + half];
-    __syncthreads();
-  }
-  return values[0];
-}
-
-// Writes the mean of all threads' losses. Its counter is none of those that `db` uses.
-__device__ inline void store_mean(const SummedLossParams& p, float loss) {
-  const uint32 blocks = gridDim.x * gridDim.y, self = threadIdx.y * blockDim.x + threadIdx.x;
-  const float of_block = sum_over_threads(loss);
-  if (self == 0) p.partial[blockIdx.y * gridDim.x + blockIdx.x] = of_block;
-  if (!is_last_block(p.db.tickets + (gridDim.y > 1 ? gridDim.x : 0), blocks)) return;
-  float sum = 0.0f;
-  for (uint32 part = self; part < blocks; part += blockDim.x * blockDim.y) sum += __ldcg(p.partial + part);
-  sum = sum_over_threads(sum);
-  if (self == 0) *p.loss = sum / p.size;
-}
 
 }  // namespace lt
 
@@ -82,5 +55,5 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) summed_loss(const lt::
     sums += unpack(pack<SCALAR>(gradient));  // rounded as the layer would read it
   }
   sum_over_grid(p.db, sums, p.cols);
-  store_mean(p, loss);
+  store_mean(p.mean, p.db.tickets, loss);
 }

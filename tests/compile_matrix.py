@@ -21,7 +21,7 @@ from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.add import _ADD_BLOCKS
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks, _forward_blocks
-from lt_runtime.kernels.fp8 import cast_macros
+from lt_runtime.kernels.fp8 import cast_macros, loss_fp8_macros
 from lt_runtime.kernels.gated import blocks_of
 from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES, summed_loss_macros
@@ -46,7 +46,7 @@ _TWIN: Final = "sm_89"
 """On this architecture all kernels but two need as many registers as on sm_86, so that the tests compile only for
 sm_86, and the command for both.
 """
-_FROM_TWIN: Final = ("cast_fp8.cu",)
+_FROM_TWIN: Final = ("cast_fp8.cu", "loss_fp8.cu")
 """Sources that need instructions which GPUs below `_TWIN` lack; compiled for older GPUs they contain no code."""
 
 
@@ -279,6 +279,10 @@ VARIANTS: Final = (
     *(
         Variant("summed_loss.cu", summed_loss_macros(dtype, loss, access))
         for dtype, loss, access in itertools.product(SCALAR, LOSSES, (Access.ANY, Access.ALIGNED))
+    ),
+    *(
+        Variant("loss_fp8.cu", loss_fp8_macros(DType.BFLOAT16, dtype, loss))
+        for dtype, loss in itertools.product(LARGEST, LOSSES)
     ),
     *over("tally.cu", SCALAR=SCALAR.values()),
     *over("resize.cu", SCALAR=SCALAR.values()),

@@ -76,7 +76,7 @@ _KERNEL_CHANGES: Final = re.compile(r"(?<= )(?:[<>=!]=|&&|\|\||<<|>>|[-+*/%<>&|]
 """Matches operators, which stand between spaces, and integers."""
 _KERNELS_LEFT_OUT: Final = ("#", "//", "static_assert", "template", "using ", "asm")
 _TESTS_OF_KERNELS: Final = {
-    **dict.fromkeys(("cross_entropy", "elementwise_loss", "summed_loss"), "loss"),
+    **dict.fromkeys(("cross_entropy", "elementwise_loss", "summed_loss", "loss_fp8", "loss_mean"), "loss"),
     **dict.fromkeys(("mlp_fwd", "mlp_bwd", "mlp_gradients"), "mlp"),
     **dict.fromkeys(("narrow_k", "narrow_m", "narrow_n", "tile_matmul"), "own_products"),
 }

@@ -1,4 +1,4 @@
-"""cast_fp8.cu and fp8_scales.cu: cast matrices to FP8, row-major and transposed, and update the scales."""
+"""cast_fp8.cu, loss_fp8.cu and fp8_scales.cu: matrices and gradients of losses in FP8, and the updates of scales."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, declared, define
+from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, moves_vectors, square_tiles
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
 
 CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
+LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Activation()
 # Largest gridDim.y of a sum over rows, because the last block reads a partial sum of each of these blocks.
@@ -180,6 +182,70 @@ class CastGradientPass:
             sums.sum, sums.partial, sums.tickets = db, partial, memory.tickets
         if dropout is not None:
             params.dropout = dropout.block()
+        launch()
+
+
+def loss_fp8_macros(scalar: DType, dtype: str, loss: str) -> Macros:
+    """The preprocessor definitions of loss_fp8.cu."""
+    return define(SCALAR=scalar, LOSS=LOSSES[loss], E5M2=dtype == "float8_e5m2", ALIGNED=True)
+
+
+class LossCastPass:
+    """The mean of a loss, the sums of its gradient's columns, and the gradient, cast to FP8 and transposed, or uncast.
+
+    `moves_tiles` holds for all matrices.
+
+    Args:
+        dtype: name of the FP8 type, see `FP8_TYPES`.
+        loss: without weights.
+        accumulate: whether the sums are added to the present values of their buffer.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory for the blocks' partial sums.
+
+    Raises:
+        GpuError: the GPU has no instructions for FP8.
+    """
+
+    def __init__(
+        self,
+        scalar: DType,
+        prediction: Spec,
+        target: Spec,
+        dtype: str,
+        loss: ElementwiseLoss,
+        accumulate: bool,
+        device: int,
+    ) -> None:
+        check_fp8(device)
+        layout = prediction.layout
+        out, transposed = Spec(packed(*layout.shape)), Spec(packed(layout.cols, layout.rows))
+        macros = loss_fp8_macros(scalar, dtype, loss.name)
+        tiling = square_tiles(layout, _MOST_PARTS)
+        (columns, parts), (x, _) = tiling
+        self._size, self._sums_bytes = layout.size, 4 * parts * columns * x * OCTET
+        self.scratch_bytes = self._sums_bytes + 4 * parts * columns
+        fp8 = Fp8Output.of(layout, out, transposed)
+        params = LOSS_FP8.params(*map(Matrix.of, (prediction, target, out)), fp8=fp8, delta=loss.delta)
+        params.mean.size, params.db.accumulate = layout.size, accumulate
+        self._launches = Launches(LOSS_FP8, macros, device, tiling, params)
+
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
+
+        Args:
+            call: its addresses are those of prediction, target, the uncast gradient, loss, sums, the cast gradient, its
+                transpose, and the scale and the largest magnitude of the cast; 0 for absent ones.
+        """
+        params, launch = self._launches[memory.stream]
+        mean, db = params.mean, params.db
+        prediction, target, gradient, mean.loss, db.sum, out, transposed, scale, amax = call.addresses
+        params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
+        params.fp8.point_at(scale, out, transposed, amax)
+        number, params.grad_scale = call.scalars
+        db.partial, db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
+        mean.partial = db.partial + self._sums_bytes
+        params.gradient_scale = number / self._size
         launch()
 
 

@@ -149,7 +149,7 @@ class SummedLossPass:
         self._size, self._sums_bytes = layout.size, 4 * parts * columns * x * OCTET
         self.scratch_bytes = self._sums_bytes + 4 * parts * columns
         params = SUMMED_LOSS.params(*map(Matrix.of, specs), rows=layout.rows, cols=layout.cols)
-        params.size, params.delta, params.db.accumulate = layout.size, loss.delta, accumulate
+        params.mean.size, params.delta, params.db.accumulate = layout.size, loss.delta, accumulate
         self._launches = Launches(SUMMED_LOSS, macros, device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
@@ -159,10 +159,12 @@ class SummedLossPass:
             call: its addresses are those of prediction, target, gradient, loss and sums, which are of the pass's type.
         """
         params, launch = self._launches[memory.stream]
-        params.prediction.data, params.target.data, params.gradient.data, params.loss, params.db.sum = call.addresses
+        mean, db = params.mean, params.db
+        prediction, target, gradient, mean.loss, db.sum = call.addresses
+        params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
         number, params.grad_scale = call.scalars
-        params.db.partial, params.db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
-        params.partial = params.db.partial + self._sums_bytes
+        db.partial, db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
+        mean.partial = db.partial + self._sums_bytes
         params.gradient_scale = number / self._size
         launch()
 

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from lt_runtime.ops._linear import (
     derivative_of,
     wanted_gradients,
 )
-from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
+from lt_runtime.ops.call import New, Operation, PassOperation, PreparedCall, Request, perform, result_spec
 from lt_runtime.ops.first_use import before_first_use
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
 from lt_runtime.plans.fp8_rule import NO_MULTIPLE, against_fp8
@@ -486,6 +486,32 @@ class Fp8Backward(LinearBackward):
         return LinearGradients(*arrays[_FIRST : _FIRST + 3])
 
 
+class CastGradient(NamedTuple):
+    """The gradient of a layer's outputs, cast to FP8 with the scale of the layer's state.
+
+    Attributes:
+        rows: (..., N). transposed: (N, M).
+    """
+
+    rows: Any
+    transposed: Any
+
+
+class Fp8CastBackward(Fp8Backward):
+    """`Fp8Backward` of a `CastGradient`, whose transpose is in the place of the saved tensor."""
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
+        """See `Operation`."""
+        dy, *kept, _ = operands[:_FIRST]
+        given = replace(dy, dtype=options[0].dtype), *kept, None, *operands[_FIRST:]
+        return super().read(given, options, scalars)
+
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        problem = request.problem
+        return _measured(lambda: Fp8BackwardPlan(problem.layer, problem.precision, device, is_cast=True), device)
+
+
 def _measured(make: Callable[[], Plan], device: int) -> Plan:
     """A plan whose products have been measured before, if tuning is on."""
     plan = make()
@@ -496,6 +522,7 @@ def _measured(make: Callable[[], Plan], device: int) -> Plan:
 
 _FORWARD: Final = Fp8Forward()
 _BACKWARD: Final = Fp8Backward()
+_CAST_BACKWARD: Final = Fp8CastBackward()
 _UPDATE: Final = _Update()
 
 
@@ -540,9 +567,16 @@ def forward(
 def backward(
     dy: Any, ctx: LinearContext, saved: Any, outputs: tuple[Any, ...], options: tuple[Any, ...], stream: Any
 ) -> LinearGradients:
-    """`linear_bwd` of a context that `forward` made; `options` are those of the operation `LinearBackward`."""
+    """`linear_bwd` of a context that `forward` made; `options` are those of the operation `LinearBackward`.
+
+    Args:
+        dy: an array; or, for a layer without activation and dropout, a `CastGradient`.
+    """
+    operation: Operation = _BACKWARD
+    if isinstance(dy, CastGradient):
+        operation, (dy, saved) = _CAST_BACKWARD, dy
     arrays = dy, ctx.cast_slots, ctx.x, ctx.w, saved, *outputs, *arrays_of(ctx.state, dy)
-    made: LinearGradients = perform(_BACKWARD, arrays, (*options, precision_of(ctx.state, DY)), (ctx.rng, None), stream)
+    made: LinearGradients = perform(operation, arrays, (*options, precision_of(ctx.state, DY)), (ctx.rng, None), stream)
     if made.dx is not None or made.dw is not None:
         ctx.state.calibrated |= {DY}
     return made

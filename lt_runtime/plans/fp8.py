@@ -237,12 +237,14 @@ class Fp8BackwardPlan(Plan):
 
     Args:
         problem: without an `input_derivative`; its x and w are not read.
+        is_cast: whether dy has been cast, and is dz. The addresses of its calls are then those of dy in FP8 and of its
+            transpose in the places of dy and the saved tensor, and no bias gradient is made.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
     """
 
-    def __init__(self, problem: BackwardProblem, precision: Precision, device: int) -> None:
+    def __init__(self, problem: BackwardProblem, precision: Precision, device: int, *, is_cast: bool = False) -> None:
         self.problem, self.device = problem, device
         derivative, recipe, accumulate = problem.output_derivative, precision.recipe, problem.accumulate
         has_work = not derivative.is_identity or derivative.db is not None
@@ -255,27 +257,29 @@ class Fp8BackwardPlan(Plan):
             written = dz if self._makes_dz else None
             self._pass = BackwardPass(problem.dtype, derivative, problem.dy, written, device, accumulate=accumulate)
         needs_dx, needs_dw = problem.dx is not None, problem.dw is not None
-        self._cast = Cast(
+        self._cast = None if is_cast else Cast(
             problem.dtype, dz, DY, precision, device, out=needs_dx, transposed=needs_dw,
             derivative=derivative if in_cast else None, accumulate=accumulate,
         )  # fmt: skip
         _, kind, gradient = recipe.dtypes
         (m, k), n = problem.x.layout.shape, problem.w.layout.rows
+        out, transposed = Spec(packed(m, n)), Spec(packed(n, m))
         kinds, is_fast = (gradient, kind), recipe.fast_accumulation == "always"
         w, x = Spec(packed(k, n)).transposed, Spec(packed(k, m)).transposed
         found = {}
         if problem.dx is not None:
-            found["dx"] = _product(kinds, problem.dtype, self._cast.spec, w, problem.dx, fast=is_fast)
+            found["dx"] = _product(kinds, problem.dtype, out, w, problem.dx, fast=is_fast)
         if problem.dw is not None:
-            found["dw"] = _product(kinds, problem.dtype, self._cast.transposed, x, problem.dw, fast=is_fast)
+            found["dw"] = _product(kinds, problem.dtype, transposed, x, problem.dw, fast=is_fast)
         self._adds = {"dx": problem.accumulate_dx, "dw": problem.accumulate}
         added = {name: replace(each, c=each.d if self._adds[name] else None) for name, each in found.items()}
         self.products = {name: known_algorithm(each, device) for name, each in added.items()}
         keeps_dz = self._makes_dz and problem.dz is None
         self._dz_bytes = aligned(dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
-        self._partial_bytes = aligned((self._pass or self._cast).partial_bytes)
+        sums = self._pass or self._cast
+        self._partial_bytes = aligned(sums.partial_bytes) if sums else 0
         # Bytes of dz in FP8, as it lies and transposed.
-        self._cast_bytes = needs_dx * aligned(m * n), needs_dw * aligned(m * n)
+        self._cast_bytes = (0, 0) if is_cast else (needs_dx * aligned(m * n), needs_dw * aligned(m * n))
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
@@ -295,8 +299,11 @@ class Fp8BackwardPlan(Plan):
             self._pass.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
         if not self.products:
             return
-        of_derivative = saved, db, partial, call.dropouts[0]
-        inverse = self._cast.put(dz, dz8, dz8_transposed, (slots, history), memory, of_derivative)
+        if self._cast is None:
+            dz8, dz8_transposed, inverse = dy, saved, slots + _SLOT * DY + _WORD * INVERSE
+        else:
+            of_derivative = saved, db, partial, call.dropouts[0]
+            inverse = self._cast.put(dz, dz8, dz8_transposed, (slots, history), memory, of_derivative)
         operands = {"dx": (dz8, w_transposed, dx, W), "dw": (dz8_transposed, x_transposed, dw, X)}
         for name, product in self.products.items():
             a, b, d, row = operands[name]

@@ -28,7 +28,6 @@ from lt_runtime.nn.linear import Linear
 from lt_runtime.nn.mlp import MLP, check_model_type
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
-from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.problem import Activation
 from lt_runtime.ranges import range_of
@@ -186,8 +185,7 @@ class StepBody:
         self.scales = [block.scales for block in model.blocks() if isinstance(block, Linear) and block.scales]
         self._skipped = optimizer.skipped if self.scales else None
         self._frozen = [each for each in model.parameters() if id(each) not in trained]
-        bias = None if loss.elementwise is None or model.device.ordinal is None else _last_bias(model)
-        self._bias = bias if id(bias) in trained else None
+        self._last = None if loss.elementwise is None or model.device.ordinal is None else _last_linear(model)
 
     def set_arity(self, count: int) -> None:
         """Stores the number of the model's inputs at the first batch; later raises for another number."""
@@ -311,7 +309,7 @@ class StepBody:
             # reads the outputs later.
             is_read_later = loss.classifies or not (narrow or run.may_overwrite(outputs))
             scaling = {"grad_scale": scale, "share": share} | ({"row_weights": weights[0]} if weights else {})
-            compute, out = self._compute(run, weights), None if is_read_later else outputs
+            compute, out = self._compute(run, target, weights), None if is_read_later else outputs
             value, gradient = compute(outputs, target, **scaling, out_gradient=out, stream=stream)
         scores = scores_of(outputs, target) if loss.classifies else None
         del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
@@ -329,29 +327,45 @@ class StepBody:
                     model.backward(held.pop(), run)
                     run.finish()
 
-    def _compute(self, run: Pass, weights: Sequence[Any]) -> Callable[..., losses.Loss]:
-        """The function of the loss; if possible, one that makes the last layer's bias gradient too."""
-        if self._bias is None or self.loss.elementwise is None or weights:
+    def _compute(self, run: Pass, target: Any, weights: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
+        """The function of the loss; if possible, one that also does work of the last layer's backward pass.
+
+        It makes the bias gradient and, for a layer in FP8, casts the gradient of the outputs.
+        """
+        layer, loss = self._last, self.loss.elementwise
+        if layer is None or loss is None or weights:
+            return self.loss.compute
+        bias = layer.bias if run.trains_parameter(layer.bias) else None
+        compute: Callable[..., tuple[Any, Any]] = losses.summed_loss
+        if layer.scales is not None:
+            from lt_runtime.ops._fp8_loss import cast_loss, casts_loss  # imported late, as `FP8State`
+
+            if not casts_loss(layer.scales, target):
+                return self.loss.compute
+            compute = functools.partial(cast_loss, layer.scales)
+        elif bias is None:
             return self.loss.compute
         run.has_db = True
-        return functools.partial(losses.summed_loss, self.loss.elementwise, *run.grad(self._bias))
+        return functools.partial(compute, loss, *((None, False) if bias is None else run.grad(bias)))
 
 
-def _last_bias(block: Block) -> Parameter | None:
-    """The bias whose gradient is the sum over the rows of the gradient of a model's outputs; None if there is none.
+def _last_linear(block: Block) -> Linear | None:
+    """The linear layer whose dz is the gradient of a model's outputs; None if there is none.
 
-    It is looked for only in blocks that are known to hand the gradient of the outputs to their last layer as it is.
-    `MLP` is left out, because the problems that decide about its one-kernel passes have the bias gradient; and so are
-    layers in FP8, whose cast makes the bias gradient.
+    It is looked for only in blocks that are known to hand the gradient of the outputs to their last layer as it is. In
+    FP8 a `Residual` is not one of them, because it adds the gradient to another. In another type `MLP` is left out,
+    because the problems that decide about its one-kernel passes have the bias gradient.
     """
     if type(block) is Chain:
-        return _last_bias(block.sequence[-1])
-    if type(block) is Residual:
-        return _last_bias(block.inner)
-    if type(block) is not Linear or block.activation != Activation() or block.dropout or block.scales is not None:
+        return _last_linear(block.sequence[-1])
+    if isinstance(block, (Residual, MLP)):
+        inner, in_fp8 = (block.inner, False) if isinstance(block, Residual) else (block.layers[-1], True)
+        last = _last_linear(inner) if type(block) in (Residual, MLP) else None
+        return last if last is not None and (last.scales is not None) == in_fp8 else None
+    if type(block) is not Linear or block.activation != Activation() or block.dropout:
         return None
-    # The kernel is made for rows of whole octets.
-    return block.bias if block.weight.data.shape[0] % OCTET == 0 else None
+    is_whole = block.weight.data.shape[0] % OCTET == 0  # the kernels are made for rows of whole octets
+    return block if is_whole and (block.scales is None or block.weight.data.dtype == "bfloat16") else None
 
 
 def _check_any(target: Operand, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Training steps on the pretended GPU whose loss makes the last layer's bias gradient, against layers that make it."""
+"""Training steps on the pretended GPU whose loss does work of the last layer's backward pass: sums and casts."""
 
 from __future__ import annotations
 
@@ -103,3 +103,64 @@ def test_gradients(gpu: FakeGpu, case: Case) -> None:
     for each, exact in zip(found[0], expected, strict=True):
         exact = np.asarray(exact, np.float64)
         np.testing.assert_allclose(each, exact, rtol=0, atol=0.02 * np.abs(exact).max())
+
+
+@dataclass
+class Fp8Case:
+    """A step in FP8, and whether its loss casts the gradient."""
+
+    casts: bool
+    model: Callable[..., Any]
+    recipe: dict[str, Any] = field(default_factory=dict)
+    loss: str = "mse"
+    accumulate: int = 1
+
+
+def mlp(lt: Any, **options: Any) -> Any:
+    return lt.MLP([32, 64, 48], "gelu", dtype="bfloat16", device="cuda", **options)
+
+
+def without_bias(lt: Any, **options: Any) -> Any:
+    place = {"dtype": "bfloat16", "device": "cuda", **options}
+    return lt.Chain(lt.Linear(32, 64, seed=1, **place), lt.Linear(64, 48, seed=2, bias=False, **place))
+
+
+def residual(lt: Any, **options: Any) -> Any:
+    place = {"dtype": "bfloat16", "device": "cuda", **options}
+    return lt.Chain(lt.Linear(32, 48, seed=1, **place), lt.Residual(lt.Linear(48, 48, seed=2, **place)))
+
+
+FP8_CASES = {
+    "mse": Fp8Case(True, mlp),
+    "huber, two micro-batches, E4M3": Fp8Case(True, mlp, {"gradients": "e4m3"}, "huber", 2),
+    "binary, without bias": Fp8Case(True, without_bias, {}, "bce_with_logits"),
+    "current scales": Fp8Case(False, mlp, {"recipe": "current"}),
+    "residual": Fp8Case(False, residual),
+}
+
+
+@pytest.mark.parametrize("case", FP8_CASES.values(), ids=FP8_CASES)
+def test_gradients_in_fp8(gpu: FakeGpu, case: Fp8Case) -> None:
+    """Row weights of 1, with which the loss neither casts nor sums, change no bit of gradients and scales."""
+    generator, found = np.random.default_rng(0), []
+    x, target = ([generator.random((64, cols)).astype(DTYPES["bfloat16"]) for _ in range(3)] for cols in (32, 48))
+    for weights, graph in (((), True), ((), False), ((np.ones(64, np.float32),), True)):
+        gpu.kernels.launched.clear()
+        model = case.model(gpu.lt, precision=gpu.lt.FP8(**case.recipe))
+        optimizer = gpu.lt.AdamW(model.parameters(), lr=0.01)
+        step = gpu.lt.TrainStep(model, optimizer, loss=case.loss, accumulate=case.accumulate, graph=graph, tune=False)
+        losses = [step(*map(gpu.cp.asarray, (*batch, *weights))) for batch in zip(x, target, strict=True)]
+        gpu.synchronize_all()
+        assert ("loss_fp8" in gpu.kernels.launched) == (case.casts and not weights)
+        scales = [
+            each
+            for layer in step.model.blocks()
+            if (state := getattr(layer, "scales", None))
+            for each in (state.slots, state.history)
+        ]
+        arrays = [*scales, *(each.grad for each in model.parameters()), *losses]
+        found.append([gpu.host_of(each).astype(np.float64) for each in arrays])
+    captured, eager, weighted = found
+    assert all(map(np.array_equal, captured, eager))
+    assert all(map(np.array_equal, captured[:-3], weighted[:-3]))
+    np.testing.assert_allclose(captured[-3:], weighted[-3:], rtol=1e-5)

@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import cross_entropy as family
+from lt_runtime.kernels import fp8, losses
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.kernels import losses
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
+from lt_runtime.kernels.fp8 import LossCastPass
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass, SummedLossPass
 from lt_runtime.problem import DType
 from lt_runtime.reference import bce_with_logits, cross_entropy, huber_loss, mse_loss
+from lt_runtime.reference.fp8 import FP8_TYPES, cast_fp8
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels
@@ -269,6 +271,44 @@ def test_sums_of_the_gradient(
     bound = rounding(dtype, total) + 64 * EPS32 * (np.abs(stored).sum(axis=0) + 2.0)
     assert_close("sums", sums.values()[0], total, bound)
     target.assert_unchanged()
+
+
+@pytest.mark.parametrize("kind", sorted(FP8_TYPES))
+@pytest.mark.parametrize(
+    ("shape", "loss", "order"), [((16, 16), "huber", 0), ((400, 272), "mse", 1), ((8320, 16), "bce_with_logits", 2)]
+)
+def test_gradients_in_fp8(runner: Runner, shape: Shape, loss: str, order: int, kind: str) -> None:
+    """The cast gradient is that of the uncast one, which has the bits of the loss that does not cast."""
+    generator, size = np.random.default_rng(0), shape[0] * shape[1]
+    prediction, target = (Guarded(generator.random(shape).round(2) * 4, FLAT, BF16) for _ in range(2))
+    gradients = [Guarded(np.zeros(shape), FLAT, BF16) for _ in range(2)]
+    scale, amax, options = np.array([0.25], np.float32), np.zeros(1, np.float32), ElementwiseLoss(loss, 0.5)
+    plain, factor = LossMemory(), (float(size), 0)
+    made = ElementwiseLossPass(BF16, *[prediction.layout] * 3, options, 0)
+    addresses = [prediction.address, target.address, gradients[0].address, plain.loss.address, 0, 0]
+    made.launch(Call(tuple(addresses), 0, factor), plain)  # type: ignore[arg-type]
+    runner.order, found = order, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "check_fp8", lambda _: None)
+        cast = LossCastPass(BF16, spec_of(prediction), spec_of(target), kind, options, True, 0)
+    for is_cast in (False, True):
+        memory, sums = LossMemory(), vector(np.full(shape[1], 2.0), BF16)
+        rows, transposed = (Guarded(np.zeros(each), FLAT, DType(kind)) for each in (shape, shape[::-1]))
+        fixed = prediction.address, target.address, gradients[1].address * (not is_cast), memory.loss.address
+        of_cast = rows.address, transposed.address, scale.ctypes.data, amax.ctypes.data
+        addresses = [*fixed, sums.address, *(each * is_cast for each in of_cast)]
+        cast.launch(Call(tuple(addresses), 0, factor), memory)  # type: ignore[arg-type]
+        found.append((memory.read(), sums.values().tobytes()))
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(plain.read(), rel=1e-5)
+    gradient, uncast = (each.values() for each in gradients)
+    np.testing.assert_array_equal(uncast, gradient)
+    expected = cast_fp8(gradients[0].array, scale[0], kind).astype(np.float64)
+    np.testing.assert_array_equal(rows.values(), expected)
+    np.testing.assert_array_equal(transposed.values(), expected.T)
+    assert amax[0] == np.abs(gradient).max()
+    total = 2.0 + gradient.sum(axis=0)
+    assert_close("sums", sums.values()[0], total, rounding(BF16, total) + 64 * EPS32 * np.abs(gradient).sum(axis=0))
 
 
 def run_elementwise(

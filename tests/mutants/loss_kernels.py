@@ -60,10 +60,10 @@ FAULTS: Final[Table] = {
             f"{_LOSS}::test_means_over_elements[bce_with_logits-DType.FLOAT32]",
         ),
     },
-    "cuda_src/summed_loss.cu": {
+    "cuda_src/loss_mean.cuh": {
         "the mean of the losses has the counter of the first columns' sums": (
-            "p.db.tickets + (gridDim.y > 1 ? gridDim.x : 0)",
-            "p.db.tickets",
+            "tickets + (gridDim.y > 1 ? gridDim.x : 0)",
+            "tickets",
             f"{_LOSS}::test_sums_of_the_gradient[mse-DType.FLOAT32]",
         ),
     },

@@ -1,0 +1,110 @@
+"""Losses of the outputs of a layer in FP8, with the gradient in FP8 as the layer's backward pass reads it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from lt_runtime.arrays.checks import check_same, check_shape
+from lt_runtime.arrays.operand import read
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.fp8 import LossCastPass, moves_tiles
+from lt_runtime.kernels.losses import ElementwiseLoss
+from lt_runtime.ops._fp8_linear import CastGradient, FP8State
+from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform
+from lt_runtime.plans.fp8 import DY
+from lt_runtime.problem import DType
+from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE, SLOT_WIDTH
+
+_LOSS, _SUMS, _GRADIENT, _ROWS, _TRANSPOSED, _SLOTS = range(3, 9)  # indices of a call's arrays
+_WORD: Final = 4  # bytes of an FP32 number
+
+
+class CastLoss(PassOperation):
+    """See `cast_loss`. A call's scalar is the factor of the gradient, which is cast if there are slots.
+
+    A call's options are the name of the FP8 type, the loss, and whether the sums are added to the values of `db`.
+    """
+
+    names = ("prediction", "target", "grad_scale", "loss", "db", "gradient", "rows", "transposed", "slots")
+    required = 2
+    is_scaled = True
+    make_pass = staticmethod(functools.cache(LossCastPass))
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
+        """See `Operation`."""
+        scores, target, *_, slots = operands
+        check_shape(target.name, target.shape, scores.shape, f"the shape of {scores.name}")
+        check_same(scores, target)
+        dtype, library, (m, n) = scores.element_type(), scores.library, scores.layout.shape
+        new = {_LOSS: New((), np.dtype(np.float32), library)}
+        if slots is None:
+            new[_GRADIENT] = New(scores.shape, dtype.numpy, library)
+        else:
+            cast = FP8_TYPES[options[0]], library
+            new |= {_ROWS: New(scores.shape, *cast), _TRANSPOSED: New((n, m), *cast)}
+        return Request((dtype, scores.spec, target.spec, *options), tuple(range(_LOSS, _SLOTS + 1)), new)
+
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
+        """See `Operation`."""
+        scores, target, scale, loss, db, gradient, rows, transposed, slots = addresses
+        slot = slots + _WORD * SLOT_WIDTH * DY
+        of_cast = (slot + _WORD * SCALE, slot + _WORD * AMAX) if slots else (0, 0)
+        return Call((scores, target, gradient, loss, db, rows, transposed, *of_cast), stream, (scalars, scale))
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> tuple[Any, Any]:
+        """See `Operation`."""
+        loss, _, gradient, rows, transposed, slots = arrays[_LOSS:]
+        return loss, gradient if slots is None else CastGradient(rows, transposed)
+
+
+_CAST_LOSS: Final = CastLoss()
+
+
+def casts_loss(state: FP8State, target: Any) -> bool:
+    """Whether `cast_loss` can be used for a loss of the outputs of the layer with a state, which has just run forward.
+
+    Args:
+        target: BF16.
+    """
+    is_delayed = state.slots is not None and state.recipe.recipe == "delayed"
+    reads_both = state.fallback is None and state.needs_dx and state.needs_dw
+    spec = read("target", target, 0).spec
+    return is_delayed and reads_both and moves_tiles((DType.BFLOAT16, spec), out=None, transposed=None)
+
+
+def cast_loss(
+    state: FP8State,
+    loss: ElementwiseLoss,
+    db: Any,
+    accumulate: bool,
+    prediction: Any,
+    target: Any,
+    *,
+    share: float,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A loss on a GPU, and its gradient in FP8 for the layer that made the prediction, with the layer's bias gradient.
+
+    A layer that has not found the scale of its gradients yet gets the gradient uncast.
+
+    Args:
+        state: of the layer, for which `casts_loss` is True.
+        loss: without weights.
+        db: (N,) buffer of the bias gradient, or None.
+        accumulate: whether the bias gradient is added to the values in `db`.
+        prediction: (..., N), BF16. target: (..., N), same type.
+        share: as for `mse_loss`.
+        options: grad_scale and stream, as for `mse_loss`, but `grad_scale` is no number; others have no effect.
+
+    Returns:
+        The loss, and a `CastGradient` or an array.
+    """
+    slots = state.slots if DY in state.calibrated else None
+    arrays = prediction, target, options["grad_scale"], None, db, None, None, None, slots
+    how = state.recipe.dtypes[DY].value, loss, accumulate
+    made: tuple[Any, Any] = perform(_CAST_LOSS, arrays, how, share, options["stream"])
+    return made
