@@ -1,6 +1,7 @@
 """lt_runtime: linear layers run and trained on NVIDIA GPUs from plain Python.
 
-Importing this touches no GPU and loads no CUDA library: names are resolved at their first use.
+`import lt_runtime` touches no GPU and loads no CUDA library: a public name's module is imported at the name's first
+use.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ _EXPORTS = {
     "training.prefetch": "Prefetcher prefetch",
     "training.step": "Metrics TrainStep evaluate",
 }
-"""For each module, its public names, separated by blanks."""
+"""Maps the name of each module to the public names that it defines, in one string separated by blanks."""
 _HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}
 _MODULES = ("cublaslt", "errors", "raw", "rules", "schedules")
 
@@ -103,7 +104,7 @@ __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tun
 __all__ += ["ACTIVATIONS", "Activation", "Epilogue", "cublaslt", "errors", "raw", "rules", "schedules"]
 
 
-# Not defined for type checkers: with a module `__getattr__` they would accept any name as an attribute of the module.
+# `__getattr__` is hidden from type checkers: they would otherwise accept any name as an attribute of the module.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

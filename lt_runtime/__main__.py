@@ -1,4 +1,4 @@
-"""`python -m lt_runtime`."""
+"""Runs the package's command line (`lt_runtime.cli`) for `python -m lt_runtime`."""
 
 import sys
 

@@ -23,18 +23,19 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def shown(value: object) -> str:
-    """The text of a value in errors: its `repr`, shortened to one line; for an array on a GPU its type and shape."""
+    """The text by which error messages show a value: its `repr` in one line; for an array on a GPU, type and shape."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and not isinstance(value, (np.ndarray, np.generic)):
         return f"a {type(value).__name__} of shape {shape}"
     try:
         return " ".join(_SHORT.repr(value).split())
-    except Exception:  # repr of a caller's class may raise anything, and int's raises for thousands of digits
+    # `repr` of a caller's class may raise any exception, and that of an int with thousands of digits raises ValueError.
+    except Exception:
         return f"a {type(value).__name__}"
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number, rather than an array or a truth value."""
+    """Whether a value is an int or a float of Python or NumPy, rather than an array or a truth value."""
     return isinstance(value, _NUMBERS) and not isinstance(value, bool)
 
 
@@ -107,17 +108,18 @@ def one_of(name: str, value: object, accepted: Collection[Name]) -> Name:
 def by_layer(
     name: str, given: Any, layers: int, parse: Callable[[str, Any], Value], last: Value | None = None
 ) -> tuple[Value | None, list[Value]]:
-    """A value for each layer, from a single value or from a list or tuple with one value for each layer.
+    """One value for each layer, from an argument that is a single value, or a list or tuple of `layers` values.
 
     Args:
-        parse: called with the argument's name and value, checks and converts the value.
-        last: the last layer's value if `given` is a single value; None if the single value is for the last layer too.
+        parse: function that checks and converts one value; it is called with the argument's name and the value.
+        last: the last layer's value where `given` is a single value; with None the last layer gets the single value
+            too.
 
     Returns:
-        The single value, or None if a sequence was given; and the value of each layer.
+        The single value, or None if `given` is a sequence; and the list of all layers' values.
 
     Raises:
-        ArgumentError: the sequence has another length.
+        ArgumentError: the sequence does not have one value for each layer.
     """
     if not isinstance(given, (list, tuple)):
         single = parse(name, given)
@@ -129,7 +131,7 @@ def by_layer(
 
 
 def check_instance(name: str, value: object, kind: type | tuple[type, ...], accepted: str) -> None:
-    """Raises `KindError` unless a value is an instance of `kind`; `accepted` describes the kind in words."""
+    """Raises `KindError` unless a value is an instance of `kind`, which the message describes by `accepted`."""
     if not isinstance(value, kind):
         raise KindError(f"{name} is {shown(value)}; it must be {accepted}")
 
@@ -137,19 +139,21 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...], acce
 class Fixed:
     """Base class that refuses to set public attributes once `__init__` has set `_is_made`.
 
-    Without it, setting an option that was read in `__init__` or a misspelt name would have no effect and no error.
+    Without this class, setting a misspelt attribute, or an option that only `__init__` reads, would silently do
+    nothing.
     """
 
     _changeable: ClassVar[tuple[str, ...]] = ()
-    """Names of attributes that may be set at any time."""
+    """Names of the public attributes that a subclass allows to be set at any time."""
     _is_made = False
 
-    # Not defined for type checkers: with `__setattr__` they would accept assignments to any attribute.
+    # `__setattr__` is hidden from type checkers: they would otherwise accept assignments to any attribute.
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: object) -> None:
             may_change = name in self._changeable or name.startswith("_")
-            # `optimizer.steps += 1` also assigns the same array to `steps` again: setting the present value is allowed.
+            # Setting an attribute to its present value is allowed, because `optimizer.steps += 1` updates the array in
+            # place and then assigns the same array to `steps`.
             if self._is_made and not may_change and value is not getattr(self, name, self):
                 kind, accepted = type(self).__name__, ", ".join(self._changeable)
                 what = f"what can be set are {accepted}" if accepted else f"make another {kind}"

@@ -1,4 +1,4 @@
-"""`lt.bind`: calls bound to their buffers."""
+"""`lt.bind`: makes a callable that repeats an operation on fixed buffers without checking its arguments again."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, add, dro
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> Callable[[], None]:
-    """Binds a call to its arguments: the callable that is returned makes the call again without checking them.
+    """Checks a call's arguments once, and returns a callable that repeats the call without checking them.
 
     ::
 
         forward = lt.bind(lt.linear_fwd, x, w, bias, activation="gelu", out=y, out_z=z)
-        forward()  # y and z from what x, w and bias hold now
+        forward() # computes y and z from the present content of x, w and bias
 
     On a GPU the call's launches are captured here into a graph, so that a bound call costs the host one launch. While
     this function runs, other threads must not synchronise with the whole device (`torch.cuda.synchronize()`,
     `cupy.cuda.Device().synchronize()`, cuCtxSynchronize) nor call cudaMalloc or cudaFree: during a capture such calls
-    fail, and may invalidate it. On NumPy arrays each bound call runs the reference.
+    fail, and may invalidate the capture. On NumPy arrays each bound call runs the reference.
 
     The bound call does not keep the arrays alive: they must stay where they are. A dropout mask is the same at each
     call unless the step of `rng` is an array on the operands' device.

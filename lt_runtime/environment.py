@@ -10,14 +10,14 @@ from typing import Final
 RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
 TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
 VARIABLES: Final = ("LT_RUNTIME_CACHE_DIR", "LT_RUNTIME_CUBLASLT", RECORD_VARIABLE, TUNE_VARIABLE)
-"""All of them."""
+"""The names of all environment variables that lt_runtime reads."""
 
 _MODES: Final = ("off", "first-use")
 _SWITCHES: Final = ("0", "1", "false", "true", "no", "yes", "off", "on")
 
 
 def fault_of(name: str) -> str | None:
-    """Says what is wrong with the value of a variable; None if it is unset, empty, or has a meaning."""
+    """Says what is wrong with an environment variable's value; None if the variable is unset, empty or valid."""
     value = os.environ.get(name)
     if value and name == TUNE_VARIABLE and value not in _MODES:
         return f"{name} is {value!r}; accepted are {' and '.join(map(repr, _MODES))}"
@@ -27,7 +27,7 @@ def fault_of(name: str) -> str | None:
 
 
 def setting(name: str) -> str | None:
-    """The value of a variable; None if it is unset, empty, or has no meaning. A value without meaning warns once."""
+    """The value of an environment variable; None if unset, empty or invalid. An invalid value causes one warning."""
     fault = fault_of(name)
     if fault is not None:
         _warn(fault)

@@ -1,4 +1,4 @@
-"""Epilogues: the operations on a matrix product before it is stored, by name. cuBLASLt's numbers are in `cublaslt`."""
+"""Names of the epilogues: what is done to a matrix product before it is stored. `cublaslt` has their numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class Epilogue(enum.Enum):
     """The epilogues of a product P = α·A·B + β·C. D is the matrix that is stored.
 
     - NONE, BIAS, RELU, RELU_BIAS, GELU, GELU_BIAS: D = act(P + bias).
-    - Those with AUX also write what the derivative needs: ReLU one bit an element, GELU the pre-activation.
-    - DRELU, DGELU: D = P · act'(aux). Those with BGRAD also write the sum of D over M, the bias gradient.
+    - Names with AUX: the product also writes what the derivative needs: ReLU one bit an element, GELU the
+    pre-activation.
+    - DRELU, DGELU: D = P · act'(aux). Names with BGRAD: the product also writes the sum of D over M, the bias gradient.
     - BGRADA, BGRADB: D = P, and the bias gradient is the sum of A or of B over K.
     """
 
@@ -36,7 +37,7 @@ class Epilogue(enum.Enum):
 
     @classmethod
     def parse(cls, name: object) -> Epilogue:
-        """The member called `name`; `ArgumentError` if there is none."""
+        """The epilogue called `name`; raises `ArgumentError` if no epilogue has the name."""
         return cls(one_of("epilogue", name, [member.value for member in cls]))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Files that are replaced in one step, so that no reader sees half of one, and files that nobody else can have written.
+"""Replaces files in one step, so that no reader sees half a file; reads files that no other user can have written.
 
 A file of the cache directory is used only if nobody but the user and root can have written it. Three things are
 checked: the file, through the handle that reads it; its directory; and the directory above, which is the cache
@@ -37,7 +37,7 @@ _FILE_MODE: Final = 0o600
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 AnyPath: TypeAlias = str | os.PathLike[str]
-"""A path as a caller may give it."""
+"""A file's path in the forms that public functions accept."""
 
 Signature: TypeAlias = tuple[int, int, int] | None
 """Inode, size and time of a file, which change whenever it is replaced; None if there is no file."""
@@ -53,7 +53,7 @@ def signature(path: Path) -> Signature:
 
 
 def file_path(path: AnyPath) -> Path:
-    """A path that a caller has given.
+    """Converts a path that a caller has given to a `Path`.
 
     Raises:
         FileError: the path has a NUL, or characters that the file system's encoding lacks.
@@ -115,11 +115,12 @@ def digest_of(paths: Iterable[Path]) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value that JSON in UTF-8 describes.
+    """Parses JSON in UTF-8, and returns the value that the JSON describes.
 
     Raises:
         ValueError: the content is no JSON, or is JSON that could not be written and read again: in another encoding,
-            with halves of surrogate pairs, with NaN or infinity, with a name twice in one object, or nested too deeply.
+            with halves of surrogate pairs, with NaN or infinity, with a repeated name in one object, or nested too
+            deeply.
     """
     try:
         value = json.loads(content.decode(), object_pairs_hook=_distinct, parse_constant=_refuse_constant)
@@ -148,8 +149,8 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     Temporary files of the same name that killed processes have left are removed.
 
     Args:
-        mode: permissions of the file, which may then replace anything but a directory. Without it, a replaced file
-            keeps its permissions, only regular files are replaced, and the umask decides for a new file.
+        mode: permissions of the new file, which then replaces anything but a directory. If None, only a regular file is
+            replaced, whose permissions are kept; if there is no old file, the umask decides the permissions.
 
     Raises:
         OSError: the file cannot be written; an older file at the path is unchanged.
@@ -159,9 +160,9 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     while True:
         temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
-        with os.fdopen(handle, "wb") as file:  # closing the file frees its lock
+        with os.fdopen(handle, "wb") as file:  # closing the file frees the lock that `try_lock` took
             if try_lock(handle) is False or not os.fstat(handle).st_nlink:
-                continue  # before it was locked, another process took it for abandoned and removes it: try a new name
+                continue  # before the lock was taken, another process removed the file as abandoned: try a new name
             try:
                 yield file
                 file.flush()
@@ -175,13 +176,13 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Writes a file as `replacing` does."""
+    """Replaces a file's content in one step; `mode` as in `replacing`."""
     with replacing(path, mode) as file:
         file.write(content)
 
 
 def _mode(path: Path) -> int | None:
-    """The permissions of the file at a path; None if there is none, or a symbolic link."""
+    """The permissions of the file at a path; None if the path is a symbolic link, or no file is there."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -209,7 +210,7 @@ def try_lock(handle: int) -> bool | None:
 
 
 def remove_abandoned(directory: Path, names: str) -> None:
-    """Removes abandoned temporary files: no process is writing them, and the regular expression `names` matches."""
+    """Removes temporary files whose name the regular expression `names` matches and that no process is writing."""
     pattern = re.compile(f"(?:{names})" + r"\.[0-9a-f]{8}" + re.escape(TEMPORARY))
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in itertools.islice(entries, _MOST_SEARCHED):
@@ -231,7 +232,7 @@ def flush(path: Path) -> None:
 
 
 def free_name(path: Path, kind: str) -> Path:
-    """An unused path beside another, such as plans.json.damaged-1."""
+    """An unused path in the same directory, named after the file and a kind, such as plans.json.damaged-1."""
     names = (path.with_name(f"{path.name}.{kind}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -241,12 +242,12 @@ class UntrustedError(PermissionError):
 
 
 def read_private(path: Path, limit: int) -> bytes:
-    """The content of a file in a subdirectory of the cache directory.
+    """Reads a file in a subdirectory of the cache directory, if no other user can have written the file.
 
     Raises:
-        UntrustedError: another user could have written it.
-        ValueError: it is no regular file, or has more than `limit` bytes.
-        OSError: it cannot be read.
+        UntrustedError: another user could have written the file.
+        ValueError: the path is no regular file, or the file has more than `limit` bytes.
+        OSError: the file cannot be read.
     """
     require_private_directory(path.parent)
     try:
@@ -262,7 +263,7 @@ def read_private(path: Path, limit: int) -> bytes:
 def replace_private(path: Path, content: bytes) -> None:
     """Replaces a file in a subdirectory of the cache directory, as `replace_file` does.
 
-    A link, a pipe or a device in the file's place is replaced too.
+    A link, a pipe or a device at the path is replaced too.
 
     Raises:
         UntrustedError: other users can write to the directory.
@@ -273,7 +274,7 @@ def replace_private(path: Path, content: bytes) -> None:
 
 
 def make_private_directory(directory: Path) -> None:
-    """Makes a subdirectory of the cache directory, and missing directories above it; no other user may enter them.
+    """Makes a subdirectory of the cache directory and its missing parents, which no other user may enter.
 
     Raises:
         UntrustedError: the directory exists, and other users can write to it.
@@ -287,11 +288,11 @@ def require_private_directory(directory: Path) -> None:
     """Checks a subdirectory of the cache directory, and the cache directory itself.
 
     Raises:
-        UntrustedError: it belongs to another user, or other users can put files there.
-        OSError: it is not there.
+        UntrustedError: one of the two directories belongs to another user, or other users can put files there.
+        OSError: one of the two directories does not exist.
     """
     for each in (directory.parent, directory):
-        # Checks a link and its target, because they may have different owners.
+        # Both a symbolic link and its target are checked, because they may have different owners.
         for status in (each.lstat(), each.stat()):
             _require_private(each, status)
 

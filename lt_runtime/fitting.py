@@ -29,10 +29,10 @@ Batches: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 class Epoch(NamedTuple):
-    """Means over an epoch of `fit`.
+    """Mean loss and accuracy over one epoch of `fit`.
 
     Attributes:
-        epoch: its number, from 1.
+        epoch: the epoch's number, counted from 1.
         loss, accuracy: of training, before each update, as in `TrainStep.metrics`.
         valid_loss, valid_accuracy: of the model at the end of the epoch; None without validation.
         seconds: the time that training and validation took.
@@ -64,25 +64,26 @@ def fit(
 
     Args:
         step: the training step; its sums for `metrics` start anew.
-        batches: of each epoch: tuples (x, target) or (x, target, row_weights) as the step takes them, in a list or
-            another object that can be iterated again, or a function that returns such an object for each epoch. NumPy
-            arrays go to a GPU by `lt.prefetch`.
+        batches: the batches of an epoch: tuples (x, target) or (x, target, row_weights) as the step takes them, in a
+            list or another object that can be iterated again, or a function that returns such an object for each epoch.
+            NumPy arrays are copied to a GPU by `lt.prefetch`.
         epochs: the largest number of epochs.
         valid: batches (x, target) for validation, given as `batches`.
         patience: stop after this many epochs without a lower validation loss; None never stops early.
-        checkpoint: a file that is written after each epoch that is the best so far: for an `lt.MLP` with `lt.AdamW` and
-            without an EMA by `lt.save_checkpoint`, otherwise by `lt.save` as model=, optimizer= and, if any, ema=.
+        checkpoint: path of a file that is written after each epoch that is the best so far: for an `lt.MLP` with
+            `lt.AdamW` and without an EMA by `lt.save_checkpoint`, otherwise by `lt.save` with the arguments model,
+            optimizer and, if there is an EMA, ema.
         progress: whether to show a progress bar on a terminal.
 
     Returns:
-        The completed epochs in their order.
+        An `Epoch` for each completed epoch, in order.
 
     Raises:
         ArgumentError: a number that is not positive, `patience` without `valid`, or an epoch without batches.
         KindError: a batch is no tuple.
         FileError: the checkpoint cannot be written.
         LtError: as the step and `lt.evaluate` raise.
-        Whatever the batches raise.
+        Any exception that the iteration over the batches raises.
     """
     check_instance("step", step, TrainStep, "an lt.TrainStep")
     for name, value in (("epochs", epochs), ("patience", 1 if patience is None else patience)):
@@ -91,7 +92,7 @@ def fit(
     if patience is not None and valid is None:
         raise ArgumentError(f"patience is {patience}, but valid is None: early stopping needs batches for validation")
     check_instance("checkpoint", checkpoint, (str, os.PathLike, type(None)), "None or the path of a file")
-    from lt_runtime.tuner.report import progress_bar  # imported late, because only the bar needs the tuner
+    from lt_runtime.tuner.report import progress_bar  # imported here, because only the progress bar needs the tuner
 
     history, best, waited = list[Epoch](), list[Any](), 0
     lowest, device, size = math.inf, step.model.device, len(batches) if isinstance(batches, Sized) else None
@@ -131,7 +132,7 @@ def _write(path: AnyPath, step: TrainStep) -> None:
 
 
 def _placed(name: str, batches: Batches, epoch: int, device: ComputeDevice) -> Iterator[Any]:
-    """The batches of an epoch, on the model's device if they are NumPy arrays."""
+    """Iterates over an epoch's batches; those of NumPy arrays are copied to the model's device."""
     accepted = "an iterable of tuples (x, target), or a function that returns one"
     given = batches_of(name, batches() if callable(batches) else batches, (2, 3), "tuple (x, target)", accepted)
     first = next(given, None)
@@ -144,7 +145,7 @@ def _placed(name: str, batches: Batches, epoch: int, device: ComputeDevice) -> I
 
 
 def _copies(model: Block) -> list[Any]:
-    """Copies of all parameters on the model's device: of the master copies where there are any. Waits for the GPU."""
+    """Copies all parameters, or their master copies if there are any, on the model's device; waits for the GPU."""
     model.device.synchronize()
     with model.device.current():
         made = [copied(each.data if each.master is None else each.master) for each in model.parameters()]

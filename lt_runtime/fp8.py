@@ -20,10 +20,10 @@ UNIT = 16
 class FP8:
     """How a linear layer's three products are computed in FP8. Inputs and weights are cast to E4M3.
 
-    Every tensor has one scale, a power of two. "delayed" casts with a scale from the largest magnitudes of the last
-    `history` steps, in one read of the tensor: a tensor that grows by more than `headroom` from one step to the next is
-    saturated, which is counted. "current" reads each tensor twice, and casts with a scale from its own largest
-    magnitude.
+    Every tensor has one scale, a power of two. The recipe "delayed" casts with a scale from the largest magnitudes of
+    the last `history` steps, in one read of the tensor: a tensor that grows by more than `headroom` from one step to
+    the next is saturated, and such steps are counted. The recipe "current" reads each tensor twice, and casts with a
+    scale from its own largest magnitude.
 
     Attributes:
         recipe: "delayed" or "current".
@@ -35,7 +35,7 @@ class FP8:
             expected, which `FP8State.fallback` tells; `precision="fp8"` of a model asks for it.
 
     Raises:
-        ArgumentError: an attribute has another value.
+        ArgumentError: an attribute has a value that is not described above.
     """
 
     recipe: Recipe = "delayed"
@@ -66,7 +66,7 @@ class FP8:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The recipe of a layer's products, and whether this call finds the scales of its tensors before it casts them."""
+    """A layer's FP8 recipe, and whether this call computes its tensors' scales before it casts the tensors."""
 
     recipe: FP8
     calibrates: bool
@@ -74,10 +74,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """The function dropout(act(x)) that the cast of a layer's x applies first: x is the layer below's pre-activation.
+    """The function dropout(act(x)) that a layer's cast of x applies first; x is the pre-activation of the layer below.
 
     Attributes:
-        dropout: probability.
+        dropout: probability with which an element is dropped.
     """
 
     activation: Activation = Activation()  # noqa: RUF009  # it is frozen
@@ -86,7 +86,7 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The gradients that backward will compute, for which forward keeps operands: w for dx, x for dw."""
+    """Which gradients backward will compute: forward keeps w for dx, and x for dw."""
 
     dx: bool = True
     dw: bool = True
@@ -94,10 +94,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Problem:
-    """A pass of a layer whose products are computed in FP8. The plan cache has entries for the products alone.
+    """A layer's forward or backward pass in FP8. Plans in the plan cache are for its products, not for the pass.
 
     Attributes:
-        prologue, needs: of a forward pass.
+        prologue, needs: have a meaning only for a forward pass.
     """
 
     layer: ForwardProblem | BackwardProblem

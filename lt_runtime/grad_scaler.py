@@ -84,7 +84,7 @@ class GradScaler(Fixed):
         return self._arrays is not None
 
     def bind(self, scale: Any, growth_tracker: Any) -> None:
-        """Gives the scaler its arrays, which hold `init_scale` and 0. An optimizer calls this."""
+        """Gives the scaler the arrays of scale and tracker, which hold `init_scale` and 0. The optimizer calls this."""
         self._arrays = scale, growth_tracker
 
     def _bound(self) -> tuple[Any, Any]:

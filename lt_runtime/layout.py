@@ -1,7 +1,7 @@
 """Layouts: the order and leading dimension of a matrix, which follow from its strides.
 
-Every matrix with one unit stride has a layout, and is read where it lies. A matrix is *ragged* if its lines (rows of a
-row-major matrix, columns of a column-major one) do not all begin and end at multiples of 16 bytes.
+Every matrix with one unit stride has a layout, and is read in place, without a copy. A matrix is *ragged* if its lines
+(rows of a row-major matrix, columns of a column-major one) do not all begin and end at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lt_runtime.errors import LayoutError, ShapeError
 
 
 class Order(enum.Enum):
-    """The axis along which elements are contiguous: a row's elements or a column's."""
+    """Which elements of a matrix are contiguous in memory: those of a row, or those of a column."""
 
     ROW = "row"
     COLUMN = "column"
@@ -24,7 +24,7 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A matrix in memory.
+    """How a matrix lies in memory: its shape, order and leading dimension.
 
     Attributes:
         rows, cols: the logical shape.
@@ -68,7 +68,7 @@ class Layout:
 
 
 def packed(rows: int, cols: int, *, order: Order = Order.ROW) -> Layout:
-    """The layout without gaps."""
+    """The layout of a matrix without gaps between its rows (or columns)."""
     return Layout(rows, cols, order, max(cols if order is Order.ROW else rows, 1))
 
 
@@ -76,7 +76,7 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
     """The layout of an array as a matrix: all axes but the last are its rows.
 
     Args:
-        operand: its name, for errors.
+        operand: the array's name in error messages.
         shape: (..., cols).
         strides: in elements. The stride of an axis of size 1 has no meaning and may be anything.
 
@@ -113,7 +113,7 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of an array may share memory: an axis steps by less than the inner axes extend."""
+    """Whether elements of an array may share memory: an axis has a smaller stride than the extent of the inner axes."""
     reach = 1
     for stride, extent in sorted((s, e) for s, e in zip(strides, shape, strict=True) if e > 1):
         if stride < reach:

@@ -23,7 +23,7 @@ DTypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 
 
 class TorchDType(Protocol):
-    """The attributes by which a type checker knows a `torch.dtype`."""
+    """Lets type checkers accept a `torch.dtype` without PyTorch: names attributes that only it has."""
 
     @property
     def is_floating_point(self) -> bool:
@@ -61,16 +61,16 @@ class DType(enum.Enum):
 
     @classmethod
     def parse(cls, operand: str, dtype: object, *, fp64: bool = False, fp8: bool = False) -> DType:
-        """Returns the member for an element type, in whichever form a caller gives the type.
+        """Converts an element type, in any form that callers may use, to the enum's member.
 
         Args:
-            operand: name of the operand or option, for the error.
-            dtype: a name; a type of NumPy, `ml_dtypes` or PyTorch; a member.
+            operand: name of the operand or option, for the error message.
+            dtype: a name such as "bfloat16"; a type of NumPy, `ml_dtypes` or PyTorch; or a `DType`.
             fp64: whether FP64 is accepted. Only plain matrix products compute in it.
             fp8: whether FP8 is accepted. Only matrix products read it.
 
         Raises:
-            DTypeError: another type. The message names the operand, the type and what is accepted.
+            DTypeError: the type is not accepted. The message names the operand, the type and the accepted types.
         """
         name = type_name(dtype)
         member = _BY_NAME.get(name)
@@ -84,7 +84,7 @@ FLOAT8: Final = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2})
 """E4M3 has 3 bits of mantissa and reaches 448; E5M2 has 2 bits and reaches 57344."""
 
 DTypeLike: TypeAlias = DTypeName | DType | np.dtype[Any] | type[Any] | TorchDType
-"""An element type as a caller may give it."""
+"""An element type in the forms that public functions accept."""
 
 _BY_NAME: Final[Mapping[str, DType]] = {member.value: member for member in DType}
 
@@ -93,7 +93,7 @@ def type_name(dtype: object) -> str:
     """The name of an element type, such as "bfloat16", from whichever library it comes."""
     if isinstance(dtype, DType):
         return dtype.value
-    name = getattr(dtype, "name", None)  # dtypes of NumPy have a name
+    name = getattr(dtype, "name", None)  # NumPy's dtypes have an attribute `name`
     if isinstance(name, str):
         return name
     if isinstance(dtype, type):  # scalar types, such as numpy.float16 and ml_dtypes.bfloat16, are classes
@@ -171,19 +171,20 @@ class Activation:
 
     @classmethod
     def of(cls, activation: ActivationName | Activation, negative_slope: float = 0.01) -> Activation:
-        """The activation for a name with a slope, or for an `Activation`. Raises as the class."""
+        """Makes an `Activation` from a name and a slope, or returns the given one. Raises as `Activation(...)`."""
         if isinstance(activation, Activation):
-            cls(negative_slope=negative_slope)  # refuses a wrong slope, although it is not used
+            # Raises for a slope that is not finite, although an `Activation` has its own slope.
+            cls(negative_slope=negative_slope)
             return activation
         return cls(activation, negative_slope)
 
 
 Chosen: TypeAlias = ActivationName | Activation | Mapping[str, Any]
-"""An activation as a caller may give it: a name, an `Activation`, or a dict of its fields, as in JSON."""
+"""An activation in the forms that callers may use: a name, an `Activation`, or a dict of its fields (from JSON)."""
 
 
 def activation_of(name: str, value: Chosen) -> Activation:
-    """The activation for an argument of a caller's; `name` is the argument's, for errors.
+    """Converts a caller's argument to an `Activation`; `name` is the argument's name in error messages.
 
     Raises:
         KindError: the argument has another type.
@@ -208,7 +209,7 @@ class Philox:
             a captured graph advances it between replays.
 
     Raises:
-        ArgumentError: no integer, or one out of its range.
+        ArgumentError: a value is no integer, or is out of its range.
     """
 
     seed: int = 0
@@ -252,13 +253,13 @@ def keep_threshold(p: float, name: str = "dropout probability") -> int:
 
 
 def probability(name: str, p: Any) -> float:
-    """A probability of dropout as a float; raises as `keep_threshold`."""
+    """Checks a dropout probability, and returns it as a float; raises as `keep_threshold`."""
     keep_threshold(p, name)
     return float(p)
 
 
 def check_dropout(p: float, rng: Philox | None) -> Philox | None:
-    """Checks a probability and its source; returns the source, or None if `p` is 0.
+    """Checks a dropout probability and the source of its random numbers; returns the source, or None if `p` is 0.
 
     Raises:
         ArgumentError: see `keep_threshold`; or `p` is above 0 and there is no source.
@@ -278,8 +279,9 @@ def keep_scale(threshold: int) -> float:
 
 
 LATER: Final = MappingProxyType({"is_later": True})
-"""Metadata of a field that was added to a problem later: keys leave it out while it has its default, so that a problem
-keeps the key that it had before."""
+"""Metadata of a field that was added to a problem class later: plan-cache keys leave the field out while it has its
+default, so that older entries of the plan cache keep their keys.
+"""
 
 ALIGNMENT: Final = 256
 """Bytes: allocations begin at multiples of this, and no plan depends on a better alignment."""
@@ -301,7 +303,7 @@ class Spec:
 
     @property
     def transposed(self) -> Spec:
-        """The transpose, which is the same memory."""
+        """The spec of the transposed matrix, which is the same memory."""
         return Spec(self.layout.transposed, self.alignment, self.batch_stride)
 
 
@@ -424,7 +426,7 @@ class ForwardProblem:
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """How dz is computed from dy: by the derivative of a layer's activation and dropout; perhaps with a bias gradient.
+    """How backward computes dz from dy: by a layer's activation and dropout, perhaps with the bias gradient.
 
     Attributes:
         saved: kind of the saved tensor.
@@ -449,8 +451,8 @@ class BackwardProblem:
     """Gradients of a `ForwardProblem`: which are wanted, and the specs of dy and of the gradients.
 
     Attributes:
-        output_derivative: takes dy to dz, the gradient before this layer's activation, and makes the layer's bias
-            gradient.
+        output_derivative: computes from dy this layer's dz, the gradient with respect to the pre-activation, and its
+            bias gradient.
         dx, dw: None if the gradient is not wanted.
         dz: spec of the caller's buffer for dz; None leaves dz to scratch memory.
         accumulate: whether dw and bias gradients are added to what their buffers hold.

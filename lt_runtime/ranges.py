@@ -33,16 +33,17 @@ class Listener(Protocol):
         """A range begins."""
 
     def exit(self, name: str) -> None:
-        """The innermost open range of that name ends."""
+        """The innermost open range called `name` ends."""
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Functions that are called in an operation's range with the work that it runs: a `PreparedCall`, or an `Optimizer`. If
-a layer may be in FP8, they are called with its `Fp8LayerProblem` before its work."""
+"""Functions that are called inside an operation's range with the `PreparedCall` or the `Optimizer` that it runs. If a
+layer may be in FP8, they are called with its `Fp8LayerProblem` before its work.
+"""
 
 
 def tell(work: Any) -> None:
-    """Calls the watchers with the work that is about to run."""
+    """Calls every function in `watchers` with the work that is about to run."""
     for watcher in watchers:
         watcher(work)
 
@@ -88,14 +89,14 @@ def _exit(self: Range, kind: object, error: object, trace: object) -> None:
 
 
 _domain: Any = None
-"""The package's NVTX domain; None if no tool is attached."""
+"""The package's NVTX domain; None if no NVTX tool, such as Nsight, is attached."""
 
 is_heard = False
 """Whether a listener or an NVTX tool exists. Code for which opening a range is costly opens it only if this is true."""
 
 
 def _settle() -> None:
-    """Sets the methods of `Range` by whether there are listeners or a tool."""
+    """Gives `Range` its real `__enter__` and `__exit__` if there are listeners or an NVTX tool, else the empty ones."""
     global is_heard, _domain
     _domain = _nvtx_domain()
     is_heard = bool(_listeners) or _domain is not None
@@ -104,7 +105,7 @@ def _settle() -> None:
 
 @functools.cache
 def _nvtx_domain() -> Any:
-    """The package's NVTX domain; None if no tool was attached when it was made."""
+    """Makes the package's NVTX domain; returns None if no NVTX tool is attached at that moment."""
     import nvtx
 
     domain = nvtx.get_domain("lt_runtime")
@@ -117,9 +118,9 @@ _made: dict[str, Range] = {}
 def range_of(name: str) -> Range:
     """A named part of a step, such as a layer: a context manager and a decorator, public as `lt.range`.
 
-    It is used as `with lt.range("block0.fc1"):`. Nsight shows it, and `lt.profile` reports
-    it as a layer. Ranges nest. A layer's range is in its forward or backward pass if a range named "forward" or
-    "backward" is around it, or if its own name begins with "forward/" or "backward/".
+    Use it as `with lt.range("block0.fc1"):`. Nsight shows the range, and `lt.profile` reports it as a layer. Ranges
+    nest. A layer's range is in its forward or backward pass if a range named "forward" or "backward" is around it, or
+    if its own name begins with "forward/" or "backward/".
 
     Raises:
         KindError: the name is not a string.
@@ -160,7 +161,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on(stream: int) -> Iterator[None]:
-    """Declares that this thread's ranges hold work on `stream`, which need not be any library's current stream."""
+    """Declares that work in this thread's ranges runs on `stream`, which need not be a library's current stream."""
     token = _stream.set(stream)
     try:
         yield
@@ -169,7 +170,7 @@ def on(stream: int) -> Iterator[None]:
 
 
 placed: Final = _stream.get
-"""Function without arguments: the stream that this thread has declared by `on`; None outside of its block."""
+"""Function without arguments that returns the stream that this thread declared by `on`; None without such a block."""
 
 
 PHASES: Final = ("input", "forward", "loss", "backward", "optimizer")
@@ -193,7 +194,7 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def place_of(path: tuple[str, ...]) -> Place:
-    """The place of a path of ranges, given outermost first.
+    """The layer and phase of the innermost of nested ranges; `path` has the ranges' names, outermost first.
 
     An operation belongs to the layer around it, and is a layer of its own if there is none. Outside of all phases, a
     backward operation is in the phase "backward", any other in "forward". Ranges around a step do not count as layers.

@@ -1,7 +1,8 @@
 """The linear layer over raw device addresses: FP32, row-major, matrices without gaps.
 
-Y[m,n] = act(op(A)[m,k] · op(B)[k,n] + bias[n]). Addresses are ints, 0 means absent. `trans_a` says that A is stored
-(k, m), `trans_b` that B is stored (n, k); both are read in place. `stream` None means CuPy's current stream.
+Y[m,n] = act(op(A)[m,k] · op(B)[k,n] + bias[n]). Addresses are ints; the address 0 means that a matrix or vector is
+absent. `trans_a` says that A is stored (k, m), `trans_b` that B is stored (n, k); both are read in place. `stream` None
+means CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _run(operation: Operation, given: Sequence[Operand | None], first_output: in
     for place in range(first_output, len(operation.names)):
         if out := given[place]:
             check_no_overlap(out, *filter(None, given[:place]))
-    # An empty operand may have address 0, which tells no device: it is taken to be on the others' device.
+    # An empty operand may have address 0, from which no device can be found: the other operands' device is used for it.
     somewhere = next((each.address for each in given if each and each.address), 0)
     placed = [each and replace(each, device=device_of_address(each.name, each.address or somewhere)) for each in given]
     first, *others = filter(None, placed)
@@ -158,7 +159,7 @@ def _optional(name: str, given: int, lies: Layout | int) -> Operand | None:
 
 
 def _operand(name: str, given: int, lies: Layout | int) -> Operand:
-    """Makes the `Operand` at an address; its device is found out later.
+    """Makes an `Operand` from an address and a layout; `_run` later finds the address's device.
 
     Args:
         lies: the layout of a matrix, or the length of a vector.

@@ -134,7 +134,7 @@ def _betas(betas: Any) -> tuple[float, float]:
 
 
 def _set(rule: Rule, **values: Any) -> None:
-    """Sets checked values, and the two that every rule has, which are checked here."""
+    """Sets values that the caller has checked; checks and sets `lr` and `weight_decay`, which every rule has."""
     rates = {name: not_negative(name, getattr(rule, name)) for name in ("lr", "weight_decay")}
     for name, value in (values | rates).items():
         object.__setattr__(rule, name, value)

@@ -57,13 +57,13 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Table:
-    """The factor of the learning rate, given for each update. After the last value, the last value stays.
+    """The factor of the learning rate as a list with one value for each update; later updates keep the last value.
 
     Attributes:
         values: the factors of updates 1, 2 and so on, rounded to FP32.
 
     Raises:
-        ArgumentError: there is no value, or a value is negative, NaN or too large for FP32.
+        ArgumentError: the sequence is empty, or a value is negative, NaN or too large for FP32.
         KindError: the values are no sequence of numbers.
     """
 
@@ -92,7 +92,7 @@ AnySchedule: TypeAlias = Schedule | Table
 
 
 def table(values: Any) -> Table:
-    """The factor of update number i, counted from 1, is `values[i - 1]`; after the last value, the last value stays.
+    """A schedule whose factor in update i, from 1 on, is `values[i - 1]`; later updates keep the last value.
 
     An optimizer on a GPU copies the values to the device once, as FP32, and a captured graph reads them there.
 
@@ -106,9 +106,9 @@ def table(values: Any) -> Table:
 
 
 def from_function(f: Callable[[int], float], steps: int) -> Table:
-    """The factor of each update up to number `steps` is `f(number)`, counted from 1; later updates use the last one.
+    """A schedule whose factor in update `i`, from 1 to `steps`, is `f(i)`; later updates keep the last value.
 
-    `f` is called at once, `steps` times, and not again.
+    This function calls `f` `steps` times; training does not call `f`.
 
     Args:
         f: returns a finite number that is not negative.
@@ -125,17 +125,17 @@ def from_function(f: Callable[[int], float], steps: int) -> Table:
 
 
 def constant() -> Schedule:
-    """The factor is always 1."""
+    """A schedule that keeps the learning rate constant: its factor is always 1."""
     return Schedule()
 
 
 def warmup(warmup_steps: int) -> Schedule:
-    """The factor rises linearly to 1 over `warmup_steps` updates, and stays there. Raises as `Schedule`."""
+    """A schedule whose factor rises linearly to 1 over `warmup_steps` updates and stays 1. Raises as `Schedule`."""
     return Schedule(warmup_steps=warmup_steps)
 
 
 def warmup_linear(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
-    """The factor rises linearly to 1 over `warmup_steps` updates, then falls along a line.
+    """A schedule whose factor rises linearly to 1 over `warmup_steps` updates, then falls along a line.
 
     It reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
     """
@@ -143,7 +143,7 @@ def warmup_linear(warmup_steps: int, total_steps: int, final_factor: float = 0.0
 
 
 def warmup_cosine(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
-    """The factor rises linearly to 1 over `warmup_steps` updates, then falls along half a cosine.
+    """A schedule whose factor rises linearly to 1 over `warmup_steps` updates, then falls along half a cosine.
 
     It reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
     """

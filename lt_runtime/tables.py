@@ -1,4 +1,4 @@
-"""Tables for people, as text for a terminal or a file. Rich is imported only where there is a table to make."""
+"""Formats tables as text for a terminal or a file. The package Rich is imported only when a table is made."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 Line: TypeAlias = "str | Text | Table"
 
 _WIDTH: Final = 160
-"""Columns of a table if stdout is not a terminal."""
+"""Width of a table in characters if stdout is not a terminal."""
 
 
 def table(title: str | None, headings: Sequence[str], lines: Sequence[Sequence[str]], texts: Set[str]) -> Table:
-    """A table without its empty columns; without a title it has no frame either.
+    """Makes a table, leaving out columns without any text; a table without a title has no frame either.
 
-    Columns whose headings are in `texts` are aligned left, numbers right.
+    Columns whose headings are in `texts` are aligned left, the others, which hold numbers, right.
     """
     from rich.box import HEAVY_HEAD, SIMPLE
     from rich.markup import escape
@@ -37,12 +37,12 @@ def table(title: str | None, headings: Sequence[str], lines: Sequence[Sequence[s
 
 
 def rendered(line: Line, *, styled: bool = False) -> str:
-    """The text of a line as Rich formats it for this terminal; a string as it is, which needs no package.
+    """A line, or a table, as Rich formats it for this terminal; a plain string is returned without importing Rich.
 
-    Only with `styled` is the text bold or coloured, because it may also go to a file.
+    The text is bold or coloured only with `styled`, because the text may also be written to a file.
 
     Rich is used only to format, but it also flushes stdout, and ends the process if the pipe is closed. So stdout is
-    flushed before, which raises an exception in this case.
+    flushed before Rich is used: with a closed pipe, the flush raises an exception instead of ending the process.
     """
     if isinstance(line, str):
         return printable(line)
@@ -53,6 +53,7 @@ def rendered(line: Line, *, styled: bool = False) -> str:
     console = Console(color_system="auto" if styled else None)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
-    with console.capture() as captured:  # only tables are wrapped to the width: users copy names from lines
+    # Only tables are wrapped to the width: users copy names from other lines, which must stay whole.
+    with console.capture() as captured:
         console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
     return captured.get().removesuffix("\n")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-# Other modules are imported in functions: imports take most of the time, and `main` handles interrupts during them.
+# Other modules are imported in functions, because imports take most of a command's time, and `main` handles Ctrl-C
+# during them.
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         import signal
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # after the first interrupt, a second one ends the process at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # after the first Ctrl-C, a second one ends the process at once
         return _tell(name, "interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         return CLOSED_PIPE
@@ -61,7 +62,7 @@ def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
         os._exit(_tell(name, "interrupted", INTERRUPTED))
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # unless the shell has told a background process to ignore interrupts
+    if before is signal.default_int_handler:  # a shell makes background processes ignore SIGINT, which must stay so
         signal.signal(signal.SIGINT, end)
     try:
         from lt_runtime.cli.arguments import parser
@@ -83,7 +84,7 @@ def _flush() -> None:
     except OSError:
         import os
 
-        # the output that cannot be written goes to the null device
+        # stdout becomes the null device, which takes the output that could not be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 

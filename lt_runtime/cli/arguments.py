@@ -1,4 +1,4 @@
-"""The command line's parser."""
+"""The parser of the command line's arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def _add_parser(parsers: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    """Adds a command or an action; its own help begins with the summary as a sentence."""
+    """Adds the parser of a command or action, whose own help begins with the summary as a sentence."""
     description = f"{summary[0].upper()}{summary[1:]}."
     added: argparse.ArgumentParser = parsers.add_parser(name, help=summary, description=description)
     return added
@@ -186,4 +186,4 @@ _COMMANDS: Final = {
     "profile": ("run a script, and say where the time of its steps went", _add_profile),
     "warmup": ("measure how layers run fastest, so that training need not", _add_warmup),
 }
-"""Commands by name: a summary, and the function that adds arguments."""
+"""For each command, by name: a summary, and the function that adds its arguments to a parser."""

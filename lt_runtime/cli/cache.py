@@ -29,7 +29,7 @@ from lt_runtime.tables import Line, table
 from lt_runtime.tuner.report import choice_in_words, describe, rejection_in_words, time_in_words
 
 _ABANDONED_SECONDS: Final = 3600.0
-"""Age from which an unfinished file counts as left behind by a dead process."""
+"""Age from which a temporary file counts as left behind by a dead process."""
 _SET_ASIDE: Final = "*.json.damaged-*", "*.json.foreign-*", "*.json.schema-*"
 """Patterns of the names under which the package sets unusable files aside."""
 _Result: TypeAlias = tuple[Json, list[Line]]
@@ -37,7 +37,7 @@ _Result: TypeAlias = tuple[Json, list[Line]]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carries out one action and prints the result, for people or as one JSON object.
+    """Carries out one action of the command `cache` and prints the result, as text or as one JSON object.
 
     Returns:
         The exit status: 0, or 1 if `verify` found damage or a merge could not be written.
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class CacheFile(NamedTuple):
-    """A file of the cache: its content, if it can be read, and a fault of the file as a whole."""
+    """A file of the plan cache: its content, if it can be read, or the fault for which it cannot be used."""
 
     path: Path
     document: Document | None
@@ -123,7 +123,7 @@ def _list(_: argparse.Namespace) -> _Result:
 
 
 def _show(arguments: argparse.Namespace) -> _Result:
-    """The entries whose key, or whose problem's short name, has a part that matches the pattern."""
+    """Action `show`: the entries in whose key or short problem name the pattern is found."""
     entries, lines = list[Json](), list[Line]()
     for path, document in [(file.path, file.document) for file in _files() if file.document]:
         for key in sorted(document.raw):
@@ -157,7 +157,10 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def _verify(_: argparse.Namespace) -> _Result:
-    """All faults of the files. A file of another version is not damaged, and its entries are not read."""
+    """Action `verify`: all faults of the cache's files.
+
+    A file of another version counts as undamaged, and is not read.
+    """
     files, lines = list[Json](), list[Line]()
     for file in _files():
         faults = [] if file.fault is None else [file.fault]
@@ -171,7 +174,7 @@ def _verify(_: argparse.Namespace) -> _Result:
 
 
 def _merge(arguments: argparse.Namespace) -> _Result:
-    """Merges files into the cache. All files are read and compared before the first is merged."""
+    """Action `merge`: merges files into the cache, after all files have been read and compared with its machines."""
     documents = [(path, _read(path)) for path in arguments.files]
     merged, lines = list[Json](), list[Line]()
     for (path, document), store in zip(documents, [_store_for(*each) for each in documents], strict=True):
@@ -187,7 +190,7 @@ def _store_for(path: Path, document: Document) -> PlanStore:
 
     Raises:
         ArgumentError: the file was measured on a machine that differs from this one and from all in the cache; there is
-            no machine to compare it with; or it is damaged.
+            no machine to compare it with; or the file is damaged.
     """
     theirs = document.fingerprint
     differences = _differences([*machine(), *(file.document.fingerprint for file in _files() if file.document)], theirs)
@@ -201,7 +204,7 @@ def _store_for(path: Path, document: Document) -> PlanStore:
 
 
 def _export(arguments: argparse.Namespace) -> _Result:
-    """Copies the cache's file of a given name, or this machine's file if no name is given."""
+    """Action `export`: copies the cache's file of a given name, or this machine's file if no name is given."""
     ours, name, target = machine(), arguments.file, arguments.target
     if not name and len(ours) != 1:
         found = "GPUs of several kinds" if ours else "no usable GPU"
@@ -242,7 +245,7 @@ def _prune(arguments: argparse.Namespace) -> _Result:
 
 
 def _useless() -> Iterator[tuple[Path, str]]:
-    """Files that this installation will never read again, each with the reason."""
+    """Yields the cache's files that this installation will never read again, each with the reason."""
     yield from ((path, "set aside") for path in _paths(*_SET_ASIDE))
     for path in _paths(f"*.json.*{TEMPORARY}"):
         if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:

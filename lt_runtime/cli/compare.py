@@ -17,7 +17,7 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "copies": ("memcpy", "copy", "resize"),
     "pow": ("pow",),
 }
-"""Families of kernels that a training step should not launch, each with words that occur in the kernels' names."""
+"""Families of kernels that slow a training step down, each with words that occur in the kernels' names."""
 _PLANNED: Final = "copies that a plan chose"
 _NOISES: Final = 3.0
 """A change is reported if it exceeds this many standard errors of the difference, and `_LEAST` times the old time."""
@@ -52,11 +52,12 @@ class Change(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison, for people or as one JSON object."""
+    """Compares two profiles, and prints the comparison as text or as one JSON object."""
     reports = before, after = load(arguments.before), load(arguments.after)
     changes = [*_changes(*(dict(_figures(report)) for report in reports))]
     layers, kernels = [each for each in changes if not each.name], [each for each in changes if each.name]
-    kernels.sort(key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))  # the largest change first
+    # Kernels with the largest change in time come first.
+    kernels.sort(key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))
     shares = {family: [_share(family, report) for report in reports] for family in (*_FAMILIES, _PLANNED)}
     steps = before.totals.step_us, after.totals.step_us
     found = {"layers": [each._asdict() for each in layers], "changes": [each._asdict() for each in kernels]}

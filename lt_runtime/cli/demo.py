@@ -26,7 +26,7 @@ from lt_runtime.training.prefetch import prefetch
 from lt_runtime.training.step import TrainStep
 from lt_runtime.tuner.report import Progress, progress_bar
 
-_DIMS: Final = (64, 256, 128, 10)  # columns: pixels, two hidden layers, classes
+_DIMS: Final = (64, 256, 128, 10)  # widths of the model: pixels, two hidden layers, classes
 _BATCH: Final = 64
 _SPLIT_SEED: Final = 1797  # seed of the split: the held-out fifth does not depend on the training seed
 
@@ -36,8 +36,8 @@ class Result:
     """The results of a training run, as written to the file of `--json`.
 
     Attributes:
-        device: such as "cpu" or "cuda:0 (NVIDIA H200)".
-        accuracy: on the held-out fifth, 0 to 1.
+        device: where the model was trained, such as "cpu" or "cuda:0 (NVIDIA H200)".
+        accuracy: share of correct predictions on the held-out fifth of the images, 0 to 1.
         preparation_seconds: time to the end of the first step: compiles kernels, measures layers, captures the graph.
         samples_per_second: rate of the steps after the first, without profiled steps.
         loss: the loss of every step.
@@ -88,7 +88,8 @@ def train(options: argparse.Namespace, progress: Progress | None, profiled: Prof
         profiled: a profile in which the last epoch runs; None for no profile.
     """
     digits = load_digits()
-    batches = len(digits.labels) // _BATCH  # per epoch; the rest of the samples is left out, another rest in each epoch
+    # Number of batches in an epoch; samples that do not fill a batch are left out, others in each epoch.
+    batches = len(digits.labels) // _BATCH
     settings = {name: getattr(options, name) for name in ("dtype", "dropout", "seed", "device")}
     model, total = MLP(_DIMS, **settings), options.epochs * batches
     schedule = schedules.warmup_cosine(min(batches, total - 1), total)

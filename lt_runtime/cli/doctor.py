@@ -1,8 +1,8 @@
-"""The command `doctor`: lists what lt_runtime finds on this machine, what is missing, and how to mend it.
+"""The command `doctor`: lists what lt_runtime finds on this machine, what is missing, and how to install or repair it.
 
-It needs no package but Python's own, so that it can report any other as missing. Each dependency has a probe, which
-works without the dependency, writes no file and makes no GPU context. A probe reports failures instead of raising,
-because it is meant for broken installations.
+The command needs no package but Python's own, so that it can report any other as missing. Each dependency has a probe,
+which works without the dependency, writes no file and makes no GPU context. A probe reports failures instead of
+raising, because it is meant for broken installations.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def driver_of(pci_devices: Path = PCI_DEVICES) -> Driver | None:
         return None
     try:
         (status,) = api.cuInit(0)
-    # cuda-bindings raises this if it finds no libcuda: there is no driver.
+    # cuda-bindings raises RuntimeError if it finds no libcuda, which means that no driver is installed.
     except RuntimeError:
         for device in pci_devices.glob("*"):  # PCI numbers: class 0x03 is a display controller, vendor 0x10de is NVIDIA
             if (device / "vendor").read_text()[:6] == "0x10de" and (device / "class").read_text()[:4] == "0x03":
@@ -232,7 +232,7 @@ def cache_directory() -> CacheDirectory:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was found, as lines of text or as one JSON object.
+    """Prints the results of all probes, as lines of text or as one JSON object.
 
     Returns:
         The exit status: 0 if this machine has everything that it needs, else 1.
@@ -243,7 +243,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = Machine(driver_of(), gpus(), libraries, cache_directory())
     findings = [*diagnose(machine)]
     result = {
-        "ok": not any(finding.needed for finding in findings),  # a machine without a GPU needs no CUDA
+        # Findings about CUDA are not needed on a machine without a GPU.
+        "ok": not any(finding.needed for finding in findings),
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -1,4 +1,4 @@
-"""Printing for all commands: one JSON object, or lines and tables."""
+"""Prints a command's result, as one JSON object or as lines and tables."""
 
 from __future__ import annotations
 

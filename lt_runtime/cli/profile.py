@@ -29,7 +29,7 @@ _OUTPUT: Final = "lt_runtime-profile"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs one of the two commands.
+    """Runs the command `profile` or `check`.
 
     Returns:
         The script's exit status if it failed. Otherwise 1 if the profile is empty, or if a checked
@@ -60,7 +60,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     if arguments.print_nsys or arguments.print_ncu:
         _print_commands(arguments)
         return 0
-    for name in ("json", "trace", "plot"):  # a file that cannot be written is refused before the script runs
+    for name in ("json", "trace", "plot"):  # a path that cannot be written is refused before the script runs
         if (path := getattr(arguments, name)) is not None:
             setattr(arguments, name, writable(f"--{name}", path))
     if arguments.plot is not None:

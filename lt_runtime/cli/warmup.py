@@ -1,8 +1,8 @@
 """The command `warmup`: tunes layers before any training, and prints a table of the results.
 
-A file of shapes is JSON like `presets.json`, or plain text with a layer "M N K" a line. Errors name the line and the
-field that is wrong. Python's own parser reads the JSON a second time, because it knows the line of every value, which
-the module `json` does not.
+A file of shapes is JSON like `presets.json`, or plain text in which each line "M N K" is a layer. Errors name the line
+and the field that is wrong. Python's own parser reads the JSON a second time, because this parser knows the line of
+every value, which the module `json` does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Layers(NamedTuple):
     Attributes:
         rows: M of every layer.
         dims: inputs of the first layer, then outputs of each.
-        activation: as `lt.tune` takes it; None if the file names none.
+        activation: the activation, as `lt.tune` takes it; None if the file names none.
     """
 
     rows: int
@@ -88,7 +88,7 @@ def _show(tuned: list[Tuned], *, is_complete: bool, as_json: bool) -> int:
 
 
 def _chains(arguments: argparse.Namespace) -> list[Tunable]:
-    """All chains of layers and all products that the arguments name.
+    """All chains of layers and all matrix products that the command's arguments name.
 
     Raises:
         ArgumentError: the arguments name no problem, or a value is not accepted.
@@ -123,7 +123,7 @@ def _layers(arguments: argparse.Namespace) -> Iterator[Layers]:
 
 
 def preset(name: str) -> list[Layers]:
-    """Shapes that ship with the package.
+    """Reads a preset: named shapes that ship with the package.
 
     Raises:
         ArgumentError: the name is unknown; the message lists the known names.
@@ -178,7 +178,10 @@ class _Field(NamedTuple):
         return [self._replace(name=f"{self.name}[{i}]", node=each) for i, each in enumerate(self.node.elts)]
 
     def items(self, *accepted: str, prefix: str = "") -> Iterator[tuple[str, _Field]]:
-        """Names and values of a JSON object; errors show a name after `prefix`. By default all names are accepted."""
+        """Yields names and values of a JSON object; errors show a name after `prefix`.
+
+        By default all names are accepted.
+        """
         if not isinstance(self.node, ast.Dict):
             raise self._refusal("objects")
         for key, node in zip(self.node.keys, self.node.values, strict=True):
@@ -191,7 +194,7 @@ class _Field(NamedTuple):
             yield name, field
 
     def value(self, accepts: Callable[[Any], bool], accepted: str) -> Any:
-        """The value of a number or a string; `accepted` names the accepted values."""
+        """Checks and returns a number or string; errors describe the accepted values by `accepted`."""
         value = getattr(self.node, "value", None)
         if not accepts(value):
             raise self._refusal(accepted)

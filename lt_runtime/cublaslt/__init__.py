@@ -1,8 +1,8 @@
-"""Bindings to cuBLASLt through ctypes, usable on their own.
+"""Bindings to cuBLASLt through ctypes, which can be used without the rest of the package.
 
-The first use finds and loads the library, of CUDA 12 or 13: the installed one, or the file that the environment
-variable LT_RUNTIME_CUBLASLT names. The library itself refuses an attribute that it stores in another width than the
-bindings. The status of every call is checked; an error names the call, the status and the library's explanation. Names
+The first call finds and loads the library, of CUDA 12 or 13: the installed one, or the file that the environment
+variable LT_RUNTIME_CUBLASLT names. The library itself refuses an attribute whose width in bytes differs from the
+bindings'. The status of every call is checked; an error names the call, the status and the library's explanation. Names
 are those of the header (`cublasLt.h`) without their prefixes. A name that would begin with a digit keeps the last word
 of the prefix: `ComputeType.COMPUTE_32F`. `set` and `get` write and read attributes; a value that the header does not
 define is refused by name, though the library itself would accept it. Descriptors and `Handle` are context managers.
@@ -123,6 +123,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "MatmulTile":
         raise AttributeError(f"module 'lt_runtime.cublaslt' has no attribute {name!r}")
-    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: making the enum takes milliseconds
+    # Imported at the first use, because making the enum takes milliseconds.
+    from lt_runtime.cublaslt.tiles import MatmulTile
 
     return MatmulTile

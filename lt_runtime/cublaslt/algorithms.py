@@ -35,7 +35,7 @@ class _HeuristicResult(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm for one matrix product. It is immutable: `set` returns a new one.
+    """One algorithm for one matrix product. An `Algorithm` is immutable: `set` returns a new one.
 
     Attributes:
         blob: the 64 opaque bytes of `cublasLtMatmulAlgo_t`, valid for one version of the library.
@@ -72,7 +72,8 @@ class Algorithm:
             ArgumentError: the value is not accepted. A tile or a number of stages that these bindings do not know is
                 accepted if the algorithm lists it among its capabilities.
         """
-        listed = AlgoCapAttribute.__members__.get(f"{attribute.name}S")  # TILE_ID's capability is TILE_IDS
+        # The capability of TILE_ID, for example, is TILE_IDS.
+        listed = AlgoCapAttribute.__members__.get(f"{attribute.name}S")
         if listed and not attribute.accepted.allows(value) and value in self.capabilities(listed):
             packed = value.to_bytes(attribute.size, "little")
         else:
@@ -187,12 +188,12 @@ def algo_check(
 
 
 def is_refusal(error: CublasLtError) -> bool:
-    """Whether the error says that the algorithm does not support the product, so that another try would fail too."""
+    """Whether an error says that the algorithm does not support the product, so that a repeated call would fail too."""
     return error.status in (Status.INVALID_VALUE, Status.NOT_SUPPORTED, Status.ARCH_MISMATCH)
 
 
 def algo_get_ids(handle: Handle | int, types: Types, count: int = 1024) -> list[int]:
-    """The ids of at most `count` algorithms that may support some types.
+    """The ids of at most `count` algorithms that may support products of the given types.
 
     Raises:
         CublasLtError: the query failed.

@@ -1,4 +1,4 @@
-"""Attributes of descriptors and algorithms: number in the header, C type, accepted values, first version.
+"""The attributes of descriptors and algorithms: their numbers, C types, accepted values and first versions.
 
 cuBLASLt checks only the size of a value. These bindings refuse every value that the header does not define.
 
@@ -61,12 +61,12 @@ class Attribute(enum.IntEnum):
     size: int
 
     def __new__(cls, number: int, code: str, accepted: Accepted | Enum, since: int = 0) -> Attribute:
-        """Makes a member."""
+        """Makes a member of the enum from its definition."""
         attribute = int.__new__(cls, number)
         attribute._value_ = number
         attribute.code, attribute.since = code, since
         attribute.accepted = accepted if isinstance(accepted, Accepted) else member(accepted)
-        # "=" rather than native: a native float turns a number that is too large into infinity.
+        # "=" selects standard sizes: with native packing, a float that is too large would silently become infinity.
         attribute.packer = struct.Struct(f"={code}")
         attribute.size = attribute.packer.size
         return attribute
@@ -75,7 +75,7 @@ class Attribute(enum.IntEnum):
         return f"{type(self).__name__}.{self.name}"
 
     def pack(self, value: float) -> bytes:
-        """The bytes to hand to the library.
+        """Packs a value into the bytes that the library takes.
 
         Raises:
             ArgumentError: the value is not accepted, or does not fit the C type.
@@ -93,11 +93,12 @@ class Attribute(enum.IntEnum):
         raise kind(f"{self} is {given}; accepted: {self.accepted.described} ({c_type})")
 
     def unpack(self, data: bytes) -> Any:
-        """The value that the library returned, as a member of its enum where it has one."""
+        """Unpacks the bytes that the library returned, into a member of the attribute's enum if it has one."""
         (number,) = self.packer.unpack(data)
         try:
             return self.accepted.kind(number) if self.accepted.kind else number
-        except ValueError:  # not in the enum: -1, which means "unset", or a value that a later version added
+        # A number outside of the enum is -1, which means "unset", or a value that a later version added.
+        except ValueError:
             return number
 
 
@@ -142,8 +143,8 @@ _TILE: Final = Accepted(lambda value: not value or enums.tile_shape(value) is no
 _COUNT: Final = Accepted(lambda value: value >= 0, "0 or more")
 _FLAG: Final = Accepted((0, 1).__contains__, "0 to 1")
 _ANYTHING: Final = Accepted(lambda _: True, "any number")
-# The heuristic does not know the alignment of bias and aux pointers from any preference: it reads the pointers. Below
-# 16 bytes of alignment it chooses kernels that fault.
+# No preference tells the heuristic the alignment of bias and aux pointers: it reads the pointers themselves. Below 16
+# bytes of alignment it chooses kernels that fault.
 _VECTOR: Final = address(16)
 _WORD: Final = address(4)  # address of one FP32 or int32 number, or of a block of scales
 _POWER_OF_TWO: Final = Accepted(lambda value: value > 0 and not value & (value - 1), "a power of two")
@@ -267,4 +268,4 @@ class AlgoCapAttribute(Attribute):
 
 
 ARRAYS: Final = frozenset((AlgoCapAttribute.TILE_IDS, AlgoCapAttribute.STAGES_IDS))
-"""The capabilities that have several values."""
+"""The capabilities whose value is an array."""

@@ -26,11 +26,11 @@ _TILE_ROWS: Final = {Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.COL32_2R_4R4: 3
 class Descriptor(Owner, Generic[A, V]):
     """The base of all descriptors: `Descriptor[A, V]` has attributes of the enum A, with values of type V.
 
-    A subclass has the name of its C functions without "cublasLt".
+    A subclass is named like its C functions, without "cublasLt": `MatmulDesc` for cublasLtMatmulDescCreate.
 
     Attributes:
-        revision: a number that no other descriptor has. It changes whenever a check of the descriptor may have
-            another result than before.
+        revision: a number that no other descriptor has. The number changes whenever `validate` might come to another
+            result for the descriptor.
     """
 
     _prefix: ClassVar[str]
@@ -55,7 +55,8 @@ class Descriptor(Owner, Generic[A, V]):
         self._values: dict[A, V] = arguments
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
-        self._free.atexit = False  # not at exit: the library may be unloaded by then, and the system frees the memory
+        # Nothing is freed at exit: the library may be unloaded by then, and the system frees the memory.
+        self._free.atexit = False
 
     def set(self, attribute: A, value: V) -> None:
         """Sets one attribute.
@@ -70,7 +71,7 @@ class Descriptor(Owner, Generic[A, V]):
         call(self._setter, self.handle, attribute, attribute.pack(value), attribute.size, attribute=attribute)
         before = self._values.get(attribute)
         self._values[attribute] = value
-        # `validate` reads of an address only whether it is 0: replacing one address by another keeps the revision.
+        # Replacing one address by another keeps the revision, because `validate` only checks whether an address is 0.
         if not (attribute.accepted.alignment and before and value):
             self.revision = next(_revisions)
 
@@ -86,7 +87,7 @@ class Descriptor(Owner, Generic[A, V]):
         return value
 
     def recall(self, attribute: A) -> V:
-        """As `get`, but keeps the value: the library is asked only the first time."""
+        """As `get`, but the value is cached, so that the library is asked only the first time."""
         if attribute not in self._values:
             self._values[attribute] = self.get(attribute)
         return self._values[attribute]

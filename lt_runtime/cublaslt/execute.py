@@ -1,4 +1,4 @@
-"""The calls that put work on a stream, the matrix product and the matrix transform, and checks of their arguments."""
+"""Launches matrix products and matrix transforms on a stream, and checks their arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Reader = Callable[[Scalar], bytes | int | None]
 _LAYOUT: Final = [attribute for attribute in MatrixLayoutAttribute if attribute <= MatrixLayoutAttribute.BATCH_MODE]
 _T: Final = DataType
 _CODES: Final = {_T.R_16F: "e", _T.R_32F: "f", _T.R_64F: "d", _T.R_32I: "i", _T.C_32F: "ff", _T.C_64F: "dd"}
-# "=" rather than native: a native float turns a number that is too large into infinity.
+# "=" selects standard sizes: with native packing, a float that is too large would silently become infinity.
 _SCALARS: Final = {kind: struct.Struct(f"={code}") for kind, code in _CODES.items()}
 
 
@@ -45,7 +45,7 @@ def matmul(
     workspace_size: int,
     stream: int,
 ) -> None:
-    """D = α·op(A)·op(B) + β·C with the descriptor's epilogue, on `stream`. The arguments are cublasLtMatmul's.
+    """Launches D = α·op(A)·op(B) + β·C with the descriptor's epilogue on `stream`, as cublasLtMatmul.
 
     For a product that is launched many times, `PreparedMatmul` does the checks once.
 
@@ -60,7 +60,7 @@ def matmul(
         algorithm: from `get_heuristics` or `algo_check`; with None the library asks its own heuristic, without a
             workspace.
         workspace: a device address, a multiple of 256 bytes; 0 without a workspace.
-        workspace_size: its bytes, at least as many as the algorithm needs.
+        workspace_size: bytes of the workspace, at least as many as the algorithm needs.
         stream: a stream handle.
 
     Raises:
@@ -83,13 +83,14 @@ def matmul(
 
 
 class PreparedMatmul:
-    """A product that is launched many times: all work that does not depend on addresses is done once, here.
+    """A product that is launched many times: its constructor does all work that does not depend on addresses.
 
     Launches do not check addresses. Until the last launch `handle` must stay open, and the descriptors may not change,
     except for the addresses in `desc`. The arguments are those of `matmul`; `layouts` has those of A, B, C and D.
 
     Attributes:
-        launch: cublasLtMatmul. It takes the result of `arguments`, as often as one likes, and returns a status.
+        launch: the C function cublasLtMatmul, which takes the tuple that `arguments` returns, any number of times, and
+            returns a status.
 
     Raises:
         ArgumentError, ShapeError, LayoutError, DTypeError: see `validate`.
@@ -98,17 +99,17 @@ class PreparedMatmul:
     def __init__(self, handle: Handle | int, desc: MatmulDesc, layouts: Layouts, algorithm: Algorithm | None) -> None:
         validate(desc, *layouts)
         check_pointers(desc)
-        self._kept = desc, *layouts  # kept alive: cuBLASLt reads the descriptors at each launch
+        self._kept = desc, *layouts  # keeps the descriptors alive, because cuBLASLt reads them at each launch
         self._handles = tuple(each.handle for each in self._kept)
         self._handle, self._algorithm = pointer(handle), None if algorithm is None else algorithm.blob
         mode = desc.recall(MatmulDescAttribute.POINTER_MODE)
         self._alpha, self._beta = _scalar_readers(mode, desc.recall(MatmulDescAttribute.SCALE_TYPE))
-        usual = (1.0, 0.0) if mode == PointerMode.HOST else ()  # α and β of most launches, packed once
+        usual = (1.0, 0.0) if mode == PointerMode.HOST else ()  # α and β of most launches, which are packed once
         self._packed: dict[Scalar, Any] = {value: self._alpha(value) for value in usual}
         self.launch = function("cublasLtMatmul")
 
     def __call__(self, *arguments: Any) -> None:
-        """Puts the product on `stream`; the arguments are those of `arguments`.
+        """Launches the product on `stream`; takes the arguments of the method `arguments`.
 
         Raises:
             ArgumentError: α or β does not fit the scale type.
@@ -129,7 +130,7 @@ class PreparedMatmul:
         packed = self._packed
         try:
             factor, c_factor = packed.get(alpha) or self._alpha(alpha), packed.get(beta) or self._beta(beta)
-        except TypeError:  # a scalar that cannot be hashed: the readers raise the error that names it
+        except TypeError:  # a scalar cannot be hashed, and so is no number: the readers raise the error that names it
             factor, c_factor = self._alpha(alpha), self._beta(beta)
         return (
             self._handle, desc, factor, a, a_layout, b, b_layout, c_factor, c, c_layout, d, d_layout,
@@ -150,7 +151,7 @@ def matrix_transform(
     c_layout: MatrixLayout,
     stream: int,
 ) -> None:
-    """C = α·op(A) + β·op(B), on `stream`: converts between orders and types, scales and adds.
+    """Launches C = α·op(A) + β·op(B) on `stream`, which converts between orders and types, scales and adds.
 
     Args:
         handle: see `handle`.
@@ -211,11 +212,11 @@ def _number(name: str, value: Scalar, kind: DataType) -> bytes:
 
 
 def _check_address(name: str, address: object, alignment: int) -> int:
-    """Returns the address if it can be a device's.
+    """Checks that a value can be a device address, and returns it.
 
     Raises:
-        ArgumentError: it is not an int, or not positive, or too large.
-        AlignmentError: it is not a multiple of `alignment`.
+        ArgumentError: the value is not an int, not positive, or too large.
+        AlignmentError: the address is not a multiple of `alignment`.
     """
     if not isinstance(address, int) or not 0 < address < 2**64:
         raise ArgumentError(f"{name} is {address!r}; accepted: a device address")
@@ -225,7 +226,7 @@ def _check_address(name: str, address: object, alignment: int) -> int:
 
 
 def _alignment_of(layout: MatrixLayout) -> int:
-    """Required alignment of a matrix's address: an element's size, or a pointer's for an array of pointers."""
+    """The alignment that a matrix's address needs: an element's size, or 8 for an array of pointers to matrices."""
     if layout.recall(MatrixLayoutAttribute.BATCH_MODE) == BatchMode.STRIDED:
         return element_bytes(layout.recall(MatrixLayoutAttribute.TYPE))
     return 8

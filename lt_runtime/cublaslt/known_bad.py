@@ -8,7 +8,8 @@ from typing import Final
 
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Epilogue
 
-_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # terms of K that one pipeline stage covers, by STAGES_ID
+# Number of elements along K that one pipeline stage covers, by STAGES_ID.
+_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}
 _MAX_INT32: Final = 2**31 - 1
 
 
@@ -65,7 +66,7 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
         lambda c: c.version >= 130600 and c.algo_id == 68 and c.largest_span > _MAX_INT32,
         "the launch fails where an operand spans 2**31 elements or more",
     ),
-    # Seen in several versions. No version is known to be cured.
+    # The maintainers saw this fault in several versions of cuBLASLt. No version is known to be cured.
     (
         lambda c: c.k == 1 and (c.epilogue.has_derivative or c.epilogue.has_bias_gradient),
         "reads out of bounds, or faults, where K is 1",
@@ -77,12 +78,13 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
     ),
     # NVIDIA cuBLAS release notes, 12.8 update 1.
     (lambda c: c.version <= 120800 and c.epilogue.has_bias and (c.m == 1 or c.n == 1), "wrong bias where M or N is 1"),
-    # Seen in one version. The library does not check it before 13.2.
+    # The maintainers saw this fault in one version of cuBLASLt. From 13.2 on the library checks the alignment.
     (
         lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < 16,
         "a fault where the bias is not aligned to 16 bytes: the heuristic is not told of its alignment",
     ),
-    # Seen on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32. No version is known to be cured.
+    # The maintainers saw this fault on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32. No version is known to
+    # be cured.
     (
         lambda c: c.d_alignment < min(c.c_alignment, c.asked_alignment),
         "a misaligned address where D's rows are less aligned than C's, by which the library judges them",

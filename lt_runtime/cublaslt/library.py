@@ -1,8 +1,8 @@
 """Loads cuBLASLt at first use, declares its functions, makes its handles, and turns statuses into exceptions.
 
-The functions of the header that concern the library as a whole (versions, statuses, its cache, its logger) are here as
+The functions of the header that concern the whole library (versions, statuses, cache of heuristics, logger) are here as
 well. Levels of the logger: 0 off, 1 errors, 2 performance trace, 3 performance hints, 4 heuristics trace, 5 API trace.
-The bits of its mask are 1 errors, 2 performance trace, 4 performance hints, 8 heuristics trace, 16 API trace.
+The bits of the logger's mask are 1 errors, 2 performance trace, 4 performance hints, 8 heuristics trace, 16 API trace.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _remedy(since: int) -> str:
 
 
 def version_text(version: int) -> str:
-    """A version number as people write it: 131000 is "13.10.0"."""
+    """Converts cuBLASLt's version number to text: 131000 is "13.10.0"."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
@@ -129,10 +129,10 @@ def version_text(version: int) -> str:
 def loaded() -> Library:
     """The library, which the first call finds and loads.
 
-    It is the file that LT_RUNTIME_CUBLASLT names, otherwise the one in NVIDIA's wheels or toolkits.
+    The library is the file that LT_RUNTIME_CUBLASLT names, otherwise the one in NVIDIA's wheels or toolkits.
 
     Raises:
-        MissingLibraryError: it is not installed.
+        MissingLibraryError: cuBLASLt is not installed.
     """
     from cuda import pathfinder
 
@@ -157,13 +157,13 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def call(name: str, *arguments: Any, attribute: Attribute | None = None) -> None:
-    """Calls `name`, and raises the exception of `failure` unless the call succeeds."""
+    """Calls the C function `name`, and raises the exception of `failure` unless the call succeeds."""
     if status := loaded().function(name)(*arguments):
         raise failure(name, status, attribute)
 
 
 def failure(name: str, status: int, attribute: Attribute | None = None) -> CublasLtError | MissingLibraryError:
-    """The exception for a call of `name` that failed with `status`; `attribute` is the one that it read or wrote.
+    """Makes the exception for a C call that failed with `status`; `attribute` is the one that it read or wrote.
 
     A library that is older than the attribute returns INVALID_VALUE; the exception then says which version has it.
     """
@@ -195,7 +195,7 @@ class Owner:
 
     @property
     def handle(self) -> int:
-        """The C pointer.
+        """The object's C pointer.
 
         Raises:
             ArgumentError: the object is closed.
@@ -240,9 +240,9 @@ class Handle(Owner):
 
 
 def handle(device: int) -> int:
-    """The handle for a device, which must be current. It is made once and used until the process ends.
+    """The process's one handle for a device, which must be current; made at the first call.
 
-    It is never destroyed, because `cublasLtDestroy` synchronises the device.
+    The handle is never destroyed, because `cublasLtDestroy` synchronises the device.
 
     Raises:
         CublasLtError: the library could not be initialised.

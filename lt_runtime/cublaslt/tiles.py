@@ -1,4 +1,4 @@
-"""The tiles that an algorithm may work with. The module is imported when the enum is used for the first time."""
+"""The enum `MatmulTile` of cuBLASLt's tiles. This module is imported only when the enum is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a product that compare its descriptor and its layouts. The library does not make these checks.
+"""Checks that a product's descriptor and layouts fit together, which cuBLASLt itself does not check.
 
 The table of types, `RULES`, follows cuBLAS's documentation of cublasLtMatmul.
 """
@@ -44,7 +44,7 @@ _NARROW: Final = (_T.R_8F_E4M3, _T.R_8F_E5M2, _T.R_6F_E2M3, _T.R_6F_E3M2, _T.R_4
 
 def element_bytes(data_type: int) -> int:
     """The bytes of an element, and the alignment of its address; 1 where several elements share a byte."""
-    kind, width = DataType(data_type).name.split("_")[:2]  # such as "R" and "16BF", from R_16BF
+    kind, width = DataType(data_type).name.split("_")[:2]  # the name R_16BF, for example, gives "R" and "16BF"
     bits = int(width.rstrip("BFIU"))
     return max(1, bits * (2 if kind == "C" else 1) // 8)
 
@@ -138,7 +138,8 @@ def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
     epilogue, own = Epilogue(desc.recall(_M.EPILOGUE)), d.recall(_L.TYPE)
     is_batch = d.recall(_L.BATCH_COUNT) > 1
     if epilogue.has_aux:
-        unit = 8 if epilogue.has_gelu else 128  # GELU: elements; ReLU's mask: bits
+        # Required multiple of the leading dimension: elements for GELU, bits for ReLU's mask.
+        unit = 8 if epilogue.has_gelu else 128
         rows, leading = d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
         if leading % unit or leading < rows:
             accepted = f"accepted with epilogue {epilogue.name}: a multiple of {unit}, at least {rows}, the rows of D"

@@ -26,13 +26,14 @@ Path: TypeAlias = tuple[str, ...]
 MOST_PATHS: Final = 65536
 """Limit of distinct paths of ranges in one profile; work in further ranges is assigned to the ranges around them."""
 MOST_BORDERS: Final = 4_000_000
-"""Limit of recorded begins and ends of ranges, of 16 bytes each. After the limit, work of threads that open no ranges
-themselves is assigned to no range."""
+"""Limit of recorded begins and ends of ranges; each takes 16 bytes. After the limit, work of threads that open no
+ranges themselves is assigned to no range.
+"""
 
 _NEVER_CAPTURED: Final = {0, 1, 2}
 """Handles of streams that cannot be captured: the default stream's, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD."""
 _LOCAL: Final = 0xFFFFFFFF
-"""Mask of the lower 32 bits of a node's id, which identify the node in its graph; the upper ones are the graph's id."""
+"""Mask of the lower 32 bits of a node's id, which identify the node in its graph; the upper 32 are the graph's."""
 
 _numbers: Final = itertools.count(1)
 """Numbers for paths of ranges. None is used twice, because CUPTI links calls to the ids of ranges that are still open
@@ -40,7 +41,7 @@ after a profile's end."""
 
 
 class _Thread(threading.local):
-    """A thread's open ranges, as (name, path, id of the path), and the captures of its current streams."""
+    """One thread's open ranges, as (name, path, id of the path), and the captures of the thread's current streams."""
 
     def __init__(self) -> None:
         self.open: list[tuple[str, Path, int]] = []
@@ -91,7 +92,7 @@ class Collector:
             while self._thread.open:  # ranges that are still open: they will end after the profile
                 self._thread.open.pop()
                 cupti.pop_id()
-            # an error of the program's own work: the program's next call will raise it
+            # a failure of the profiled program's own kernels is not reported here: the program's next call raises it
             with contextlib.suppress(GpuError):
                 _wait_for_gpus()
                 self._note_graphs()
@@ -151,7 +152,7 @@ class Collector:
             self._opened.append(number)
 
     def _captures(self) -> list[CapturedNodes]:
-        """The captures of the streams that are current in the calling thread."""
+        """The captures that are under way on the calling thread's current streams."""
         graphs = {graph_under_capture(stream)[0]: stream for stream in _current_streams()}
         known = self._thread.captures
         found = {graph: known.get(graph) or CapturedNodes(stream) for graph, stream in graphs.items() if graph}

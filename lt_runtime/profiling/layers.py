@@ -1,4 +1,4 @@
-"""The tables of a report, made from timed steps and from recorded activities."""
+"""Makes a report's tables of layers, kernels and totals from timed steps and recorded GPU activities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lt_runtime.ranges import PHASES, Place, place_of
 UNATTRIBUTED: Final = "(unattributed)"
 _LEAST_GAP_NS: Final = 1000
 Works: TypeAlias = dict[Place, list[Work]]
-"""FLOPs and bytes of the operations at each place of a step; a place is a layer and a phase."""
+"""FLOPs and bytes of the operations at each place of a step; a place (`Place`) is a layer in a phase."""
 _WITH_LAYERS: Final = ("forward", "backward", "")
 
 
@@ -34,7 +34,7 @@ class Layer:
     """One layer in one phase of a step. All figures are for one step.
 
     Attributes:
-        name: of the layer; "" for the time of a phase outside of its layers.
+        name: the layer's name; "" for the time of a phase outside of its layers.
         phase: "input", "forward", "loss", "backward", "optimizer", or "" if no range names the phase.
         calls: how often the layer's range was entered, on average.
         us: median latency without nested layers: between events on a GPU, otherwise by the host's clock.

@@ -1,4 +1,4 @@
-"""Events at the begin and the end of ranges, on a stream and in graphs of training steps.
+"""Records CUDA events at the begin and the end of ranges, on a stream and in graphs of training steps.
 
 A moment is the begin or the end of a range in a captured graph. An event at a moment costs the GPU a few µs. Therefore
 a graph is copied eight times, each copy has events at an eighth of the moments, and the copies are launched in turn.
@@ -65,7 +65,8 @@ class EventMarks:
             if self.own is not None:
                 return self.own.take(stream)
             self.captured_by_others = True
-        except DriverError:  # the default stream cannot record while a stream that waits for it is captured
+        # The default stream cannot record an event while another stream that waits for it is captured.
+        except DriverError:
             pass
         return None
 
@@ -98,7 +99,7 @@ class MarkedCopy:
 
     Attributes:
         graph: the captured copy; None until it is captured.
-        moments, empty: see above.
+        moments, empty: the arguments.
         count: number of moments captured so far.
         events: the copy's events, in the order in which a launch records them.
         frames: the ranges that ended in the capture, as the timer describes them.
@@ -138,19 +139,19 @@ def _destroy(events: list[Any]) -> None:
 
 
 def _tail(stream: int) -> list[int]:
-    """The nodes that the next node captured from a stream will depend on."""
+    """The graph nodes on which the next node captured from a stream will depend."""
     *_, nodes, _, count = call("cuStreamGetCaptureInfo", stream)
     return sorted(int(node) for node in nodes[:count])
 
 
 class MarkedGraph:
-    """The copies of one graph that are launched in its place while it is timed.
+    """The copies of one graph that a profile launches in the graph's place in order to time it.
 
     The first copy has events at all moments and is launched once: afterwards every time is known. Each later launch
     updates the times of the eighth of the moments that its copy covers.
 
     Args:
-        capture: captures the graph again, with the events of a given copy.
+        capture: function that captures the graph again, with the events of the `MarkedCopy` that it gets.
 
     Attributes:
         cost_us: the cost of an event.

@@ -1,4 +1,4 @@
-"""A profile's report as data, and as tables, CSV, JSON and a drawing; the trace of a profile."""
+"""A profile's report as data, and its forms: tables, CSV, JSON, a drawing, and a trace of the profile's events."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
-"""Of the time outside of layers, the printed table leaves out rows without kernels that take less than this many
-microseconds a step."""
+"""The printed table leaves out a row for time outside of layers if it has no kernels and takes less than this many
+microseconds a step.
+"""
 _SHOWN_NAME: Final = 72
 _CATEGORIES: Final = {
     "memcpy": "gpu_memcpy", "memset": "gpu_memset", "call": "cuda_runtime", "synchronization": "cuda_runtime",
 }  # fmt: skip
-"""Kineto's names of kinds of activities, where they differ from ours."""
+"""Maps the package's names of kinds of activities to those of PyTorch's profiler Kineto, where they differ."""
 _COLOURS: Final = {
     "forward": "#3b75af", "backward": "#c85200", "loss": "#7f7f7f", "optimizer": "#5b8c5a", "input": "#b8a000",
     "": "#9c9c9c",
@@ -45,7 +46,7 @@ class Report:
     """The result of a profile.
 
     Attributes:
-        device: such as "cuda:0 (NVIDIA H200)" or "the host".
+        device: the profiled device, such as "cuda:0 (NVIDIA H200)" or "the host".
         timed_steps: the number of steps behind `layers`. traced_steps: the number of steps behind `kernels`.
         ceilings: highest rates of this GPU, measured: FLOP/s by type, and bytes/s as "copy".
         notes: sentences that name the missing parts of the report, with reasons.
@@ -144,7 +145,7 @@ def load(file: Path) -> Report:
         OSError: the file cannot be read.
     """
     try:
-        content = parse_json(read_regular(file, 1 << 24))  # a kernel takes about 400 bytes
+        content = parse_json(read_regular(file, 1 << 24))  # in the JSON a kernel takes about 400 bytes
         if not isinstance(content, dict) or "schema" not in content:
             raise ValueError("it does not say its version")
         if content["schema"] == SCHEMA:
@@ -217,10 +218,10 @@ def check_format(file: Path) -> str:
 
 
 def plot(report: Report, file: Path) -> None:
-    """Writes the drawing in the format of the file's suffix.
+    """Draws a report's roofline and layers to a file, in the image format that the file's suffix names.
 
     Raises:
-        ArgumentError: the suffix is of no known format.
+        ArgumentError: the file's suffix names no format that matplotlib writes.
         MissingLibraryError: matplotlib is not installed.
     """
     kind = check_format(file)
@@ -228,7 +229,7 @@ def plot(report: Report, file: Path) -> None:
     from matplotlib.figure import Figure
 
     longest = sorted(report.layers, key=lambda each: -each.us)[:_MOST_BARS]
-    # reversed, because matplotlib draws the first bar at the bottom
+    # reversed order: matplotlib draws the first bar at the bottom
     layers = [each for each in report.layers if each in longest and each.us > 0][::-1]
     figure = Figure(figsize=(15, max(5.0, 2.5 + 0.3 * len(layers))), layout="constrained")
     FigureCanvasAgg(figure)

@@ -26,7 +26,7 @@ _running = threading.Lock()
 
 
 class _Thread(threading.local):
-    """Names of a thread's open ranges, outermost first."""
+    """State of one thread: the names of its open ranges, outermost first."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -53,7 +53,7 @@ class Profile:
         self._seen = self._traced_steps = 0
         # Whether steps end with calls of `step` rather than of a `TrainStep`; None before the first step.
         self._is_marked = marked
-        self._timer = Timer(None)  # replaced by another timer when timing begins
+        self._timer = Timer(None)  # a timer for the host alone, which is replaced when timing begins
         self._collector: Any = None
         self._notes: list[str] = []
         self._undo = contextlib.ExitStack()
@@ -172,7 +172,7 @@ class Profile:
 
     @contextlib.contextmanager
     def _phase(self, measuring: Any) -> Iterator[Any]:
-        """Measures a `with` block by a timer or a collector, which first enters the ranges that are already open."""
+        """Runs a timer or a collector during a `with` block; it is first told of the ranges that are already open."""
         measuring.__enter__()
         try:
             for name in self._thread.open:
@@ -208,7 +208,7 @@ class Profile:
         self.report = Report(device, *counts, layers, kernels, totals, known, notes)
 
     def _missing(self, *, is_empty: bool) -> Iterator[str]:
-        """Sentences that name the missing parts of the report, with reasons."""
+        """Yields sentences that say which parts the report lacks, and why."""
         timer = self._timer
         yield from timer.notes
         if timer.discarded:
@@ -267,7 +267,7 @@ def profile(
         device: the GPU to profile, or "cpu"; see `lt.MLP`. "auto" is the current GPU, or the host if there is none.
 
     Raises:
-        ArgumentError: a number is below 0; or, when the block is entered, another profile is running.
+        ArgumentError: a number is below 0; or another profile is running when the block is entered.
     """
     for name, value in (("steps", steps), ("skip", skip), ("timed", timed), ("traced", traced)):
         if integer(name, value) < 0:

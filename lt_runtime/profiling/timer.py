@@ -1,4 +1,4 @@
-"""Times ranges: on the host by its clock, on a GPU by events, also within graphs of training steps."""
+"""Times ranges: on the host by the host's clock, on a GPU by events, also ranges within graphs of training steps."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class Timer:
 
     Attributes:
         steps: for each step its cells, by place.
-        spans: ranges that have ended, for the trace, at most `_MOST_SPANS`: of the kind "user_annotation" on the host,
-            and "gpu_user_annotation" on the GPU. The times on the GPU are moved to the host's clock by taking the first
-            event for simultaneous with the profile's begin.
+        spans: ranges that have ended, for the trace, at most `_MOST_SPANS`: their kind is "user_annotation" on the
+            host, and "gpu_user_annotation" on the GPU. The times on the GPU are moved to the host's clock by taking the
+            first event for simultaneous with the profile's begin.
         lost: how many ranges are left out of `spans`.
         left_open: how many ranges were never ended; each is taken to end with the range around it.
         discarded: how many steps are left out of `steps` because they captured a graph.
@@ -166,7 +166,7 @@ class Timer:
             self._read_while(lambda: len(self._pending) > _MOST_PENDING // 2)
 
     def ran(self, work: Any) -> None:
-        """Adds the work of an operation to the innermost range; see `ranges.tell`."""
+        """Adds an operation's work to the innermost open range; `ranges.tell` calls this."""
         if self._thread.open and not isinstance(work, Fp8LayerProblem):
             self._thread.open[-1].works.append(work)
 
@@ -196,7 +196,7 @@ class Timer:
         copy = None if marked is None else marked.next
         if marked is None or copy is None or copy.graph is None:
             return graph
-        # the next launch of this copy overwrites its events: their times are read before
+        # times of the copy's last launch are read first, because the next launch overwrites its events
         self._read_while(lambda: copy.is_unread)
         marked.launch(copy)
         frames = self._thread.open
@@ -250,10 +250,10 @@ class Timer:
         for frame in copy.frames:
             path = frame.path if parent is None else (*parent.path, *frame.path)
             us = sum(times[frame.start : frame.end])
-            # host time 0: the host does not run the code of a replay's ranges
+            # host time is 0, because the host does not run the code within ranges when a graph is replayed
             self._add(frame, path, frame.parent or parent, us, 0.0)
             self._keep(None, path, us, began_us + sum(times[: frame.start]))
-            # set back to zero: the copy's next launch adds its times to the same frame
+            # sums start again at 0, because the copy's next launch adds its times to the same frame
             frame.inside = frame.host_inside = 0.0
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:

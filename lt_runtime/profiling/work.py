@@ -1,4 +1,4 @@
-"""FLOPs and bytes of an operation, and the ceilings of a GPU: the highest rates that a kernel may reach.
+"""FLOPs and bytes of an operation, and the ceilings of a GPU: the highest rates that kernels reach on it.
 
 An operation's work follows from its plan: each kernel reads and writes each of its operands once. The ceilings are
 measured once, and stored beside the plan cache in a file for each kind of machine.
@@ -63,7 +63,8 @@ def work_of(ran: PreparedCall | Optimizer) -> Work:
     if isinstance(ran, Optimizer):
         return Work(bytes=_bytes_of_update(ran))
     problem = ran.request.problem
-    if isinstance(problem, MLPProblem):  # counts the forward pass too: the fused backward kernel repeats it
+    # The counted work includes the forward pass, which the fused backward kernel repeats.
+    if isinstance(problem, MLPProblem):
         return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
     if not isinstance(problem, Remembered):
         # Losses, dropout and gates read or write each array once; an input that is overwritten is read and written.
@@ -91,7 +92,8 @@ def _moved(plan: Plan) -> int:
     for each in _products(plan).values():
         moved += roofline.work_of(each.inner.problem if isinstance(each, PaddedPlan) else each.problem).bytes
     if isinstance(plan, ProductPlan) and plan.product.problem is not plan.problem:
-        # Our pass after the plain product reads that product and the operands of the epilogue, and writes D.
+        # The package's kernel after the plain product reads that product and the operands of the epilogue, and writes
+        # D.
         plain, whole = plan.product.problem, plan.problem
         moved += roofline.work_of(whole).bytes - roofline.work_of(plain).bytes
         moved += sum(each.batch * each.d.layout.size * each.d_dtype.itemsize for each in (plain, whole))
@@ -126,7 +128,7 @@ def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
     """
     path = paths.cache_directory() / "ceilings" / fingerprint(device).file_name
     known = dict[str, float]()
-    # a missing or damaged file counts as empty
+    # a missing or damaged file of ceilings counts as empty
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         known = {str(name): float(value) for name, value in parse_json(read_private(path, _LIMIT)).items() if value > 0}
     missing = {COPY, *kinds} - known.keys()

@@ -29,7 +29,7 @@ def derivative(z: NDArray[Any], activation: Activation) -> Array:
 
 def sigmoid(z: Array) -> Array:
     """1 / (1 + exp(-z)), elementwise."""
-    # Only exponentials of numbers up to 0 are computed, because they cannot overflow.
+    # `exp` is computed only of numbers that are not positive, so that it cannot overflow.
     decay = np.exp(-np.abs(z))
     return np.where(z >= 0, 1.0, decay) / (1.0 + decay)
 

@@ -1,4 +1,4 @@
-"""FP8 in NumPy: saturating casts, absolute maxima, and the scales that follow from them, bit for bit as the kernels."""
+"""FP8 in NumPy, bit for bit as the kernels: saturating casts, absolute maxima, and the scales that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST: Final = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """The largest finite number of each FP8 type. E4M3 has 4 bits of exponent, 3 of mantissa, and no infinities."""
 FP8_TYPES: Final = {name: np.dtype(getattr(ml_dtypes, name)) for name in LARGEST}
 SCALE_EXPONENT: Final = 126
-"""The largest exponent of a scale; the smallest is its negative. A scale and its reciprocal are thus normal numbers."""
+"""Scales are powers of two with exponents from -126 to 126. So a scale and its reciprocal are normal FP32 numbers."""
 _NAN: Final = 0x7F  # the bits to which CUDA converts every NaN, in both types
 _MANTISSA_BITS: Final = 23  # of FP32
 
@@ -26,7 +26,7 @@ def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
         scale: FP32 number.
         dtype: name of an FP8 type.
     """
-    with np.errstate(invalid="ignore"):  # a signalling NaN, and 0 · infinity, which is NaN
+    with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs, and of 0 · infinity, which is NaN
         numbers = x.astype(np.float32)
         scaled = numbers * np.float32(scale) + numbers * np.float32(0)
     cast = np.asarray(np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])).astype(FP8_TYPES[dtype])
@@ -93,7 +93,7 @@ def update_fp8_scales(
     for slot, past in zip(slots, history, strict=True):
         amax = slot[AMAX]
         slot[AMAX] = 0
-        with np.errstate(invalid="ignore"):  # infinity · 0, which is counted
+        with np.errstate(invalid="ignore"):  # NumPy warns of infinity · 0, which counts as an overflow
             slot[OVERFLOWS] += not amax * slot[SCALE] <= slot[LARGEST_NUMBER]
         if not skip and np.isfinite(amax):
             past[1:], past[0] = past[:-1].copy(), amax

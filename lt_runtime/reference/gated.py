@@ -1,4 +1,4 @@
-"""Gated activations in float64: the halves of a row are the gate's and the value's columns."""
+"""Gated activations in float64: the first half of a row holds the gate's columns, the second the value's."""
 
 from __future__ import annotations
 

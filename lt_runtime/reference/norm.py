@@ -19,7 +19,7 @@ class Normalised(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """dx (M, N), dweight (N,) and dbias (N,); there is a dbias for RMSNorm too, which has no use for it."""
+    """dx (M, N), dweight (N,) and dbias (N,). dbias is computed for RMSNorm too, although RMSNorm has no bias."""
 
     dx: Array
     dweight: Array

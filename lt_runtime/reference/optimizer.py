@@ -44,10 +44,10 @@ def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
 def rule_update(
     rule: Rule, schedule: AnySchedule, old: Sequence[Values], gradient: Values, step: int, gradient_factor: float = 1.0
 ) -> tuple[NDArray[np.float32], ...]:
-    """Update number `step`, counted from 1, of one tensor by any rule.
+    """Computes update number `step`, counted from 1, of one tensor by any update rule.
 
     Args:
-        rule: with the tensor's own learning rate and weight decay.
+        rule: the update rule, with the tensor's own learning rate and weight decay.
         old: the value, then the moments that the rule names, all of one shape. The value is FP32, which for a 16-bit
             parameter is its master copy, or BF16 if there is no master copy; moments are FP32 or BF16.
         gradient_factor: factor of the gradient, applied before the update.
@@ -86,7 +86,7 @@ def update_in_place(
     seed: int,
     tensor: int,
 ) -> None:
-    """`rule_update`, written into the arrays: those in FP32 rounded to nearest, those in BF16 stochastically.
+    """Writes the result of `rule_update` into the arrays, rounded to nearest in FP32, stochastically in BF16.
 
     Args:
         arrays: the value, then the moments, all flat.
@@ -96,7 +96,8 @@ def update_in_place(
         block = slice(first, first + _BLOCK)
         old = [array[block] for array in arrays]
         new = rule_update(rule, schedule, old, gradient[block], step, gradient_factor)
-        for array, exact, part in zip(old, new, _PARTS, strict=False):  # rules have up to three moments
+        # `zip` is not strict: rules have one to three moments.
+        for array, exact, part in zip(old, new, _PARTS, strict=False):
             if array.dtype == np.float32:
                 array[...] = exact
             else:

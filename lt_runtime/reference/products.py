@@ -120,7 +120,7 @@ def matmul(
 
 
 def rows_of(array: Any) -> Any:
-    """An array (..., N) as a matrix, whose rows are all axes but the last; None for None."""
+    """Reshapes an array (..., N) to a matrix whose rows are all axes but the last; returns None for None."""
     return None if array is None else array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 

@@ -56,7 +56,8 @@ def rounding_lanes(
     return in_order[:size]
 
 
-@functools.lru_cache(maxsize=1)  # m and v use the calls of their parameter
+# The last result is cached, because m and v use the same calls of Philox as their parameter.
+@functools.lru_cache(maxsize=1)
 def _lanes_of_calls(first: int, count: int, seed: int, tensor: int, step: int) -> NDArray[np.uint16]:
     return random_lanes(np.arange(first, first + count, dtype=np.uint64), _STREAMS + tensor, step, seed)
 

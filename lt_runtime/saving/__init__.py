@@ -1,1 +1,1 @@
-"""Models and runs in safetensors files."""
+"""Saves models, checkpoints and whole training runs in safetensors files, and loads them."""

@@ -1,7 +1,7 @@
-"""The file of a checkpoint or of a model: arrays by name and a text, in the safetensors format, with a digest of both.
+"""Reads and writes the safetensors file of a checkpoint or model: arrays by name, a text, and a digest of both.
 
-The library's own `save_file` is not used: it replaces the path, also a symbolic link, by a new file of mode 0600, and
-its exceptions hide the system's error.
+The safetensors library's `save_file` is not used: it replaces the path, also a symbolic link, by a new file of mode
+0600, and its exceptions hide the system's error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lt_runtime.files import AnyPath, file_path, flush, opened, replacing
 
 _TEXT: Final = "lt_runtime"
 _DIGEST: Final = "lt_runtime.sha256"
-"""`_TEXT` and `_DIGEST` are the keys of the metadata."""
+"""`_TEXT` and `_DIGEST` are the keys of the file's safetensors metadata."""
 
 _CODES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32"}
 """The names in safetensors of the NumPy types that a checkpoint may have."""
@@ -93,11 +93,11 @@ Kinds: TypeAlias = Mapping[str, Kind]
 
 
 class OpenFile:
-    """A file whose header has been read.
+    """A checkpoint or model file whose header has been read.
 
     Attributes:
         text: the file's text.
-        kinds: types and shapes of its arrays, sorted by name.
+        kinds: types and shapes of the file's arrays, sorted by name.
     """
 
     def __init__(self, path: AnyPath, file: Any, handle: int, start: int) -> None:
@@ -106,7 +106,8 @@ class OpenFile:
             raise of_others(path)
         self.text: str = self._metadata[_TEXT]
         self.kinds: Kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
-        self._start, self._order = start, file.offset_keys()  # arrays follow each other: safetensors refuses gaps
+        # Arrays lie one after another in the file: safetensors refuses gaps.
+        self._start, self._order = start, file.offset_keys()
 
     def load(self, names: Collection[str]) -> dict[str, NDArray[Any]]:
         """Reads the file as `scan` does, and returns the named arrays.
@@ -128,10 +129,11 @@ class OpenFile:
         """Reads all arrays in pieces of `_PIECE` bytes, in the order of their names, and checks the file's digest.
 
         Args:
-            use: is called with the name of an array, the number of elements before a piece, and the flat piece.
+            use: function that is called for each piece with the array's name, the number of elements before the piece,
+                and the flat piece.
 
         Raises:
-            CheckpointError: the file is damaged, of which `use` hears only afterwards.
+            CheckpointError: the file is damaged. This is known only after `use` has been called with all pieces.
         """
         sizes = [size_of(self.kinds[name]) for name in self._order]
         starts = dict(zip(self._order, itertools.accumulate(sizes, initial=self._start), strict=False))
@@ -148,7 +150,7 @@ class OpenFile:
             raise CheckpointError(f"{self._path} is damaged: its content does not have the digest it was saved with")
 
     def require_memory(self, needed: int) -> None:
-        """Raises `CheckpointError` if so many bytes are not available. A sparse file may claim any size."""
+        """Raises `CheckpointError` if `needed` bytes are not free: a sparse file may claim arrays of any size."""
         available = _available_memory()
         if needed > available:
             complaint = f"takes {needed} bytes of memory to be read; this machine has {available} available"
@@ -208,7 +210,9 @@ def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, s
 
 
 def _digest(text: str, kinds: Kinds) -> Any:
-    """SHA-256 of the text and of all arrays' names, types and shapes, to which the arrays' bytes are then added.
+    """Begins the file's digest: SHA-256 of the text and of all arrays' names, types and shapes.
+
+    The caller adds their bytes.
 
     Args:
         kinds: types and shapes of all arrays, sorted by name, the order in which their bytes are added. The digest does
@@ -218,12 +222,12 @@ def _digest(text: str, kinds: Kinds) -> Any:
 
 
 def size_of(kind: Kind) -> int:
-    """Bytes of an array."""
+    """The number of bytes of an array of a type and shape."""
     return math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
 
 
 def _available_memory() -> int:
-    """Bytes that Linux can give to processes without swapping; caches of files count as available."""
+    """Bytes of memory that Linux can give to processes without swapping; caches of files count as available."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     return int(fields["MemAvailable"].split()[0]) << 10
 

@@ -1,4 +1,4 @@
-"""Models and checkpoints in safetensors files. Training continues from a checkpoint bit by bit."""
+"""Saves models and checkpoints in safetensors files; training continues bit by bit from a loaded checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STATE: Final = {
     **{name: f"optimizer.{name}" for name in ("steps", "skipped_steps")},
     **{name: f"scaler.{name}" for name in ("scale", "growth_tracker")},
 }
-"""Names in a checkpoint of the arrays that are no moments, by their names in `Optimizer.state_dict`."""
+"""Maps the names of arrays in `Optimizer.state_dict`, moments excepted, to their names in a checkpoint."""
 _PER_PARAMETER: Final = ("lr_scale", "weight_decay")
 
 CHANGEABLE: Final = (
@@ -60,7 +60,7 @@ CHANGEABLE: Final = (
 )
 """Names of options that `load_checkpoint(..., changed=...)` accepts: their values may differ from the checkpoint's."""
 _PLANS: Final = "plans"
-# Options that are not compared: whether there are master copies follows from the names of the arrays.
+# Options of a model that are not compared: the names of a file's arrays already tell whether it has master copies.
 _SEEN_OTHERWISE: Final = frozenset({"master_weights"})
 _OF_TRAINING: Final = frozenset({"compute", "dropout", "precision", "seed"})
 """Options of a model that matter only for training, and are not compared when only a model's values are loaded."""
@@ -113,11 +113,11 @@ def load_checkpoint(
     that the cache does not know, as by `python -m lt_runtime cache merge`: algorithms are rebuilt, and verified before
     their first use. A step that has run before keeps its plans.
 
-    A layer in FP8 takes the file's scales and histories. A file of a model without FP8 has none: then the layer keeps
-    its own, or finds them from its first batch. A model without FP8 leaves out the file's scales.
+    A layer in FP8 takes the file's scales and histories. If the file's model had no FP8, the layer keeps its own
+    scales, or computes them from its first batch. A model without FP8 ignores the file's scales.
 
-    The file's digest is checked; it shows damage, but is no signature. Values that training cannot reach are refused: a
-    loss scale that is no positive, normal FP32 number, a growth tracker that is negative or not below
+    The file's digest is checked; the digest reveals damage, but is no signature. Values that training cannot reach are
+    refused: a loss scale that is no positive, normal FP32 number, a growth tracker that is negative or not below
     `growth_interval`, negative second moments or norms, data that are not the rounding of their master copy, and a
     number of steps of 2³² - 1, after which the 32-bit number of the next update would be 0. Parameters, moments and the
     norm of the gradients may be NaN or infinite, because a NaN or infinite gradient makes them so.
@@ -219,7 +219,7 @@ def load_model(
         given = {"precision": state.recipe if (state := scales_of(precision)) else None}
     with checkpoint_file.reading(path) as file:
         described = _description_of(path, file.text)["model"]
-        # twice the size of the arrays: a model has values and gradients
+        # the model needs twice the memory of the file's arrays, for values and gradients
         scales = check_scales(path, file.kinds)
         without_masters = (each for each in file.kinds.items() if each[0] + MASTER not in file.kinds)
         values = (kind for name, kind in without_masters if name.rpartition(".")[2] not in _MOMENTS)
@@ -235,7 +235,8 @@ def load_model(
             raise
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
-        # compares the file with the model itself, including which layers have a bias
+        # the file's arrays are compared with the parameters of the model that was made, including which layers have a
+        # bias
         names = _value_names(path, file.kinds, _shapes_of(model))
         writer = _Writer(model, names, {name: file.kinds[name] for name in scales})
         file.scan(writer.write)
@@ -251,12 +252,13 @@ class _Writer:
     """Writes pieces of a file's arrays into a new model.
 
     Args:
-        names: of the arrays of the parameters' values.
+        names: names of the arrays that have the parameters' values.
         kept: types and shapes of arrays to keep.
 
     Attributes:
-        kept: those arrays.
-        fault: the first finite number that the model's type does not hold, in words; empty if there is none.
+        kept: the arrays that `kept` asked for, by name.
+        fault: a sentence about the first finite number that would become infinite in the model's type; empty if there
+            is none.
     """
 
     def __init__(self, model: Block, names: Collection[str], kept: Kinds) -> None:
@@ -303,7 +305,7 @@ def _arrays(model: Block, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _description(model: Block, optimizer: Optimizer) -> dict[str, Any]:
-    """The options that must be equal to continue training, as the values that JSON makes of them."""
+    """The options that must be equal in file and model for training to continue, converted to JSON's types."""
     scaler = optimizer.scaler
     described = {
         "format": _FORMAT,
@@ -327,7 +329,7 @@ def options_of_all_groups(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it; NaN and infinity, for which JSON has no numbers, become {"float": "inf"}."""
+    """Converts a value to JSON's types; NaN and infinity, which JSON lacks, become {"float": "inf"} and the like."""
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (Activation, FP8)):
@@ -338,7 +340,7 @@ def plain(value: Any) -> Any:
 
 
 def _rules(optimizer: Optimizer) -> dict[str, Any]:
-    """The settings of an `lt.AdamW`; of any other optimizer the rule of each group and the group's size."""
+    """The settings of an `lt.AdamW`; for any other optimizer, the rule and the size of each of its groups."""
     options = optimizer.options
     if isinstance(optimizer, AdamW):
         settings = dataclasses.asdict(options.rules[0])
@@ -352,7 +354,7 @@ def _rules(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _schedule(schedule: AnySchedule) -> dict[str, Any]:
-    """A schedule's settings; of a table the digest of its values, which the header of a file may have no room for."""
+    """A schedule's settings; for a table, a digest of its values, which may be too many for a file's header."""
     if not isinstance(schedule, Table):
         return dataclasses.asdict(schedule)
     digest = hashlib.sha256(np.array(schedule.values, "<f4").tobytes()).hexdigest()
@@ -365,7 +367,7 @@ def check_values(complaint: str, arrays: Arrays, masters: Iterable[str], bounds:
     Args:
         complaint: the beginning of the message.
         masters: names of the arrays that have a master copy.
-        bounds: the lowest and highest value by name, as `state_ranges` gives them.
+        bounds: the lowest and highest accepted value of each array, by name, as `state_ranges` gives them.
     """
     for name in masters:
         try:
@@ -387,7 +389,8 @@ def _check_values(complaint: str, arrays: Arrays, model: Block, optimizer: Optim
 def _check_options(path: AnyPath, theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Set[str]) -> None:
     """Raises `CheckpointError`, with a table of the differing options, if options differ that must be equal.
 
-    A precision and none may stand for each other: then the difference is the whole precision, not one of its fields.
+    A file with a precision may be loaded into a model without one, and the reverse: a difference of the whole precision
+    is accepted, a difference of one of its fields is not.
     """
     rows = [
         row
@@ -404,7 +407,7 @@ def refuse_differences(
 
     Args:
         rows: from `differences`.
-        names: of the options in the rows.
+        names: names of the options in the rows.
         changeable: names that `changed` accepts.
     """
     if rows:
@@ -414,7 +417,7 @@ def refuse_differences(
 
 
 def _names_in(path: str) -> list[str]:
-    """The names of options in a path within a description: ["optimizer", "betas"] for "optimizer.beta1"."""
+    """Splits a path within a description into names of options: "optimizer.beta1" gives ["optimizer", "betas"]."""
     return ["betas" if name in ("beta1", "beta2") else name for name in path.split(".")]
 
 
@@ -428,7 +431,7 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, str]]:
-    """The differences of two descriptions: the option, the file's value, and the present value, as errors show them."""
+    """Yields the differences of two descriptions as texts for errors: option, the file's value, the present value."""
     if name.startswith("optimizer.parameters.") and isinstance(theirs, list) and isinstance(ours, list):
         theirs, ours = (dict(zip(_PER_PARAMETER, rates, strict=False)) for rates in (theirs, ours))
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
@@ -467,7 +470,7 @@ def description_of(path: AnyPath, text: str, version: int) -> dict[str, Any]:
 
 
 def _description_of(path: AnyPath, text: str) -> dict[str, Any]:
-    """The description of a model and, in a checkpoint, of its optimizer; raises as `description_of`."""
+    """Reads the description of a model and, in a checkpoint, of its optimizer; raises as `description_of`."""
     description = description_of(path, text, _FORMAT)
     if not isinstance(description.get("model"), dict):
         raise of_others(path)
@@ -496,7 +499,7 @@ def _value_names(path: AnyPath, kinds: Kinds, shapes: Mapping[str, tuple[int, ..
 def _write_saved(path: AnyPath, model: Block, values: Arrays) -> None:
     """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
 
-    The scales among the values are loaded too.
+    FP8 scales among the values are loaded too.
 
     Raises:
         CheckpointError: the model's type would make a finite value infinite.
@@ -519,7 +522,7 @@ def _shapes_of(model: Block) -> dict[str, tuple[int, ...]]:
 def _shapes(path: AnyPath, options: Mapping[str, Any], kinds: Kinds) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases."""
     try:
-        # A header has room for millions of sizes; names of layers are only made for as many as there are arrays.
+        # A file's header may claim millions of layers: names are made only if there are at least as many arrays.
         if len(options["dims"]) > len(kinds) + 1:
             raise CheckpointError(f"{path} describes {len(options['dims']) - 1} layers, but has {len(kinds)} arrays")
         dims = integers("dims", options["dims"])

@@ -1,7 +1,7 @@
 """Descriptions of models that are made of the package's blocks, from which `load_model` makes them anew.
 
-A description has a block's class and options, and the descriptions of its parts by name. It has no sizes: they are
-those of the file's arrays, so that a file cannot claim larger ones.
+A description has a block's class and options, and the descriptions of its parts by name. A description has no sizes:
+they are those of the file's arrays, so that a file cannot claim larger ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTAINERS: Final = (Chain, Residual, Parallel)
 _LEAVES: Final = (Linear, MLP, LayerNorm, RMSNorm, Gated, SwiGLU, GEGLU, ReGLU, Dropout)
 _CLASSES: Final[Mapping[str, Any]] = {each.__name__: each for each in (*_CONTAINERS, *_LEAVES)}
 _OPTIONS: Final = ("activation", "compute", "dropout", "eps", "join", "p", "precision", "seed", "split")
-"""Constructor arguments that a block holds as attributes of the same name; a gated block's layer `up` may hold them."""
+"""Constructor arguments that a block stores as attributes of the same names (a gated block: in its layer `up`)."""
 
 
 def named_parameters(model: Block) -> dict[str, Parameter]:
@@ -34,7 +34,7 @@ def named_parameters(model: Block) -> dict[str, Parameter]:
 
 
 def describe(model: Block) -> dict[str, Any]:
-    """The description of a model, whose values JSON can hold, but for activations.
+    """Makes the description of a model; all its values but activations are of JSON's types.
 
     Raises:
         ArgumentError: a block is none of the package's, or shares a parameter in a way that its constructor cannot.
@@ -66,7 +66,8 @@ def describe(model: Block) -> dict[str, Any]:
         return options
 
     found: dict[str, Any] = described(model, "")
-    model.parameters()  # gives the parameters their names back: `parameters` of a part has changed them
+    # Sets the parameters' names for the whole model again: a call of a part's `parameters` has changed them.
+    model.parameters()
     return found
 
 
@@ -102,7 +103,7 @@ def make(
         given: options that replace those of the description, in the blocks that take them.
 
     Raises:
-        Exception: of any kind; the description is not one of a block, or its sizes do not fit together.
+        Exception: any exception, if the description is not that of a block, or the arrays' sizes do not fit together.
     """
     made, parameters = dict[str, Block](), dict[str, Parameter]()
 

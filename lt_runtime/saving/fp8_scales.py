@@ -1,4 +1,4 @@
-"""The scales of layers whose products are in FP8, in the files of models and checkpoints.
+"""Saves and loads the scales of FP8 layers in the files of models and checkpoints.
 
 A layer's arrays are named after it: "layer0.scales.slots", "layer0.scales.history" and "layer0.scales.calibrated". They
 are the entries of `FP8State.state_dict`. A layer that has not run yet has none.
@@ -42,7 +42,7 @@ class Loading(NamedTuple):
     """The scales of a file that will be written into a model's layers.
 
     Attributes:
-        writes: of arrays, for `replace_all`.
+        writes: the arrays to write and their new values, as `replace_all` takes them.
         calibrated: for each layer's `FP8State` the tensors whose scales the file has, set after the writes.
     """
 
@@ -50,7 +50,7 @@ class Loading(NamedTuple):
     calibrated: list[tuple[FP8State, set[int]]]
 
     def finish(self) -> None:
-        """Tells the layers which of their tensors have scales now."""
+        """Marks the tensors whose scales were loaded as calibrated, after the writes."""
         for state, rows in self.calibrated:
             state.calibrated = rows
 
@@ -97,13 +97,13 @@ def check_scales(path: AnyPath, kinds: Kinds) -> set[str]:
 def scales_to_load(path: AnyPath, model: Block, arrays: Arrays) -> Loading:
     """Checks the scales of a file, and prepares loading them into the layers of a model.
 
-    A layer takes none if it is in its own type, or if its recipe has other types or another length of the history.
+    A layer takes no scales if it has no FP8 recipe, or if its recipe has other types or another length of the history.
 
     Args:
         arrays: the arrays of scales alone, by their names in the model.
 
     Raises:
-        CheckpointError: a value is none that training can reach; or the model has no such layer.
+        CheckpointError: training cannot reach a value; or the model has no layer with the name.
     """
     layers, loading = _layers(model), Loading([], [])
     places = sorted({name.rpartition(".")[0] + "." for name in arrays})
@@ -133,7 +133,7 @@ def _layers(model: Block) -> dict[str, Linear]:
 
 
 def _fits(state: FP8State, values: Arrays) -> bool:
-    """Whether a file's scales are for the types of a layer's recipe, and its history has the recipe's length."""
+    """Whether a file's scales are for the types of a layer's recipe, and the file's history has the recipe's length."""
     recipe = state.recipe
     steps = 1 if recipe.recipe == "current" else recipe.history
     types = fp8_slots([each.value for each in recipe.dtypes])[:, LARGEST_NUMBER]
@@ -141,7 +141,7 @@ def _fits(state: FP8State, values: Arrays) -> bool:
 
 
 def _fault(values: Arrays) -> str:
-    """The end of an error about values that no training reaches; empty if there are none."""
+    """Says which of a layer's scales no training can reach, as the end of an error message; empty if there are none."""
     slots, history, calibrated = (values[part] for part in _PARTS)
     with np.errstate(all="ignore"):
         is_power = np.frexp(slots[:, SCALE])[0] == 0.5

@@ -1,4 +1,4 @@
-"""The state of models, optimizers, averages and steps, as `lt.save` and `lt.load` keep it: by name."""
+"""Collects the state of models, optimizers, averages and steps by name, for `lt.save` and `lt.load`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lt_runtime.training.step import TrainStep
 
 PLAIN: Final = (int, float, str, np.integer, np.floating, np.bool_)
 _OF_BLOCKS: Final = ("activation", "compute", "dropout", "eps", "join", "p", "split")
-"""Attributes of blocks that are options, where their values are plain."""
+"""Attributes of blocks that are saved as options if their values are of JSON's types."""
 _RESERVED: Final = ("settings", "changed")
 
 
@@ -34,8 +34,8 @@ class State(NamedTuple):
     """The state of several objects. A key is the keyword of an object and a name: "head/enc.weight.m".
 
     Attributes:
-        arrays: by key; `key + MASTER` is the master copy of the array at `key`.
-        options: by key, as JSON gives them; "head/kind" is the kind of the object itself.
+        arrays: the arrays by key; `key + MASTER` is the master copy of the array at `key`.
+        options: the options by key, in JSON's types; "head/kind" is the kind of the object with the keyword "head".
         bounds: the lowest and highest value that training can reach by an array's key, as in `state_ranges`.
         names: for each optimizer, by keyword, the names of its parameters.
     """
@@ -87,12 +87,12 @@ def state_of(owners: Mapping[str, Any]) -> State:
 def settings_of(
     key: str, optimizer: Optimizer, names: Sequence[str], options: Mapping[str, Any], table: Any, taken: Collection[str]
 ) -> list[tuple[Any, str, Any]]:
-    """Assignments, each of an object, an attribute and a value, that give an optimizer the settings of a file.
+    """The assignments (object, attribute, value) that set an optimizer's settings to those of a file.
 
     Args:
         key: the keyword of the optimizer.
-        names: of the optimizer's parameters.
-        options: of the file.
+        names: names of the optimizer's parameters.
+        options: the file's options, by key.
         table: values of the file's `lt.schedules.Table`; None if there is none.
         taken: names of the settings to take from the file.
 

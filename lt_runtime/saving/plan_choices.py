@@ -56,8 +56,8 @@ def choices_of(model: Block) -> str | None:
 def take_choices(path: object, text: object, model: Block) -> None:
     """Adds a checkpoint's plan choices to the plan cache of the model's GPU, as `cache merge` does.
 
-    Problems that have an entry already keep it. Damaged choices, and choices from another kind of machine, are not
-    used; a line is logged instead.
+    If the plan cache has an entry for a problem, the entry stays. Damaged choices, and choices from another kind of
+    machine, are not used; a line is logged instead.
 
     Args:
         path: path of the checkpoint.
@@ -78,7 +78,7 @@ def take_choices(path: object, text: object, model: Block) -> None:
 
 
 def _problems(model: Block, device: int, store: PlanStore) -> Iterator[Remembered]:
-    """The problems of a model's training steps: precisions, narrow MLPs, layers, and all matrix products."""
+    """The problems of a model's training steps that have plans: FP8 layers, narrow MLPs, layers, and all products."""
     for given in dict.fromkeys(each for met in model.met for each in met.to_tune()):
         if isinstance(given, MatmulProblem):
             yield from (given, plain_product(given))

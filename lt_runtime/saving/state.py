@@ -1,7 +1,7 @@
 """`lt.save` and `lt.load`: models, optimizers, averages, steps and plain values of a run in one safetensors file.
 
-A key of the file is `<keyword>/<name>`, such as "model/enc.weight" or "head/enc.weight.m". An array that several keys
-name is written once, under its first key; the file's text has the other keys.
+A key of the file is `<keyword>/<name>`, such as "model/enc.weight" or "head/enc.weight.m". An array that belongs to
+several keys is written once, under the first key; the file's text lists the other keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lt_runtime.schedules import Table
 from lt_runtime.training.step import TrainStep
 
 _SETTINGS: Final = ("lr", "lr_scale", "schedule", "weight_decay")
-"""Options that `settings="file"` takes from the file."""
+"""Options that `load(..., settings="file")` sets to the file's values."""
 _CHANGEABLE: Final = (*CHANGEABLE, "accumulate", "batch_size", "decay", "loss", "momentum", "nesterov")
 
 
@@ -167,7 +167,7 @@ def load(
 
 
 def _loadings(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> list[Loading]:
-    """What `scales_to_load` prepares for each model among objects; the scales are by key."""
+    """Calls `scales_to_load` for each model among objects; `scales` has the file's FP8 scales by key."""
     found = []
     for keyword, owner in owners.items():
         own = {key.removeprefix(f"{keyword}/"): each for key, each in scales.items() if _keyword(key) == keyword}
@@ -179,7 +179,7 @@ def _loadings(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> list[
 
 
 def _models(owners: Mapping[str, Any]) -> list[Block]:
-    """The models among objects, and those of their steps, each once."""
+    """The models among objects, and the models of steps among them, each once."""
     models = (each.model if isinstance(each, TrainStep) else each for each in owners.values())
     return [*dict.fromkeys(each for each in models if isinstance(each, Block))]
 
@@ -202,7 +202,7 @@ def _read(owners: Mapping[str, Any]) -> tuple[State, dict[str, tuple[Operand, in
 
 
 def _firsts(arrays: Mapping[str, object]) -> dict[str, str]:
-    """For every key the first key, in the order of the keys, that has the same array."""
+    """Maps every key to the first key, in sorted order, that has the same array."""
     firsts = dict[object, str]()
     return {key: firsts.setdefault(array, key) for key, array in sorted(arrays.items())}
 
@@ -266,7 +266,7 @@ def _sources(
 
 
 def _check_shared(path: AnyPath, there: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raises `CheckpointError` unless the same keys share an array in a file and here."""
+    """Raises `CheckpointError` unless the keys that share an array in a file also share one in the loaded objects."""
     for key, first in here.items():
         if there[key] != first:
             other, where = (there[key], "in the file") if there[key] != key else (first, "here")

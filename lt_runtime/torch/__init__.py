@@ -1,6 +1,7 @@
 """The package's layers for PyTorch models: modules and functions with autograd. Import it as `ltt`.
 
-Tensors on a GPU run the package's operations on PyTorch's current stream, tensors on the CPU its NumPy reference.
+For tensors on a GPU the package's kernels run on PyTorch's current stream; for tensors on the CPU its NumPy reference
+computes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tunin
 from lt_runtime.torch.tensors import Tensor
 
 _INNER: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""Folders of PyTorch and of this package: an error quotes the step's last line that lies in neither."""
+"""Folders of PyTorch and of this package: an error quotes the traceback's last line that is in neither folder."""
 _REMEDIES: Final = (
     "a graph holds work on the GPU only: a step must not read a tensor's value (item(), float(), print, `if` on a "
     "tensor), wait for the GPU, or copy from the host"
@@ -38,9 +38,9 @@ _COMPILED: Final = (
     "each call; TORCH_LOGS=recompiles tells why"
 )
 _FOLLOWED: Final = {"lr", "weight_decay"}
-"""Options that `apply_settings` of an optimizer writes to the GPU, so that graphs follow their changes."""
+"""Optimizer options that `AdamW.apply_settings` writes to the GPU, so that captured graphs follow their changes."""
 _MOST_COMPILING: Final = 16
-"""Eager calls of a shape beyond `warm_up`, at most, that are made because torch.compile was compiling."""
+"""At most this many eager calls of a shape follow the `warm_up` calls because torch.compile was compiling."""
 _one_at_a_time: Final = threading.Lock()
 
 
@@ -176,13 +176,13 @@ class CapturedStep:
         return self._shapes.setdefault(key, _Shape(made))
 
     def _run(self, shape: _Shape, arguments: Any) -> Any:
-        """An eager call. It runs on the stream of the captures, because the package's workspace belongs to a stream."""
+        """Makes an eager call, on the stream of the captures, because the package's workspace belongs to a stream."""
         tunes = (not shape.calls or shape.compilations is None) and is_step_tuned(self._tune)
         shape.compilations = _compilations()
         with self._beside(), self._optimizers.watched(), not_tuning(), _Met() as met:
             made = self._step(*arguments)
         results = self._results(made)
-        del made  # also frees autograd's graph of the step
+        del made  # deleting the result also frees autograd's graph of the step
         shape.calls += 1
         if tunes and met.problems:
             torch.cuda.empty_cache()  # the tuner allocates memory outside of PyTorch's allocator
@@ -206,7 +206,8 @@ class CapturedStep:
         self._optimizers.apply_settings()
         # Graphs share a memory pool, because only one runs at a time. A pool whose graphs were all freed is unusable.
         pool = next((each.graph.pool() for each in self._shapes.values() if each.graph is not None), None)
-        # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory meanwhile.
+        # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory during the
+        # capture.
         capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
         compilations = _compilations()
         try:
@@ -221,7 +222,7 @@ class CapturedStep:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Makes the capture stream current, ordered with the caller's; transformers' models make no needless masks."""
+        """Makes the capture stream current and orders it with the caller's stream; see also `_no_needless_masks`."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -240,7 +241,7 @@ class CapturedStep:
         return pytree.tree_unflatten([each if each is None else each.detach().clone() for each in leaves], structure)
 
     def _explained(self, error: Exception, *, compiled: bool) -> CaptureError:
-        """The error for a step that cannot be captured, by its cause: PyTorch raises another as the capture ends."""
+        """The error for a step that cannot be captured, made from its cause, which PyTorch's last error hides."""
         cause = error.__context__ or error
         frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(_INNER)]
         place = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
@@ -255,9 +256,10 @@ def _forget_failed(graph: Any, stream: Any) -> None:
     Otherwise later calls that draw random numbers would fail. The generator's capture ends with any capture that
     succeeds, such as an empty one.
     """
-    with contextlib.suppress(RuntimeError):  # PyTorch has ended the pool already
+    with contextlib.suppress(RuntimeError):  # PyTorch may have ended the pool already
         torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
-    with contextlib.suppress(RuntimeError), warnings.catch_warnings():  # the error of the step is the one to see
+    # An error of the empty capture would hide the error of the step.
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), None, stream, "thread_local"):
             pass
@@ -341,7 +343,7 @@ class _Met(Met):
 
 @contextlib.contextmanager
 def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
-    """Within a `with` block, calls of schedulers' `step` are added to a list instead of being made."""
+    """Within a `with` block, calls of learning-rate schedulers' `step` are put into a list instead of being made."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., None]:
         return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
@@ -360,9 +362,9 @@ def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
 def _no_needless_masks() -> Iterator[None]:
     """Within a `with` block, models of transformers make no attention mask where they are given none.
 
-    In a capture, transformers 5.17 and older make one, with which PyTorch's attention may compute in FP32: a captured
-    step of ViT-L takes twice as long. Warm-up calls run within the block too: torch.compile guards the identity of the
-    replaced function, and would compile anew in the capture.
+    In a capture, transformers 5.17 and older make a mask, with which PyTorch's attention may compute in FP32: a
+    captured step of ViT-L takes twice as long. Warm-up calls run within the block too: torch.compile guards the
+    identity of the replaced function, and would compile anew in the capture.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as restored:
@@ -384,7 +386,7 @@ def _compilations() -> int:
 
 
 def _gpu_of(leaves: list[Tensor]) -> Any:
-    """The GPU of the first tensor on one, else PyTorch's current GPU; None on a machine without a GPU."""
+    """The GPU of the first tensor that is on a GPU, else PyTorch's current GPU; None on a machine without a GPU."""
     if not torch.cuda.is_available():
         return None
     devices = (each.device for each in leaves if each is not None and each.is_cuda)
@@ -395,7 +397,8 @@ def _forms(leaves: list[Any], batch: Any) -> tuple[Any, ...]:
     """Shape and type of each tensor of a batch; None for None.
 
     Raises:
-        OperandError: something else is in the batch, or a tensor that cannot be copied into the input of a graph.
+        OperandError: the batch contains something else than tensors and None, or a tensor that cannot be copied into a
+            graph's input.
     """
     for i, leaf in enumerate(leaves):
         is_tensor = isinstance(leaf, torch.Tensor)

@@ -51,7 +51,7 @@ def set_precision(layer: Any, precision: Precision) -> None:
 
 
 def chain(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """`linear_layers`; those of the modules `layers` that have scales run in FP8, one by one.
+    """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8, one by one.
 
     A layer runs in its own type if no gradient will be computed, if its tensors hold no values, or for the reason that
     its `scales.fallback` then gives.
@@ -69,7 +69,7 @@ def _run_each(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Op
 
 
 _one_by_one: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_each)
-"""`_run_each`, into which torch.compile does not look: scales are no operands of an operator."""
+"""`_run_each` hidden from torch.compile, which cannot trace it: FP8 scales are no operands of an operator."""
 
 
 def _run(layer: Any, operands: tuple[Any, ...], options: Options) -> Tensor:
@@ -82,7 +82,7 @@ def _run(layer: Any, operands: tuple[Any, ...], options: Options) -> Tensor:
 
 
 def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """`gated` by the modules `layers`, gate, up and down: all three in FP8, or none.
+    """Computes `gated` by the modules `layers` (gate, up and down), either all three in FP8 or none.
 
     Args:
         parameters: the three weights, then the three biases.
@@ -108,12 +108,12 @@ _gated_at_once: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_gated)
 
 
 def _trains(*operands: Tensor) -> bool:
-    """Whether a gradient will be computed, of tensors that hold values."""
+    """Whether autograd will compute a gradient of these tensors, and they hold values (are no meta or fake tensors)."""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands) and is_eager(operands)
 
 
 def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, operands: tuple[Any, ...]) -> Tensor:
-    """Calls the autograd function that takes the place of an operator, whose check names operands in errors."""
+    """Calls the FP8 autograd function that stands for an operator; errors come from that operator's `check`."""
     x, _, _, weight, *_ = operands
     _layers.update(layers)
     try:
@@ -128,11 +128,11 @@ def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, 
 
 
 Record: TypeAlias = tuple[Layer, FP8State, bool]
-"""A layer's call besides the tensors that are kept for backward; the bool says whether the weight is contiguous."""
+"""What backward needs of a layer's call besides tensors; the bool says whether the weight is contiguous."""
 
 
 def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: Any) -> tuple[Any, Record, list[Any]]:
-    """A layer's output, and what its backward takes; x is placed."""
+    """A layer's output, the record and the tensors for its backward; x must come from `placed`."""
     w, bias = placed((weight, bias))
     y, made = linear_fwd(x, w, bias, precision=scales, **options)
     kept = _tensors((made.x, made.w, made.cast_slots, made.saved))
@@ -140,7 +140,7 @@ def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: 
 
 
 def _backward(dy: Any, record: Record, kept: Sequence[Any], key: Any, needs: Needs, **options: Any) -> Sequence[Any]:
-    """The gradients of x, weight and bias, None for those that are not needed; tensors are placed."""
+    """The gradients of x, weight and bias, None for unneeded ones; `dy` and `kept` must come from `placed`."""
     if True not in needs:
         return None, None, None
     (x8, w8, slots, saved), (layer, scales, is_contiguous) = kept, record
@@ -224,7 +224,7 @@ _gated: Final = applied(_Fp8Gated, "gated_fp8")
 
 
 def _follow(scales: FP8State, weight: Tensor) -> None:
-    """Moves scales that exist to the device of the weight."""
+    """Moves a layer's scales, if they have been made, to the device of its weight."""
     if scales.slots is None or device_of("scales", scales.slots) == weight.get_device():
         return
     state = scales.state_dict()
@@ -233,7 +233,7 @@ def _follow(scales: FP8State, weight: Tensor) -> None:
 
 
 def _update(optimizer: Any, *_: Any) -> None:
-    """Sets the scales for the next step after the step of the optimizer that trains the layer.
+    """After an optimizer's step, updates the FP8 scales of the layers that the optimizer trains.
 
     A layer whose parameters are all frozen follows every optimizer. The update is skipped by the flag `found_inf` of
     `GradScaler`, where the optimizer gets it.
@@ -252,7 +252,7 @@ def _update(optimizer: Any, *_: Any) -> None:
             scales.update(skipped=None if found is None else np.array([bool(found)], np.uint32))
             continue
         with torch.cuda.device(device):
-            # The bits of 0.0 are 0, those of 1.0 are not.
+            # The flag is read as an integer: the bits of 0.0 are 0, those of 1.0 are not.
             skipped = None if found is None else found.to(device).view(torch.uint32)
             scales.update(skipped=skipped, stream=torch.cuda.current_stream())
 
@@ -269,14 +269,15 @@ def _save(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
 
 
 def _load(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any, *others: Any) -> None:
-    """Takes a layer's scales from a state_dict, which may be without; a layer without FP8 ignores them."""
+    """Loads a layer's scales from a state_dict if it has them; a layer without FP8 ignores them."""
     keys = {name: prefix + key for name, key in _ENTRIES.items()}
     state = {name: state_dict.pop(key).cpu().numpy() for name, key in keys.items() if key in state_dict}
     if layer.scales is None or not state:
         return
     _wait_for(layer.scales)
     try:
-        layer.scales.load_state_dict(state, like=np.empty(0, np.float32))  # `_follow` moves new ones
+        # `_follow` later moves new scales to the weight's device.
+        layer.scales.load_state_dict(state, like=np.empty(0, np.float32))
     except LtError as error:
         others[-1].append(f"{prefix}scales: {error}")  # the list of errors that PyTorch raises
 

@@ -18,7 +18,7 @@ from lt_runtime.torch.tensors import Tensor, Tensors
 LINEAR: Final = LinearLayers()
 GATED: Final = GatedLayers()
 _NORMS: Final = {flags: Norm(*flags) for flags in itertools.product((True, False), repeat=2)}
-"""By whether there is a mean, and whether there is an `add`."""
+"""The norm operators; the key's two flags say whether the rows' mean is subtracted, and whether there is an `add`."""
 _DROPOUT: Final = Dropout()
 PLAIN: Final = ("none",), (0.01,), (0.0,)
 """The options of one linear layer without activation and dropout."""
@@ -45,8 +45,8 @@ def linear(
     Args:
         x: (..., K), float32, float16 or bfloat16; on the CPU float64 too. It is read where it lies if its rows are at
             equal distances, else copied once.
-        weight: (N, K), of x's type and device, as all operands. A transposed view of a (K, N) tensor is not copied,
-            neither here nor in backward.
+        weight: (N, K), of x's type and device, like all operands. A transposed view of a (K, N) tensor is copied
+            neither in forward nor in backward.
         bias: (N,), or None.
         activation: a name of `lt.ACTIVATIONS`, or an `lt.Activation`. "gelu" is `gelu(approximate="tanh")` of PyTorch,
             "gelu_erf" its default.
@@ -99,7 +99,7 @@ def gated(
 ) -> Tensor:
     """y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ + add, a gated feed-forward block; with "silu" SwiGLU.
 
-    Backward computes the gated values again in the pass over their gradient, instead of keeping them.
+    Forward does not keep the gated values: backward's kernel that computes their gradient computes them again.
 
     Args:
         x: (..., K). gate, up: (F, K). down: (N, F). gate_bias, up_bias: (F,). down_bias: (N,). add: (..., N).
@@ -113,7 +113,7 @@ def gated(
 
 
 def gated_block(x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """`gated` with options as its operator takes them: activation, slope, and probability of dropout.
+    """Computes `gated` with the options in the form of its operator: activation, slope, and probability of dropout.
 
     Args:
         parameters: the three weights, then the three biases.
@@ -172,12 +172,12 @@ def _named(activation: Any, negative_slope: float) -> tuple[Any, float]:
 
 
 def draw_key(like: Tensor) -> Tensor:
-    """A key of dropout masks, drawn from PyTorch's generator: 32 random bits."""
+    """Draws 32 random bits from PyTorch's generator, which serve as the key of dropout masks."""
     return torch.randint(-(2**31), 2**31, (1,), dtype=torch.int32, device=like.device)
 
 
 def cast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands as `torch.autocast` casts them, where it is on; integers and float64 stay as they are.
+    """Casts the operands as `torch.autocast` does where it is enabled; integers and float64 are not cast.
 
     Raises:
         DTypeError: autocast's type is not accepted.

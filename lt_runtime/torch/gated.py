@@ -20,7 +20,7 @@ _NAMES = "x", "add", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
 class GatedLayers(Operator):
     """y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ + add.
 
-    The output besides y is h (..., 2F): the columns of the gate's product, then those of the up projection's.
+    The second output is h (..., 2F): the columns of the gate's product, then those of the up projection's product.
     """
 
     name = "gated"
@@ -72,7 +72,10 @@ class GatedLayers(Operator):
         return dx + [torch.empty_like(w) for need, w in zip(needs[3:6], (gate, up, down), strict=True) if need] + biases
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
-        """See `Operator`. The pass over h computes the gated values again, because forward did not keep them."""
+        """See `Operator`.
+
+        The kernel that reads h computes the gated values again, because forward did not keep them.
+        """
         gradients = iter(placed(made))
         dx, _, _, dgate, dup, ddown, *of_biases = [next(gradients) if need else None for need in needs]
         (dy, *_), (x, key, gate, up, down, h) = placed(dys), placed(saved)

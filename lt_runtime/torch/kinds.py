@@ -1,4 +1,4 @@
-"""For each known class of PyTorch and transformers, the function over our operations that replaces its computation.
+"""For each known module class of PyTorch and transformers, a function that computes it by this package's operations.
 
 Classes are identified by their full names, so that transformers need not be imported.
 """
@@ -19,7 +19,7 @@ from lt_runtime.torch.functional import PLAIN, layer_norm, rms_norm
 from lt_runtime.torch.tensors import Tensor
 
 Function: TypeAlias = "Callable[..., Any] | str"
-"""The function that computes what a module does; or the reason why there is none."""
+"""The function that computes what a module does; or, as a string, the reason why there is none."""
 
 _ACTIVATIONS: Final[dict[Any, str]] = {
     **{f"torch.nn.modules.activation.{name}": name.lower() for name in ("ReLU", "SiLU", "Sigmoid", "Tanh")},
@@ -36,7 +36,7 @@ LAYERS: Final = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Co
 
 
 def full_name(kind: type) -> str:
-    """The key of a class in `KINDS`."""
+    """Module and name of a class, by which `KINDS` finds it."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -46,7 +46,7 @@ def name_of(part: Any) -> Any:
 
 
 def unusual(module: Any) -> str:
-    """The reason why calling a module may do more than its class defines; "" without one."""
+    """Says why calling a module may do more than its class defines, such as run hooks; "" if it does not."""
     if "forward" in vars(module):
         return "its forward was set from outside"
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -63,7 +63,7 @@ class _Run:
         self.options: list[list[Any]] = []  # activation, slope and probability of dropout of each layer
 
     def takes(self, part: Any) -> bool:
-        """Appends a part if it can be the next of this run; returns whether it was appended."""
+        """Appends a layer, activation or dropout if it can come next in this run; returns whether it was appended."""
         if isinstance(part, nn.Module) and unusual(part):
             return False
         name = name_of(part)
@@ -86,7 +86,7 @@ class _Run:
 
 
 def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
-    """Name and slope of an activation; None for an unknown one."""
+    """The package's name of an activation, and its slope; None if the package does not have the activation."""
     if name == "torch.nn.modules.activation.GELU":
         return "gelu" if part.approximate == "tanh" else "gelu_erf", 0.01
     if name == "torch.nn.modules.activation.LeakyReLU":
@@ -95,7 +95,7 @@ def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
 
 
 def _steps(parts: Iterable[Any]) -> list[Any]:
-    """The parts in order, with each run of linear layers merged into one `_Run`."""
+    """Returns the modules in order, with consecutive linear layers, activations and dropout merged into one `_Run`."""
     steps: list[Any] = []
     for part in parts:
         if steps and type(steps[-1]) is _Run and steps[-1].takes(part):
@@ -106,7 +106,7 @@ def _steps(parts: Iterable[Any]) -> list[Any]:
 
 
 def _chain(*parts: Any) -> Function:
-    """The `_Run` that computes all parts; the reason if they do not form one run."""
+    """The `_Run` that computes all given modules; a string with the reason if they do not form one run."""
     steps = _steps(parts)
     if len(steps) == 1 and isinstance(steps[0], _Run):
         return steps[0]
@@ -117,7 +117,7 @@ def _chain(*parts: Any) -> Function:
 
 
 def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
-    """The weight (outputs, inputs), as a view, and the bias or None."""
+    """A layer's weight as a view (outputs, inputs), and its bias or None."""
     return layer.weight if isinstance(layer, nn.Linear) else layer.weight.t(), layer.bias
 
 
@@ -126,7 +126,7 @@ def _linear(module: Any) -> Function:
 
 
 def sequence(module: Any) -> Function:
-    """The modules of an `nn.Sequential`; linear layers with activations and dropout behind them run as one operator."""
+    """The function of an `nn.Sequential`; linear layers and the activations and dropout after them are one operator."""
     steps = _steps(module)
     if not any(type(each) is _Run and len(each.parts) > 1 for each in steps):
         return "it has no linear layer with an activation, dropout or another one behind"
@@ -134,8 +134,9 @@ def sequence(module: Any) -> Function:
 
 
 def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
-    """down(dropout(activation(gate(x)) ∘ up(x)))."""
-    run: Any = _chain(gate, activation, up, *dropout, down)  # checks and reads the parts; it is never called
+    """The function of a gated block: down(dropout(activation(gate(x)) ∘ up(x)))."""
+    # Only checks and reads the modules; this run is never called.
+    run: Any = _chain(gate, activation, up, *dropout, down)
     if isinstance(run, str):
         return run
     (name, slope, _), (_, _, p), _ = run.options
@@ -144,7 +145,7 @@ def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) 
 
 
 def _norm(module: Any) -> Function:
-    """LayerNorm or RMSNorm, of PyTorch or of transformers."""
+    """The function of a LayerNorm or RMSNorm of PyTorch or of transformers."""
     weight, bias, has_mean = module.weight, getattr(module, "bias", None), isinstance(module, nn.LayerNorm)
     if weight is None or weight.dim() != 1:
         return "it has no weight, or several axes"
@@ -160,7 +161,7 @@ def _norm(module: Any) -> Function:
 
 
 def _residual(*parts: Any) -> Function:
-    """norm(layers(x) + residual), with consecutive linear layers; the residual is x unless the call gives another."""
+    """The function norm(layers(x) + residual) of linear layers; the residual is x unless the call gives another."""
     *layers, norm = parts
     run, kind = _chain(*layers), KINDS.get(name_of(norm))
     normalise = unusual(norm) or (_norm(norm) if kind and kind.read is _norm else "it is no norm")
@@ -169,7 +170,8 @@ def _residual(*parts: Any) -> Function:
 
     def compute(x: Tensor, add: Tensor = None) -> Any:
         add = x if add is None else add
-        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)  # else the type is add's
+        # Otherwise the sum has the type of `add`.
+        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)
         total = run(x, add) if is_exact else run(x) + add
         y = normalise(total)
         return norm(total) if y is None else y
@@ -181,7 +183,8 @@ class Kind(NamedTuple):
     """How the package computes modules of one class.
 
     Attributes:
-        read: returns the function for a module, given the module or its parts; or the reason why there is none.
+        read: returns the function for a module, given the module or its parts; or, as a string, the reason why there is
+            none.
         parts: names of attributes, also dotted, that hold the parts; "" if `read` takes the module itself.
         method: the method of the class that the function replaces.
     """
@@ -191,7 +194,10 @@ class Kind(NamedTuple):
     method: str = "forward"
 
     def function(self, module: Any) -> Function:
-        """The function that replaces the method, or a reason; if it returns None, the original method must run."""
+        """The function for a module's method, or a reason.
+
+        Where a call of the function returns None, the method must run.
+        """
         if not self.parts:
             return self.read(module)
         for each in self._holders(module):
@@ -200,13 +206,13 @@ class Kind(NamedTuple):
         return self.read(*self._parts(module))
 
     def absorbed(self, module: Any) -> list[Any]:
-        """The modules inside whose work the function includes, so that they are not replaced themselves."""
+        """The submodules whose work the module's function includes, so that they are not replaced themselves."""
         if self.read is sequence:
             return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
         return [*self._holders(module), *self._parts(module)]
 
     def layers(self, module: Any) -> list[Any]:
-        """The linear layers whose work the function includes."""
+        """The linear layers whose work the module's function includes."""
         return [each for each in (module, *self.absorbed(module)) if name_of(each) in LAYERS]
 
     def _holders(self, module: Any) -> list[Any]:

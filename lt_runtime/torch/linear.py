@@ -1,4 +1,4 @@
-"""Consecutive linear layers as one operator; each step of backward also applies the derivative of the layer below."""
+"""Consecutive linear layers as one operator; a layer's backward also applies the activation's derivative below it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_
 from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, placed
 
 _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
-"""Returns one object for equal layers, because the package finds prepared calls by the identity of a layer."""
+"""Returns one `Layer` object for equal arguments, because prepared calls are found by the identity of the object."""
 
 
 class Form(NamedTuple):
-    """The options of one layer, and the kind of the tensor that backward computes its activation's derivative from."""
+    """The options of one layer, and the kind of tensor from which backward computes the activation's derivative."""
 
     activation: Activation
     dropout: float
@@ -65,7 +65,7 @@ class LinearLayers(Operator):
             return super().eager(operands, options, training=training)
         try:
             return (_apply_on_gpu(options, *operands) if training else _infer(options, *operands),)
-        except OperandError:  # `check` raises it with the caller's names of the operands
+        except OperandError:  # `check` raises the error anew with the caller's names of the operands
             self.check(operands, (*options, training))
             raise
 
@@ -107,7 +107,8 @@ class LinearLayers(Operator):
         for i, (form, out) in enumerate(zip(forms, outs, strict=True)):
             z = next(kept, None) if form.saved is Saved.PREACTIVATION else None
             arrays = x, *parameters[2 * i : 2 * i + 2], out, z, add if i == last else None
-            # A layer that keeps no z is planned as for inference: a plan for training could save a mask instead of y.
+            # A layer that keeps no pre-activation z is planned as for inference: a plan for training could keep a mask
+            # instead of y.
             chosen = form.activation, 0.01, form.dropout, compute_of(x.dtype), False, z is not None
             made = perform(FORWARD, arrays, chosen, (masks_of(form.dropout, i, key), None), None)
             x = made if z is None else made[0]
@@ -153,11 +154,12 @@ def _descend(
 ) -> list[Any]:
     """The gradients of x and of each layer's weight and bias.
 
-    Each layer's backward also applies the derivative of the layer below to dx, and sums up that layer's bias gradient.
+    Backward of each layer also multiplies dx by the activation's derivative of the layer below, and computes that
+    layer's bias gradient.
 
     Args:
         xs: the input of each layer; None for the first if only its shape matters.
-        saved: of each layer, the tensor for its activation's derivative.
+        saved: for each layer, the tensor from which its activation's derivative is computed.
         needs, outs: of each gradient, whether it is wanted, and its buffer or None.
     """
     made, last = [None] * len(needs), len(layers) - 1
@@ -185,12 +187,12 @@ def _descend(
 
 
 def scratch(like: Any, shape: tuple[int, ...]) -> Any:
-    """An uninitialised array of the kind and type of another."""
+    """An uninitialised array of another array's library, device and element type."""
     return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 
 
 class _OnGpu(torch.autograd.Function):
-    """An eager call on a GPU, with little work in Python, which takes longer than a small layer's kernels."""
+    """An eager call on a GPU. It does little in Python, because Python takes longer than a small layer's kernels."""
 
     @staticmethod
     def forward(ctx: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
@@ -229,7 +231,7 @@ _apply_on_gpu: Final = applied(_OnGpu, "linear")
 
 
 def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
-    """y on a GPU, where nothing is kept for backward."""
+    """Computes y on a GPU without keeping anything for backward."""
     x, last, compute = as_rows(x), len(options[0]) - 1, compute_of(x.dtype)
     for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
         arrays = x, *parameters[2 * i : 2 * i + 2], None, None, add if i == last else None
@@ -238,7 +240,7 @@ def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: T
 
 
 def masks_of(p: float, layer: int, key: Any) -> Philox | None:
-    """The source of a layer's dropout mask; None without dropout."""
+    """The `Philox` source of a layer's dropout mask; None if the layer has no dropout."""
     return Philox(0, layer, key.view(np.uint32 if isinstance(key, np.ndarray) else torch.uint32)) if p else None
 
 

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy for PyTorch: of logits, and of a linear layer whose logits never lie in memory all at once."""
+"""Softmax cross-entropy for PyTorch: of logits, and of a linear layer whose logits are computed in chunks of rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lt_runtime.torch.tensors import Tensor, Tensors, as_numpy, as_rows, check_o
 _REDUCTIONS: Final = ("mean", "sum")
 _CHUNK_BYTES: Final = 1 << 28
 _CHUNK_ROWS: Final = 128
-"""The rows of a chunk are a multiple of this, the height of cuBLASLt's tiles."""
+"""The number of rows of a chunk of logits is a multiple of 128, the height of cuBLASLt's tiles."""
 _PADDING: Final = 8
 """Rows of logits begin at multiples of this many elements, which keeps 16-bit rows aligned to 16 bytes."""
 
@@ -30,8 +30,8 @@ _PADDING: Final = 8
 class CrossEntropy(Operator):
     """Mean cross-entropy of logits (M, C) and labels (M,).
 
-    Backward computes the gradient anew, with the incoming scale. A gradient that was kept from forward would have to be
-    read and written once more to be scaled, and in FP16 it would vanish before a loss scale reaches it.
+    Backward computes the gradient itself, times the incoming gradient. A gradient that was kept from forward would have
+    to be read and written once more to be scaled, and in FP16 it would vanish before a loss scale reaches it.
     """
 
     name = "cross_entropy"
@@ -101,7 +101,8 @@ class LinearCrossEntropy(Operator):
         kept = labels != ignore_index
         count, labels = kept.sum(), torch.where(kept, labels, 0)
         divisor = count.clamp(min=1).to(loss.dtype)
-        # In FP16 the logits' gradients would underflow if divided by the count here: their sums are divided afterwards.
+        # In FP16 the logits' gradients would underflow if they were divided by the count of labels here: the gradients
+        # of x, weight and bias are divided afterwards.
         weights, after = kept.to(loss.dtype) / (1 if is_half else divisor), divisor if is_half else 1
         chunk = chunk or _rows_of_chunk(rows, classes, x)
         losses = loss.new_zeros(-(-rows // chunk))
@@ -110,7 +111,7 @@ class LinearCrossEntropy(Operator):
         for i, start in enumerate(range(0, rows, chunk)):
             part, z = slice(start, start + chunk), logits[: rows - start]
             _project(x[part], weight, bias, z)
-            row_weights = weights[part] * len(z)  # the operation divides by the number of its rows
+            row_weights = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
             _evaluate(z, labels[part], z, losses[i], label_smoothing=smoothing, row_weights=row_weights)
             if dx is not None:
                 _multiply(z, weight, dx[part])
@@ -136,7 +137,7 @@ class LinearCrossEntropy(Operator):
         """See `Operator`."""
         wanted = [each for each, need in zip(saved, needs, strict=False) if need]
         for each, unscaled in zip(made, wanted, strict=True):
-            torch.mul(unscaled, dys[0].reshape(1), out=each)  # a scale of shape () would be rounded to 16 bits
+            torch.mul(unscaled, dys[0].reshape(1), out=each)  # PyTorch would round a factor of shape () to 16 bits
 
 
 _CROSS_ENTROPY: Final = CrossEntropy()
@@ -268,14 +269,14 @@ def _sum_of_mean(mean: Tensor, labels: Tensor, weight: Tensor, ignore_index: int
 
 
 def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
-    """Rows of a chunk of logits: equal chunks as large as allowed, because each product reads all of the weight."""
+    """The number of rows in a chunk: chunks are equal, and as large as allowed, because each reads the whole weight."""
     most: int = max(_CHUNK_BYTES // max(1, classes * x.itemsize), x.shape[1], _CHUNK_ROWS)
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS
 
 
 def _sum_of(gradient: Tensor, losses: Tensor) -> Tensor:
-    """The tensor that a gradient is added up in: with several chunks an FP32 one if the gradient has 16 bits."""
+    """The tensor in which a gradient is summed over chunks: an FP32 one for a 16-bit gradient of several chunks."""
     if gradient is None:
         return None
     is_exact = len(losses) == 1 or gradient.dtype is losses.dtype
@@ -293,7 +294,7 @@ def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, sc
     if wrong.numel():
         raise ArgumentError(f"a label is {int(wrong[0])}; accepted are 0 to {classes - 1}, or ignore_index")
     more = {name: as_numpy(each) if isinstance(each, torch.Tensor) else each for name, each in more.items()}
-    with np.errstate(all="ignore"):  # overflow and NaN give no warnings, as on a GPU
+    with np.errstate(all="ignore"):  # as on a GPU, overflow and NaN cause no warnings
         value, exact = reference.cross_entropy(as_numpy(logits), as_numpy(labels), **more)
         store(gradient, exact * (1.0 if scale is None else float(scale)))
     loss.fill_(value)

@@ -1,4 +1,4 @@
-"""Modules with the parameters, initial values and state_dict keys of PyTorch's."""
+"""Layers as modules, with the parameters, initial values and state_dict keys of PyTorch's modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Linear(torch.nn.Linear):
 
     Attributes:
         scales: the `lt.FP8State` of a layer with `precision`; None otherwise. The step of the optimizer that holds the
-            weight updates them, also in a CUDA graph: once a step, however many backward passes it adds up. Other
+            weight updates them, also in a CUDA graph: once a step, however many backward passes the step adds up. Other
             optimizers than `torch.optim.Optimizer`'s subclasses do not: call `scales.update()` after their step. The
             state_dict holds them.
 
@@ -59,30 +59,31 @@ class Linear(torch.nn.Linear):
         return _chained([self], x, add)
 
     def extra_repr(self) -> str:
-        """The options, for `repr`."""
+        """The text that `repr` shows for the module's options."""
         return f"{super().extra_repr()}, activation={self.activation}, dropout={self.dropout}"
 
 
 def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor = None) -> Tensor:
-    """Runs consecutive layers as one operator; each step of backward also applies the derivative of the layer below."""
+    """Runs consecutive layers as one operator; a layer's backward also applies the activation's derivative below it."""
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
     forms = [(each.activation, each.negative_slope, each.dropout if each.training else 0.0) for each in layers]
     return chain(layers, x, parameters, tuple(zip(*forms, strict=True)), add)
 
 
 class MLP(torch.nn.Sequential):
-    """Linear layers in sequence, run as one operator; each backward also applies the derivative of the layer below.
+    """Linear layers in sequence as one operator; a layer's backward also applies the activation's derivative below it.
 
     Forward hooks of the layers are not called.
 
     Args:
         sizes: columns of the inputs, of each hidden layer and of the outputs.
-        activation: of the hidden layers: a name of `lt.ACTIVATIONS` or an `lt.Activation`; or a sequence with one for
-            each layer, the last included.
-        output_activation: of the last layer, if `activation` is one for all.
+        activation: the activation of the hidden layers: a name of `lt.ACTIVATIONS` or an `lt.Activation`; or a sequence
+            with one for each layer, the last included.
+        output_activation: the activation of the last layer; used only if `activation` is no sequence.
         dropout: probability of dropout after each hidden layer, in training.
         bias, device, dtype: as for `torch.nn.Linear`.
-        precision: as for `Linear`; each layer has its own scales, and derivatives are not joined.
+        precision: as for `Linear`. In FP8 each layer has its own scales, and its derivative is not joined with the
+            layer above.
 
     Raises:
         KindError, GpuError: as for `Linear`.
@@ -171,7 +172,7 @@ class FeedForward(torch.nn.Module):
 
 
 class _Norm(torch.nn.Module):
-    """Base of the norms: their constructor is PyTorch's, and refuses what the package's kernels do not compute."""
+    """Base of the norms: takes PyTorch's arguments, and refuses those that the package's kernels do not support."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and dropout as operators."""
+"""LayerNorm, RMSNorm and dropout as differentiable operators of PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, check_operands,
 
 
 class Norm(Operator):
-    """y = normalised(x + add) · weight + bias. The outputs are y, with `add` the sum, then the rows' statistics.
+    """y = normalised(x + add) · weight + bias.
+
+    The outputs are y, the sum if there is an `add`, and the rows' statistics.
 
     Args:
         has_mean: whether the rows' mean is subtracted, as in LayerNorm.

@@ -1,4 +1,4 @@
-"""Differentiable operators of PyTorch: registered with its dispatcher for tracers; eager code bypasses it."""
+"""Differentiable operators for PyTorch. Tracers see them in PyTorch's dispatcher; eager calls bypass the dispatcher."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Operator(ABC):
     operators.
 
     Attributes:
-        name: of the operator.
+        name: the operator's name.
         options: the schema of its options. A last option, `training`, is added: whether a gradient will be computed.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
         addend: index of an operand that is added to the output; None without one. Its gradient is dy itself, which the
@@ -103,7 +103,8 @@ class Operator(ABC):
         """
         if is_eager(operands):
             device = operands[0].get_device()  # -1 for the CPU
-            if device >= 0 and device != torch._C._cuda_getDevice():  # else each call would be planned anew
+            # Calls on a GPU that is not current would be planned anew each time.
+            if device >= 0 and device != torch._C._cuda_getDevice():
                 with torch.cuda.device(device):
                     return self(operands, options)
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
@@ -126,7 +127,7 @@ class Operator(ABC):
         try:
             with _NOTHING if operands[0].is_cuda else within(fp64_on_host):
                 return self.compute(operands, options)
-        except Exception:  # on a GPU: `check` raises it with the caller's names of the operands
+        except Exception:  # for operands on a GPU `check` raises the error anew with the caller's names of the operands
             self.check(operands, options)
             raise
 
@@ -151,7 +152,7 @@ class Operator(ABC):
         return [next(made) if a else dys[0] if need else None for a, need in zip(asked, needs, strict=True)]
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
-        """The kernel that the dispatcher calls for autograd."""
+        """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""
         if not options[-1]:
             return self._below_autograd(operands, options)
         return [*self._apply(self, self._below_autograd, _hashable(options), *operands)]
@@ -191,7 +192,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.operator, ctx.options, ctx.is_tuning = operator, options, is_tuning()
         ctx.save_for_backward(*operator.saved(operands, outputs, ctx.needs_input_grad[3:], options))
         ctx.set_materialize_grads(False)
-        if run == operator.run:  # an eager call, whose caller gets the visible outputs only
+        if run == operator.run:  # in an eager call the caller gets the visible outputs only
             return tuple(outputs[: operator.visible])
         ctx.mark_non_differentiable(*outputs[operator.visible :])
         return tuple(outputs)
@@ -210,7 +211,7 @@ class _Differentiable(torch.autograd.Function):
 def applied(function: Any, name: str) -> Callable[..., Any]:
     """The `apply` of an autograd function, which profilers show under the given name.
 
-    It skips PyTorch's search for tensors of `torch.func`, which takes 5 µs: `is_eager` refuses such tensors.
+    This `apply` skips PyTorch's search for tensors of `torch.func`, which takes 5 µs: `is_eager` refuses such tensors.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
     return apply

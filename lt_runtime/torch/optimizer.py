@@ -94,10 +94,10 @@ class AdamW(torch.optim.AdamW):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops the caches, which the next step makes again from `state` and `param_groups`."""
+        """Drops the buckets and the prepared steps; the next step makes them again from `state` and `param_groups`."""
         self._bucket_of: dict[Tensor, Bucket] = {}
         self._prepared: dict[Any, HostStep] = {}
-        self._captured: list[Any] = []  # tensors that captured graphs read: they must live as long
+        self._captured: list[Any] = []  # tensors that captured graphs read, and which must live as long as the graphs
         self._numbered = 0
         self.grad_norm: Tensor | None = None
 
@@ -114,7 +114,8 @@ class AdamW(torch.optim.AdamW):
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for old, new in zip(groups, self.param_groups, strict=True):
-            new |= {name: value for name, value in old.items() if name not in new}  # such as "max_norm"
+            # Options that the loaded group lacks, such as "max_norm".
+            new |= {name: value for name, value in old.items() if name not in new}
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, parameter in zip(ids, self._parameters(), strict=True):
             for name, values in state_dict["state"].get(i, {}).items():
@@ -145,7 +146,7 @@ class AdamW(torch.optim.AdamW):
             closure: computes the loss and its gradients before the update.
 
         Returns:
-            What `closure` returns; None without.
+            What `closure` returns; None without a `closure`.
 
         Raises:
             DTypeError, LayoutError, DeviceError: a parameter or gradient is not accepted. Nothing has been updated.
@@ -187,7 +188,8 @@ class AdamW(torch.optim.AdamW):
             self._check(parameter, active[0])
         updated = {*active}
         for bucket in {self._bucket_of[each] for each in updated & self._bucket_of.keys()}:
-            if not bucket.states.keys() <= updated:  # its parameters will differ in their number of updates
+            # Only some of the bucket's parameters have a gradient, so that their numbers of updates will differ.
+            if not bucket.states.keys() <= updated:
                 for parameter in bucket.states:
                     del self._bucket_of[parameter]
         if updates.is_capturing(active[0]) and updated - self._bucket_of.keys():
@@ -205,7 +207,7 @@ class AdamW(torch.optim.AdamW):
         for i, parameter in [(i, each) for i, group in groups for each in group["params"] if each.grad is not None]:
             state = self._complete_state(parameter, self.param_groups[i])
             if parameter in self._bucket_of:
-                state["step"] = self._bucket_of[parameter].step  # the user may have put a copy there
+                state["step"] = self._bucket_of[parameter].step  # the user may have replaced it by a copy
             else:
                 found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), {})[parameter] = state
         for (i, *_), states in found.items():
@@ -252,7 +254,7 @@ class AdamW(torch.optim.AdamW):
             raise ArgumentError(f"{name} is sharded, of which max_norm would see a shard; use clip_grad_norm_ instead")
 
     def _name(self, parameter: Tensor) -> str:
-        """A parameter's name if its group has names, else its place in the groups."""
+        """A parameter's name for errors: the name that its group gives it, else its position in the groups."""
         places = [(i, j) for i, group in enumerate(self.param_groups) for j in range(len(group["params"]))]
         i, j = next((i, j) for i, j in places if self.param_groups[i]["params"][j] is parameter)
         names: list[str] | None = self.param_groups[i].get("param_names")

@@ -1,4 +1,4 @@
-"""`replace`: modules of a PyTorch model compute by the package's operations, with the parameters they have.
+"""`replace` makes the modules of a PyTorch model compute by the package's operations, and keeps their parameters.
 
 `replace` sets a module's class to a subclass that overrides one method. So parameters, keys of state_dict,
 `isinstance` and the places of modules stay as they are. `restore` sets the original class again.
@@ -37,10 +37,10 @@ class Replacement(NamedTuple):
     """What `replace` did with one module.
 
     Attributes:
-        name: of the module in the model, "" for the model itself.
-        kind: its class.
-        replaced: whether it computes by the package's operations now.
-        reason: why it was not replaced; otherwise how that was decided, such as "faster".
+        name: the module's name in the model, "" for the model itself.
+        kind: the module's class.
+        replaced: whether the module computes by the package's operations now.
+        reason: why the module was not replaced; if it was replaced, why, such as "faster".
         theirs, ours: measured microseconds of PyTorch's and of the package's forward and backward; None if not
             measured.
     """
@@ -56,7 +56,7 @@ class Replacement(NamedTuple):
 class Report(tuple[Replacement, ...]):
     """A `Replacement` for each module that was replaced, and for each other one with parameters.
 
-    As text it is a table, in which modules at places that differ only by numbers share a line.
+    `str` of the report is a table, in which modules whose names differ only in numbers share a line.
     """
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Report(tuple[Replacement, ...]):
 
 
 def _refused(parts: Iterable[Any]) -> str:
-    """Why the parameters of modules are not accepted; "" if they are."""
+    """Says why the parameters of some modules are not accepted; "" if they are accepted."""
     modules = [part for part in parts if isinstance(part, nn.Module)]
     parameters = [each for module in modules for each in module.parameters(recurse=False)]
     for each in parameters:
@@ -97,14 +97,14 @@ class _Replaced:
 
 
 def _empty(base: type) -> Any:
-    """A module of the subclass for `base`, without attributes: `copy` and `pickle` set them."""
+    """Makes a module of the subclass for `base` without attributes, which `copy` and `pickle` then set."""
     made: Any = _class_of(base)
     return made.__new__(made)
 
 
 @functools.cache
 def _class_of(base: Any) -> Any:
-    """The subclass of `base` whose method computes by the package's operations."""
+    """Makes the subclass of a module class `base` whose method computes by the package's operations."""
     kind = KINDS[full_name(base)]
     original, read = getattr(base, kind.method), kind.function if kind.parts else kind.read
 
@@ -119,7 +119,7 @@ def _class_of(base: Any) -> Any:
 
 
 def replace(model: Any, example_inputs: Any = None, *, precision: Precision = None) -> Report:
-    """Lets modules of a model compute by the package's operations, in place, with the parameters they have.
+    """Makes modules of a model, in place, compute by the package's operations; the parameters stay the same.
 
     Linear layers are replaced with the activation and the dropout that follow them, feed-forward blocks as a whole, and
     norms; docs/pytorch.md has the list. Modules with hooks, parametrizations or unusual parameters, and subclasses, are
@@ -154,7 +154,8 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
         slower = {module: each for module, each in decided.items() if not each.replaced}
         if not slower:
             break
-        declined |= slower  # the parts of a block that is slower as a whole may be faster one by one
+        # If a block is slower as a whole, its parts are measured one by one, because they may be faster.
+        declined |= slower
     for module, each in decided.items():
         own: Any = type(module)
         for layer in _layers_of(module) if precision else ():
@@ -269,7 +270,8 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
             first = each if kind.method == "forward" else attrgetter(kind.parts.split()[0])(each)
 
             def note(_: Any, arguments: Any, module: Any = each) -> None:
-                if all(isinstance(each, torch.Tensor) for each in arguments):  # kept without values: takes no memory
+                # An expanded tensor of one element has the shape, but takes no memory.
+                if all(isinstance(each, torch.Tensor) for each in arguments):
                     met.setdefault(module, [each.new_empty(()).expand(each.shape) for each in arguments])
 
             restored.enter_context(first.register_forward_pre_hook(note))
@@ -294,7 +296,7 @@ def _race(module: Any, inputs: list[Tensor], precision: Precision) -> tuple[floa
         for layer in _layers_of(module):
             layer.scales = scales_of(precision)
             restored.callback(vars(layer).pop, "scales")
-        for each in module.buffers():  # such as BatchNorm's averages
+        for each in module.buffers():  # buffers, such as BatchNorm's averages, are restored after the measurement
             restored.callback(each.copy_, each.clone())
         restored.enter_context(torch.random.fork_rng(devices=[inputs[0].device]))
         arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
@@ -309,7 +311,7 @@ def _race(module: Any, inputs: list[Tensor], precision: Precision) -> tuple[floa
 
 
 def _microseconds(function: Any, arguments: list[Tensor], leaves: list[Tensor]) -> float:
-    """The microseconds of a forward and backward pass on a GPU, as the mean of several."""
+    """The mean time of several forward and backward passes on a GPU, in microseconds."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(_REPEATS):

@@ -1,4 +1,4 @@
-"""PyTorch's tensors as operands: their checks, and the forms in which the package's operations take and return them."""
+"""Checks PyTorch's tensors, and converts them to and from the arrays of the package's operations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor if the package reads it where it lies, else a contiguous copy, as PyTorch's layers would make one."""
+    """The tensor itself if the package can read it in place, else a contiguous copy, as PyTorch's layers make one."""
     if tensor.is_contiguous():
         return tensor
     try:
         layout_of("x", tensor.shape, tensor.stride())
-    except OperandError:  # also a vector with gaps, which has no rows
+    except OperandError:  # also raised for a vector with gaps, which has no rows
         return tensor.contiguous()
     return tensor
 
@@ -74,23 +74,24 @@ def as_numpy(tensor: Tensor) -> Any:
         return np.empty(shape, dtype)
     strides = tuple(stride * size for stride in tensor.stride())
     interface = {"version": 3, "data": (tensor.data_ptr(), False), "typestr": f"|V{size}", "shape": shape}
-    memory = SimpleNamespace(__array_interface__=interface | {"strides": strides}, tensor=tensor)  # keeps it alive
+    # The attribute `tensor` keeps the memory alive.
+    memory = SimpleNamespace(__array_interface__=interface | {"strides": strides}, tensor=tensor)
     return np.asarray(memory).view(dtype)
 
 
 def as_tensor(array: Any) -> Tensor:
-    """The result of an operation as a tensor; one from a NumPy array shares its memory."""
+    """Converts an operation's result to a tensor, which shares the memory of a NumPy array."""
     if isinstance(array, torch.Tensor):
         return array
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
 def placed(tensors: Tensors) -> list[Any]:
-    """Tensors as the package's operations take them: those on the CPU as NumPy arrays; see `as_rows`."""
+    """Converts tensors for the package's operations: by `as_rows`, and those on the CPU to NumPy arrays."""
     return [each if each is None else as_rows(each) if each.is_cuda else as_numpy(as_rows(each)) for each in tensors]
 
 
 def store(tensor: Tensor, exact: Any) -> None:
-    """Rounds float64 values into a tensor on the CPU."""
+    """Writes float64 values into a tensor on the CPU, rounded to its type."""
     memory = as_numpy(tensor)
     memory[...] = exact.reshape(memory.shape).astype(memory.dtype)

@@ -1,4 +1,4 @@
-"""The updates of `lt_runtime.torch.AdamW`: parameters in buckets, and a step of them on the CPU or on a GPU."""
+"""The updates of `lt_runtime.torch.AdamW`: buckets of parameters, and a step of buckets on the CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ State: TypeAlias = dict[str, Tensor]
 """A parameter's entry in the state of an optimizer."""
 DTYPES: Final = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 MOMENTS: Final = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max"}
-"""PyTorch's names of the moments, with the kernel's."""
+"""Maps PyTorch's names of the moments to the kernel's names."""
 _STATE: Final = [name for name, *_ in kernels.OptimizerState._fields_]
 """The names of the 32-bit words of the kernel's state."""
 _SETTINGS: Final = len(_STATE) + kernels.UPDATE_TICKETS
 """Index of a bucket's first word of settings, after the kernel's state and its counters of blocks."""
 _ALIGNMENT: Final = 16
 _MOST_PREPARED: Final = 16
-_PLACES: Final = 4  # buffers for tables, on each stream
+_PLACES: Final = 4  # number of buffers for tables on each stream
 
 
 class Options(NamedTuple):
@@ -54,7 +54,8 @@ class Bucket:
     """Parameters of one group that have had the same number of updates.
 
     Attributes:
-        states: the parameters, in the group's order, and the state of each. group: their group in `param_groups`.
+        states: the parameters, in the group's order, and the state of each. group: the group in `param_groups` to which
+            all of them belong.
         first: number of the first parameter, for the random numbers of stochastic rounding.
         step: FP32 tensor of shape (), the number of updates done; the states share it.
         words: the kernel's state, counters, settings and loss scale in words of 32 bits, on the parameters' device.
@@ -104,7 +105,7 @@ class Bucket:
                 master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
 
     def note_versions(self) -> None:
-        """Notes the parameters' versions, at which they have the values of their master copies."""
+        """Notes PyTorch's version counters of the parameters, which now have the values of their master copies."""
         self._versions = [each._version for each in self.states]
 
     def apply_settings(self) -> None:
@@ -143,7 +144,7 @@ class Bucket:
         return tuple([each.data_ptr() for each in grads if each.numel()])
 
     def averaged(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter's average, and the tensor that it averages."""
+        """Pairs of a parameter's moving average (EMA) and the tensor that it averages."""
         return [(state["ema"], state.get("master", parameter)) for parameter, state in self.states.items()]
 
     def launches(self, rows: int, device: int) -> Launches:
@@ -163,9 +164,11 @@ class Bucket:
         return self._launches[rule, self.max_norm]
 
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
-        """Writes what PyTorch's GradScaler found. Returns the address of the scale; 0 for a scale of 1.
+        """Writes the scale and the flag of PyTorch's GradScaler into the bucket.
 
-        The kernel divides gradients by the scale, so that a negative scale maximises.
+        Returns the scale's address; 0 for a scale of 1.
+
+        The kernel divides gradients by the scale: with the option `maximize` the scale is negative.
         """
         sign = -1.0 if self.group["maximize"] else 1.0
         if found_inf is not None:
@@ -202,13 +205,13 @@ class HostStep:
 
         Args:
             scale: the loss scale that the gradients are divided by; None for 1.
-            found_inf: the update is skipped unless this is 0; None for 0.
+            found_inf: the flag of PyTorch's GradScaler: a value other than 0 skips the update; None for 0.
 
         Returns:
             Tensors that a graph captured from the step reads, and nothing else keeps alive.
         """
         factor = 1.0 if scale is None else 1.0 / float(scale)
-        with np.errstate(all="ignore"):  # NaN and infinite gradients cost no warnings, as on a GPU
+        with np.errstate(all="ignore"):  # as on a GPU, NaN and infinite gradients cause no warnings
             for buckets in self.clipped:
                 grads = [_flat(each.grad) for bucket in buckets for each in bucket.states]
                 norm = reference.gradient_norm(grads, 1.0 / factor)[0]
@@ -236,7 +239,7 @@ class HostStep:
 
 
 class GpuStep(HostStep):
-    """A step of some buckets on a GPU: a launch for each bucket, one for the norm, and one for the averages."""
+    """A step of some buckets on a GPU: a launch for each bucket, one for the norm, one for the moving averages."""
 
     def __init__(self, buckets: list[Bucket], options: Options) -> None:
         super().__init__(buckets, options)
@@ -293,7 +296,7 @@ class GpuStep(HostStep):
         return tables
 
     def _tables_on(self, stream: int) -> list[Tensor]:
-        """The tables with the gradients' present addresses, on the GPU for work on the given stream."""
+        """The kernels' tables on the GPU with the gradients' present addresses, for work on the given stream."""
         addresses = [bucket.gradients() for bucket in self.buckets]
         key = stream, *addresses
         if key not in self._uploaded:
@@ -305,9 +308,9 @@ class GpuStep(HostStep):
         return self._uploaded[key]
 
     def _placed(self, tables: list[NDArray[Any]], stream: int) -> list[Tensor]:
-        """Copies tables into those of the stream's buffers that were used least recently.
+        """Copies the kernels' tables into the least recently used of the stream's buffers for tables.
 
-        If each step allocated new ones, PyTorch's allocator would give the next step's gradients other addresses.
+        If each step allocated new tables, PyTorch's allocator would give the next step's gradients other addresses.
         """
         if stream not in self._places:
             copies = ([_upload(each, self._like) for each in tables] for _ in range(_PLACES))
@@ -323,7 +326,8 @@ class GpuStep(HostStep):
 def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
     """A copy of a kernel's table that replaces the gradients' address 0 by the addresses of non-empty gradients."""
     rows, column = table.copy(), "gradient" if "gradient" in (table.dtype.names or ()) else "data"
-    starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]  # first rows have offset 0
+    # A row with offset 0 is the first row of its tensor.
+    starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]
     rows[column] += starts
     rows["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)
     return rows
