@@ -37,17 +37,20 @@ _FORBIDDEN: Final = {900, *range(902, 909)}
 class Met:
     """A context manager that records, for the tuner, the problems of the operations that its thread runs meanwhile.
 
+    Args:
+        all_threads: record those of all threads, such as the threads in which PyTorch runs backward passes.
+
     Attributes:
         problems: the problems that are not in `chains`, in the order in which they ran.
         chains: groups of consecutive linear layers whose backward has run, in a `Pass` whose `met` is this object.
         choices: layers that may be in FP8 or in their own type.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, all_threads: bool = False) -> None:
         self.problems: list[Any] = []
         self.chains: list[LayerChain] = []
         self.choices: list[Fp8LayerProblem] = []
-        self._thread = threading.get_ident()
+        self._thread = None if all_threads else threading.get_ident()
 
     def __enter__(self) -> Self:
         ranges.watchers.append(self._note)
@@ -57,10 +60,8 @@ class Met:
         ranges.watchers.remove(self._note)
 
     def _note(self, work: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._take(work)
-
-    def _take(self, work: Any) -> None:
+        if self._thread not in (None, threading.get_ident()):
+            return
         if isinstance(work, Fp8LayerProblem):
             self.choices.append(work)
         if isinstance(work, PreparedCall):

@@ -179,7 +179,7 @@ class CapturedStep:
         """Makes an eager call, on the stream of the captures, because the package's workspace belongs to a stream."""
         tunes = (not shape.calls or shape.compilations is None) and is_step_tuned(self._tune)
         shape.compilations = _compilations()
-        with self._beside(), self._optimizers.watched(), not_tuning(), _Met() as met:
+        with self._beside(), self._optimizers.watched(), not_tuning(), Met(all_threads=True) as met:
             made = self._step(*arguments)
         results = self._results(made)
         del made  # deleting the result also frees autograd's graph of the step
@@ -332,13 +332,6 @@ class _Optimizers:
                     f"{found}, which a graph holds as a number; make it a tensor on the GPU, use "
                     "lt_runtime.torch.AdamW, or call forget() after the change"
                 )
-
-
-class _Met(Met):
-    """A `Met` that also notes the problems of backward passes, which PyTorch runs in threads of its own."""
-
-    def _note(self, work: Any) -> None:
-        self._take(work)
 
 
 @contextlib.contextmanager

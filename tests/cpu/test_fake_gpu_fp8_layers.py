@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._fp8_linear import arrays_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fp8_layers import CASES, FP16, Fp8Case, Fp8Layer, decibels
+from tests.support.over_fake_gpu import own
 
 GROWING = (1.0, 4.0, 16.0)
 Make = Callable[[Fp8Case], Fp8Layer]
@@ -44,6 +46,18 @@ def test_on_numpy_arrays_as_precise_as_the_types(case: Fp8Case) -> None:
     limits = {"y": 26.0, "z": 26.0, "dx": 22.0, "dw": 22.0, "db": 22.0}
     for name in wanted.keys() & limits.keys():
         assert decibels(found[name], wanted[name]) > limits[name], name
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_products_of_other_threads_are_recorded_for_the_tuner_if_asked_for(gpu: FakeGpu, all_threads: bool) -> None:
+    layer = Fp8Layer(next(iter(CASES.values())), gpu.lt, gpu)
+    with own("nn.run").Met(all_threads=all_threads) as met:
+        thread = threading.Thread(target=layer.step, args=(0,))
+        thread.start()
+        thread.join()
+    products = [each for each in met.to_tune() if type(each).__name__ == "MatmulProblem"]
+    assert len(products) == 3 * all_threads  # y, dx and dw
+    assert all(each.dtype.is_float8 for each in products)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -236,7 +236,7 @@ def test_layers_are_measured_once_before_a_shape_is_captured(
 ) -> None:
     measured: list[Any] = []
 
-    class Problems(capture_module._Met):
+    class Problems(capture_module.Met):
         def __enter__(self) -> Any:
             self.problems.append("a problem")
             return self
@@ -247,7 +247,7 @@ def test_layers_are_measured_once_before_a_shape_is_captured(
         def to_tune(self) -> Any:
             return self.problems
 
-    monkeypatch.setattr(capture_module, "_Met", Problems)
+    monkeypatch.setattr(capture_module, "Met", Problems)
     monkeypatch.setattr(capture_module, "before_first_step", lambda *given: measured.append((given, len(pools))))
     run = ltt.capture(lambda x: x * 2, tune=wants)
     for rows in (2, 2, 2, 2, 3, 3, 3):
