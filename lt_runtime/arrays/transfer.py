@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.arguments import shown
+from lt_runtime.arrays.copies import copies_of
 from lt_runtime.arrays.libraries import cupy, is_from
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
 from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError
@@ -102,7 +103,7 @@ def copied(array: Any) -> Any:
 
 
 def replace_all(writes: Sequence[tuple[Operand, NDArray[Any], int]]) -> None:
-    """Stores values in operands; if one store fails, the old values of all are restored."""
+    """Stores values in operands and renews their copies; if one store fails, the old values of all are restored."""
     before = [(operand, np.array(fetch(operand, stream)), stream) for operand, _, stream in writes]
     try:
         for operand, values, stream in writes:
@@ -111,6 +112,11 @@ def replace_all(writes: Sequence[tuple[Operand, NDArray[Any], int]]) -> None:
         for operand, values, stream in before:
             store(operand, values, stream)
         raise
+    for operand, _, stream in writes:
+        for each in copies_of(operand):
+            with activated(operand.device):
+                each.renew(stream)
+                call("cuStreamSynchronize", stream)
 
 
 def _to_numpy(name: str, values: Any) -> NDArray[Any]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.ops._fp8_linear import FP8State, forward, reason_against
+from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.nn.kept_weight import KeptWeight, has_kept, keeps_weight
+from lt_runtime.ops._fp8_linear import FP8State, fits, forward, forward_in_fp8, reason_against
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.fp8 import cast_fp8
 from lt_runtime.ops.linear import linear
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.plans.fp8 import W, X
-from lt_runtime.problem import type_name
+from lt_runtime.plans.fp8_rule import slower_for_inference
+from lt_runtime.problem import Compute, DType, type_name
 from lt_runtime.reference.fp8 import INVERSE, SCALE
 
 if TYPE_CHECKING:
     from lt_runtime.nn.linear import Linear
     from lt_runtime.ops._linear import LinearContext
+    from lt_runtime.ops._parameters import Parameter
     from lt_runtime.problem import Activation, Philox
 
 _ACTIVATIONS: Final = ("none", "relu", "gelu")
@@ -65,7 +70,7 @@ def _trains_in_fp8(x: Any, *layers: Linear) -> bool:
 def fp8_outputs(
     state: FP8State,
     x: Any,
-    w: Any,
+    weight: Parameter,
     bias: Any,
     *,
     activation: Activation,
@@ -82,18 +87,18 @@ def fp8_outputs(
         state: the layer's scales.
         out: a buffer for the outputs, which excludes FP8.
     """
+    w = weight.data
     is_fp8 = activation.name in _ACTIVATIONS and type_name(w.dtype) in _TYPES and out is None
-    is_fp8 = is_fp8 and type_name(x.dtype) == type_name(w.dtype) and x.shape[-1] == w.shape[1]
-    if not is_fp8 or reason_against(state, x, w, bias, activation, compute) is not None:
+    is_fp8 = is_fp8 and type_name(x.dtype) == type_name(w.dtype) and x.shape[-1] == w.shape[1] and fits(x, w)
+    keeps = is_fp8 and keeps_weight(state, weight, stream)
+    if not is_fp8 or (state.recipe.fallback and _is_slower(state, x, w, compute, keeps=keeps)):
         return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
     if state.recipe.recipe == "current" or not state.calibrated.issuperset((X, W)):
         options = activation, activation.negative_slope, 0.0, compute, False, False
-        y, _ = forward(state, (x, w, bias, None, None, add), options, None, stream)
-        return y
-    x8, w8 = (
-        cast_fp8(each, state.slots[row, SCALE : SCALE + 1], need_transposed=False, stream=stream)[0]
-        for row, each in ((X, x), (W, w))
-    )
+        return forward_in_fp8(state, (x, w, bias, None, None, add), options, None, stream)[0]
+    if keeps and not has_kept(state, weight):
+        state.kept = KeptWeight(w, state.slots, stream)
+    x8, w8 = _cast(state, X, x, stream), state.kept.w8 if keeps else _cast(state, W, w, stream)
     epilogue: str = activation.name
     if bias is not None:
         epilogue = "bias" if epilogue == "none" else f"{epilogue}_bias"
@@ -105,8 +110,23 @@ def fp8_outputs(
         bias=bias,
         dtype=type_name(w.dtype),
         scale_a=scale_a,
-        scale_b=scale_b,
+        scale_b=state.kept.inverse if keeps else scale_b,
         fast_accumulation=state.recipe.fast_accumulation != "never",
         stream=stream,
     ).reshape(*x.shape[:-1], w.shape[0])
     return y if add is None else sum_of(add, y, out=y, stream=stream)
+
+
+def _cast(state: FP8State, row: int, array: Any, stream: Any) -> Any:
+    return cast_fp8(array, state.slots[row, SCALE : SCALE + 1], need_transposed=False, stream=stream)[0]
+
+
+def _is_slower(state: FP8State, x: Any, w: Any, compute: Any, *, keeps: bool) -> bool:
+    """Whether a GPU is expected to compute y more slowly in FP8.
+
+    Args:
+        keeps: whether the weight is in FP8 already.
+    """
+    device, kind, sizes = device_of("x", x), DType.parse("x", x.dtype), (math.prod(x.shape[:-1]), *w.shape)
+    options = {"keeps_w": keeps, "is_current": state.recipe.recipe == "current"}
+    return device != HOST and slower_for_inference(sizes, kind, Compute.parse(compute, kind), device, **options)

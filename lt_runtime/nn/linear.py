@@ -67,8 +67,10 @@ class Linear(Block):
 
         precision: "fp8", or an `lt.FP8`, to compute products in FP8, see `lt.FP8State`; None otherwise. Inference is
             in FP8 too, with the scales of training or of the file. Without scales, the first call finds them from its
-            own x. Every call casts the weight anew. Layers in FP32, those with another activation than "none", "relu"
-            and "gelu", and those whose outputs are joined by an `lt.Parallel` stay in `dtype` for inference.
+            own x. On a GPU later calls read a copy of the weight in FP8, of one byte per element, see
+            `Parameter.renew_copies`; a weight for which an optimizer has been made is cast in each call. Layers in
+            FP32, those with another activation than "none", "relu" and "gelu", and those whose outputs are joined by an
+            `lt.Parallel` stay in `dtype` for inference.
 
     Attributes:
         weight: (outputs, inputs).
@@ -165,7 +167,7 @@ def forward_layers(
             if rng is None and layer.scales is not None:
                 from lt_runtime.nn.fp8 import fp8_outputs  # imported late, as in `scales_of`
 
-                x = fp8_outputs(layer.scales, x, layer.weight.data, bias, **options)
+                x = fp8_outputs(layer.scales, x, layer.weight, bias, **options)
             elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             elif layer.scales is not None:
@@ -195,6 +197,8 @@ def _set_needs(layers: Sequence[Linear], run: Pass, *, needs_dx: bool) -> None:
         trains = [*map(run.trains_parameter, (layer.weight, layer.bias))]
         if layer.scales is not None:
             layer.scales.needs_dx, layer.scales.needs_dw = needs_dx, trains[0]
+            if trains[0] and layer.scales.kept is not None:
+                layer.scales.kept.drop()
         needs_dx |= any(trains)
 
 

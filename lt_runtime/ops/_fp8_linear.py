@@ -81,6 +81,7 @@ class FP8State:
         needs_dx, needs_dw: whether backward will compute either gradient, both by default, and so needs w or x in FP8,
             transposed, which forward otherwise does not make. `lt.FP8.fallback` uses `needs_dx` too. Blocks set both.
         fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
+        kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
 
     Raises:
         KindError: `recipe` is no `FP8`.
@@ -94,6 +95,7 @@ class FP8State:
         self.calibrated: set[int] = set()
         self.needs_dx = self.needs_dw = True
         self.fallback: str | None = None
+        self.kept: Any = None
 
     def __repr__(self) -> str:
         return f"FP8State({self.recipe})"
@@ -555,6 +557,21 @@ def forward(
     if state.fallback is not None:
         plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)
         return plain
+    return forward_in_fp8(state, arrays, options, rng, stream, below=below, defers=defers)
+
+
+def forward_in_fp8(
+    state: FP8State,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    rng: Philox | None,
+    stream: Any,
+    *,
+    below: LinearContext | None = None,
+    defers: bool = False,
+) -> tuple[Any, LinearContext]:
+    """`forward` of a layer whose products are to be computed in FP8."""
+    x = arrays[0]
     given = *arrays, *arrays_of(state, x), None, None, None
     prologue = Prologue() if below is None else Prologue(below.layer.activation, below.layer.dropout)
     how = precision_of(state, X, W), prologue, Needs(state.needs_dx, state.needs_dw), defers

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime import reference
+from lt_runtime.arrays.copies import copies_of
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of
 from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
 from lt_runtime.errors import CaptureError, DriverError
@@ -135,6 +136,8 @@ class GpuState:
         with activated(self._device):
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
             self._group_of = _group_of(groups)
+            # Inference casts the weights in each call from now on. Only graphs may go on reading copies in FP8.
+            self._copies = [copy for each in read for copy in copies_of(each.data) if not copy.drop()]
             self._seen: object = None
             # The schedule whose table of factors is on the device, and that table, which updates read.
             self._table: tuple[AnySchedule, Any] = options.schedule, None
@@ -187,6 +190,8 @@ class GpuState:
                 # Resets the count of nonfinite gradients, because otherwise the next step would be skipped too.
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
+            for each in self._copies:
+                each.renew(handle)
 
     def apply_settings(self, stream: Any) -> None:
         """See `Optimizer.apply_settings`."""

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance, not_negative, shown
 from lt_runtime.arrays.checks import check_disjoint, check_shape, check_type
+from lt_runtime.arrays.copies import copies_of
 from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
 from lt_runtime.arrays.transfer import fetch, host_values, in_float32, replace_all
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, OperandError, ShapeError
 from lt_runtime.gpu.driver import is_capturing
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.optimizer import Options
 from lt_runtime.problem import DType, type_name
 
@@ -39,7 +41,8 @@ class Parameter:
 
     An optimizer keeps the addresses of these arrays: do not replace the arrays, and change their values by `assign`.
     If there is a master copy, the next update overwrites values that were written into `data` alone; `lt.AdamW` states
-    when it checks for such writes.
+    when it checks for such writes. Inference with `precision` keeps a copy in FP8 of each weight on a GPU for which no
+    optimizer has been made: after a write into `data` itself, call `renew_copies`.
 
     `lr_scale` and `weight_decay` may be set at any time, and take effect at the optimizer's next step.
 
@@ -52,6 +55,7 @@ class Parameter:
         lr_scale: factor of the learning rate for this parameter, and so of its weight decay, which is lr·λ.
         weight_decay: λ for this parameter; None for the optimizer's λ.
         transposed: the parameter that this one is the transposed view of; None for a parameter of its own.
+        is_trained: whether an optimizer has been made for this parameter.
 
     Raises:
         ArgumentError: `name` is no string, or `lr_scale` or `weight_decay` is no finite number or negative.
@@ -64,6 +68,7 @@ class Parameter:
     lr_scale: float = 1.0
     weight_decay: float | None = None
     transposed: Parameter | None = field(default=None, init=False, repr=False)
+    is_trained: bool = field(default=False, init=False, repr=False)
 
     @property
     def T(self) -> Parameter:  # noqa: N802 - as in NumPy
@@ -113,6 +118,25 @@ class Parameter:
             GpuError: a copy failed. After every error the parameter has its old values.
         """
         write_values([(self, values_for(self, "values", values))])
+
+    def renew_copies(self, *, stream: Any = None) -> None:
+        """Makes the copies of `data` in FP8 anew that inference keeps, after something has written into `data` itself.
+
+        They are written in place, so that captured graphs of inference go on with the new values. A graph may hold this
+        call; it then renews the copies that there were at its capture. `assign`, functions that load files and
+        optimizers renew the copies themselves.
+
+        Args:
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that `data` comes from: PyTorch's for its tensors, CuPy's for all others.
+
+        Raises:
+            GpuError: the driver failed.
+        """
+        device = device_of(f"{self.name}.data", self.data)
+        handle = stream_handle(stream, device, library_of(self.data).current_stream)
+        for each in copies_of(read(f"{self.name}.data", self.data, handle)):
+            each.renew(handle)
 
 
 class HeldArrays:

@@ -116,6 +116,8 @@ class Optimizer(Fixed):
         }
         kind = HostState if on_host(arrays) else GpuState
         self._state: HostState | GpuState = kind([parameters for parameters, _ in pairs], options)
+        for each in self.parameters:
+            each.owner.is_trained = True
         self._held = HeldArrays(self.parameters, "the optimizer")
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
         self.grad_norm: Final = self._state.grad_norm

@@ -67,3 +67,30 @@ def expected_slower_in_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
 
 def _sizes(problem: Fp8LayerProblem) -> str:
     return f"with M, N, K = {(problem.rows, problem.outputs, problem.inputs)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def slower_for_inference(
+    shape: tuple[int, int, int], dtype: DType, compute: Compute, device: int, *, keeps_w: bool, is_current: bool
+) -> bool:
+    """Whether y is expected to be computed more slowly with the product in FP8; False if peaks are not known.
+
+    A product takes as long as its arithmetic, or with few rows as long as reading its operands: the weight in FP8 has
+    half the bytes.
+
+    Args:
+        shape: (M, N, K).
+        keeps_w: whether the weight is in FP8 already, so that only x is cast.
+        is_current: whether each cast has to find its scale first, in a read of its own.
+    """
+    peaks = hardware(device)
+    own, fp8 = peaks.flops_per_s(dtype, compute), peaks.flops_per_s(DType.FLOAT8_E4M3FN, Compute.FLOAT32)
+    if not (own and fp8 and peaks.bytes_per_s):
+        return False
+    (m, n, k), size, per_us = shape, dtype.itemsize, 1e-6 * _CASTS * peaks.bytes_per_s
+    flops, y, read = 2e6 * m * n * k, size * m * n, m * k + n * k
+    own_us = max(flops / (_OWN * own), (size * read + y) / per_us)
+    fp8_us = max(flops / (_FP8 * fp8), (read + y) / per_us)
+    cast, launches = (m * k, 1) if keeps_w else (read, 2)
+    moved = (size + 1) * cast + is_current * size * cast
+    return own_us < fp8_us + moved / per_us + _LAUNCH_US * (launches + _CALIBRATION / 3 * launches * is_current)

@@ -315,6 +315,7 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "contiguous": plain("contiguous"),
     "Parameter": parameter,
     "Parameter.assign": assigned,
+    "Parameter.renew_copies": lambda w: (w.model().parameters()[0].renew_copies, {}),
     "Parameter set": lambda w: (setter(w.model().parameters()[0]), {}),
     "AdamW": lambda w: (w.lt.AdamW, {"parameters": w.model().parameters()}),
     "AdamW set": lambda w: (setter(w.trained()[1]), {}),

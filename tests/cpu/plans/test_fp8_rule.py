@@ -9,7 +9,7 @@ import pytest
 from lt_runtime.fp8 import FP8, Fp8LayerProblem
 from lt_runtime.gpu.peaks import Hardware
 from lt_runtime.plans import fp8_rule
-from lt_runtime.plans.fp8_rule import expected_slower_in_fp8
+from lt_runtime.plans.fp8_rule import expected_slower_in_fp8, slower_for_inference
 from lt_runtime.problem import Activation, Compute, DType
 
 H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
@@ -48,3 +48,27 @@ def test_faster(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], op
 @pytest.mark.parametrize(("shape", "options"), SLOWER.values(), ids=SLOWER)
 def test_slower(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     assert f"with M, N, K = {shape} FP8 is expected to save" in str(reason(monkeypatch, shape, options))
+
+
+INFERENCE = {
+    "few rows": ((64, 4096, 14336), True),
+    "few rows, cast in each call": ((64, 4096, 14336), False, {"keeps_w": False}),
+    "many rows, cast in each call": ((4096, 14336, 4096), True, {"keeps_w": False}),
+    "many rows, current": ((4096, 14336, 4096), True, {"keeps_w": False, "is_current": True}),
+    "GPT-2's first": ((8192, 3072, 768), True),
+    "GPT-2's first, few rows": ((64, 3072, 768), False),
+    "tiny": ((16, 16, 16), False),
+    "narrow": ((16384, 128, 4096), False),
+    "unknown peaks": ((16, 16, 16), True, {"capability": 130}),
+}
+
+
+@pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
+def test_inference(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
+    shape, is_faster, *more = case
+    options = {"keeps_w": True, "is_current": False} | dict(*more)
+    capability = options.pop("capability", 90)
+    monkeypatch.setattr(fp8_rule, "hardware", lambda _: H200._replace(capability=capability))
+    slower_for_inference.cache_clear()
+    assert slower_for_inference(shape, DType.BFLOAT16, Compute.FLOAT32, 0, **options) is not is_faster
+    slower_for_inference.cache_clear()

@@ -1,0 +1,86 @@
+"""A layer's weight in FP8, which inference on a GPU keeps between calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lt_runtime.arrays.copies import follow
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import is_captured, stream_handle
+from lt_runtime.ops.fp8 import cast_fp8
+from lt_runtime.plans.fp8 import W
+from lt_runtime.reference.fp8 import INVERSE, SCALE, SLOT_WIDTH
+
+if TYPE_CHECKING:
+    from lt_runtime.ops._fp8_linear import FP8State
+    from lt_runtime.ops._parameters import Parameter
+
+
+class KeptWeight:
+    """A weight on a GPU in FP8; a `Copy` of the weight and of the scale that it is cast with.
+
+    Args:
+        slots: of the layer's `FP8State`.
+        stream: makes the copy. The host waits for it, because later calls may use any stream.
+
+    Attributes:
+        sources: see `Copy`.
+        w: the weight; None after `drop`.
+        w8, inverse: the weight in FP8, and 1 / scale, an FP32 array (1,). The state's own scale may change in training,
+            while a graph goes on reading this copy.
+        is_captured: whether a captured graph reads the copy.
+    """
+
+    def __init__(self, w: Any, slots: Any, stream: Any) -> None:
+        self._device = device_of("w", w)
+        handle = stream_handle(stream, self._device, library_of(w).current_stream)
+        self.sources: tuple[Operand, ...] = (read("w", w, handle), read("the scales", slots, handle))
+        self.w, self.w8, self.is_captured = w, None, False
+        self._slot, self._state_slot = CUPY.empty((SLOT_WIDTH,), np.dtype(np.float32), self._device, handle), slots[W]
+        self.inverse = self._slot[INVERSE : INVERSE + 1]
+        follow(self)
+        self.renew(handle)
+        with activated(self._device):
+            call("cuStreamSynchronize", handle)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies and pickles of a model without the weight in FP8: nothing would renew it."""
+        return type(None), ()
+
+    def renew(self, stream: int) -> None:
+        """See `Copy`."""
+        with activated(self._device):
+            call("cuMemcpyDtoDAsync", self._slot.data.ptr, self._state_slot.data.ptr, self._slot.nbytes, stream)
+        scale = self._slot[SCALE : SCALE + 1]
+        self.w8, _ = cast_fp8(self.w, scale, out=self.w8, need_transposed=False, stream=stream)
+
+    def drop(self) -> bool:
+        """See `Copy`."""
+        if not self.is_captured:
+            self.w, self.w8, self.sources = None, None, ()
+        return not self.is_captured
+
+
+def has_kept(state: FP8State, weight: Parameter) -> bool:
+    """Whether the layer with this state keeps its weight, which may be another array than at an earlier call."""
+    return state.kept is not None and state.kept.w is weight.data
+
+
+def keeps_weight(state: FP8State, weight: Parameter, stream: Any) -> bool:
+    """Whether a call of inference on a stream reads a kept weight; the layer's first such call has to make it.
+
+    A weight that an optimizer updates is cast in each call, because graphs of its updates run unnoticed. A graph cannot
+    make a kept weight, because calls before its launch would read it.
+    """
+    device = device_of("the weight", weight.data)
+    if device == HOST or weight.owner.is_trained or state.recipe.recipe == "current":
+        return False
+    captures = is_captured(stream_handle(stream, device, library_of(weight.data).current_stream))
+    if has_kept(state, weight):
+        state.kept.is_captured |= captures
+        return True
+    return not captures
