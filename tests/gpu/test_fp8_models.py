@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("fp8_products")
 DIMS, ROWS = [256, 512, 256, 64], 512
 
 
-def train(gpu: Any, steps: int, *, precision: Any, graph: bool = True, tune: bool = False) -> tuple[list[float], bytes]:
+def train(
+    gpu: Any, steps: int, *, precision: Any, graph: bool = True, tune: bool = False, weights: tuple[Any, ...] = ()
+) -> tuple[list[float], bytes]:
     """Losses of a regression onto a fixed random model, and the bytes of the parameters and scales at the end."""
     teacher = lt.MLP(DIMS, "gelu", dtype="float32", seed=9, device="cpu")
     model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=precision)
@@ -25,7 +27,8 @@ def train(gpu: Any, steps: int, *, precision: Any, graph: bool = True, tune: boo
     generator, losses = np.random.default_rng(0), []
     for _ in range(steps):
         x = generator.standard_normal((ROWS, DIMS[0]), np.float32)
-        losses.append(float(step(*(gpu.cp.asarray(each.astype(BF16)) for each in (x, 30.0 * teacher(x))))))
+        batch = (gpu.cp.asarray(each.astype(BF16)) for each in (x, 30.0 * teacher(x)))
+        losses.append(float(step(*batch, *weights)))
     arrays = [each.data for each in model.parameters()]
     arrays += [layer.scales.slots for layer in model.layers if layer.scales is not None]
     gpu.cp.cuda.Device().synchronize()
@@ -36,6 +39,14 @@ def train(gpu: Any, steps: int, *, precision: Any, graph: bool = True, tune: boo
 def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: Any, recipe: Any) -> None:
     precision = lt.FP8(recipe=recipe)
     assert train(gpu, 10, precision=precision) == train(gpu, 10, precision=precision, graph=False)
+
+
+def test_the_loss_casts_as_the_last_layer_does(gpu: Any) -> None:
+    """A loss with row weights leaves the cast to the layer."""
+    losses, arrays = train(gpu, 10, precision=lt.FP8())
+    others, expected = train(gpu, 10, precision=lt.FP8(), weights=(gpu.cp.ones(ROWS, np.float32),))
+    assert arrays == expected
+    assert losses == pytest.approx(others, rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", [lt.FP8(), lt.FP8(recipe="current"), lt.FP8(gradients="e4m3")])
