@@ -21,6 +21,7 @@ from lt_runtime.errors import ArgumentError
 pytestmark = [  # PyTorch's own warnings: of its compiler, and if the first work of autograd's thread is a product
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
 ]
 
