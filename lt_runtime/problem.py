@@ -74,8 +74,8 @@ class DType(enum.Enum):
         """
         name = type_name(dtype)
         member = _BY_NAME.get(name)
-        accepted = [each for each in cls if (fp64 or each is not cls.FLOAT64) and (fp8 or not each.is_float8)]
-        if member not in accepted:
+        if member is None or (member is cls.FLOAT64 and not fp64) or (member.is_float8 and not fp8):
+            accepted = [each for each in cls if (fp64 or each is not cls.FLOAT64) and (fp8 or not each.is_float8)]
             raise DTypeError(f"{operand} has type {name}; accepted are {', '.join(each.value for each in accepted)}")
         return member
 

@@ -243,8 +243,9 @@ def reason_for(
     device: int,
 ) -> str | None:
     """`reason_against` for a layer of the given M, N and K; it tells watchers of the `Fp8LayerProblem`."""
-    if device == HOST:
-        return None if are_multiples(*sizes) else NO_MULTIPLE
+    reason = None if are_multiples(*sizes) else NO_MULTIPLE
+    if device == HOST or not (ranges.watchers or (state.recipe.fallback and reason is None)):
+        return reason
     kind, recipe = DType.parse("x", dtype), _timed(state.recipe)
     types, function = (kind, Compute.parse(compute, kind)), activation_of("activation", activation)
     problem = Fp8LayerProblem(*types, *sizes, function, has_bias, state.needs_dx, recipe)

@@ -302,9 +302,8 @@ class GpuStep:
             check_masters(self._body.optimizer.parameters, stream)
         met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=tunes)
         measured = tunes and before_first_step(met.to_tune(), self._device, stream)
-        if measured and any(
-            each.is_open for each in met.choices
-        ):  # the layers may have got another precision, and run other problems
+        if measured and any(each.is_open for each in met.choices):
+            # The layers may have got another precision, in which they run other problems.
             met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=True)
             before_first_step(met.to_tune(), self._device, stream)
         self._body.model.met.append(met)

@@ -93,7 +93,8 @@ class _Fp8Operands(ChainOperands):
         tensors = tensors_of(layer, plan.problem).items()
         addresses |= {name: self.buffers[each].address for name, each in tensors if each in self.buffers}
         if isinstance(plan, Fp8ForwardPlan):
-            addresses["kept"] *= plan.kept_spec is not None
+            if plan.kept_spec is None:
+                addresses["kept"] = 0
             names = *plan.problem.operands, *state, *kept, "cast_slots"
         else:
             addresses["saved"] = addresses["kept"]
@@ -121,7 +122,7 @@ def decide_fp8(bench: Bench, problem: Fp8LayerProblem) -> Decided:
 
 
 class _Precisions:
-    """Two contenders: False is the layer in its own type, from which FP8 must differ clearly; True is FP8.
+    """Two contenders: False is the layer in its own type, which stays unless FP8 is clearly faster; True is FP8.
 
     Attributes:
         rejected: FP8 with the reason, if cuBLASLt refuses it or its results are wrong.

@@ -55,3 +55,15 @@ def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any) -> None
     in_fp8, _ = train(gpu, 400, precision=precision, tune=True)
     in_bf16, _ = train(gpu, 400, precision=None)
     assert np.mean(in_fp8[-40:]) < 1.15 * np.mean(in_bf16[-40:]) < 0.5 * in_bf16[0]
+
+
+def test_both_precisions_of_each_layer_are_measured_and_right(gpu: Any) -> None:
+    """The second layer, which has few outputs, and the first may be decided either way."""
+    rows, model = 8192, lt.MLP([1024, 2048, 64], "gelu", dtype="bfloat16", device="cuda", precision="fp8")
+    optimizer = lt.AdamW(model.parameters())
+    step = lt.TrainStep(model, optimizer, loss="mse", batch_size=rows, tune=True)
+    step(*(gpu.cp.ones((rows, cols), BF16) for cols in (1024, 64)))
+    for layer, found in zip(model.layers, lt.explain(model, rows), strict=False):
+        assert len(found.alternatives) == 1
+        assert found.rejected == ()
+        assert (found.strategy == "products in FP8") == (layer.scales.fallback is None)

@@ -1,4 +1,4 @@
-"""Faults of the passes over a product, of dropout, and of what they share."""
+"""Faults of the passes over a product, of casts to FP8, of dropout, and of what they share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ _DROPOUT: Final = "tests/host_kernels/test_dropout.py"
 _MATMUL: Final = "tests/host_kernels/test_matmul_epilogue.py::test_epilogues"
 
 FAULTS: Final[Table] = {
+    "cuda_src/fp8.cuh": {
+        "infinite elements are saturated": (
+            "fmaf(number, 0.0f, number * scale_)",
+            "number * scale_",
+            "tests/cpu/test_fake_gpu_fp8_models.py::test_a_skipped_step_changes_no_scale[options0-inf-False-cuda]",
+        ),
+    },
+    "cuda_src/fp8_scales.cu": {
+        "the scale of zeros is 0": (
+            "if (slot.scale == 0.0f) slot.scale = 1.0f;",
+            "",
+            "tests/cpu/test_fake_gpu_fp8_layers.py::test_the_scale_of_zeros_is_1",
+        ),
+    },
     "cuda_src/activations.cuh": {
         "ReLU stops NaN": (
             "float forward(float z, float) { return z <= 0.0f ? 0.0f : z; }",

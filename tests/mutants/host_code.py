@@ -20,6 +20,11 @@ FAULTS: Final[Table] = {
             "                # some",
             "tests/cpu/test_fake_gpu_batches.py::test_buffers_are_freed_with_their_graph",
         ),
+        "layers that got another precision run untuned": (
+            "if measured and any(each.is_open for each in met.choices):",
+            "if measured and False:",
+            "tests/cpu/test_fake_gpu_step_tuning.py::test_layers_are_in_fp8_where_that_was_measured_to_be_faster[False]",
+        ),
     },
     "lt_runtime/arrays/transfer.py": {
         "inference in FP8 goes on with weights that were assigned anew": (
@@ -47,6 +52,11 @@ FAULTS: Final[Table] = {
             "if key not in self._chosen or asked_for.get():",
             "if key not in self._chosen:",
             "tests/cpu/test_fake_gpu_narrow.py::test_inference_is_measured_where_that_is_asked_for",
+        ),
+        "a model with layers in FP8 runs in one kernel": (
+            " and not self._is_in_fp8(problem)",
+            "",
+            "tests/cpu/test_fake_gpu_fp8_models.py::test_a_graph_trains_bit_for_bit_as_eager_steps[options0]",
         ),
     },
     "lt_runtime/gpu/memory.py": {

@@ -8,6 +8,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -228,6 +229,33 @@ def test_results_belong_to_the_caller(pools: list[Any]) -> None:
     run, x = ltt.capture(lambda x: (x, x * 2)), torch.zeros(2)
     made = [run(x.fill_(i)) for i in range(5)]
     assert [[float(each[0]) for each in pair] for pair in made] == [[i, 2.0 * i] for i in range(5)]
+
+
+def test_a_step_whose_layers_may_change_their_precision_is_measured_again(
+    pools: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until nothing new is measured; the capture waits for that."""
+    measured: list[int] = []
+
+    class Choices(capture_module._Met):
+        def __enter__(self) -> Any:
+            self.problems, self.choices = ["a problem"], [SimpleNamespace(is_open=True)]  # type: ignore[list-item]
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def measure(*_: Any) -> bool:
+        measured.append(len(pools))
+        return len(measured) < 3
+
+    monkeypatch.setattr(capture_module, "_Met", Choices)
+    monkeypatch.setattr(Choices, "to_tune", lambda _: [])
+    monkeypatch.setattr(capture_module, "before_first_step", measure)
+    run = ltt.capture(lambda x: x * 2, warm_up=1, tune=True)
+    for _ in range(6):
+        run(torch.ones(2))
+    assert (measured, len(pools)) == ([0, 0, 0], 1)
 
 
 @pytest.mark.parametrize("wants", [True, False])

@@ -307,3 +307,18 @@ def test_ceilings_are_measured_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="measured again"):
         work.ceilings(0, [])
     path.unlink()
+
+
+def test_a_layer_that_may_be_in_fp8_has_the_work_of_its_operations(gpu: FakeGpu) -> None:
+    flops = []
+    for precision in (None, "fp8"):
+        model = gpu.lt.MLP([32, 16], dtype="bfloat16", device="cuda", precision=precision)
+        optimizer = gpu.lt.AdamW(model.parameters())
+        step = gpu.lt.TrainStep(model, optimizer, loss="mse", batch_size=ROWS, graph=False, tune=False)
+        batch = [gpu.cp.ones((ROWS, cols), model.dtype.numpy) for cols in (32, 16)]
+        with gpu.lt.profile(traced=0) as prof:
+            step(*batch)
+        gpu.synchronize_all()
+        flops.append({place: layer.flops for place, layer in layers_of(prof).items()})
+    assert flops[0] == flops[1]
+    assert flops[0]["layer0", "forward"] == 2 * ROWS * 32 * 16
