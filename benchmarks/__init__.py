@@ -1,1 +1,1 @@
-"""Benchmarks against other libraries; `results/` holds the measurements."""
+"""Benchmarks of lt_runtime against other libraries; the folder `results/` holds the measurements."""

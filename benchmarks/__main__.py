@@ -62,7 +62,7 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "jax": (("steps", "models", "narrow"), "add JAX", _FLAG),
     "prefetch": (("steps",), "add training from batches on the host", _FLAG),
 }
-"""Options that only some suites have: the suites, the option's help, and the function that parses its value."""
+"""Options that only some suites have: for each, the suites, the help text, and the function that parses its value."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,7 +101,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the suites that the command line names, in its order; or runs a command."""
+    """Runs the suites in the order in which the command line names them; or runs a command such as `compare`."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0] in _COMMANDS:
         import_module(f"benchmarks.{_COMMANDS[arguments[0]]}").main(arguments[1:])

@@ -30,7 +30,7 @@ _seeds: Final = itertools.count(1)
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of a type."""
+    """The number of bytes of an element of a type."""
     return np.dtype(dtype).itemsize
 
 
@@ -63,5 +63,5 @@ def labels(rows: int, classes: int) -> Any:
 
 
 def matrices(shape: tuple[int, int], dtype: str, sets: int, count: int) -> Sets:
-    """`count` sets of matrices, all filled with random numbers, also the matrices that the task writes."""
+    """Makes `count` buffer sets of matrices, all of random numbers, also the matrices that the measured task writes."""
     return [tuple(normal(shape, dtype) for _ in range(count)) for _ in range(sets)]

@@ -31,7 +31,7 @@ NAMES: Final = {
 }
 _MEASURING: Final = {model: f"first TrainStep step that measures, on empty caches, {model}" for model in MODELS}
 _NO_OTHER_CACHE: Final = "CUDA_CACHE_DISABLE"
-"""Variables that disable the caches of the driver and of NVRTC, which would not be empty."""
+"""Environment variable that disables the caches of the driver and of NVRTC, which would not be empty."""
 _UNSET: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
 """Environment variables that measured processes do not inherit.
 
@@ -52,7 +52,7 @@ def child(task: Sequence[str], cache: str, *, tunes: bool = False) -> Found:
 
 
 def pairs(task: str, count: int) -> list[tuple[Found, Found]]:
-    """Runs pairs of processes, after a first process whose times are dropped."""
+    """Runs `pair` several times, after a process that only reads all files and whose times are dropped."""
     with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
         child([task], cache)
     return [pair(task) for _ in range(count)]

@@ -22,7 +22,7 @@ _SHOWN: Final = 20  # number of rows that the printed table shows
 
 
 def ratios(old: Sequence[Path], new: Sequence[Path]) -> tuple[dict[str, list[float]], list[str]]:
-    """For each row that all files hold, its ratios, one for each pair of files; and the rows that some file lacks."""
+    """For each row that all files have, the ratios new / old of the pairs of files; and the rows that a file lacks."""
     pairs = [(_times(first), _times(second)) for first, second in zip(old, new, strict=True)]
     rows = [set(times) for pair in pairs for times in pair]
     common, lacking = set.intersection(*rows), set.union(*rows) - set.intersection(*rows)

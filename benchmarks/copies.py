@@ -59,7 +59,7 @@ class Ceiling(NamedTuple):
 
 
 def measure_copies(stream: Any) -> Ceiling:
-    """Measures all copies in turns on two buffers of `SIZE` bytes."""
+    """Measures all copy kernels alternately, in rounds, on two buffers of `SIZE` bytes."""
     source, target = (normal((SIZE // 4,), "float32") for _ in range(2))
     builders = {name: partial(Contender, run) for name, run in _copies(source, target).items()}
     timings, left_out = measure(builders, 1, repetitions(2 * SIZE, 1), _ROUNDS, stream)

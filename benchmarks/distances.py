@@ -31,7 +31,8 @@ CASES: Final = (
     case("towers", 128, 24, 64, 4, kind="fp32"),
     case("autoencoder", 128, 64, 8, kind="fp32"),
     case("mixture", 256, 16, 32, 4, kind="fp32"),
-    replace(case("dqn", 128, 8, 32, 2, kind="fp32"), activation="tanh"),  # ReLU: rounding may turn a unit off
+    # No ReLU: a rounding could switch a ReLU unit off.
+    replace(case("dqn", 128, 8, 32, 2, kind="fp32"), activation="tanh"),
 )
 
 

@@ -1,8 +1,9 @@
 """The suite `fp8`: training steps and inference of MLPs with products in FP8, against BF16, PyTorch and torchao.
 
-Each step is one CUDA graph. Times are of bursts, as in the suite `steps`, and for the compared steps also of two
-seconds without a pause, in which the GPU's power limit lowers its clock. Two layers, GELU between them, MSE and AdamW;
-all contenders of a row hold parameters, masters and moments in the same types.
+Each step is one CUDA graph. Steps are timed in short bursts, as in the suite `steps`. Those that other libraries take
+too are also timed over two seconds without a pause, in which the GPU's power limit lowers its clock. Models have two
+layers with GELU between them, and are trained with MSE and AdamW; all contenders of a row hold parameters, masters and
+moments in the same types.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from benchmarks.suite import UNTUNED, Job, Suite, plan_cache, variable
 from benchmarks.timing import Contender, Timing, built, take_turns
 
 RECIPES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-"""torchao's recipes."""
-SUSTAINED_US: Final = 2e6  # a sustained turn, in microseconds
+"""The names of torchao's FP8 recipes that take part."""
+SUSTAINED_US: Final = 2e6  # the duration of a sustained turn of a contender, in microseconds
 _SUSTAINED_ROUNDS: Final = 3
 _PEERS: Final = ("torch_bf16", "torch_autocast", "torchao")
-"""Libraries and their types; each row has the time of the fastest contender of each under its name."""
+"""Groups of other libraries' contenders; a row has the time of each group's fastest one under the group's name."""
 _WIDTHS: Final = (512, 1024, 2048, 4096, 8192)
 _BATCHES: Final = (1024, 4096, 16384)
 _INFERENCE_ROWS: Final = (64, 4096)
@@ -46,7 +47,8 @@ class FP8Case(StepCase):
     """
 
     precision: Any = None
-    tune: ClassVar[bool | None] = True  # in the first rehearsal, because `lt.tune` knows no products in FP8
+    # Layers are tuned in the step's first rehearsal, because `lt.tune` does not measure FP8 products.
+    tune: ClassVar[bool | None] = True
 
     @property
     def name(self) -> str:
@@ -54,7 +56,7 @@ class FP8Case(StepCase):
         return self.preset
 
     def model(self, device: str = "cuda:0") -> Any:
-        """A new model."""
+        """Makes a new model of the case."""
         import lt_runtime as lt
 
         options: dict[str, Any] = {"dtype": self.dtype, "master_weights": self.master, "precision": self.precision}
@@ -67,16 +69,16 @@ class FP8Case(StepCase):
 
 
 def case(dims: tuple[int, ...], rows: int, told: str = "", *, master: bool = False) -> FP8Case:
-    """A case that is named by its widths and a remark."""
+    """Makes a case, whose name consists of its widths and a remark."""
     return FP8Case("-".join(map(str, dims)) + told, "bf16", rows, dims, "gelu", "mse", master)
 
 
 COMPARED: Final = (case(_WIDE, 4096), case((768, 3072, 768), 8192), case(_WIDE, 4096, " FP32 masters", master=True))
-"""Steps that other libraries take too."""
+"""Training steps that other libraries' contenders make as well."""
 GRID: Final = tuple(
     case((width, 4 * width, width), rows, f" batch {rows}") for width, rows in itertools.product(_WIDTHS, _BATCHES)
 )
-"""Steps of ours alone, which show where FP8 pays."""
+"""Training steps of lt_runtime alone, which show for which sizes FP8 is faster than BF16."""
 INFERENCE: Final = tuple(case(_WIDE, rows, f" inference {rows}") for rows in _INFERENCE_ROWS)
 
 
@@ -89,7 +91,7 @@ def precisions(*, all_ways: bool) -> dict[str, Any]:
 
 
 def measure(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes steps in FP8 and in BF16 in an empty plan cache and lets them take turns."""
+    """Tunes a step in FP8 and in BF16 with an empty plan cache, and times both alternately."""
     builders = {
         name: partial(_ours, replace(case, precision=each), stream) for name, each in precisions(all_ways=False).items()
     }
@@ -99,7 +101,7 @@ def measure(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
 
 
 def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes steps as `measure` does, and lets them and other libraries' steps take turns, in bursts and sustained."""
+    """Tunes steps as `measure` does, and times them and other libraries' steps alternately, in bursts and sustained."""
     builders: dict[str, Callable[[], StepContender]] = {
         name: partial(_ours_with_memory, replace(case, precision=each), stream)
         for name, each in precisions(all_ways=True).items()
@@ -125,7 +127,7 @@ def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) ->
 
 
 def _ours(case: FP8Case, stream: Any) -> StepContender:
-    """Our step, which is tuned when it is made."""
+    """The contender of lt_runtime: a training step that is tuned when it is made."""
     return contender(Setup(case, stream))
 
 
@@ -136,7 +138,7 @@ def _ours_with_memory(case: FP8Case, stream: Any) -> StepContender:
 def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
     """Names and builders of the other libraries' contenders.
 
-    They hold BF16 parameters, or FP32 parameters under autocast where ours have masters.
+    These contenders hold BF16 parameters, or FP32 parameters under autocast if lt_runtime's have FP32 masters.
     """
     way = "autocast" if setup.case.master else "bf16"
     modes = {"graph": None, "compile": "default"} | ({"max_autotune": AUTOTUNE} if options.max_autotune else {})
@@ -147,7 +149,7 @@ def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Call
 
 
 def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
-    """The timings, and for each other library the fastest of its ways, under their common name."""
+    """Adds to the timings, for each group of other libraries' contenders, the fastest one's under the group's name."""
     found = {base: [each for name, each in timings.items() if name.startswith(f"{base}_")] for base in _PEERS}
     return {**timings, **{base: min(each) for base, each in found.items() if each}}
 
@@ -173,7 +175,7 @@ def _row(
 
 
 def measure_inference(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes inference in FP8 and in BF16 and lets graphs of both take turns.
+    """Tunes inference in FP8 and in BF16, and times graphs of both alternately.
 
     FP8 is left out if its outputs are BF16's bit for bit, because then the products are in BF16.
     """
@@ -203,7 +205,7 @@ _TARGETS: Final[Mapping[tuple[str, str, str], float]] = {
     (COMPARED[1].name, "lt", "lt_bf16"): 1.15,
     (COMPARED[2].name, "lt", "torch_autocast"): 1.9,
 }
-"""By case, our contender and another: the least ratio of the other's sustained time to ours."""
+"""Targets: for a case, a contender of ours and another, the least ratio of the other's sustained time to ours."""
 _NEVER_SLOWER: Final = 0.99
 _INFERENCE: Final = 1.4
 _MEMORY: Final = {False: 1.1, True: 1.0}
@@ -211,7 +213,7 @@ _MEMORY: Final = {False: 1.1, True: 1.0}
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: sustained steps against every contender, BF16 against FP8 over the grid and in inference, and memory."""
+    """The suite's summary: sustained steps against all contenders, BF16 against FP8 (also in inference), and memory."""
     made = []
     for row, ours, name in itertools.product(rows, ("lt", "lt_fast"), ("lt_bf16", *_PEERS)):
         us = row.get("sustained_us", {})

@@ -38,11 +38,11 @@ DIVERGED: Final = 2.0
 
 
 class Task(NamedTuple):
-    """What the students learn.
+    """A task that the student models learn.
 
     Attributes:
         dims: widths of teacher and students.
-        rows: of a batch.
+        rows: number of rows of a batch.
         planted: "column" or "rows" for the magnitudes that are made larger, in inputs of a teacher; otherwise "".
     """
 
@@ -70,7 +70,7 @@ def recipes() -> dict[str, Any]:
 
     return {
         BASE: None,
-        "delayed": lt.FP8(),  # not "fp8", which leaves small layers in their own type
+        "delayed": lt.FP8(),  # not precision="fp8", which would leave small layers in BF16
         "delayed, e4m3 gradients": lt.FP8(gradients="e4m3"),
         "delayed, fast accumulation": lt.FP8(fast_accumulation="always"),
         "current": lt.FP8(recipe="current"),
@@ -95,7 +95,7 @@ def inputs(shape: tuple[int, int], seed: int, device: str, planted: str = "") ->
 
 
 def _rounded(values: Any) -> tuple[Any, Any]:
-    """FP32 values of NumPy or CuPy, rounded to the nearest BF16 number, in BF16 and in FP32."""
+    """Rounds FP32 values of NumPy or CuPy to the nearest BF16 numbers; returns these as BF16 and as FP32."""
     bits = (values.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
     return (bits >> np.uint32(16)).astype(np.uint16).view(np.dtype("bfloat16")), bits.view(np.float32)
 
@@ -175,14 +175,15 @@ def _copy(source: Any, to: Any) -> None:
 
 def _overflows(layer: Any) -> int:
     state = layer.scales
-    is_fp8 = state is not None and state.slots is not None  # a layer whose sizes FP8 does not take has no scales
+    # A layer whose sizes are no multiples of 16 is not in FP8, and has no scales.
+    is_fp8 = state is not None and state.slots is not None
     return sum(state.overflows.values()) if is_fp8 else 0
 
 
 def judged(
     task: Task, runs: Sequence[Mapping[str, float]], overflows: Sequence[Mapping[str, int]]
 ) -> dict[str, dict[str, Any]]:
-    """By recipe, by how much its loss (as a fraction) or its accuracy exceeds that of BF16, and if that is accepted."""
+    """For each recipe, how far its loss (as a fraction) or accuracy is from BF16's, and whether that is accepted."""
     made = {}
     for name in runs[0].keys() - {BASE}:
         ratios = np.array([run[name] / run[BASE] for run in runs])

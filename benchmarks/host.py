@@ -1,4 +1,4 @@
-"""The suite `host`: the host's time for one call.
+"""The suite `host`: how long one call occupies the host (Python and driver), without waiting for the GPU.
 
 The time is taken by the wall clock over calls made back to back, none of which waits for the GPU. The calls are few
 enough, and their operands small enough, that the driver's queue does not fill and only the host's own work counts.
@@ -23,7 +23,7 @@ from benchmarks.report import Row
 from benchmarks.suite import Job, Suite
 from benchmarks.timing import Call, HostTurn, built, synchronize, take_turns
 
-_QUEUE: Final = 1000  # about the launches that the driver queues before the host has to wait for the GPU
+_QUEUE: Final = 1000  # about the number of launches that the driver queues before the host has to wait for the GPU
 _ALIGNED: Final = 256  # bytes, the alignment of memory that comes from an allocator
 _PLACES: Final = 20_000  # distinct addresses of an operand; more than the timed calls, so that none is repeated
 _RANGES: Final = 1000
@@ -53,7 +53,7 @@ class HostCase:
         builders: makes the functions by name that build the contenders' calls, on the same operands.
         launches: the most launches that one call of any contender puts on the stream.
         most: the most calls in a turn; small where the GPU needs long for each call.
-        context: entered while the row is measured.
+        context: a context manager that is entered while the row is measured.
     """
 
     name: str
@@ -179,7 +179,7 @@ def _both(m: int, n: int, k: int) -> Builders:
     }
 
 
-# An optimizer's step, a training step, and ranges.
+# Builders of the rows for an optimizer's step, a training step, and ranges.
 
 
 def _adamw() -> Builders:
@@ -268,7 +268,7 @@ def called(build: Callable[[], Call]) -> Callable[[], Call]:
 
 
 def measure(case: HostCase, options: argparse.Namespace, _: Any = None) -> Row:
-    """One row."""
+    """Measures one row of the suite `host`."""
     builders = case.builders()  # Kept until the end, because bound calls hold only the addresses of their operands.
     wanted = {name: each for name, each in builders.items() if not options.ours or name.startswith("lt")}
     with case.context():

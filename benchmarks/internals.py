@@ -1,4 +1,4 @@
-"""Measurements of private parts of lt_runtime: single kernels, a step's graph, plans of a second process.
+"""Gives the suites access to private parts of lt_runtime: single kernels, a step's graph, plans of a second process.
 
 Only this module, `splits` and the modules that fit untuned choices import private parts. Suites import them inside
 functions, so that with `--ours` a suite runs on other versions of the package.
@@ -50,7 +50,7 @@ Call = Callable[[], object]
 
 @contextlib.contextmanager
 def one_kernel_a_pass(fused: bool) -> Iterator[None]:
-    """Within the block, narrow MLPs run in one kernel a pass, or layer by layer, whatever the tuner has measured."""
+    """Within a `with` block, narrow MLPs run as one kernel for each pass or layer by layer, whatever was measured."""
     kept = narrow.is_fused
     narrow.is_fused = lambda *_: fused
     forget((), DEVICE)  # decisions that models have already taken from the plan cache

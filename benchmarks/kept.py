@@ -23,8 +23,8 @@ _LABELS: Final = {
     "cupy": "CuPy",
 }
 """Names of other libraries as tables show them, by the beginning of the contender's name; the first match counts."""
-_DOES_LESS: Final = "without"  # in the name of a contender that leaves a part of the task out
-_CALL: Final = "_call"  # part of the name of a contender that is timed as a script calls it
+_DOES_LESS: Final = "without"  # occurs in the name of a contender that leaves out a part of the task
+_CALL: Final = "_call"  # occurs in the name of a contender that is timed as a script calls it
 
 
 def result(suite: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Comparison(NamedTuple):
     Attributes:
         what: the case, and the call where a case has several.
         peer: the contender's name.
-        theirs: its time.
+        theirs: the peer's time.
         row: all measurements of the case.
     """
 
@@ -77,8 +77,8 @@ def against(row: Json, suite: str = "", ours: str = "lt", what: str = "", *names
     """Compares one of lt_runtime's contenders with the fastest of the peers; None if either side was not measured.
 
     Args:
-        what: the row's case if left out.
-        names: all peers that do the same if left out. Called steps are compared with called steps.
+        what: the comparison's name; by default the row's case.
+        names: the peers; by default all that do the whole task. Steps timed as calls are compared with each other only.
     """
     theirs = names or [name for name in row["us"] if is_peer(name) and (_CALL in name) == (_CALL in ours)]
     peer = min((name for name in theirs if name in row["us"]), key=row["us"].__getitem__, default=None)

@@ -35,7 +35,7 @@ Builders = Mapping[str, Callable[[], Contender]]
 
 @dataclass(frozen=True)
 class Case:
-    """One row.
+    """A case of the suite: one kernel or task, and its contenders.
 
     Attributes:
         bytes: the fewest bytes that the task reads and writes.
@@ -110,7 +110,7 @@ def _epilogue_forward(shape: tuple[int, int], dropout: float, sets: int) -> Buil
     return {"lt": ours, **_torch("epilogue_forward", made, dropout)}
 
 
-# Case: dropout of x and of dy, two passes, each of which reads and writes every element once.
+# Case: dropout of x and of dy by two kernels, each of which reads and writes every element once.
 
 
 def dropout(dtype: str, rows: int, cols: int, p: float = 0.1) -> Case:
@@ -256,7 +256,7 @@ def norm(kind: str, rows: int, cols: int, *, backward: bool = False, adds: bool 
     """Contenders for a norm with weight and, in LayerNorm, bias; backward makes all gradients.
 
     Args:
-        kind: "layer_norm" or "rms_norm".
+        kind: the norm: "layer_norm" or "rms_norm".
         adds: whether a residual is added first, and the sum written; backward, whether a gradient is added to dx.
     """
     also, width = " + residual" if adds else "", 8 if adds else 6 if backward else 4
@@ -504,13 +504,14 @@ def _copy_row(copies: Callable[[Any], Ceiling], stream: Any) -> Row:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    copies = functools.cache(measure_copies)  # The first row that runs measures the copies for all rows.
+    # The first row that runs measures the copy kernels, whose bandwidth all rows use.
+    copies = functools.cache(measure_copies)
     made: dict[str, Job] = {case.name: partial(measure_case, case, options, copies) for case in CASES}
     return made | {COPY: partial(_copy_row, copies)}
 
 
 def _facts(rows: Sequence[Json]) -> Json:
-    """The fastest copy and its bandwidth, as entries for the top of the result file."""
+    """The fastest copy kernel and its bandwidth, as entries for the top of the result file."""
     return {name: row[name] for row in rows if row["case"] == COPY for name in ("copy_gb_s", "copy") if name in row}
 
 

@@ -1,4 +1,4 @@
-"""The suite `layers`: blocks of two layers, forward and full backward, against others and against other strategies.
+"""The suite `layers`: blocks of two layers, forward and full backward, against other libraries and other strategies.
 
 Contenders are CUDA graphs of repetitions of a whole block. Their buffers rotate through more memory than the L2 cache
 holds. Blocks so small that their data stays in the cache in practice have one buffer set.
@@ -30,7 +30,7 @@ TYPES: Final[Mapping[str, tuple[str, str]]] = {
     "tf32": ("float32", "tf32"),
     "fp32": ("float32", "float32"),
 }
-"""The type of all operands and the compute type, by the names of the command line."""
+"""For each name of the option `--types`, the type of all operands and the compute type."""
 _KINDS: Final = ("bf16", "tf32")
 ACTIVATIONS: Final = ("gelu", "relu")
 REPRESENTATIVE: Final = (
@@ -77,7 +77,7 @@ class Block(Typed):
     """Layers K→N→K over M rows with biases, the activation between them.
 
     Attributes:
-        group: where the layer is from.
+        group: the preset that has the layer.
         rows, n, k: M, N and K of the first layer.
         kind: one of `TYPES`.
         activation: its name in `lt_runtime`; the suite `layers` has those of `ACTIVATIONS`.
@@ -174,7 +174,7 @@ class Arrays(NamedTuple):
 
 
 def arrays(block: Block, make: Callable[[tuple[int, ...], str], Any] = normal) -> Arrays:
-    """Random numbers in operands and results."""
+    """Fills operands and results with random numbers."""
     m, n, k = block.layer
     padded = -(-n // 8) * 8  # cuBLASLt needs such rows for a saved pre-activation; a mask needs fewer bytes.
     w1, w2 = (n, k), (k, n)
@@ -197,7 +197,7 @@ def run_block(block: Block, at: Arrays, stream: Any = None) -> object:
 
 
 def ours(block: Block, buffers: Sequence[Arrays]) -> Contender:
-    """Contenders that make public calls, which run the plans of the plan cache."""
+    """Contenders that run the block through public calls, by the plans of the plan cache."""
     return Contender(lambda i, stream: run_block(block, buffers[i], stream))
 
 
@@ -233,7 +233,7 @@ def tune(case: Any) -> Tuned:
 
 
 def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes a block, in an empty plan cache unless `--keep-plans` is given, and lets all contenders take turns."""
+    """Tunes a block, with an empty plan cache unless `--keep-plans` is given, and times all contenders alternately."""
     sets = block.sets(timing.cache_size())
     count = block.repetitions(sets)
     with plan_cache(keep=options.keep_plans):
@@ -256,7 +256,7 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
 def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders, dict[str, Any]]:
     """Makes the contenders that run the block by other strategies, and by the tuner's other candidates.
 
-    Returns both, and facts about them for the row.
+    Returns the contenders, and facts about them for the row.
     """
     from benchmarks import splits
 
@@ -288,7 +288,7 @@ def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace)
     return made
 
 
-# The figures over all rows, for the suite's summary.
+# Functions that compute the figures over all rows for the suite's summary.
 
 _OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE)
 
@@ -301,7 +301,7 @@ def no_loss(timings: Mapping[str, Timing], candidates: Sequence[str] | Mapping[s
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: every contender's time against the tuned plan's, and the tuned plan's against the best candidate's."""
+    """The suite's summary: all contenders against the tuned plan, and the tuned plan against the best candidate."""
     of_best = {row["case"]: row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row}
     return [report.worst("lt / best candidate", of_best, at_most=True), *report.against_ours(rows, _OTHERS)]
 

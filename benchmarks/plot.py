@@ -1,4 +1,4 @@
-"""Draws the speed-up over the fastest peer, a line for each shape, from the kept results.
+"""Draws lt_runtime's speed-up over the fastest other library from the result files, with one line for each shape.
 
 The picture holds a digest of the rows that it was drawn from. Its colours are Okabe's and Ito's, which colour-blind
 people can tell apart; the markers' shapes and fillings tell types and activations apart as well.
@@ -26,7 +26,7 @@ _KINDS: Final = {"bf16": ("#0072B2", "o"), "tf32": ("#E69F00", "s")}
 _ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
 _TICKS: Final = (0.5, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
 _RING: Final = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 11, "linestyle": "none"}
-_COLOURS: Final = 64  # colours in the PNG file; so few colours make it a third as large
+_COLOURS: Final = 64  # number of colours in the PNG file, which make the file a third as large
 _PANELS: Final[Mapping[str, Sequence[str]]] = {
     "Blocks of two layers": ("layers",),
     "Blocks of shapes that were drawn at random": ("wide",),

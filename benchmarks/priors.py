@@ -72,7 +72,7 @@ Samples = dict[str, list[Sample]]
 
 
 def _unlike(strategy: str, other: str) -> tuple[int, int, bool]:
-    """The distance of a strategy from a refused one, by the same order as in `lt_runtime.plans.priors`."""
+    """How much a strategy differs from a refused one; the measure is that of `lt_runtime.plans.priors`."""
     parts = strategy.split()
     differing = sum(part != wanted for part, wanted in zip(parts, other.split(), strict=True))
     return differing, parts.count("epilogue") + ("aux" in strategy), "none" in parts
@@ -86,7 +86,7 @@ class Fitted(NamedTuple):
 
 
 def fit(samples: Sequence[Sample], depth: int = _DEPTH) -> Fitted:
-    """The tree of least loss whose limits are powers of two, without limits that gain hardly anything."""
+    """Fits the tree of least loss whose limits are powers of two, without branches that hardly reduce the loss."""
     names = [*dict.fromkeys(name for sample in samples for name in sample.times)]
     losses = np.array([[min(sample.loss(name), _MOST_LOSS) for name in names] for sample in samples])
     sizes = {name: np.array([sample.features[name] for sample in samples]) for name in samples[0].features}
@@ -206,7 +206,7 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
 
 
 def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | None:
-    """Microseconds of the backward pass that the fitted trees choose; None if it was not measured."""
+    """The time of the backward pass that the fitted trees choose, in microseconds; None if it was not measured."""
     tree = fitted.get(f"{_kind(row)} {row['activation']} {saved}")
     times = row["strategies"].get(f"backward {saved}")
     if tree is None or not times:
@@ -244,7 +244,7 @@ def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tu
         The trees as JSON, as the package's table of priors holds them; and each tree's number of samples and mean loss.
 
     Args:
-        rows: as `fitting` gives them.
+        rows: the rows that `fitting` returns.
     """
     of_backward = _enough(backward_samples(rows))
     backward = {name: fit(samples) for name, samples in sorted(of_backward.items())}

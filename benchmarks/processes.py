@@ -46,7 +46,7 @@ def import_(stages: Stages) -> None:
 
 
 def linear(stages: Stages) -> None:
-    """Runs a layer forward, twice."""
+    """Task `linear`: runs a layer forward twice."""
     cp, lt, to_gpu = _libraries(stages)
     x, w, bias, y = (to_gpu(shape) for shape in ((_M, _K), (_N, _K), (_N,), (_M, _N)))
     _done(cp, stages, "operands")
@@ -56,7 +56,7 @@ def linear(stages: Stages) -> None:
 
 
 def step(stages: Stages) -> None:
-    """Makes two training steps; the first makes the plans, compiles the kernels and captures the graph."""
+    """Task `step`: makes two training steps; the first makes the plans, compiles the kernels and captures the graph."""
     _first_steps(stages, next(iter(MODELS)))
 
 
@@ -128,7 +128,7 @@ TASKS: Final[Mapping[str, Callable[..., None]]] = {
 
 
 def main(task: str, names: Sequence[str]) -> None:
-    """Runs one task and prints its times."""
+    """Runs the task that the command line names, and prints its times."""
     if task == "plans":
         found = plans(names)
     else:

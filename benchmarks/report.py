@@ -1,4 +1,4 @@
-"""Rows of measurements, figures over many rows, their tables in the terminal, and result files."""
+"""Rows of measurements, figures over many rows, tables of both for the terminal, and result files."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in values.items()}
 
 
-# Figures over many rows.
+# Functions that compute figures over many rows.
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -165,7 +165,7 @@ class Finding:
 
 
 def mean(what: str, values: Mapping[str, float], target: float | None = None, *, at_most: bool = False) -> Finding:
-    """A finding: the geometric mean of values by case."""
+    """Makes the finding of a geometric mean; `values` are by case."""
     value = geometric_mean(values.values()) if values else None
     return Finding(f"{what}, geometric mean", value, target, len(values), at_most=at_most)
 
@@ -178,12 +178,12 @@ def worst(what: str, values: Mapping[str, float], target: float | None = None, *
 
 
 def against_ours(rows: Sequence[Json], contenders: Iterable[str]) -> list[Finding]:
-    """Findings: geometric mean and worst of each measured contender's time as a multiple of ours."""
+    """Makes two findings for each contender: the geometric mean and the worst of its times as multiples of ours."""
     found = {name: speedups(rows, name) for name in contenders}
     return [make(f"{name} / lt", values) for name, values in found.items() if values for make in (mean, worst)]
 
 
-# Tables for the terminal.
+# Functions that make tables for the terminal.
 
 
 def table(rows: Iterable[Row]) -> Table:
@@ -232,7 +232,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
-# Result files.
+# Functions that write result files.
 
 
 def write(file: Path, rows: Iterable[Json], **more: Any) -> None:

@@ -36,7 +36,7 @@ _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
 Entries = dict[str, dict[str, float]]
-"""Microseconds by the pass's role and by strategy; the chosen strategy comes first."""
+"""Measured microseconds, by a pass's role in the block and then by strategy; the chosen strategy comes first."""
 
 
 def chain_of(case: Any) -> LayerChain:
@@ -67,7 +67,7 @@ class Plans(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A strategy for each of a block's passes."""
+    """The strategies of a block's four passes."""
 
     first: ForwardStrategy
     second: ForwardStrategy
@@ -168,7 +168,7 @@ def _most_fused(strategies: Iterable[_Strategy], make: Callable[[_Strategy], _Pl
 
 
 def _in_turn(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
-    """Filters the strategies that need no second stream."""
+    """Leaves out the strategies that need a second stream."""
     return (strategy for strategy in backward_strategies(problem) if not strategy.dw_concurrent)
 
 
@@ -179,7 +179,7 @@ def _left_to_kernels(strategy: BackwardStrategy) -> int:
 def near(
     chain: LayerChain, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
 ) -> list[Split]:
-    """Splits other than the chosen one whose times in tuning are within a factor of the best; the best first.
+    """Splits, other than the chosen one, that tuning measured as almost as fast as the best; the best come first.
 
     Args:
         entries: times by role and strategy, as `entries_of` gives them.

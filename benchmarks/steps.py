@@ -1,7 +1,8 @@
 """The suite `steps`: whole training steps, each in one CUDA graph, against PyTorch's and JAX's.
 
-Contenders take turns; a figure is the median over the rounds of a step's time within many replays in a row. Contenders
-with `_call` in their name are called as a script calls them: their times include the host's work and the batch's copy.
+Contenders are timed alternately, in rounds; a time is the median over the rounds of a step's time within many replays
+in a row. Contenders with `_call` in their name are called as a script calls them: their times include the host's work
+and the batch's copy.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _MOST_REPLAYS: Final = 200
 _LEAD: Final = 8  # A turn begins with an eighth as many untimed replays, in which the host gets ahead of the GPU.
 _LAUNCHES_US: Final = 40.0  # the least time of some dozens of kernels
 _OPTIMIZER_BYTES: Final = 28  # a parameter: gradient and copy in BF16; master and moments in FP32, read and written
-_BATCHES: Final = 4  # different batches, which take turns
-_LEAST_STEPS: Final = 50  # steps of prefetched training in a turn
+_BATCHES: Final = 4  # number of different batches, which are used in rotation
+_LEAST_STEPS: Final = 50  # the least number of steps of prefetched training in a turn
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class StepCase(Typed):
     Attributes:
         preset: the row's name, with the type.
         kind: one of `layers.TYPES`.
-        rows, dims, activation: of the MLP.
+        rows, dims, activation: of the MLP: rows of a batch, widths, hidden activation.
         loss: "cross_entropy" where the outputs are classes, or "mse".
         master: in BF16, whether our parameters have FP32 masters and moments. Otherwise parameters and moments are BF16
             and rounded stochastically; PyTorch is fastest with BF16 parameters and moments as well.
@@ -113,7 +114,7 @@ class StepCase(Typed):
         return ("autocast", "bf16") if self.kind == "bf16" else (None,)
 
     def model(self, device: str = "cuda:0") -> Any:
-        """A new model."""
+        """Makes a new model of the case."""
         import lt_runtime as lt
 
         options: dict[str, Any] = {"dtype": self.dtype, "compute": self.compute, "master_weights": self.master}
@@ -145,7 +146,7 @@ CASES: Final = (
 )
 
 
-# The contenders of lt_runtime.
+# Contenders of lt_runtime, and what all contenders share.
 
 
 class StepContender(NamedTuple):
@@ -170,7 +171,8 @@ class Setup:
     """The model, initial parameters, batches and stream that the contenders of a case share.
 
     Attributes:
-        batches: on the GPU. Each call takes the next batch, and each turn copies the next one into the graphs' buffers.
+        batches: the batches, on the GPU. Each call takes the next batch, and each turn copies the next one into the
+            graphs' buffers.
         x, target: the first batch.
         stream: a CuPy stream that can be captured.
     """
@@ -258,11 +260,11 @@ def memory_of(case: StepCase, stream: Any) -> int:
     return int(pool.used_bytes() - before - setup.extra_bytes) + memory_of_step(step)
 
 
-# Rows.
+# Functions that measure rows.
 
 
 def measure_case(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes a step in an empty plan cache and lets all contenders take turns."""
+    """Tunes a step with an empty plan cache, and times all contenders alternately."""
     setup = Setup(case, stream)
     contenders, facts = _ours(setup, keep=options.keep_plans)
     theirs, left_out = built(dict(peers(setup, options, case.ways)))
@@ -379,7 +381,7 @@ def _base(name: str) -> str:
     return name.removesuffix("_autocast").removesuffix("_bf16")
 
 
-# Training from batches on the host.
+# Rows of training from batches in the host's memory.
 
 
 def measure_prefetch(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:
@@ -403,7 +405,7 @@ def measure_prefetch(case: StepCase, options: argparse.Namespace, stream: Any) -
 
 
 def pinned(array: Any) -> Any:
-    """A copy of a GPU array in page-locked memory of the host."""
+    """Copies a GPU array to page-locked memory of the host."""
     import cupy as cp
     import cupyx
 
@@ -425,7 +427,7 @@ _OTHERS: Final = ("lt_untuned", "lt_master", GRAPH, MAX_AUTOTUNE, JAX)
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: every contender against the tuned step, our memory against PyTorch's, prefetched against GPU batches."""
+    """The suite's summary: times against the tuned step, memory against PyTorch's, prefetched against GPU batches."""
     memory = {row["case"]: row["memory_ratio"] for row in rows if "memory_ratio" in row}
     prefetch = report.speedups(rows, "prefetch", "gpu_batches")
     made = report.against_ours(rows, _OTHERS)

@@ -1,4 +1,7 @@
-"""Runs suites. A suite's file is written after each row, so that a run can end at any time and continue later."""
+"""Runs suites.
+
+A suite's result file is written after each row, so that a run can end at any time and continue later.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def _nothing(_: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """One suite.
+    """A benchmark suite: its cases, jobs and summary.
 
     Attributes:
         rounds: the default number of rounds in which the contenders take turns.
@@ -172,7 +175,7 @@ def plan_cache(directory: str | None = None, *, keep: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable within the block."""
+    """Sets an environment variable within a `with` block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -184,7 +187,7 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 
 def last_line(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON in the last line that a process prints.
+    """Runs a process, and returns the JSON in the last line that it prints.
 
     Raises:
         CalledProcessError: the process failed.

@@ -1,7 +1,8 @@
 """Writes the tables of benchmarks/README.md, and the plot, from the kept results: `python -m benchmarks report`.
 
-A table stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of `TABLES`. Its
-commit, its date and the peers stand above it. A ratio is a peer's time divided by ours; it is bold where we are slower.
+A table of the page stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of
+`TABLES`. The table's commit, its date and the peers stand above it. A ratio is a peer's time divided by ours; it is
+bold where we are slower.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def times(ratio: float) -> str:
 
 
 def peer(found: Comparison | None) -> str:
-    """Cells for the fastest peer: its time, its name and the ratio; empty cells for None."""
+    """The cells about the fastest other library: its time, its name and the ratio; empty cells for None."""
     return "" if found is None else f"{us(found.theirs)} {label(found.peer)}, {times(found.ratio)}"
 
 
 def markdown(headings: Sequence[str], lines: Lines) -> str:
-    """A table."""
+    """Formats headings and rows as a Markdown table."""
     every = [headings, ["---"] * len(headings), *lines]
     return "\n".join(" ".join(["|", *(f"{cell} |".lstrip() for cell in line)]) for line in every)
 

@@ -10,8 +10,8 @@ With `--kernels` it changes `cuda_src`, and runs the tests on the host of the ke
 `--changed BASE`, for continuous integration, one file that differs from that commit is changed, and only the tests that
 import it are recorded and run.
 
-It exits with 1 if four or more changes survive and none is noticed: some changes do not alter the meaning. It needs the
-package `coverage`.
+The command exits with 1 if four or more changes survive and none is noticed; fewer may be changes that do not alter the
+meaning. The command needs the package `coverage`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _TESTS_OF_KERNELS: Final = {
     **dict.fromkeys(("mlp_fwd", "mlp_bwd", "mlp_gradients"), "mlp"),
     **dict.fromkeys(("narrow_k", "narrow_m", "narrow_n", "tile_matmul"), "own_products"),
 }
-"""Names of tests of kernels' files, where they differ from the file's name."""
+"""For kernel files whose test file has another name, the test file's name."""
 _Skipped = ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom
 """Nodes that are left out: Python 3.11 gives wrong positions in f-strings, and the texts of errors are prose."""
 
@@ -253,7 +253,7 @@ def _changed(root: Path, base: str) -> dict[str, list[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command."""
+    """Runs the command `python -m tests.mutate`."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
     parser.add_argument("--sample", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

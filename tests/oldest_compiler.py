@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for variant in variants[:: -(-len(variants) // options.variants)]:
             try:
                 compile_to_ptx(variant, _ARCHITECTURE)
-            except Exception as error:  # the others are compiled too
+            except Exception as error:  # a failure does not end the command: the other variants are compiled too
                 print(f"{source} {variant}: {error}", flush=True)
                 failed = True
     return 1 if failed else 0

@@ -168,7 +168,7 @@ def soak(make_gpu: Callable[[], Any], options: argparse.Namespace) -> int:
 
     Args:
         make_gpu: makes a `RealGpu` for one thread.
-        options: as `parse` returns them.
+        options: the command's options, as `parse` returns them.
     """
     names = [options.only] if options.only else [*OPERATIONS]
     program = Soak([make_gpu() for _ in range(options.threads)], names, options.seed, only_seed=bool(options.only))
@@ -185,7 +185,7 @@ def soak(make_gpu: Callable[[], Any], options: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The program's options."""
+    """Parses the program's options."""
     parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -14,14 +14,14 @@ from benchmarks.steps import Setup, StepContender
 
 
 def contender(setup: Setup) -> StepContender:
-    """Steps as `jax.step` makes them, of the case's model."""
+    """Makes JAX's training step of the case's model, as `jax.step` does for MLPs."""
     case = setup.case
     assert isinstance(case, ModelCase)
     return step(setup, partial(cost_of, case.form))
 
 
 def cost_of(form: str, parameters: list[jax.Array], x: jax.Array, target: jax.Array) -> jax.Array:
-    """The loss of a model of the form."""
+    """Computes the loss of a model of the given form."""
     outputs, target = _MODELS[form](parameters, x).astype(jnp.float32), target.astype(jnp.float32)
     if form != "dqn":
         return jnp.square(outputs - target).mean()

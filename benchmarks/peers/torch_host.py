@@ -15,13 +15,13 @@ from benchmarks.timing import Call
 
 
 def matmul(a: Any, b: Any, d: Any) -> Call:
-    """torch.matmul into a given buffer."""
+    """A call of torch.matmul that writes into a given buffer."""
     x, y, out = tensor(a), tensor(b), tensor(d)
     return lambda: torch.matmul(x, y, out=out)
 
 
 def matmul_linear(a: Any, b: Any, _: Any) -> Call:
-    """The product by F.linear, which allocates its result."""
+    """A call of F.linear for the product alone, which allocates its result."""
     x, w = tensor(a), tensor(b).T
     return lambda: functional.linear(x, w)
 
@@ -41,7 +41,7 @@ def linear_forward(at: Layer, *, gradients: bool = False) -> Call:
 
 
 def linear_both(at: Layer) -> Call:
-    """Forward, and all gradients by autograd, which runs backward in a thread of its own while the caller waits."""
+    """Forward, and backward by autograd, which runs in a thread of autograd's while the caller waits."""
     operands, dy = _operands(at, gradients=True), tensor(at.dy)
     return lambda: torch.autograd.grad(_gelu_of_linear(*operands), operands, dy)
 
@@ -58,13 +58,13 @@ def linear_both_one_thread(at: Layer) -> Call:
 
 
 def adamw(shapes: Shapes) -> Call:
-    """The fused optimizer with `capturable=True`."""
+    """A step of PyTorch's fused AdamW with `capturable=True`."""
     run = torch_kernels.adamw(shapes).run
     return lambda: run(0, 0)
 
 
 def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
-    """Copies of the batch into the graph's buffers, and the replay of a whole step."""
+    """Copies the batch into the graph's buffers, and replays the graph of a whole training step."""
     inputs, wanted = tensor(x), tensor(targets)
     static_inputs, static_wanted = inputs.clone(), wanted.clone()
     model = _model(dims)
@@ -93,7 +93,7 @@ def _model(dims: tuple[int, ...]) -> torch.nn.Module:
 
 
 def _captured(step: Call) -> torch.cuda.CUDAGraph:
-    """A graph of `step`, warmed up and captured as PyTorch's documentation says."""
+    """Captures `step` in a CUDA graph after a warm-up, as PyTorch's documentation says."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -20,7 +20,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """The same memory as a tensor; BF16 is exchanged as int16, which every version of DLPack knows."""
+    """A tensor over a CuPy array's memory; BF16 is exchanged as int16, which every version of DLPack knows."""
     if array.dtype == np.dtype("bfloat16"):
         return torch.from_dlpack(array.view(cp.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
@@ -49,7 +49,7 @@ def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
 
 
 def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> Contender:
-    """Runs the task on the tensors of each set, on the current stream, which is the captured one."""
+    """Runs the task on the tensors of each buffer set, on the current stream, which is being captured."""
     return Contender(lambda i, _: task(*sets[i]), capture)
 
 
@@ -64,7 +64,7 @@ def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def gelu_backward(buffers: Sets) -> Contender:
-    """dz without the bias gradient, by PyTorch."""
+    """PyTorch's kernels for dz alone, without the bias gradient."""
     return _over(_inputs(buffers, 2), lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"))
 
 
@@ -193,7 +193,7 @@ def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
 
 
 def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
-    """The fused optimizer in FP32.
+    """PyTorch's fused AdamW on FP32 parameters.
 
     For BF16 parameters it makes the steps that a script makes around the optimizer: gradients to FP32, clipping, the
     update, and parameters back to BF16.
@@ -247,7 +247,7 @@ def flat_adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = 
 
 
 def linear(buffers: Sets, *, compiled: bool = False) -> Contender:
-    """F.linear and GELU, of x, w and bias."""
+    """Computes a layer by F.linear and GELU."""
 
     def task(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(torch.nn.functional.linear(x, w, bias), approximate="tanh")

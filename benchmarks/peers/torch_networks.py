@@ -29,7 +29,7 @@ LOSSES: Final[dict[str, Loss]] = {
 
 
 def network(case: ModelCase, **place: Any) -> torch.nn.Module:
-    """The case's model, whose parameters have the order of ours. `place` has device and type."""
+    """PyTorch's model of a case, with its parameters in lt_runtime's order; `place` has device and type."""
     makers = {"stack": _stack, "feed_forward": _feed_forward, "towers": _Towers, "autoencoder": _TiedAutoencoder}
     return (makers | {"mixture": _Mixture, "dqn": _mlp})[case.form](case, **place)
 
@@ -84,7 +84,7 @@ class _GatedBlock(torch.nn.Module):
 
 
 class _TiedAutoencoder(torch.nn.Module):
-    """The decoder's weight is the transpose of the encoder's."""
+    """An autoencoder whose decoder's weight is the transpose of the encoder's."""
 
     def __init__(self, case: ModelCase, **place: Any) -> None:
         super().__init__()

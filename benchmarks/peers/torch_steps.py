@@ -35,7 +35,7 @@ def contender(
     """
     outside = torch.cuda.ExternalStream(setup.stream.ptr)
     with torch.cuda.stream(outside):
-        # Makes cuBLAS allocate the stream's workspace.
+        # A product makes cuBLAS allocate the stream's workspace before the capture.
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
         before = torch.cuda.memory_allocated()
         made = _Step(setup, way, compiled, make or network_of)
@@ -74,7 +74,8 @@ class _Step:
 
     def _run(self) -> torch.Tensor:
         loss = self._cost(*self._buffers)
-        with torch.autograd.set_multithreading_enabled(False):  # a thread of autograd's would have no CUDA context
+        # Backward runs in this thread, because a thread of autograd's would have no CUDA context.
+        with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         self._optimizer.step()
         if self._decay is not None:
@@ -98,7 +99,7 @@ class _Step:
             self._loss = self._run()
 
     def contender(self, stream: torch.cuda.Stream, memory: int) -> StepContender:
-        """The captured step as a contender."""
+        """Wraps the captured step as a contender."""
 
         def replays(count: int) -> None:
             with torch.cuda.stream(stream):

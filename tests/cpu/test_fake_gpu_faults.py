@@ -26,14 +26,14 @@ _SHIFTED = dataclasses.replace(FLAT, offset=1)
 
 
 def _check_everything(gpu: FakeGpu) -> None:
-    """Checks a few calls of each kind; a planted fault must make a check fail."""
+    """Makes a few calls of each kind and checks their results; a planted fault must make a check fail."""
     for case in (
         layer_case(),
         layer_case(activation="relu", accumulate=True),
         layer_case(dropout=0.5),
         layer_case(dropout=0.5, rng=Philox(7, 3, 6)),
         layer_case(activation="none", m=17, n=19, k=23),
-        layer_case(y=COLUMNS, dy=COLUMNS),  # for this call our pass adds the bias
+        layer_case(y=COLUMNS, dy=COLUMNS),  # in this call a kernel of ours adds the bias
     ):
         layers = [Layer(gpu, case, gpu.stream, LayerData(case, seed)) for seed in range(2)]
         for layer in layers:
@@ -55,7 +55,7 @@ def _check_everything(gpu: FakeGpu) -> None:
 
 
 def _check_full_precision(gpu: FakeGpu) -> None:
-    """Checks a product of data that TF32 would round."""
+    """Checks a full-FP32 product of data that TF32 would round."""
     generator = np.random.default_rng(0)
     a, b = (generator.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (64, 24)))
     made = gpu.lt.matmul(gpu.cp.asarray(a), gpu.cp.asarray(b), stream=gpu.stream)
@@ -64,9 +64,7 @@ def _check_full_precision(gpu: FakeGpu) -> None:
 
 
 def _remembered(pick: Callable[[Matmul], Any], change: Callable[[Matmul, Any], Matmul]) -> _Change:
-    """Replaces an argument of a call with the value from the first similar call, as a cache with an incomplete key
-    would.
-    """
+    """Makes a fault: an argument gets the value of the first similar call, as by a cache with an incomplete key."""
     seen: dict[Any, Any] = {}
     return lambda call: change(call, seen.setdefault((call.desc, call.layouts), pick(call)))
 
@@ -76,7 +74,7 @@ def _desc(**changes: Any) -> _Change:
 
 
 def _renamed(old: str, new: str) -> _Change:
-    """Replaces a part of an epilogue's name, and so the epilogue."""
+    """Makes a fault: cuBLASLt gets another epilogue, whose name differs in one part."""
 
     def change(call: Matmul) -> Matmul:
         name = Epilogue(call.desc.epilogue).name.replace(old, new).strip("_") or "DEFAULT"
@@ -120,7 +118,7 @@ _PRODUCT_FAULTS: dict[str, _Change] = {
 
 @pytest.fixture
 def broken(gpu: FakeGpu) -> Iterator[FakeGpu]:
-    """The pretended GPU, which is left without faults and without work."""
+    """Yields the pretended GPU; after the test, removes the planted faults and all waiting work."""
     library, kernels = gpu.library, gpu.kernels
     faults = library.fault, kernels.fault
     yield gpu
@@ -129,8 +127,9 @@ def broken(gpu: FakeGpu) -> Iterator[FakeGpu]:
 
 
 def _expect_a_failure(gpu: FakeGpu) -> None:
-    # ValueError and IndexError: NumPy finds shapes that do not fit.
-    with pytest.raises((AssertionError, ValueError, IndexError)):  # noqa: PT012  # work that is left shows at the end
+    # The fault shows as ValueError or IndexError if NumPy finds that shapes do not fit.
+    # Waiting work may fail only when the block ends.
+    with pytest.raises((AssertionError, ValueError, IndexError)):  # noqa: PT012
         _check_everything(gpu)
         gpu.settle()
 
@@ -155,7 +154,7 @@ def _set_dropout(**changes: int) -> Callable[[str, Any], None]:
 
 
 def _stale(field: str) -> Callable[[str, Any], None]:
-    """Replaces a kernel's address by the first one that it had under this name, with a matrix of the same shape."""
+    """Makes a fault: a kernel gets the address that it had at first for the same argument and shape."""
     seen: dict[Any, int] = {}
 
     def change(name: str, params: Any) -> None:

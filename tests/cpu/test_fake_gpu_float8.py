@@ -57,7 +57,7 @@ def test_tuning_verifies_and_remembers_products(gpu: FakeGpu, case: Float8Case) 
     gpu.synchronize_all()
     product.check({name: host_of(gpu, array) for name, array in arrays.items()})
     made = len(gpu.library.calls)
-    with gpu.lt.tuning():  # nothing is measured again
+    with gpu.lt.tuning():  # the product has been measured, and is not measured again
         gpu.lt.matmul(*matrices, **arrays, **product.options())
     gpu.synchronize_all()
     assert len(gpu.library.calls) == made + 1
@@ -152,7 +152,7 @@ def test_an_older_gpu_is_named(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_scales_of_swapped_operands_are_swapped(gpu: FakeGpu) -> None:
-    """A row-major D is cuBLASLt's transposed product, so that the scale of `a` belongs to the library's B."""
+    """For a row-major D, cuBLASLt computes the transposed product, so that the scale of `a` is that of its B."""
     product = Float8Product(Float8Case())
     arrays = {name: placed(gpu, array) for name, array in product.arrays.items()}
     gpu.lt.matmul(placed(gpu, product.a), placed(gpu, product.b), **arrays, dtype=BF16)

@@ -1,4 +1,4 @@
-"""Linear layers with FP8 products: NumPy arrays against the layer in its own type, the pretended GPU against NumPy."""
+"""Linear layers in FP8: on NumPy arrays against the layer in its own type, on the pretended GPU against NumPy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_on_numpy_arrays_as_precise_as_the_types(case: Fp8Case) -> None:
-    """E4M3 products have about 28 dB, mixed ones 24; a layer without FP8 is the reference."""
+    """Against a layer without FP8, E4M3 products have a ratio of signal to error of about 28 dB, mixed ones 24."""
 
     class Plain:
         Philox, linear_bwd = lt.Philox, staticmethod(lt.linear_bwd)
@@ -87,7 +87,7 @@ PASSES = {
 
 @pytest.mark.parametrize(("case", "passes"), PASSES.values(), ids=PASSES)
 def test_passes_of_backward(gpu: FakeGpu, case: Fp8Case, passes: list[str]) -> None:
-    """In BF16 one pass computes dz, its casts and the bias gradient."""
+    """In BF16 a single kernel computes dz, its casts to FP8 and the bias gradient."""
     layer = Fp8Layer(case, gpu.lt, gpu)
     layer.step(0)
     gpu.kernels.launched.clear()
@@ -109,7 +109,7 @@ def test_overflows_are_counted_and_scales_recover(make: Make, recipe: Any) -> No
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_the_scale_of_zeros_is_1(make: Make, recipe: Any) -> None:
-    """The second batch, which is not zero, is cast with that scale if the recipe is "delayed"."""
+    """The first batch is zero, so that its scale is 1, with which the recipe "delayed" casts the second batch."""
     layer = make(Fp8Case(recipe=lt.FP8(recipe=recipe), activation="none", bias=False))
     assert not layer.step(0, 0.0)["y"].any()
     assert layer.state.scales["x"] == 1.0
@@ -123,7 +123,7 @@ def test_a_scale_follows_the_largest_magnitude_of_the_history() -> None:
     for number, size in enumerate((1.0, 64.0, 1.0, 1.0)):
         layer.step(number, size)
         scales.append(layer.state.scales["x"])
-    assert scales[1] == scales[2] < scales[3]  # the large step is forgotten after two
+    assert scales[1] == scales[2] < scales[3]  # the large step leaves the history after two steps
 
 
 def test_a_skipped_step_changes_no_scale(make: Make) -> None:
@@ -152,7 +152,7 @@ def test_a_restored_state_continues_bit_for_bit(make: Make) -> None:
 
 
 def test_contexts_keep_the_scales_of_their_own_call() -> None:
-    """With "current" a second forward call finds other scales, before the first one's backward."""
+    """With the recipe "current", a second forward call computes other scales before the first call's backward."""
     state = lt.FP8State(lt.FP8(recipe="current"))
     generator = np.random.default_rng(0)
     xs = [(size * generator.standard_normal((32, 32))).astype(np.float32) for size in (1.0, 1000.0)]
@@ -172,7 +172,7 @@ def test_other_sizes_stay_in_their_type() -> None:
 
 
 def test_a_layer_that_is_slower_in_fp8_stays_in_its_type(gpu: FakeGpu) -> None:
-    """Results are those of a layer without a precision, backward's too."""
+    """Results of forward and backward equal those of a layer without a precision."""
     case, found = Fp8Case(recipe=lt.FP8(fallback=True)), []
     for state in (gpu.lt.FP8State(gpu.lt.FP8(fallback=True)), None):
         layer = Fp8Layer(case, gpu.lt, gpu)

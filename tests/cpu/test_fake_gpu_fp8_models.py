@@ -13,7 +13,7 @@ import lt_runtime as lt
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fp8_layers import BF16, decibels
 
-DIMS = [32, 64, 48, 10]  # the last layer stays in the model's type
+DIMS = [32, 64, 48, 10]  # the last layer stays in the model's type, because its size is no multiple of 16
 ROWS = 32
 
 
@@ -44,7 +44,7 @@ def test_gradients(precision: Any, options: Any) -> None:
 def test_a_chain_computes_what_its_layers_compute_one_by_one(
     gpu: FakeGpu, device: str, recipe: Any, activation: str
 ) -> None:
-    """Except that a hidden layer's output is not rounded to BF16 before it is cast; dropout's masks are the same."""
+    """A model equals its layers run one by one, but does not round a hidden output to BF16 before the cast to FP8."""
     precision = gpu.lt.FP8(recipe=recipe)
     model = gpu.lt.MLP(
         [32, 64, 48, 32], activation, dropout=0.25, dtype="bfloat16", seed=4, device=device, precision=precision
@@ -52,7 +52,7 @@ def test_a_chain_computes_what_its_layers_compute_one_by_one(
     states = [gpu.lt.FP8State(precision) for _ in model.layers]
 
     def one_by_one(layers: Any, x: Any, dy: Any, step: int) -> tuple[Any, Any, list[Any]]:
-        """y, dx and the parameters' gradients of the layers from one on."""
+        """Runs consecutive layers one by one; returns y, dx and the gradients of the parameters."""
         (number, layer), *others = layers
         w, bias = (model.device.to_host(each.data) for each in (layer.weight, layer.bias))
         options = {"dropout": layer.dropout, "rng": gpu.lt.Philox(4, number, step), "precision": states[number]}
@@ -73,7 +73,7 @@ def test_a_chain_computes_what_its_layers_compute_one_by_one(
         gpu.synchronize_all()
         found = [model.device.to_host(each) for each in (y, dx, *(each.grad for each in model.parameters()))]
         for ours, theirs in zip(found, (last, first, *gradients), strict=True):
-            assert decibels(ours.astype(np.float64), theirs.astype(np.float64)) > 27.0  # few FP8 numbers differ
+            assert decibels(ours.astype(np.float64), theirs.astype(np.float64)) > 27.0  # only a few FP8 numbers differ
     scales = [[each.scales for each in owners] for owners in (states, [layer.scales for layer in model.layers])]
     assert scales[0] == scales[1]
 
@@ -87,7 +87,7 @@ PASSES = {
 
 @pytest.mark.parametrize(("dtype", "recipe", "passes"), PASSES.values(), ids=PASSES)
 def test_passes_of_forward(gpu: FakeGpu, dtype: str, recipe: Any, passes: list[str]) -> None:
-    """In BF16 the cast for the next layer applies the activation, unless the next layer is in the model's type."""
+    """In BF16 the kernel that casts the next layer's x applies the activation, unless that layer is not in FP8."""
     model = gpu.lt.MLP(DIMS, "gelu", dropout=0.25, dtype=dtype, device="cuda", precision=gpu.lt.FP8(recipe=recipe))
     x = model.device.asarray(batches(1)[0][0].astype(model.dtype.numpy))
     for step in range(2):
@@ -98,7 +98,7 @@ def test_passes_of_forward(gpu: FakeGpu, dtype: str, recipe: Any, passes: list[s
 
 
 def test_frozen_layers_keep_no_operands(gpu: FakeGpu) -> None:
-    """The first layer is frozen, so that the second one needs no dx; the third one's weight is frozen, its bias not."""
+    """The first layer is frozen, so that the second needs no dx; of the third layer, only the weight is frozen."""
     model = gpu.lt.MLP([32] * 4, dtype="bfloat16", device="cuda", precision=gpu.lt.FP8())
     frozen, x = [*model.layers[0].parameters(), model.layers[2].weight], gpu.cp.asarray(batches(1)[0][0])
     run = gpu.lt.Pass(frozen=frozen, inputs=[x])
@@ -117,7 +117,7 @@ def test_layers_say_how_they_are_computed() -> None:
 
 
 def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, **options: Any) -> list[bytes]:
-    """Parameters, losses and scales after each of five steps."""
+    """Trains for five steps; returns the bytes of parameters, losses and FP8 scales after each step."""
     model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=gpu.lt.FP8(), **options)
     optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2)
     step = gpu.lt.TrainStep(
@@ -138,7 +138,7 @@ def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, **options: Any) -> list[
 
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.25}, {"parts": 2}])
 def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: FakeGpu, options: Any) -> None:
-    """The first step finds the scales from its own batch, in both."""
+    """Both as a graph and eagerly, the first step computes the FP8 scales from its own batch."""
     assert train(gpu, graph=True, **options) == train(gpu, graph=False, **options)
 
 
@@ -224,9 +224,9 @@ def test_a_checkpoint_continues_bit_for_bit(gpu: FakeGpu, tmp_path: Path) -> Non
 def test_a_skipped_step_changes_no_scale(
     gpu: FakeGpu, device: str, graph: bool, bad: float, options: dict[str, Any]
 ) -> None:
-    """A step whose target is not finite, but whose inputs and weights are, between steps that are not skipped.
+    """One of several steps has a target that is not finite, while its inputs and weights are finite.
 
-    Without biases only products in FP8 tell that the loss's gradient is not finite.
+    Without biases, the loss's gradient enters only products in FP8, which must show that it is not finite.
     """
     package = gpu.lt
     if "scaler" in options:
@@ -248,7 +248,7 @@ def test_a_skipped_step_changes_no_scale(
 def test_a_step_that_is_tuned_measures_the_products_in_fp8(gpu: FakeGpu) -> None:
     model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", device="cuda", precision=gpu.lt.FP8())
     found = [each for each in model.rehearse(ROWS) if type(each).__name__ == "MatmulProblem"]
-    # y and dw of two layers, and the dx of the second; the inputs' gradient is not computed
+    # products: y and dw of both layers, and dx of the second; the gradient of the inputs is not computed
     assert sorted((each.m, each.n, each.k) for each in found) == sorted(
         [(ROWS, 64, 32), (ROWS, 48, 64), (64, 32, ROWS), (48, 64, ROWS), (ROWS, 64, 48)]
     )
@@ -256,7 +256,7 @@ def test_a_step_that_is_tuned_measures_the_products_in_fp8(gpu: FakeGpu) -> None
 
 
 def inference(precision: Any, lt: Any, device: str, activation: Any, dtype: str = "bfloat16") -> tuple[Any, Any]:
-    """A model and inputs for inference on a device."""
+    """Makes a model for inference, and its inputs, on a device."""
     model = lt.MLP([32, 64, 48], activation, dtype=dtype, seed=4, device=device, precision=precision)
     x, _ = batches(1)[0]
     return model, model.device.asarray(x.astype(model.dtype.numpy))
@@ -272,7 +272,10 @@ def outputs(gpu: FakeGpu, model: Any, x: Any) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_inference_is_in_fp8(gpu: FakeGpu, device: str, activation: str, recipe: Any) -> None:
-    """The first call finds the scales, and the second one uses them. SiLU, which is no epilogue, stays in BF16."""
+    """The first call computes the FP8 scales, and the second uses them.
+
+    SiLU, which is no epilogue of cuBLASLt, is applied in BF16.
+    """
     model, x = inference(gpu.lt.FP8(recipe=recipe), gpu.lt, device, activation)
     exact, _ = inference(None, gpu.lt, device, activation)
     first, second, wanted = (outputs(gpu, each, x) for each in (model, model, exact))
@@ -283,7 +286,7 @@ def test_inference_is_in_fp8(gpu: FakeGpu, device: str, activation: str, recipe:
 
 
 def test_inference_stays_in_bf16_where_fp8_is_expected_to_be_slower(gpu: FakeGpu) -> None:
-    """Although the layers have scales, such as those of training with larger batches."""
+    """The layers stay in BF16 although they have FP8 scales, for example from training with larger batches."""
     (trained, x), (model, _), (exact, _) = (
         inference(each, gpu.lt, "cuda", "relu") for each in (gpu.lt.FP8(), "fp8", None)
     )

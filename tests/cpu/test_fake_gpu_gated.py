@@ -24,8 +24,8 @@ class GatedCall:
     """A forward and a backward call, with a buffer for every result.
 
     Args:
-        place: of every matrix that is not in `places`.
-        places: of single matrices, by name.
+        place: the placement of every matrix that is not in `places`.
+        places: placements of single matrices, by name.
         in_place: whether the gradient of h is written over h.
     """
 
@@ -145,7 +145,7 @@ def test_bound_calls(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize("cols", [8, 3])
 def test_leading_axes_and_new_arrays(gpu: FakeGpu, cols: int) -> None:
-    """The rows of a batch lie at one distance, with gaps between them."""
+    """The rows of a batch are equally far apart in memory, with gaps between them."""
     h, dy = (np.random.default_rng(7).standard_normal((2, 5, n)).astype(np.float32) for n in (2 * cols + 8, cols))
     given = gpu.cp.asarray(h)[..., : 2 * cols]
     h = h[..., : 2 * cols]

@@ -1,4 +1,4 @@
-"""Losses and dropout on the pretended GPU: calls that repeat, are bound or write over operands, and refusals."""
+"""Losses and dropout on the pretended GPU: calls that repeat, are bound or overwrite operands, and refused calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LossCall:
     """A test case: a loss with a buffer for every result, and the expected results.
 
     Attributes:
-        gradient: None if the gradient is written over the scores.
+        gradient: buffer of the gradient; None if the gradient is written over the scores.
         scale: factor of the gradient: a number, or an array of one number.
         by_row, by_column: whether there are row weights and column weights.
     """
@@ -141,7 +141,7 @@ def test_leading_axes_are_rows(gpu: FakeGpu, name: str) -> None:
 @_names
 @pytest.mark.parametrize("place", [FLAT, ODD, COLUMNS], ids=["flat", "gaps", "columns"])
 def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str, place: Placement) -> None:
-    """Calls with the same arrays and one different option, made in turn several times; weights are read anew."""
+    """Calls that differ in one option alternate, on the same arrays; each uses its own option and present weights."""
     call = LossCall(gpu, name, place)
     on_device = gpu.cp.asarray(np.full(1, 8.0, np.float32))
     changes: list[dict[str, Any]] = [{}, {"scale": 3.0}, {"share": 0.25}, {"scale": on_device}, {"by_row": True}]
@@ -177,7 +177,7 @@ def test_the_mean_over_nothing_is_nan(gpu: FakeGpu, name: str) -> None:
 
 @pytest.mark.parametrize("place", [FLAT, ODD, None], ids=["flat", "gaps", "over x"])
 def test_dropout_that_repeats(gpu: FakeGpu, place: Placement | None) -> None:
-    """Each call has the mask of its own source, whose step may be on the device."""
+    """Each repeated call applies the dropout mask of its own `Philox`, whose step may be on the device."""
     x = Placed(gpu, np.zeros((_ROWS, _CLASSES), np.float32), ODD)
     y = x if place is None else Placed(gpu, np.zeros((_ROWS, _CLASSES), np.float32), place)
     step = gpu.cp.asarray(np.zeros(1, np.uint32))

@@ -1,4 +1,4 @@
-"""Narrow MLPs on the pretended GPU: which run each pass in one kernel, and that results equal those of layers."""
+"""Narrow MLPs on the pretended GPU: which run forward or backward in one kernel, with the results of single layers."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_step_makes_the_layers_gradients(gpu: FakeGpu, options: dict[str, Any]
 
 
 def test_a_loss_in_the_backward_pass_is_scaled(gpu: FakeGpu) -> None:
-    """With a loss scale on the device, the gradients are those without one, times the scale."""
+    """With a loss scale on the device, the gradients are those without a loss scale, times the scale."""
     made = []
     for scaler in (None, gpu.lt.GradScaler(init_scale=1024.0)):
         model = _model(gpu, dtype="float16")
@@ -215,7 +215,7 @@ def test_what_is_none_of_its_strategies_is_not_followed(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize(("slow", "rows"), [("matmul", 17), ("kernel", 18)])
 def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, rows: int) -> None:
-    """The faster of the two ways is used, stored and explained."""
+    """The faster of one fused kernel and single layers is used, stored in the plan cache and shown by `lt.explain`."""
     gpu, dims = hurried, (16, 16, 4)
     monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3} | {slow: 2e4})
     report = gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
@@ -237,7 +237,7 @@ def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, ro
 def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None:
     gpu, rows = hurried, 19
     model, x = _model(gpu, (16, 16, 4)), _inputs(gpu, rows, 16)
-    model(x)  # rows that have run before are measured as well
+    model(x)  # this number of rows has run before, and is measured all the same
     with gpu.lt.tuning():
         outputs = model(x)
     entries = importlib.import_module("lt_runtime.store.plan_store").plan_store(0)._document.raw

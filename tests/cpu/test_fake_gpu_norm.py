@@ -54,7 +54,7 @@ def test_an_unaligned_weight(gpu: FakeGpu, kind: str) -> None:
 
 
 def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
-    """Calls with the same shapes and one difference, made in turn several times."""
+    """Calls alternate that have the same shapes and differ in one respect: each gets its own results."""
     calls = [NormCall(gpu, kind, _SHAPE, adds=adds) for kind in ("layer_norm", "rms_norm") for adds in (True, False)]
     calls.append(NormCall(gpu, "rms_norm", _SHAPE, accumulate=True))
     calls.append(NormCall(gpu, "rms_norm", _SHAPE, DType.BFLOAT16))

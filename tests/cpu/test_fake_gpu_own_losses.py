@@ -1,4 +1,4 @@
-"""Training steps on the pretended GPU against steps on NumPy arrays, with losses of the package and of the caller."""
+"""Training steps on the pretended GPU against steps on NumPy arrays, with built-in and user-defined losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 
 
 def cauchy(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
-    """Computes log (1 + d²), whose derivative is 2 d / (1 + d²)."""
+    """A user-defined loss: the mean of log (1 + d²), whose derivative is 2 d / (1 + d²)."""
     error = outputs.astype("float32") - target
     gradient[...] = 2 * error / (1 + error**2) / np.float32(error.size)
     return np.log1p(error**2).mean()
@@ -113,7 +113,7 @@ _LOSSES: list[tuple[str, dict[str, Any]]] = [
     [
         (*loss, weighted, *_SETTINGS[setting])
         for (i, loss), weighted in itertools.product(enumerate(_LOSSES), (False, True))
-        for setting in ((i + weighted) % 2, 2 + (i + weighted) % 2)  # FP32 and a 16-bit type
+        for setting in ((i + weighted) % 2, 2 + (i + weighted) % 2)  # each case runs in FP32 and in a 16-bit type
     ],
     ids=str,
 )
@@ -150,7 +150,7 @@ def test_the_gradient_of_an_own_loss_begins_with_zeros(gpu: FakeGpu, graph: bool
 
 
 def test_steps_with_and_without_weights_take_turns(gpu: FakeGpu) -> None:
-    """Batches with and without weights have a graph each; the weights have no effect on batches without."""
+    """Batches with and without row weights have a graph each; weights do not affect batches that have none."""
     with gpu.others_package() as host_lt:
         host = made_step(host_lt, "cpu", loss="mse")
     step = made_step(gpu.lt, "cuda", loss="mse")
@@ -208,7 +208,7 @@ def test_what_a_loss_must_not_return(gpu: FakeGpu, returned: Any, error: str, me
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_loss_that_raises(gpu: FakeGpu, at: int) -> None:
-    """The loss raises in a rehearsal or in the capture; nothing is updated, and the next step works."""
+    """If the user's loss raises in a rehearsal or in the capture, nothing is updated, and the next step works."""
     calls: list[int] = []
 
     def loss(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:

@@ -16,7 +16,7 @@ DIMS, ROWS = (19, 33, 27, 7), 21
 
 @pytest.fixture
 def copies(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Runs every possible product on copies, and dw concurrently with dx; returns the stream memories of the copies."""
+    """Makes products use padded copies where they can, and dw run beside dx; returns the memories of the copies."""
     choose, priors, plan = own("products.methods"), own("plans.cache"), own("products.padded").PaddedPlan
     padded_problem, backward_priors = own("products.padded").padded_problem, own("plans.priors").backward_priors
     methods, fastest_first = own("products.methods"), choose.fastest_first
@@ -103,7 +103,7 @@ def test_backward_copies_its_gradient_once(gpu: FakeGpu, copies: list[Any], monk
 def test_a_bias_gradient_alone_and_the_product_of_fewer_blocks_begin_in_time(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rows: int, inputs: int, outputs: int, order: list[str]
 ) -> None:
-    """The last layer's bias gradient has a stream of its own; longer sums and ragged products start first."""
+    """A layer's bias gradient runs on a stream of its own; products with longer sums or ragged rows start first."""
     lt, begun = gpu.lt, list[tuple[str, int]]()
     products = {(rows, inputs, outputs): "dx", (outputs, inputs, rows): "dw"}
 

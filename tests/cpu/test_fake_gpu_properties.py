@@ -37,7 +37,7 @@ def _product(case: MatmulCase) -> MatmulCase:
 
 
 def _wide_product(case: MatmulCase) -> MatmulCase:
-    """The 16-bit type that an activation is tested with; the result of a product without an activation is FP32."""
+    """Gives each activation one 16-bit type; products without an activation have an FP32 result."""
     case = _product(case)
     is_wide = case.dtype.itemsize == 2 and case.epilogue.activation == "none"
     return dataclasses.replace(case, d_dtype=DType.FLOAT32) if is_wide else case

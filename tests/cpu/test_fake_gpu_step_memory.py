@@ -17,7 +17,7 @@ _ROWS, _LOSS_BYTES = 32, 4
 
 
 class _Case(NamedTuple):
-    """A BF16 model, and the elements for each row of a batch that a step holds at its peak, besides the batch.
+    """A BF16 model, and the number of elements per row of a batch that a step has in memory at its peak.
 
     Attributes:
         inputs: widths of the inputs of all products but the first, which are outputs of the layers below.
@@ -46,8 +46,8 @@ class _Case(NamedTuple):
 
 
 _CASES = {
-    # The gradient of the outputs is written over the outputs; it exists while the gradient below it is computed. Later
-    # gradients of the same size reuse the memory of the gradient two layers above.
+    # The gradient of the outputs is written over the outputs, and exists while the next layer's gradient is computed.
+    # Later gradients of the same size reuse the memory of the gradient two layers above.
     "two blocks": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160]),
     # The first gradient has memory of its own; later gradients reuse the memory of outputs that are not read again.
     "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160]),
@@ -93,7 +93,7 @@ def _taken(gpu: FakeGpu, make: Callable[[], Any], batch: tuple[Any, Any], monkey
     """Bytes that the graph of a new step holds; the first call, which rehearses the step twice, takes no more."""
     first = make()
     first(*batch, stream=gpu.stream)  # the first step allocates the memory of the streams
-    gc.collect()  # objects that other tests have left would be freed during the measurement
+    gc.collect()  # garbage of other tests would otherwise be freed during the measurement
     step, before = make(), gpu.memory_used()
     allocate, used = gpu.memory.allocate, [before]
 
@@ -165,7 +165,7 @@ def test_the_peak_of_towers(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_same_as_by_single_calls(gpu: FakeGpu, case: _Case) -> None:
-    """The step's results equal, bit by bit, those of single calls with new arrays for every result."""
+    """A step, whose arrays share memory, gives the same bits as single calls with new arrays for every result."""
     step, (model, optimizer) = _step(gpu, case), _trained(gpu, case)
     loss = getattr(gpu.lt, {"mse": "mse_loss"}.get(case.loss, case.loss))
     gpu.streams.synchronize_all()

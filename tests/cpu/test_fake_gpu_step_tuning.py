@@ -80,7 +80,7 @@ class Run:
         gpu.streams.synchronize_all()
 
     def train(self, rows: int = ROWS, steps: int = 3) -> list[bytes]:
-        """Trains; returns the losses of the steps, and the parameters after them."""
+        """Trains for some steps; returns the bytes of the losses, and of the parameters at the end."""
         losses = []
         for i in range(steps):
             generator = np.random.default_rng(i)
@@ -104,7 +104,7 @@ def test_the_steps_stream_is_waited_for_before_a_measurement(process: Process) -
         patch.setattr(own("tuner.search"), "tune_chains", tune_chains)
         call("cuMemsetD8Async", array.data.ptr, 1, 8, gpu.stream.ptr)
         run.train(steps=1)
-        assert waiting == [({}, False)]  # one part of a batch adds nothing to the gradients
+        assert waiting == [({}, False)]  # a batch of one micro-batch needs no step that adds to gradients
 
 
 def measured(gpu: FakeGpu) -> int:
@@ -143,7 +143,7 @@ def test_a_step_measures_all_that_it_meets_and_later_ones_find_it(
     with process() as gpu:
         first = Run(gpu, **options).train(rows)
         assert unmeasured(tmp_path) == []
-        gc.collect()  # objects that a measurement has left would be freed at an arbitrary time
+        gc.collect()  # garbage of a measurement would otherwise be freed at an arbitrary time
         count, memory = measured(gpu), gpu.memory_used()
         sys.modules[TUNER].tune_chains = None  # type: ignore[attr-defined]
         assert Run(gpu, **options).train(rows) == first
@@ -159,7 +159,7 @@ def test_a_step_measures_all_that_it_meets_and_later_ones_find_it(
 
 @pytest.mark.parametrize(("activation", "dropout"), [("relu", 0.2), ("gelu", 0.0), ("tanh", 0.0), ("none", 0.2)])
 def test_a_model_meets_its_chain_s_problems(process: Process, tmp_path: Path, activation: str, dropout: float) -> None:
-    """What `lt.tune` measures for the sizes of an MLP is what the MLP runs."""
+    """`lt.tune` measures, for the sizes of an MLP, exactly the problems that the MLP runs."""
     dims = (24, 20, 16, 5)
     with process() as gpu:
         model = gpu.lt.MLP(dims, activation, dtype="float32", dropout=dropout, device="cuda")
@@ -210,7 +210,8 @@ def test_the_argument_decides_before_the_environment(process: Process, monkeypat
         ("first-use", False, False, False),
     )
     with process() as gpu:
-        for rows, (variable, tune, graph, expected) in enumerate(cases, ROWS):  # a new problem in each case
+        # Each case has its own number of rows, and so problems that are not measured yet.
+        for rows, (variable, tune, graph, expected) in enumerate(cases, ROWS):
             with monkeypatch.context() as patch:
                 if variable is not None:
                     patch.setenv(VARIABLE, variable)
@@ -356,7 +357,8 @@ def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
         gpu.lt.load_checkpoint(path, run.model, run.optimizer)
         brought = entries(gpu)
         assert brought.keys() <= chosen.keys()
-        assert {raw.get("algorithm") for raw in brought.values()} == {None, ""}  # no foreign plan is used unverified
+        # No plan of another machine is used before it is verified.
+        assert {raw.get("algorithm") for raw in brought.values()} == {None, ""}
         assert run.train(rows) == expected
         assert TUNER not in sys.modules
         assert choices(gpu) == {key: chosen[key] for key in brought}
@@ -384,7 +386,7 @@ def test_what_is_measured_here_is_not_taken_from_a_checkpoint(process: Process, 
         for key in [*theirs.raw]:
             theirs.add(
                 key, dataclasses.replace(theirs.get(key), when="2099-01-01T00:00:00Z")
-            )  # an entry that claims a better time than ours
+            )  # an entry of the other cache that claims a better time than this cache's
         described["plans"] = theirs.render().decode()
         own("saving.checkpoint_file").write(tmp_path / "run", values, json.dumps(described))
     with process("elsewhere") as gpu:
@@ -454,7 +456,7 @@ def test_of_many_sizes_of_batch_the_latest_are_taken_along(
         for rows in (5, 6, 7):
             run.train(rows, steps=1)
         gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-        # Removes escapes: keys are JSON strings within JSON.
+        # Backslashes are removed, because keys are JSON strings within JSON.
         plans = content(tmp_path / "run")[0]["plans"].replace("\\", "")
         assert [f'"rows": {rows}, "cols": 8,' in plans for rows in (5, 6, 7)] == [False, True, True]
 
@@ -473,7 +475,7 @@ def test_plan_choices_that_are_too_long_are_left_out(
 
 def _own_block(lt: Any) -> Any:
     class Own(lt.Block):  # type: ignore[misc]
-        """A linear layer with a GELU, and a product of its own."""
+        """A block with a linear layer with GELU, and a matrix product that the block calls itself."""
 
         def __init__(self) -> None:
             self.inputs = self.outputs = 8

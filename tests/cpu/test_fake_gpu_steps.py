@@ -1,4 +1,4 @@
-"""Replays of training steps on the pretended GPU: on any stream, with batches of any layout, by few function calls."""
+"""Replays of training steps on the pretended GPU: on any stream, with batches of any layout, with few Python calls."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_replay_takes_a_short_way(gpu: FakeGpu, current: bool) -> None:
     with gpu.stream:
         stream = None if current else gpu.stream.ptr
         step(*batches[0], stream=stream)
-        # The second call has the same result as the first.
+        # The pair of counts must be reached in a first replay and in a second one.
         for batch, modules, functions in ((batches[1], 6, 14), (batches[1], 5, 11)):
             entered.clear()
             sys.setprofile(note)

@@ -103,7 +103,7 @@ def test_a_graph_of_freed_memory_races_only_with_later_memory_at_its_address(
 ) -> None:
     """The checker of races may take a graph that an earlier test left to the package for a part of a later test."""
     buffer = np.empty(1 << 12, np.uint8)
-    monkeypatch.setattr(np, "empty", lambda *_: buffer)  # each allocation below is at the same address
+    monkeypatch.setattr(np, "empty", lambda *_: buffer)  # makes every allocation below return the same address
     address = call("cuMemAlloc", 4)
     with gpu.stream:
         gpu.stream.begin_capture()

@@ -21,13 +21,13 @@ def chain(lt: Any, *, place: Mapping[str, Any], last: Mapping[str, Any] = {}) ->
 
 
 def tied(lt: Any, place: Mapping[str, Any]) -> Any:
-    """The last layer is a hidden one, too, and is the inner block of a residual."""
+    """Makes a model whose last layer is also a hidden layer, and is the inner block of a residual."""
     layer = lt.Linear(INPUTS, INPUTS, seed=1, **place)
     return lt.Chain(layer, lt.Linear(INPUTS, INPUTS, activation="gelu", seed=2, **place), lt.Residual(layer))
 
 
 def reversing(lt: Any, place: Mapping[str, Any]) -> Any:
-    """A block behind the last layer passes another gradient on, in the place of the loss's gradient."""
+    """Makes a model with a block after the last layer that returns another gradient than the loss's."""
 
     class Reversal(lt.Block):  # type: ignore[misc]
         def forward(self, x: Any, run: Any) -> Any:
@@ -43,7 +43,7 @@ def reversing(lt: Any, place: Mapping[str, Any]) -> Any:
 
 @dataclass
 class Case:
-    """A step, and whether its loss makes a bias gradient."""
+    """A training step, and whether its loss kernel computes the last layer's bias gradient."""
 
     sums: bool
     model: Callable[..., Any] = chain

@@ -1,4 +1,4 @@
-"""Plan files of other machines on the pretended GPU: strategies and algorithms that nobody here has measured."""
+"""Plan files of other machines on the pretended GPU: their entries are not trusted before they are verified."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ GELU, PLAIN = layer_case(m=20), matmul_case(m=20)
 FORWARD, BACKWARD = '{"ForwardProblem', '{"BackwardProblem'
 
 for kind in (Alternative, Fingerprint, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy):
-    field_types(kind)  # this module looks names up in a module that the pretended GPU replaces, and remembers them
+    # Fills the cache of `field_types` now, because the pretended GPU replaces the module in which it looks names up.
+    field_types(kind)
 
 Change = Callable[[str, Any], Entry]
 Merge = Callable[..., None]
@@ -240,7 +241,7 @@ def test_a_configuration_that_nothing_has_is_barred(gpu: FakeGpu, values: Mappin
 
 
 def test_our_own_kernel_is_verified_as_well(gpu: FakeGpu, merge: Merge) -> None:
-    def change(_: str, entry: Any) -> Entry:  # our kernel supports none of these products
+    def change(_: str, entry: Any) -> Entry:  # claims our narrow kernel for products that it does not support
         return entry if isinstance(entry, LayerEntry) else replace(entry, config={"NARROW_MATMUL": 1})
 
     merge(change)

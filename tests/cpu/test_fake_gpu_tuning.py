@@ -61,8 +61,8 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
     with another.active():
         _check_chain(another)
         another.settle()
-    # Our kernels compute only the bias gradient of the last layer, and the lower layer's bias gradient, which was not
-    # requested from cuBLASLt.
+    # Of kernels of ours there are only those of the last layer's bias gradient, and of the lower layer's, which
+    # cuBLASLt was not asked for.
     assert another.kernels.launched == first
     assert len(first) <= 2
 

@@ -92,7 +92,7 @@ def test_only_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> Non
         file.write_bytes(b"half")
     link, fifo = (tmp_path / f"a.{digits}{TEMPORARY}" for digits in ("11111111", "22222222"))
     link.symlink_to(others[0])
-    os.mkfifo(fifo)  # to open a FIFO for reading would wait for a writer
+    os.mkfifo(fifo)  # opening a FIFO for reading would block until there is a writer
     replace_file(path, b"new")
     assert {*tmp_path.iterdir()} == {path, link, fifo, *others}
 

@@ -1,4 +1,4 @@
-"""Which rooms of the package may import which others, and which modules `import lt_runtime` may load.
+"""Which folders ("rooms") of the package may import which others, and which modules `import lt_runtime` may load.
 
 Every import is read from the source, also imports inside functions and under TYPE_CHECKING.
 """
@@ -39,10 +39,10 @@ NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 """The only imports between rooms (folders of the package) of the same floor."""
 
 LIKE_A_USER = {"cli", "__main__"}
-"""Rooms that may import the package itself, because they are above its public names."""
+"""Rooms that may import the package's public names, as a user does, because they are built on them."""
 
 SHARED_BY_OPERATIONS = {"call", "first_use"}
-"""Modules of `ops` that are not operations, besides helpers, whose names begin with an underscore."""
+"""Modules of `ops` that several operations share; other helpers have names that begin with an underscore."""
 
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}
 KNOWS_CTYPES_BESIDES = ("lt_runtime", "profiling", "cupti", "library")
@@ -50,7 +50,7 @@ KNOWS_CTYPES_BESIDES = ("lt_runtime", "profiling", "cupti", "library")
 
 
 class Import(NamedTuple):
-    """One import: both names absolute, in parts, such as ('lt_runtime', 'ops', 'linear')."""
+    """One import statement's importing module and imported name, as tuples such as ('lt_runtime', 'ops', 'linear')."""
 
     importer: tuple[str, ...]
     line: int

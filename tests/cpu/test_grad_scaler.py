@@ -1,4 +1,4 @@
-"""The dynamic loss scale: how it moves, that gradients are divided by it, and what it refuses."""
+"""`lt.GradScaler`: how the scale changes, that gradients are divided by it, and refused arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def optimizer_with(scaler: lt.GradScaler, size: int = 4) -> tuple[lt.Parameter, 
 
 
 def scales(scaler: lt.GradScaler, steps: list[bool]) -> list[tuple[float, int]]:
-    """Scale and growth tracker after each step; True stands for a gradient that is not finite."""
+    """Steps with the given gradients (True: not finite); returns scale and growth tracker after each step."""
     parameter, optimizer = optimizer_with(scaler)
     seen = []
     for bad in steps:

@@ -285,7 +285,7 @@ def test_auxiliary_matrices_are_refused_alike(
 
 
 def _with_gaps(cp: Any, rows: int, columns: int) -> Any:
-    """Makes a matrix neither of whose axes is contiguous."""
+    """Makes a matrix in which neither axis has unit stride."""
     return cp.asarray(ones(2 * rows, 3 * columns))[::2, ::3]
 
 
@@ -324,7 +324,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("name", "changes", "error", "message"), REFUSED)
 def test_device_arrays_that_are_refused(gpu: FakeGpu, name: str, changes: Any, error: str, message: str) -> None:
-    """Nothing is written, and the stream stays usable."""
+    """A refused call writes nothing, and leaves the stream usable."""
     place, package = gpu.cp.asarray, gpu.lt
     x, w, bias, written = (place(ones(*shape)) for shape in ((6, 4), (5, 4), (5,), (6, 5)))
     given: dict[str, Any] = {"x": x, "w": w, "bias": bias, "out": written}

@@ -24,6 +24,6 @@ def test_killed_writers_lose_nothing_and_leave_nothing(kind: str, tmp_path: Path
 
 def test_a_killed_training_run_continues_bit_by_bit(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.killed_training", "cpu", str(tmp_path)]
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # a process with threads should not fork
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # without OpenBLAS's threads, because the program forks
     done = subprocess.run([*command, KILLS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")

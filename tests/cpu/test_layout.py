@@ -1,4 +1,4 @@
-"""Layouts against the strided views of NumPy that they describe."""
+"""`Layout` compared with the strided NumPy views that it describes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_stride_of_an_axis_of_size_one_has_no_meaning(extent: int, step: int
 @settings(max_examples=200, deadline=None)
 @given(shape=st.lists(axes, min_size=3, max_size=4), data=st.data())
 def test_leading_axes_are_rows(shape: list[int], data: st.DataObject) -> None:
-    """An array has a layout exactly if NumPy makes a matrix of it without a copy, and the matrix has a layout."""
+    """An array has a layout if and only if NumPy can reshape it to a matrix without a copy and the matrix has one."""
     line, gap = data.draw(st.sampled_from([(1, 0), (1, 3), (1, -1), (2, 0)])), 0
     step, gap = line
     pitches = [step]

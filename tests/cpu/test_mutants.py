@@ -1,4 +1,4 @@
-"""Planted faults fit their files and name tests that exist; the commands that plant faults give the right verdicts."""
+"""Every mutant's text occurs in its file, and its tests exist; the commands that run mutants give right verdicts."""
 
 import ast
 import functools

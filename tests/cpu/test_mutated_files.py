@@ -1,4 +1,4 @@
-"""Changed profiles, shapes, models and checkpoints: a printable `LtError` or a right result, soon, and nothing lost."""
+"""Randomly changed profiles, shapes, models and checkpoints give an `LtError` or a right result, and quickly."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.support.training_runs import assert_same, run_of, state
 
 SHAPES = b'{"layers": {"a": [[8, 4, 4]]}, "mlps": {"b": {"rows": 8, "dims": [4, 4], "activation": "relu"}}}'
 KERNELS = (Kernel("gemm", "fc", "forward", 0.5, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 0.1),)
-SECONDS, BYTES = 10, 200 << 20  # hard limits, because this machine may be busy
+SECONDS, BYTES = 10, 200 << 20  # generous limits of time and memory, because the machine may be busy
 
 
 def mutated_header(content: bytes) -> st.SearchStrategy[bytes]:
-    """A changed copy of a safetensors file, whose header, the text of a model within it, or bytes are changed."""
+    """Copies a safetensors file, and changes its header, the model's text within the header, or bytes."""
     end = 8 + int.from_bytes(content[:8], "little")
     headers = mutated(content[8:end].rstrip())
     return mutated(content) | headers.map(lambda header: len(header).to_bytes(8, "little") + header + content[end:])
@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> dict[str, bytes]:
 
 
 def result_of(call: Callable[[], Any]) -> Any:
-    """The result of a call, or the `LtError` that it raises."""
+    """Makes a call; returns its result, or the `LtError` that it raised."""
     try:
         return call()
     except LtError as error:

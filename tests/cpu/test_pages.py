@@ -1,4 +1,4 @@
-"""The pages for readers: their examples run, their links lead somewhere, and generated parts are up to date."""
+"""The documentation's pages: examples run, links have targets, and generated parts are up to date."""
 
 import re
 from pathlib import Path

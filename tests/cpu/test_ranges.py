@@ -1,4 +1,4 @@
-"""Named ranges: which listeners and tools are told of them, and the layer and phase that a path of ranges names."""
+"""`lt.range`: which listeners and tools hear of ranges, and the layer and phase to which nested ranges belong."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_range_decorates_a_function_and_is_heard_from_any_thread() -> None:
 
     @lt.range("block0.fc1")
     def double(value: int, *, plus: int = 0) -> int:
-        """Doubles."""
+        """Doubles a value, and adds a number."""
         return 2 * value + plus
 
     with listening(recorder):
@@ -137,7 +137,7 @@ def test_an_attached_tool_sees_ranges_with_and_without_listeners(monkeypatch: py
     assert recorder.seen == ["+heard by both", "-heard by both"]
     monkeypatch.undo()
     ranges._made.clear()
-    lt.range("detached")  # A new range makes the module ask again whether a tool listens.
+    lt.range("detached")  # Making a new range makes the module ask again whether an NVTX tool is attached.
     assert not ranges.is_heard
 
 

@@ -44,7 +44,7 @@ SCALARS: list[tuple[dict[str, Any], type[LtError], str]] = [
 
 
 def bad_addresses(names: str, required: str) -> list[tuple[dict[str, Any], type[LtError], str]]:
-    """Replaces addresses by 0, by misaligned and by negative ones."""
+    """Yields arguments in which one address is replaced by 0, a misaligned or a negative address."""
     return [
         *(({name: 0}, ArgumentError, f"^{name} is 0; an address is needed for its") for name in required.split()),
         *(

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: their factors at every boundary, and what they refuse."""
+"""Learning-rate schedules: their factors at the begin and end of every phase, and refused arguments."""
 
 from __future__ import annotations
 

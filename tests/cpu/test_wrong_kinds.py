@@ -65,16 +65,16 @@ SHOWN: Final[Mapping[str, str]] = {
     "array": r"1\.\+2\.j|complex128|shape \((2,)?\)",
     "tensor": r"Tensor|shape \(2,\)",
 }
-"""Pattern of the value that an error must show, by kind."""
+"""For each kind of wrong value, the pattern by which an error message must show it."""
 
 
 @dataclass
 class World:
-    """The place where functions run: NumPy or the pretended GPU.
+    """Where the tested functions run: on NumPy arrays or on the pretended GPU.
 
     Attributes:
         lt: the package.
-        place: puts a NumPy array there.
+        place: function that copies a NumPy array there.
         arrays: arrays that a refused call must not change.
     """
 
@@ -114,7 +114,7 @@ class World:
         return {"dy": self.ones(M, N), "ctx": ctx, "out": self.ones(M, 2 * N)}
 
     def values(self) -> list[bytes]:
-        """The contents of all arrays, after all work."""
+        """Waits for all work; returns the contents of all arrays."""
         if self.gpu is None:
             return [each.tobytes() for each in self.arrays]
         self.gpu.streams.synchronize_all()
@@ -474,7 +474,7 @@ def public(lt: ModuleType) -> Iterator[tuple[str, Any]]:
                 is_public = not method.startswith("_") or method == "__call__"
                 is_known = value is lt.Block if method in OF_BLOCKS else value is lt.MLP and method != "parts"
                 if issubclass(value, lt.Block | lt.Pass) and not is_known:
-                    continue  # the protocol of blocks, which tests/cpu/nn/test_blocks.py tests
+                    continue  # methods that blocks call on each other are tested in tests/cpu/nn/test_blocks.py
                 if is_public and (inspect.isfunction(function) or isinstance(function, classmethod)):
                     yield f"{name}.{method}", getattr(value, method)
 
@@ -482,7 +482,7 @@ def public(lt: ModuleType) -> Iterator[tuple[str, Any]]:
 def accepted_of(name: str) -> dict[str, str]:
     """The kinds that each parameter of a function accepts."""
     special = ACCEPTED_BY.get(name, {})
-    if " " in name or name == "Epilogue":  # an enumeration has the signature of its constructor
+    if " " in name or name == "Epilogue":  # an enum has no signature from which the kinds could be read
         return dict(special)
     found = {}
     for each, parameter in inspect.signature(PUBLIC[name]).parameters.items():

@@ -1,4 +1,4 @@
-"""The fixture `gpu`: the current GPU, for checks that also run on the pretended GPU."""
+"""The fixture `gpu`: the current, real GPU, for checks that also run on the pretended GPU."""
 
 from __future__ import annotations
 

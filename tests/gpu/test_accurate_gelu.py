@@ -21,7 +21,7 @@ ROWS, WIDTH = 4096, 64
 
 @pytest.fixture(scope="module")
 def z() -> Any:
-    """Makes pre-activations whose product with the unit matrix is exact, so that the activation alone has an error."""
+    """Makes x whose product with the unit matrix, the pre-activation, is exact: only the activation has an error."""
     values = np.random.default_rng(5).uniform(-4, 4, (ROWS, WIDTH))
     return values.astype(np.float32)
 

@@ -158,7 +158,7 @@ def test_the_scaler_moves_as_pytorch_s() -> None:
     tensor = torch.nn.Parameter(torch.ones(300, device="cuda"))
     peer = torch.optim.AdamW([tensor], lr=1e-2, fused=True)
     their_scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=3)
-    their_scaler.scale(torch.ones((), device="cuda"))  # PyTorch allocates its scale only in this call
+    their_scaler.scale(torch.ones((), device="cuda"))  # PyTorch's GradScaler allocates its scale only in this call
     parameter = lt.Parameter(cp.ones(300, cp.float32), cp.zeros(300, cp.float32))
     scaler = lt.GradScaler(256.0, growth_interval=3)
     optimizer = lt.AdamW([parameter], lr=1e-2, scaler=scaler)

@@ -1,4 +1,4 @@
-"""Runs the benchmark suites on small cases: they make whole rows, and all contenders of a case compute the same."""
+"""The benchmark suites on small cases give complete rows, and all contenders of a case compute the same results."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_calls_of_the_host_compute_the_same() -> None:
 
 
 def expected(block: Block, at: Arrays) -> dict[str, Any]:
-    """The block's results in float64; each pass starts from the stored results of the passes before it."""
+    """Computes a block's results in float64; each pass uses the stored results of earlier passes as its inputs."""
     with np.errstate(invalid="ignore"):  # A buffer that a split does not use has arbitrary contents.
         have = {name: to_host(array).astype(np.float64) for name, array in at._asdict().items()}
     activation = Activation(block.activation)

@@ -28,12 +28,12 @@ def kernels(collector: Collector) -> list[Activity]:
 
 
 def by_range(collector: Collector, kind: str = "kernel", depth: int | None = None) -> Counter[Path]:
-    """Counts activities by their path of range names, cut to the `depth` outermost ranges."""
+    """Counts recorded activities by their ranges' names, of which only the `depth` outermost are used."""
     return Counter(each.range[:depth] for each in collector.activities if each.kind == kind)
 
 
 def share(collector: Collector, belongs: Callable[[Path], bool]) -> float:
-    """Of the time of all kernels, the share that is spent in ranges for whose path `belongs` is true."""
+    """The share of all kernels' time that is spent in ranges whose path `belongs` accepts."""
     total = sum(each.end_ns - each.start_ns for each in kernels(collector))
     return sum(each.end_ns - each.start_ns for each in kernels(collector) if belongs(each.range)) / total
 

@@ -57,7 +57,8 @@ def _read(read: Callable[[], int]) -> None:
 def test_a_heuristic_passes_the_check_and_multiplies(kind: str, handle: cublaslt.Handle) -> None:
     compute, scale, data = KINDS[kind]
     dtype = DType(kind).numpy
-    a, b = cp.ones((K, M), dtype), cp.ones((N, K), dtype)  # A and B as column-major matrices, M×K and K×N
+    # In memory these are column-major matrices: A is M×K and B is K×N.
+    a, b = cp.ones((K, M), dtype), cp.ones((N, K), dtype)
     d = cp.zeros((N, M), dtype)
     workspace = cp.empty(1 << 20, cp.uint8)
     with cublaslt.MatmulDesc(compute, scale) as desc, cublaslt.MatmulPreference() as preference:

@@ -51,7 +51,7 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 def test_more_elements_than_31_bits_count(size: int) -> None:
     if cp.cuda.runtime.memGetInfo()[0] < 3 * size:
         pytest.skip("needs 6 GB of memory on the GPU")
-    bits, one, two = cp.full(size, 0x3F80, cp.uint16), 0x3F80, 0x4000  # of BF16
+    bits, one, two = cp.full(size, 0x3F80, cp.uint16), 0x3F80, 0x4000  # the numbers 1 and 2 as BF16 bits
     x, rng, p = bits.view(DType.BFLOAT16.numpy), lt.Philox(2**60 + 5, 2, 3), 0.5
     assert (bits[-8:] == one).all()
     lt.dropout(x, p, rng, out=x)
@@ -64,7 +64,7 @@ def test_more_elements_than_31_bits_count(size: int) -> None:
 
 
 def _keeps(start: int, count: int, p: float, rng: Philox) -> Any:
-    """Whether dropout keeps each of `count` elements from row-major index `start` on, a multiple of eight."""
+    """Computes whether dropout keeps each of `count` elements from index `start` (a multiple of eight) on."""
     blocks = np.arange(start // 8, (start + count + 7) // 8, dtype=np.uint64)
     layer, step = (np.full_like(blocks, number) for number in (rng.layer, rng.step))
     counters = np.stack([blocks & np.uint64(0xFFFFFFFF), blocks >> np.uint64(32), layer, step], axis=1)

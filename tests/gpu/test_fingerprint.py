@@ -1,4 +1,4 @@
-"""The fingerprint of a real GPU."""
+"""The fingerprint of the machine with a real GPU, which names the plan file."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_casts(
 @pytest.mark.parametrize("to", FP8_TYPES)
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_every_number_of_sixteen_bits(gpu: Any, dtype: DType, to: Any) -> None:
-    """NaN and infinities among them: every bit pattern converts as in NumPy."""
+    """Every 16-bit pattern, NaN and infinities included, is converted as by NumPy."""
     values = np.arange(1 << 16, dtype=np.uint16).view(dtype.numpy).reshape(256, 256)
     amax = gpu.cp.zeros(1, np.float32)
     rows, transposed = lt.cast_fp8(gpu.cp.asarray(values), dtype=to, amax=amax)
@@ -62,6 +62,6 @@ def test_every_number_of_sixteen_bits(gpu: Any, dtype: DType, to: Any) -> None:
     np.testing.assert_array_equal(gpu.cp.asnumpy(rows.view(np.uint8)), expected)
     np.testing.assert_array_equal(gpu.cp.asnumpy(transposed.view(np.uint8)), expected.T)
     assert np.isnan(float(amax[0]))
-    numbers = values[:124]  # no infinity or NaN of either type begins in these
+    numbers = values[:124]  # a part of the numbers in which neither type has an infinity or NaN
     lt.cast_fp8(gpu.cp.asarray(numbers), dtype=to, amax=(finite := gpu.cp.zeros(1, np.float32)))
     assert float(finite[0]) == amax_of(numbers)

@@ -39,7 +39,7 @@ def test_a_graph_of_a_step_replays_as_eager_steps(gpu: Any, recipe: Any) -> None
         _, ctx = lt.linear_fwd(x, w, activation="silu", precision=state, out=y, out_z=z, stream=stream)
         lt.linear_bwd(dy, ctx, out_dx=dx, out_dw=dw, stream=stream)
         state.update(stream=stream)
-        contexts.append(ctx)  # a graph writes to its arrays
+        contexts.append(ctx)  # kept, because the captured graph writes into the context's arrays
 
     def run(launch: Any) -> list[bytes]:
         made = []
@@ -51,10 +51,10 @@ def test_a_graph_of_a_step_replays_as_eager_steps(gpu: Any, recipe: Any) -> None
             made.append(b"".join(host_of(gpu, each).tobytes() for each in (y, dx, dw, state.slots, state.history)))
         return made
 
-    run(step)  # calibrates, and allocates the stream's memory
+    run(step)  # an eager run computes the first scales, and allocates the stream's memory
     start = state.state_dict()
     eager = run(step)
-    contexts.clear()  # gives their memory back to the pool, from which the capture takes it
+    contexts.clear()  # returns the contexts' memory to the pool, from which the capture takes it
     with stream:
         stream.begin_capture()
         step()

@@ -18,7 +18,7 @@ DIMS, ROWS = [256, 512, 256, 64], 512
 def train(
     gpu: Any, steps: int, *, precision: Any, graph: bool = True, tune: bool = False, weights: tuple[Any, ...] = ()
 ) -> tuple[list[float], bytes]:
-    """Losses of a regression onto a fixed random model, and the bytes of the parameters and scales at the end."""
+    """Trains a model to imitate a random one; returns the losses, and the final bytes of parameters and scales."""
     teacher = lt.MLP(DIMS, "gelu", dtype="float32", seed=9, device="cpu")
     model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=precision)
     step = lt.TrainStep(
@@ -51,7 +51,7 @@ def test_the_loss_casts_as_the_last_layer_does(gpu: Any) -> None:
 
 @pytest.mark.parametrize("precision", [lt.FP8(), lt.FP8(recipe="current"), lt.FP8(gradients="e4m3")])
 def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any) -> None:
-    """The last tenth of 400 steps; the noise of FP8's forward pass in the reported loss is part of the limit."""
+    """Compares losses of the last tenth of 400 steps; the limit includes the noise of FP8's forward pass."""
     in_fp8, _ = train(gpu, 400, precision=precision, tune=True)
     in_bf16, _ = train(gpu, 400, precision=None)
     assert np.mean(in_fp8[-40:]) < 1.15 * np.mean(in_bf16[-40:]) < 0.5 * in_bf16[0]

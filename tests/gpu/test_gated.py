@@ -23,7 +23,7 @@ _TINY = 1e-6
 
 
 def check(h: Any, dy: Any, y: Any, dh: Any, activation: Activation, factors: Any) -> None:
-    """Compares results in float64 with the reference; h and dy are NumPy arrays of the operands' type."""
+    """Compares y and dh with the float64 reference; h and dy are NumPy arrays of the operands' type."""
     dtype, size = DType.parse("h", h.dtype), np.max(factors, initial=1.0) * max(1.0, abs(activation.negative_slope))
     gate, value = (np.abs(each.astype(np.float64)) for each in np.split(h, 2, axis=-1))
     expected = reference.gated_fwd(h, activation, factors)

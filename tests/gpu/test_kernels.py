@@ -1,4 +1,4 @@
-"""Errors of the driver, and kernels over matrices of many rows or columns."""
+"""Errors of the CUDA driver, and kernels over matrices of very many rows or columns."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ REPEATS = 4
 
 
 class Layer:
-    """Operands on the GPU, and the expected results of a layer with GELU by NumPy's reference."""
+    """A layer with GELU: operands on the GPU, and the expected results, computed by the NumPy reference."""
 
     def __init__(self, seed: int = 0, m: int = M, dtype: str = "float32") -> None:
         generator = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[BoundPlan]:
-    """Counts the launches of bound plans."""
+    """Counts how often plans that are bound to addresses are launched."""
     seen: list[BoundPlan] = []
     original = BoundPlan.__call__
 

@@ -30,7 +30,7 @@ TOLERANCE = {FP32: 2e-3, BF16: 3e-2}
 
 
 class Case(NamedTuple):
-    """A test case: an MLP of two layers."""
+    """A test case: an MLP of two layers that is tuned."""
 
     rows: int
     dims: tuple[int, int, int]
@@ -133,7 +133,7 @@ def test_tuned_layers_agree_with_the_reference(name: str) -> None:
 
 
 def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test makes plans that compute dw concurrently with dx launch nothing: they are fastest, and dx is wrong."""
+    """In this test, plans with dw beside dx launch nothing: they would be the fastest, but dx is wrong."""
     run, planted = BackwardPlan.run, set[Any]()
 
     def run_or_skip(plan: BackwardPlan, call: Call) -> None:

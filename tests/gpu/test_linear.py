@@ -86,7 +86,7 @@ def test_bias_gradients_over_many_rows(
     gpu: Any, dtype: DType, need: tuple[bool, bool, bool], m: int, n: int, accumulate: bool
 ) -> None:
     case = layer_case(m=m, n=n, k=8, dtype=dtype, activation="gelu", need=need, accumulate=accumulate)
-    for _ in range(2):  # the second run needs the counters that the first has reset to zero
+    for _ in range(2):  # the second run needs the stream's counters, which the first must have reset to zero
         Layer(gpu, case).check()
 
 

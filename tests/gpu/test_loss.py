@@ -112,7 +112,7 @@ def test_a_vocabulary(gpu: Any, dtype: DType, classes: int, place: Placement | N
     ("rows", "classes"), [(20000, 10), (8000, 1000), (5000, 300), (5000, 3000), (300, 70000), (150, 128256)]
 )
 def test_many_rows(gpu: Any, rows: int, classes: int, dtype: DType, out: Placement | None) -> None:
-    """A block or a warp processes several of the many rows, and a separate launch counts the ignored labels."""
+    """With so many rows, a block or warp processes several, and a separate launch counts the ignored labels."""
     generator = np.random.default_rng(rows)
     logits = generator.standard_normal((rows, classes)).astype(dtype.numpy)
     labels = generator.integers(0, classes, rows)
@@ -207,7 +207,7 @@ def test_cross_entropy_as_pytorch(shape: tuple[int, int], weights: str, smoothin
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 @pytest.mark.parametrize("shape", [(8192, 4096), (20000, 8), (40, 100_000)], ids=str)
 def test_sums_of_the_gradient(shape: tuple[int, int], dtype: DType) -> None:
-    """The sums are those of the stored gradient, and have the same bits again."""
+    """The column sums are those of the stored gradient, and have the same bits in each run."""
     x, target = (cp.random.default_rng(seed).random(shape, cp.float32).astype(dtype.value) for seed in range(2))
     found = []
     for _ in range(2):

@@ -54,7 +54,7 @@ def test_matmul_agrees_with_reference_and_launches_kernels_only(
     examples["matmul"] += 1
 
 
-# sizes (n, m, k) for which a version of cuBLASLt gave wrong results
+# sizes (n, m, k) for which some version of cuBLASLt gave wrong results
 _AWKWARD = [(1, 1, 1), (1, 2, 3), (3, 2, 1), (2, 1, 3), (65, 43, 21), (40, 50, 60), (9, 2, 1), (4, 1, 2)]
 
 
@@ -92,7 +92,8 @@ def test_rows_of_d_less_aligned_than_those_of_c(gpu: Any, epilogue: Epilogue, dt
     scalars = {"alpha": 2.0, "beta": -0.5, "device_scalars": True}
     case = matmul_case(dtype=dtype, d_dtype=DType.FLOAT32, epilogue=epilogue, with_c=True, d=pitched, **scalars)
     if epilogue.sums_operand:
-        case = dataclasses.replace(case, c=pitched)  # the tolerance that the reference's sums need
+        # The tolerance of the reference's sums assumes that C has D's placement.
+        case = dataclasses.replace(case, c=pitched)
     Product(gpu, case).check()
 
 

@@ -1,4 +1,4 @@
-"""A narrow MLP's passes in one kernel each: against float64, the same bits each time, and in training steps."""
+"""A narrow MLP's forward and backward as one kernel each: against float64, with repeatable bits, in training steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Network:
 
     @property
     def made(self) -> list[Array]:
-        """Runs the kernels; returns the outputs, and the gradients of all parameters."""
+        """Runs the fused forward and backward kernels; returns the outputs, and the gradients of all parameters."""
         x, dy, *parameters = self.gpu
         gradients = [each.copy() for each in parameters]
         y = perform(MLP_OUTPUTS, (x, None, *filled(parameters)), self.activation, None, None)
@@ -79,7 +79,7 @@ def _normal(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def _integers(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Draws few small integers, so that most sums are exact."""
+    """Draws small integers, most of them 0, so that most sums are exact."""
     values = generator.integers(-1, 2, shape)
     return np.where(generator.random(shape) < min(1.0, 4.0 / shape[-1]), values, 0)
 
@@ -104,7 +104,7 @@ def test_activations(activation: str) -> None:
 
 
 def test_small_integers_are_exact() -> None:
-    """With exact sums, a row, column or step that is left out or counted twice cannot hide among roundings."""
+    """Sums are exact, so that a row, column or step that is left out or counted twice cannot hide among roundings."""
     network = _Network((24, 64, 32, 8), 50, DType.BFLOAT16, "relu", integers=True)
     for made, exact in zip(network.made, network.expected, strict=True):
         assert np.array_equal(made, exact)

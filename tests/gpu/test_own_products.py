@@ -1,4 +1,4 @@
-"""Matrix products by our own kernels on the GPU, against float64: of tiny dimensions, and of ragged 16-bit rows."""
+"""Our own product kernels on the GPU, against float64: products with a tiny dimension, or of ragged 16-bit rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our passes around a product, alone: with K = 0 a layer's pre-activation is its bias, and cuBLASLt is not called.
+"""Our kernels before and after a product, alone: with K = 0 cuBLASLt is not called, and the bias is the product.
 
 So compute-sanitizer's initcheck, which cannot follow writes of cuBLASLt's kernels, can follow every byte.
 """

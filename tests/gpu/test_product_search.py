@@ -43,7 +43,7 @@ def a_problem(
     w_transposed: bool = True,
     **changes: Any,
 ) -> MatmulProblem:
-    """Problem of a product: x·wᵀ as in a layer, or a product of two row-major matrices."""
+    """Makes the problem of a product: x·wᵀ as in a layer, or a product of two row-major matrices."""
     b = Layout(k, n, Order.COLUMN, k) if w_transposed else packed(k, n)
     aux = None
     if epilogue.has_aux_output or epilogue.is_derivative:
@@ -147,7 +147,7 @@ Planted = Callable[[Launch, Sequence[Call]], Launch]
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, only: int) -> list[bytes]:
-    """Replaces the launches of one candidate; returns the algorithms of all, as they are tried."""
+    """Replaces the launches of one candidate; returns a list to which each tried candidate's algorithm is added."""
     launcher, blobs = product_search.launcher, []
 
     def wrapped(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
@@ -213,8 +213,9 @@ def test_a_capture_in_another_thread_stays_whole() -> None:
 
     thread = threading.Thread(target=elsewhere)
     with stream:
-        x += 1  # loads the kernel
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)  # the strictest: no thread may allocate
+        x += 1  # the first sum loads CuPy's kernel, which a capture forbids
+        # The strictest capture mode, in which no thread may allocate memory.
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
         x += 1
         thread.start()
         tuned.wait()

@@ -24,7 +24,7 @@ from tests.support.strategies import TYPES, lattice
 SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
 """Sizes M, N and K of the tested layers.
 
-A row of a layer's mask ends at a multiple of 16 bytes, at a byte, or within a byte.
+The sizes are such that a row of a layer's mask ends at a multiple of 16 bytes, at a byte, or within a byte.
 """
 CASES = [
     (dtype, shape)
@@ -86,8 +86,8 @@ def test_the_library_writes_the_reference_s_mask(dtype: DType, shape: tuple[int,
 @pytest.mark.parametrize("maker", [MadeBy.KERNEL, MadeBy.EPILOGUE])
 @pytest.mark.parametrize("choose", [heuristic_algorithm, NarrowPlan])
 def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], maker: MadeBy, choose: Choose) -> None:
-    """The derivative applied in place, as a pass behind the product of the layer above, or within that product gives
-    the same bits.
+    """ReLU's derivative gives the same bits if it is applied to dy in place, by a kernel after the product of the layer
+    above, or within that product.
 
     If cuBLASLt offers no algorithm, the default is our kernel.
     """

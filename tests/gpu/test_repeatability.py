@@ -28,7 +28,7 @@ RNG = lt.Philox(2**35 + 1, 2, 3)
 
 
 def random(seed: int, shape: tuple[int, ...], dtype: DType = DType.FLOAT32) -> Any:
-    """An array of standard normal numbers on the GPU."""
+    """Draws an array of standard normal numbers on the GPU."""
     return cp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype.numpy))
 
 

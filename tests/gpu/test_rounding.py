@@ -38,7 +38,7 @@ def test_products(gpu: Any, case: MatmulCase, examples: Counter[str]) -> None:
 @pytest.mark.parametrize("c", [Placement(False, 0, 1), Placement(False, 0, 4), Placement(False, 1, 0)])
 @pytest.mark.parametrize("epilogue", [Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS])
 def test_products_over_a_ragged_c(gpu: Any, epilogue: Epilogue, c: Placement, dtype: DType) -> None:
-    """cuBLASLt's kernels round the product before they add C and the bias: on an H200 up to 99 times the bound."""
+    """cuBLASLt's kernels for ragged rows round before they add C and the bias: on an H200 up to 99 times the bound."""
     flat = Placement(column_major=False, gap=0, offset=0)
     case = MatmulCase(
         m=64, n=64, k=64, batches=(None, None, None), dtype=dtype, compute="float32", d_dtype=dtype, epilogue=epilogue,

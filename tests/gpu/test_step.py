@@ -56,7 +56,7 @@ def cauchy(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
 
 
 def huber(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
-    """Returns a loss function that calls a loss of this package."""
+    """Makes a user-defined loss function that calls a loss of this package."""
     return lt.huber_loss(outputs.astype(cp.float32), target, out_gradient=gradient, stream=stream).loss
 
 
@@ -82,7 +82,7 @@ def test_graph_and_eager_agree_bitwise(dtype: str, loss: Any, accumulate: int) -
 
 
 def test_an_own_loss_that_waits_is_refused() -> None:
-    """A graph cannot wait for the host; nothing is updated, and the stream stays usable."""
+    """A loss that waits for the host cannot be captured: nothing is updated, and the stream stays usable."""
 
     def waits(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
         gradient[...] = float(outputs.astype(cp.float32).sum())

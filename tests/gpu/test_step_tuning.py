@@ -50,7 +50,7 @@ def _trained(rows: int = ROWS, **options: Any) -> list[bytes]:
 
 
 def _train(model: lt.MLP, step: lt.TrainStep, rows: int = ROWS) -> list[bytes]:
-    """Makes three steps; returns their losses, and the parameters after them."""
+    """Makes three training steps; returns the losses, and the parameters after the last step."""
     losses = []
     for i in range(3):
         generator = np.random.default_rng(i)

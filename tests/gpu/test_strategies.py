@@ -180,7 +180,7 @@ def test_a_branch_of_a_graph_gives_the_same() -> None:
 
 
 def test_the_library_does_all_of_it_somewhere() -> None:
-    """Of every kind of result, some strategy that `test_every_strategy` runs has cuBLASLt compute it in an epilogue."""
+    """For every kind of result, `test_every_strategy` runs a strategy in which a cuBLASLt epilogue computes it."""
     used: set[ForwardStrategy | BackwardStrategy] = set()
     for activation in ("relu", "gelu"):
         block = Block((256, 512, 784), activation, DType.BFLOAT16)

@@ -1,4 +1,4 @@
-"""Explicit streams, captures and threads."""
+"""Calls on explicit streams, in captures of the caller's, and from several threads."""
 
 from __future__ import annotations
 

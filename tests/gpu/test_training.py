@@ -1,4 +1,4 @@
-"""Training on the GPU follows the NumPy reference."""
+"""Training on the GPU has the losses of training with the NumPy reference."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _SENTINEL = 7.0
 
 
 class _Operands:
-    """One GPU's layer arrays, model and training step."""
+    """The arrays of a layer, the model and the training step on one of the two GPUs."""
 
     def __init__(self, device: int) -> None:
         generator = np.random.default_rng(0)

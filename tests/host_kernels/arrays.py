@@ -20,7 +20,7 @@ EPS32: Final = EPSILON[DType.FLOAT32]
 
 _HALF_SUBNORMAL: Final = {DType.FLOAT32: 2.0**-150, DType.FLOAT16: 2.0**-25, DType.BFLOAT16: 2.0**-134}
 _GUARD: Final = 8192 if SANITIZER is Sanitizer.NONE else 0  # bytes on either side; sanitizers have guards of their own
-_FILL: Final = 0xFF  # NaN in every type, with bits that no arithmetic yields
+_FILL: Final = 0xFF  # this byte makes NaN in every type, with bits that arithmetic never yields
 
 FLAT: Final = Placement(column_major=False, gap=0, offset=0)
 """Placement of a row-major matrix without gaps, at an aligned address."""
@@ -105,7 +105,7 @@ def mask(positive: NDArray[np.bool_], gap: int) -> Guarded:
 
 
 def rounding(dtype: DType, expected: NDArray[Any]) -> NDArray[np.float64]:
-    """Bound of the error of a value that is rounded to `dtype`."""
+    """The bound of the error of rounding a value to `dtype`."""
     error: NDArray[np.float64] = EPSILON[dtype] * np.abs(expected) + _HALF_SUBNORMAL[dtype]
     return error
 

@@ -25,7 +25,8 @@ COMPILER: Final = os.environ.get("CXX", "g++")
 
 _FLAGS: Final = (
     *("-std=c++17", "-Og", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # no warning of `#pragma unroll`, which g++ does not know
+    # G++ must not warn of `#pragma unroll`, which it does not know.
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
 )
 _ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w:, ]*\) )?(\w+)\(')
 _MAX_THREADS: Final = 1024
@@ -70,7 +71,7 @@ SANITIZER: Final = Sanitizer(os.environ.get("LT_HOST_SANITIZER", "none"))
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel file and the macros that it is compiled with.
+    """A kernel file with the macros with which it is compiled.
 
     Attributes:
         source: a file of `cuda_src` or of this directory's `kernels`.
@@ -101,7 +102,7 @@ class Variant:
 
 
 class Builder:
-    """Builds into one directory, which other processes may share."""
+    """Builds shared libraries in one directory, which other processes may share."""
 
     def __init__(self, directory: Path, sanitizer: Sanitizer = SANITIZER) -> None:
         self._directory = directory
@@ -161,7 +162,7 @@ class Builder:
 
     @property
     def _command(self) -> list[str]:
-        """The compiler with the options of every build."""
+        """The command line of the compiler with the options of every build."""
         headers = (SHIM, HERE / "kernels", kernel_sources())
         found = [*(f"-I{path}" for path in headers), "-isystem", runtime_headers()]
         # Libraries do not contain the path of the checkout or of the toolkit, so that copies of the checkout share
@@ -177,7 +178,7 @@ def _digest(command: Sequence[str], files: Sequence[Path]) -> str:
 
 
 def compiler_version() -> str:
-    """The compiler's description of its version."""
+    """The text by which the compiler describes its version."""
     return _output_of("--version")
 
 

@@ -24,7 +24,7 @@ from tests.support.strategies import Placement, generators
 Shape = tuple[int, int]
 Pair = tuple[int, int]
 
-# Explicit examples are enough for ThreadSanitizer: races do not depend on the numbers.
+# Under ThreadSanitizer only the explicit examples run, because races do not depend on the drawn numbers.
 _PHASES = (Phase.explicit,) if SANITIZER is Sanitizer.THREAD else settings().phases
 FEW: Final = settings(max_examples=20, deadline=None, phases=_PHASES)
 EXAMPLES_ALONE: Final = settings(phases=(Phase.explicit,), deadline=None)
@@ -35,7 +35,8 @@ VECTOR_BYTES: Final = 16
 axes = st.one_of(st.just(1), st.integers(1, 40), st.sampled_from((8, 16, 64, 65, 96, 131)))
 shapes = st.one_of(
     st.tuples(axes, st.one_of(axes, st.sampled_from((257, 264)))),
-    # a backward pass splits the long matrices into parts; the wide ones need more blocks than run at a time
+    # of these shapes, long matrices are split into parts by backward kernels, and wide ones need more blocks than run
+    # at a time
     st.tuples(st.sampled_from((100, 333, 700)), st.sampled_from((1, 10, 33))),
     st.tuples(st.integers(1, 9), st.sampled_from((1600, 2000))),
 )
@@ -44,7 +45,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
-    """Draws a shape that suits a kernel: rows are whole octets if `aligned`; long, and not whole octets, if `flat`."""
+    """Changes a shape so that a kernel supports it: columns are a multiple of eight if `aligned`, none if `flat`."""
     rows, cols = shape
     if flat:
         cols = cols if cols > 2 * OCTET else cols + 2 * OCTET
@@ -74,8 +75,8 @@ def suit_places(
     types.
 
     Args:
-        odd: index of the matrix that does not begin at a multiple of 16 bytes where the access is `ANY`.
-        others_aligned: whether then all the others are aligned.
+        odd: index of the matrix that is misaligned (not at a multiple of 16 bytes) if the access is `ANY`.
+        others_aligned: whether all other matrices are aligned in that case.
     """
     if access is Access.FLAT:
         return [Placement(column_major=False, gap=0, offset=OCTET * place.offset) for place, _ in places]
@@ -114,7 +115,7 @@ blocks = st.one_of(
 
 @dataclass(frozen=True)
 class Drops:
-    """Dropout of a case, with its step passed as a value or through memory."""
+    """The dropout of a test case; its step is passed to the kernel as a value or by an address."""
 
     p: float
     philox: Philox
@@ -135,12 +136,12 @@ drops = st.builds(Drops, st.sampled_from((0.1, 0.5, 0.0, 0.93)), generators, st.
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Fields that the cases of all passes over a matrix share.
+    """Base of the test cases of all elementwise kernels: the fields that they share.
 
     Attributes:
         in_place: whether the result overwrites an operand.
-        slope: of a leaky ReLU.
-        blocks: None lets the runtime choose the blocks.
+        slope: slope of a leaky ReLU.
+        blocks: the launch's blocks; None if the runtime chooses them.
     """
 
     shape: Shape
@@ -161,4 +162,4 @@ LAUNCH: Final[dict[str, Any]] = {
     "order": orders,
     "seed": seeds,
 }
-"""Hypothesis strategies that draw these fields, by name."""
+"""Hypothesis strategies that draw the fields of `Launch`, by name."""

@@ -1,4 +1,4 @@
-"""The runtime launches its kernels on the CPU, and divides their work as on a GPU of three multiprocessors."""
+"""Fixtures that make the runtime launch its kernels on the CPU, divided as for a GPU of three multiprocessors."""
 
 from __future__ import annotations
 

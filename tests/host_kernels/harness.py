@@ -1,4 +1,4 @@
-"""Kernels on the CPU, found and launched as `lt_runtime.kernels.kernel` finds and launches them on a GPU."""
+"""Finds and launches kernels on the CPU, in place of `lt_runtime.kernels.kernel`, which does so on a GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class HostKernel:
 
 
 class HostKernels:
-    """Libraries of kernels. Each is built when a test first needs it, and processes build in parallel."""
+    """Shared libraries of kernels. Each is built when a test first needs it; several processes build in parallel."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder, self._order = builder, FORWARD
@@ -85,7 +85,7 @@ class HostKernels:
 
     @contextlib.contextmanager
     def in_order(self, order: int) -> Iterator[None]:
-        """Within the block, `get_kernel` returns kernels whose threads run in the given order."""
+        """Within a `with` block, `get_kernel` returns kernels whose threads run in the given order."""
         before, self._order = self._order, order
         try:
             yield

@@ -36,7 +36,7 @@ OPTIONS: Final = kernels.Options(
 
 @dataclass(frozen=True)
 class TensorCase:
-    """A test case: a parameter's size, types and offsets.
+    """A test case: size and types of a parameter, and the offsets of its arrays from aligned addresses.
 
     A parameter of 16 bits either has a master copy, or is BF16 and updated `in_place`.
     """
@@ -56,7 +56,7 @@ offsets = st.one_of(st.just((0, 0, 0)), st.just((0, 0, 0)), st.tuples(*(st.sampl
 
 
 def tensors(in_place: bool) -> st.SearchStrategy[TensorCase]:
-    """Draws any tensor; `in_place` says whether BF16 parameters may lack a master copy."""
+    """Draws a `TensorCase`; `in_place` says whether BF16 parameters may lack a master copy."""
     return st.builds(
         TensorCase,
         size=sizes,
@@ -97,7 +97,7 @@ class HostTensor:
 
     @property
     def updated(self) -> list[Guarded]:
-        """Value, m, v and, with AMSGrad, the largest v."""
+        """The arrays of the value, m, v and, with AMSGrad, the largest v."""
         return [x for x in (self.master or self.parameter, self.m, self.v, self.v_max) if x is not None]
 
     @property
@@ -135,7 +135,7 @@ class HostOptimizer:
     """Launches the kernels of the norm and of the update, and keeps the optimizer's state between launches.
 
     Attributes:
-        state: the optimizer's state, as it lies on the device. scale, growth_tracker: of the loss scaler.
+        state: the optimizer's state as the kernels read it. scale, growth_tracker: the loss scaler's arrays.
     """
 
     def __init__(self, host: HostKernels, variant: AdamWVariant, options: kernels.Options, first: int = 0) -> None:
@@ -155,7 +155,7 @@ class HostOptimizer:
         self.update(tensors, order)
 
     def measure(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
-        """Launches gradient_norm."""
+        """Launches the kernel gradient_norm alone."""
         table = kernels.norm_table([tensor.row() for tensor in tensors])
         partial = Guarded(np.full((1, table.size), np.nan, np.float32))
         scale = self.scale.ctypes.data if self._options.scaler else 0
@@ -165,7 +165,7 @@ class HostOptimizer:
         assert self.state["norm_ticket"] == 0
 
     def update(self, tensors: Sequence[HostTensor], order: int = 0, octet: int = 0) -> None:
-        """Launches the update; `octet` is added to the index of each tensor's first octet of elements."""
+        """Launches the kernel optimizer; `octet` is added to the index of each tensor's first octet of elements."""
         table = kernels.update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
         options = self._options
@@ -187,6 +187,6 @@ def bits(tensors: Sequence[HostTensor]) -> list[bytes]:
 
 
 def rounded(values: NDArray[np.float32], dtype: DType, lanes: NDArray[np.uint16]) -> NDArray[np.float64]:
-    """Returns FP32 values as they are stored: unchanged, or rounded to BF16 with the given random lanes."""
+    """Rounds FP32 values as a kernel stores them: not at all for FP32, stochastically by the random lanes for BF16."""
     stored = values if dtype is F32 else reference.round_stochastically(values, lanes.reshape(values.shape))
     return stored.astype(np.float64)

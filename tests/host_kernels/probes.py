@@ -1,4 +1,4 @@
-"""The kernels of shim_probe.cu. As a program, runs some of them from a library, for the sanitizers to see."""
+"""Runs the kernels of shim_probe.cu. As a program, it runs some of them from a library built with a sanitizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ShimProbeParams(ctypes.Structure):
 def run_probe(
     kernel: HostKernel, block: Pair = (16, 1), grid: Pair = (1, 1), order: int = FORWARD
 ) -> tuple[NDArray[np.float32], int]:
-    """Output of a run: what each thread of the grid wrote, and the counter."""
+    """Output of a run: the value that each thread of the grid wrote, and the counter to which all threads added."""
     out = np.full((grid[1] * grid[0], block[1] * block[0]), -1.0, np.float32)
     count = np.zeros(1, np.uint32)
     kernel.launch(grid, block, ShimProbeParams(out.ctypes.data, count.ctypes.data), order=order)

@@ -1,4 +1,4 @@
-"""Helpers for tests of passes and of our own products: a stream's memory, launches of known variants."""
+"""Helpers for tests of elementwise and of product kernels: a stream's memory, launches of known variants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STEEPEST: Final = 1.2
 
 @contextmanager
 def launching(host: HostKernels, variants: Collection[Variant], order: int) -> Iterator[pytest.MonkeyPatch]:
-    """Within the block, the runtime's launches run with threads in the given order.
+    """Within a `with` block, threads of the runtime's launches run in the given order.
 
     A test case for which no kernel variant is built is skipped.
     """
@@ -81,11 +81,11 @@ OPERANDS: Final = ("a", "b", "c", "d", "aux")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A product.
+    """A test case: a matrix product with its epilogue.
 
     Attributes:
-        c: where C is: nowhere, where D is ("in place"), or apart.
-        places: of the operands, in the order of `OPERANDS`.
+        c: where C is: absent, in D's memory ("in place"), or in memory of its own.
+        places: placements of the operands, in the order of `OPERANDS`.
     """
 
     alpha: float = 1.0
@@ -143,11 +143,12 @@ class Product:
         beta = 0.0 if self.case.c == "nowhere" else self.case.beta
         z = self.case.alpha * (a @ b) + beta * c + bias
         size = abs(self.case.alpha) * (np.abs(a) @ np.abs(b)) + np.abs(beta * c) + np.abs(bias)
-        # each term is rounded, and the error of each addition is at most half a unit of the sum of magnitudes
+        # error bound: each term is rounded, and each addition's error is at most half a unit in the last place of the
+        # sum of magnitudes
         error = (a.shape[1] + 4) * EPS32 * size
         self._z, self._z_limit = z, rounding(self.dtype, z) + error
         activation = Activation(self.epilogue.activation)
-        # Products that the bias gradient adds up, and their errors.
+        # The terms that the bias gradient sums up, and the bounds of their errors.
         expected, terms, errors = z, a.T, np.zeros(a.T.shape)
         if self.epilogue.is_derivative:
             bits = unpack_mask(self.operands["aux"].array, z.shape[1]) if self._has_mask else None
@@ -174,7 +175,7 @@ class Product:
         return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0])) if self._has_mask else spec_of(aux)
 
     def run(self, own_pass: TileMatmulPass | NarrowPass) -> None:
-        """Runs the product by one of our passes, which was made from `self.problem`."""
+        """Runs a kernel of ours that computes the product; it was made from `self.problem`."""
         a, b, c, d, aux = (self.operands[name].address for name in OPERANDS)
         memory = Memory(own_pass.scratch_bytes)
         call = Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))

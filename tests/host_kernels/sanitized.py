@@ -71,7 +71,7 @@ def is_to_run() -> bool:
 
 
 def of_the_day(runs: Sequence[_Run], day: date) -> _Run:
-    """Chooses the run of a day: each run is chosen once in as many days as there are runs."""
+    """Chooses the test under a sanitizer that runs today: each is chosen once in as many days as there are."""
     return runs[day.toordinal() % len(runs)]
 
 

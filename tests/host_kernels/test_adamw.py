@@ -1,4 +1,4 @@
-"""AdamW over several tensors against float64, one update at a time."""
+"""AdamW's kernels over several tensors, compared with float64 after each update."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SOME_OF_EACH = AdamWCase(
         TensorCase(9300, F32, F32),
         TensorCase(7, BF16, BF16, offsets=(1, 0, 3), lr_scale=0.5, weight_decay=0.0),
         TensorCase(0, F16, F32),
-        TensorCase(8100, F16, BF16),  # of the table's last chunk, every block has elements
+        TensorCase(8100, F16, BF16),  # the last tensor has elements for every block that the table's last chunk gets
     ],
     AdamWHyper(1e-3, 0.9, 0.999, 1e-8, 0.01, warmup_cosine(2, 10)),
     first=0,
@@ -114,7 +114,7 @@ def check_update(
     for name, part, found, exact, bound in zip(NAMES, PARTS, tensor.updated, new, bounds, strict=False):
         lanes = reference.rounding_lanes(tensor.case.size, seed, index, step, part)
         slack = bound + EPS32 * np.abs(exact.astype(np.float64))
-        # rounding is monotonic: a number between two bounds is rounded to a number between their roundings
+        # rounding is monotonic, so that the result must lie between the roundings of the two bounds
         low, high = (rounded((exact + side * slack).astype(np.float32), found.dtype, lanes) for side in (-1, 1))
         stored = found.values()
         wrong = ~((low <= stored) & (stored <= high) | (np.isnan(stored) & np.isnan(exact)))
@@ -147,7 +147,7 @@ def test_updates(host: HostKernels, variant: AdamWVariant, data: st.DataObject |
 @FEW
 @given(schedule=schedules, step=st.one_of(st.integers(1, 12), st.integers(1, 2**31)))
 def test_schedules(host: HostKernels, schedule: Schedule, step: int) -> None:
-    # with β = 0 and a gradient of 1 the parameter moves by the learning rate alone
+    # with β₁ = β₂ = 0 and a gradient of 1, each update moves the parameter by exactly the learning rate
     hyper = AdamWHyper(lr=1.0, beta1=0.0, beta2=0.0, eps=1e-30, weight_decay=0.0, schedule=schedule)
     tensor = HostTensor(TensorCase(1, weight_decay=0.0), PLAIN_ADAMW, 0, [1.0])
     tensor.parameter.array[...] = 0.0
@@ -309,7 +309,7 @@ def test_scaling_clipping_and_skipping(host: HostKernels, case: Judged) -> None:
             assert (optimizer.scale[0], optimizer.growth_tracker[0]) == (scale, tracker)
         assert (optimizer.state["steps"], optimizer.state["skipped"]) == (steps, skipped)
         if not finite and not skips:
-            return  # from this step on, the parameters are NaN
+            return  # the parameters are NaN from this step on, so that the test ends
 
 
 def set_gradients(
@@ -337,7 +337,7 @@ def test_clipping_adds_to_the_norm_what_pytorch_adds(host: HostKernels) -> None:
     tensor.m.array[...] = 0.0
     optimizer = HostOptimizer(host, PLAIN_ADAMW, replace(OPTIONS, max_norm=1e-6))
     optimizer.step([tensor])
-    # 1e-6 / (1e-6 + 1e-6) is the factor of torch.nn.utils.clip_grad_norm_
+    # PyTorch's clip_grad_norm_ adds 1e-6 to the norm, which makes the factor 1e-6 / (1e-6 + 1e-6) here
     assert tensor.m.values()[0, 0] == pytest.approx((1.0 - HYPER.beta1) * 0.5e-6, rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers for GPUs, with their kernels and memory on the CPU, update parameters as those of NumPy arrays do."""
+"""`lt.Optimizer` for GPU arrays, with kernels and memory on the CPU, updates parameters as it does for NumPy arrays."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_does_what_the_numpy_state_does(options: Options, dtype: DType, gradient
     for found, wanted in zip(ours, theirs, strict=True):
         assert (found.master is None) == (wanted.master is None)
         np.testing.assert_allclose(exact(found), exact(wanted), rtol, atol)
-        if found.data.size > 1000:  # both draw the same random numbers
+        if found.data.size > 1000:  # both optimizers round stochastically with the same random numbers
             close = np.isclose(exact(found), exact(wanted), 2e-6, 2e-7)
             assert close.mean() > 0.99
 

@@ -1,4 +1,4 @@
-"""out = a + b against the exact sum, rounded once."""
+"""The kernel of `lt.add`: out = a + b equals the exact sum, rounded once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.strategies import Placement, placements
 
 @dataclass(frozen=True, kw_only=True)
 class AddCase(Launch):
-    """A test case; in place, the sum lies over a or b by the parity of the seed."""
+    """A test case. With `in_place`, the sum overwrites a if the seed is even, otherwise b."""
 
     places: tuple[Placement, ...]
 

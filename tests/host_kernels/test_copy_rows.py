@@ -26,7 +26,7 @@ class Batch:
         cols: elements of a row.
         gap: elements between two rows of the array.
         offset: elements before the first row of the array.
-        shift: what is left when the distance of two parts of the buffers, in bytes, is divided by 256.
+        shift: the distance of two parts of the buffers, in bytes, modulo 256.
     """
 
     kind: str
@@ -92,7 +92,7 @@ def test_copies(
     else:
         copies.launch([each.place for each in operands], 0)
     for each in operands:
-        each.target.values()  # fails if memory around the array was written
+        each.target.values()  # `values` fails if memory around the array was written
         assert each.target.array.tobytes() == each.expected.tobytes()
         each.source.assert_unchanged()
 

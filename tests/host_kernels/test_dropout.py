@@ -1,4 +1,4 @@
-"""Philox's known answers, and masks that depend on nothing but seed, layer, step and the element's index."""
+"""The kernels' Philox against published answers; masks depend only on seed, layer, step and the element's index."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.host_kernels.variants import BF16, F16, F32, TYPES
 
 shifts = st.sampled_from((0, 0, 1, 4, 8))
 tensors = st.tuples(sizes, st.sampled_from(TYPES), shifts, shifts)
-"""A case: size, type of the values, and the elements before the average and before the value."""
+"""Draws a case: size, type of the values, and the numbers of elements before the average and before the value."""
 
 
 @FEW
@@ -44,6 +44,6 @@ def test_averages(
         new = value.array.astype(np.float64)
         bound = 3 * EPS32 * (np.abs(old) + weight * (np.abs(old) + np.abs(new))) + 1e-44
         assert (np.abs(average.values() - (old + weight * (new - old))) <= bound).all()
-        is_equal = old == new  # an average that equals its value stays as it is
+        is_equal = old == new  # an average that equals its value must not change
         assert np.array_equal(average.values()[is_equal], old[is_equal])
         value.assert_unchanged()

@@ -1,4 +1,4 @@
-"""dz = dropout'(dy) · act'(saved) and the bias gradient against float64."""
+"""The kernel of dz = dropout'(dy) · act'(saved) and of the bias gradient, against float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.host_kernels.variants import BACKWARD_EPILOGUES, Backward
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-# sixteen columns, which the aligned and the scattered loads support
+# special values in sixteen columns, a width that both the aligned and the scattered loads support
 SPECIAL = np.array(
     [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 16.0, -16.0, 1e15, 1e30, -1e30, 3e38, -3e38]],
     np.float32,
@@ -50,13 +50,13 @@ class BackwardCase(Launch):
     sums: bool = True  # whether the bias gradient is computed; always true if dz is not written
     accumulate: bool = True  # whether the bias gradient is added to the buffer's contents
     sum_offset: int = 0
-    tall_blocks: Blocks  # blocks for variants that transpose, which use them in place of `blocks`
+    tall_blocks: Blocks  # the blocks of variants that transpose; other variants use `blocks`
     dy: Placement = FLAT
     saved: Placement = FLAT
     dz: Placement = FLAT
 
     def suited(self, variant: Backward) -> BackwardCase:
-        """Changes the case, as little as possible, so that the variant supports it."""
+        """Returns the case, changed as little as possible so that a kernel variant supports it."""
         aligned, dtype = variant.access is Access.ALIGNED, variant.dtype
         shape = suit_shape(self.shape, aligned=aligned, flat=variant.access is Access.FLAT)
         in_place = self.in_place and variant.dz == 1
@@ -105,7 +105,7 @@ class Operands:
     """The operands of one launch, in guarded memory.
 
     Attributes:
-        kept: for each element, the value that `saved` was made from.
+        kept: for each element, the value from which `saved` was computed.
     """
 
     dy: Guarded
@@ -148,7 +148,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
     state, step = case.drops.state()
     activation, saved, dz = Activation(variant.activation, case.slope), operands.saved, operands.dz
     saved_spec = None if variant.saved is Saved.NOTHING else spec_of(saved)
-    if variant.saved is Saved.MASK:  # a mask's stride is counted in bits, as by cuBLASLt
+    if variant.saved is Saved.MASK:  # the stride of a ReLU mask is counted in bits, as cuBLASLt does
         saved_spec = Spec(Layout(*case.shape, Order.ROW, 8 * saved.matrix.row_stride))
     slopes = Derivative(activation, variant.saved, saved_spec, 16 if case.sums else None, variant.dropout)
     with launching(host, {Variant(EPILOGUE_BWD.source, variant.macros)}, order) as patch:
@@ -214,7 +214,7 @@ def test_backward(host: HostKernels, variant: Backward, drawn: BackwardCase) -> 
         assert_close("dz", operands.dz.values(), expected, rounding(variant.dtype, expected) + tolerance)
     if case.sums:
         total = start + expected.sum(axis=0)
-        # the error of each addition is at most half a unit of the sum of magnitudes
+        # each addition's error is at most half a unit in the last place of the sum of magnitudes
         additions = (case.shape[0] + 2) * EPS32 * (np.abs(start) + np.abs(expected).sum(axis=0))
         limit = rounding(variant.dtype, total) + tolerance.sum(axis=0) + additions
         assert_close("db", operands.db.values()[0], total, limit)

@@ -1,4 +1,4 @@
-"""y = dropout(act(z + bias)) + addend against float64."""
+"""The kernel of y = dropout(act(z + bias)) + addend, against float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Forward
 from tests.support.strategies import Placement, placements
 
 UNUSED = Spec(packed(1, 1))
-# sixteen columns, which the aligned and the scattered loads support
+# special values in sixteen columns, a width that both the aligned and the scattered loads support
 SPECIAL = np.array(
     [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 1e15, -1e15, 1e30, -1e30, 3e38, -3e38, np.inf]],
     np.float32,
@@ -46,7 +46,7 @@ class ForwardCase(Launch):
     over_addend: bool  # y overwrites the addend
 
     def suited(self, variant: Forward) -> ForwardCase:
-        """Changes the case, as little as possible, so that the variant supports it."""
+        """Returns the case, changed as little as possible so that a kernel variant supports it."""
         is_aligned, is_flat = (variant.access is each for each in (Access.ALIGNED, Access.FLAT))
         shape = suit_shape(self.shape, aligned=is_aligned, flat=is_flat)
         # a matrix of another type cannot share the product's memory

@@ -29,12 +29,12 @@ _WIDTHS = (1, 5, 16, 40, 128, 144, 200, 264)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A cast.
+    """A test case: a cast of a matrix to FP8.
 
     Attributes:
         aligned: whether rows begin at multiples of 16 bytes, and rows and columns are multiples of 16.
-        wanted: whether rows, the transpose and the largest absolute value are wanted.
-        short: whether the grid has one block in y, which goes from tile to tile.
+        wanted: whether to write the result by rows, its transpose, and the largest absolute value.
+        short: whether the grid has a single block in y, which processes several tiles one after the other.
     """
 
     shape: tuple[int, int]
@@ -62,7 +62,8 @@ cases = st.builds(
 )
 
 
-# The grid has one block in y, which goes from tile to tile: the second tile overwrites the first in shared memory.
+# A case whose grid has a single block in y, which processes two tiles: the second overwrites the first in shared
+# memory.
 _TWO_TILES = Case(
     shape=(144, 40),
     aligned=True,
@@ -77,7 +78,7 @@ _TWO_TILES = Case(
 
 
 def _suited(case: Case, place: Placement, width: int, itemsize: int) -> Placement:
-    """The placement of the case, or one whose rows begin at multiples of 16 bytes."""
+    """The case's placement, or if the case is aligned, one whose rows begin at multiples of 16 bytes."""
     if not case.aligned:
         return place
     step = 16 // itemsize
@@ -157,7 +158,7 @@ _P = 0.25
 @example(case=_TWO_TILES, accumulate=True, blocks=1)
 @example(case=_TWO_TILES, accumulate=True, blocks=2)
 def test_functions(host: HostKernels, function: Function, case: Case, accumulate: bool, blocks: int) -> None:
-    """Results lie between the casts of the exact number less and plus the error of the FP32 arithmetic."""
+    """A result must lie between the casts of the exact number minus and plus the error of FP32 arithmetic."""
     case, dtype, philox = replace(case, aligned=True), function.dtype, Philox(case.seed, 3, 5)
     rows, cols = shape = -(-case.shape[0] // 16) * 16, -(-case.shape[1] // 16) * 16
     generator, activation = np.random.default_rng(case.seed), Activation(function.activation)

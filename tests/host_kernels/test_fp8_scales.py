@@ -1,4 +1,4 @@
-"""The kernel of the scales against NumPy's, bit for bit."""
+"""The kernel that updates FP8 scales equals the NumPy reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from tests.host_kernels.products import Memory
 def test_scales(
     host: HostKernels, lengths: int, maxima: list[float], headroom: float, skipped: int, order: int
 ) -> None:
-    """Five tensors over several steps, one of which may be skipped. The scale of the second is found in each step."""
+    """Five tensors over several steps, one of which may be skipped.
+
+    The second tensor's scale is computed anew in each step.
+    """
     dtypes = ["float8_e4m3fn", "float8_e5m2"] * 2 + ["float8_e4m3fn"]
     slots = Guarded(fp8_slots(dtypes), FLAT)
     history = Guarded(np.zeros((len(dtypes), lengths), np.float32), FLAT)

@@ -1,4 +1,4 @@
-"""y = dropout(act(gate) · value) and its gradients against float64, and y that backward computes again."""
+"""The kernels of y = dropout(act(gate) · value), its gradients, and y computed again in backward, against float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GatedCase(Launch):
     """A test case; `shape` is that of y.
 
     Attributes:
-        y: of y in a forward pass, and of dy in a backward pass.
+        y: placement of y in a forward pass, and of dy in a backward pass.
     """
 
     h: Placement = FLAT
@@ -41,7 +41,7 @@ class GatedCase(Launch):
     dh: Placement = FLAT
 
     def suited(self, variant: Gated, *, backward: bool) -> GatedCase:
-        """Changes the case, as little as possible, so that a pass over it chooses the variant."""
+        """Returns the case, changed as little as possible so that the runtime chooses the variant for it."""
         aligned, dtype = variant.access is Access.ALIGNED, variant.dtype
         rows, cols = suit_shape(self.shape, aligned=aligned)
         wide: Shape = (rows, 2 * cols)
@@ -131,7 +131,7 @@ def test_backward(host: HostKernels, variant: Gated, drawn: GatedCase) -> None:
     tolerance = 32 * EPS32 * np.concatenate([size * np.abs(value), size], axis=1)
     assert_close("dh", dh.values(), expected, rounding(dtype, expected) + tolerance)
     if variant.remakes:
-        np.testing.assert_array_equal(dy.values(), y.values())  # forward's bits
+        np.testing.assert_array_equal(dy.values(), y.values())  # backward computes y with the same bits as forward
     else:
         dy.assert_unchanged()
     if not case.in_place:

@@ -1,4 +1,4 @@
-"""The norm of all gradients against float64; NaN, infinity and overflow are counted or passed on."""
+"""The kernel of the gradients' norm against float64; NaN, infinity and overflow are counted or appear in the norm."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.host_kernels.variants import BF16, F16, F32, PLAIN_ADAMW, TYPES
 
 sizes = st.one_of(st.integers(0, 40), st.sampled_from((255, 1024, 5000, 16384, 16385, 40000)))
 tensors = st.tuples(sizes, st.sampled_from(TYPES), st.sampled_from((0, 0, 1, 4, 8)))
-"""A gradient of a case: size, type, and number of elements before the first."""
+"""Draws a gradient: size, type, and the number of elements between an aligned address and the first element."""
 
 
 def measured(
     host: HostKernels, gradients: list[np.ndarray], offsets: list[int], scale: float | None = None, order: int = 0
 ) -> tuple[float, int]:
-    """Runs the kernel; returns the norm, and how many threads met a gradient that is not finite."""
+    """Runs the kernel; returns the norm, and the number of threads that found a NaN or infinite element."""
     tensors = []
     for gradient, offset in zip(gradients, offsets, strict=True):
         dtype = DType.parse("gradient", gradient.dtype)
@@ -63,7 +63,7 @@ def test_order_changes_no_bit(host: HostKernels) -> None:
 
 
 def test_a_long_sum_keeps_its_precision(host: HostKernels) -> None:
-    # a plain FP32 sum would lose each of the small numbers beside the large one
+    # a sequential FP32 sum would lose the small numbers after the large one
     gradient = np.full(200_000, 1e-4, np.float32)
     gradient[0] = 1.0
     norm, _ = measured(host, [gradient], [0])

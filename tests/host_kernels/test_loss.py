@@ -1,4 +1,4 @@
-"""Losses and their gradients against float64, launched as the runtime launches them."""
+"""The kernels of losses and their gradients, launched by the runtime, against float64."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def runner(host: HostKernels) -> Iterator[Runner]:
 
 
 class LossMemory(Memory):
-    """Memory that a loss's launch needs: the stream's and the loss's own."""
+    """The memory that a loss's launch needs: the stream's workspace and tickets, and the loss itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ def scale_of(factor: float, on_device: bool) -> tuple[tuple[float, int], NDArray
 
 @dataclass(frozen=True)
 class LossCase:
-    """A launch.
+    """A test case: one launch of a loss kernel.
 
     Attributes:
         in_place: whether the gradient is written over the prediction.
         little_memory: whether not all of a row fits into shared memory.
-        scale: twice what the gradient is multiplied by.
-        scale_on_device: whether half of it, or all, is in memory.
+        scale: twice the factor by which the gradient is multiplied.
+        scale_on_device: whether the factor, or a part of it, is in device memory.
     """
 
     shape: Shape
@@ -238,13 +238,13 @@ def test_weights_of_rows_that_are_too_many_to_join(
 @FEW
 @example(case=LossCase((3, 200)), accumulate=False, wave=1)
 @example(case=LossCase((300, 72), in_place=True), accumulate=True, wave=7)
-@example(case=LossCase((1, 5)), accumulate=False, wave=132)  # one thread
+@example(case=LossCase((1, 5)), accumulate=False, wave=132)  # a row of one thread
 @example(case=LossCase((2100, 40), target=Placement(False, 8, 0)), accumulate=True, wave=132)
 @given(case=cases, accumulate=st.booleans(), wave=st.integers(1, 40))
 def test_sums_of_the_gradient(
     runner: Runner, loss: str, dtype: DType, case: LossCase, accumulate: bool, wave: int
 ) -> None:
-    """The sums are those of the gradient as it is stored."""
+    """The column sums of the gradient are those of its stored, rounded elements."""
     generator, (rows, cols) = np.random.default_rng(case.seed), case.shape
     values = [generator.random(case.shape).round(2) * 4 for _ in range(2)]
     prediction, target = (
@@ -327,7 +327,7 @@ def run_elementwise(
 @pytest.mark.parametrize("logit", [-1e30, -200.0, -20.0, 0.0, 20.0, 200.0, 1e30])
 @pytest.mark.parametrize("target", [0.0, 1.0])
 def test_logits_of_any_size_have_an_exact_gradient(runner: Runner, logit: float, target: float) -> None:
-    """Neither loss nor gradient is a difference of nearly equal numbers."""
+    """Loss and gradient of large logits stay accurate: they are not computed as differences of nearly equal numbers."""
     z, t = np.full((1, 1), logit), np.full((1, 1), target)
     loss, gradient = run_elementwise(runner, "bce_with_logits", z, t)
     expected, exact = bce_with_logits(z, t)
@@ -356,10 +356,10 @@ def run_cross_entropy(
     little_memory: bool = False,
     weights: tuple[Guarded | None, Guarded | None] = (None, None),
 ) -> float:
-    """The loss.
+    """Runs the cross-entropy kernel of a case; returns the loss.
 
     Args:
-        weights: of rows and of classes.
+        weights: weights of rows and of classes, or None.
     """
     runner.order, runner.launched = order, []
     runner.shared_memory = LITTLE_SHARED_MEMORY if little_memory else MUCH_SHARED_MEMORY
@@ -450,7 +450,7 @@ def check_cross_entropy(
     most = 1.0 if of_rows is None else float(np.abs(of_rows).max())
     if of_classes is not None:
         most *= float(of_classes.max() / of_classes.min())
-    # A weighted sum of logits is rounded in units of weight times logit.
+    # The rounding error of a weighted sum of logits is proportional to weight times logit.
     farthest = 1.0 if most == 1.0 else 1.0 + float(np.abs(values).max())
     tolerance = most * farthest * float(limits.max()) + 8 * EPS32 * abs(expected)
     assert_close("loss", np.array([loss]), np.array([expected]), tolerance)
@@ -500,7 +500,7 @@ def test_weights(
 def test_weights_of_many_rows_and_classes(
     runner: Runner, shape: Shape, smoothing: float, weighted: Weighted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Labels whose weights a separate launch adds up, and rows that warps and blocks stream one after the other."""
+    """So many labels that a separate launch sums their weights, and warps or blocks process several rows each."""
     monkeypatch.setattr(family, "_MAX_BLOCKS", 2)
     aligned = Placement(column_major=False, gap=-shape[1] % 8, offset=0)
     case = LossCase(shape, prediction=aligned, gradient=aligned)
@@ -536,7 +536,7 @@ def test_many_classes(runner: Runner, dtype: DType, classes: int, offset: int, l
 def test_a_block_goes_from_row_to_row(
     runner: Runner, classes: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shared memory that holds and reduces a row is used again for the next row."""
+    """A block uses the same shared memory for each of its rows, which must not disturb each other."""
     rows = 7 if classes > 2048 else 21 if classes > 256 else 200
     aligned = Placement(column_major=False, gap=-classes % 8, offset=0)
     for blocks, place in ((1, FLAT), (1, aligned), (2, aligned)):
@@ -652,7 +652,7 @@ def test_logits_that_are_not_finite(runner: Runner, classes: int, special: float
 @pytest.mark.parametrize("classes", [13, 40, 5000])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_logits_of_any_size(runner: Runner, dtype: DType, classes: int, sign: int, smoothing: float) -> None:
-    """One launch has rows with maxima of very different sizes, for which the kernel scales the exponent differently."""
+    """Rows of one launch have maxima of very different sizes, for which the kernel scales exponents differently."""
     largest = min(float(ml_dtypes.finfo(dtype.numpy).max), 3e38)
     powers = [1.0, 1e3, 2.0**16, 2.0**20, 1e8, 2.0**29, 2.0**30 - 64, 2.0**30, 2.0**31, 1e20, 3e38]
     maxima = sign * np.array([0.0, *(power for power in powers if power < largest), largest])

@@ -1,4 +1,4 @@
-"""cuBLASLt's epilogues as passes of our own, launched by the runtime, against float64."""
+"""Our kernel that applies cuBLASLt's epilogues to a stored product, launched by the runtime, against float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.host_kernels.variants import MATMUL_EPILOGUES, MatmulEpilogue
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-PITCH = 16  # a mask's pitch is a multiple of these bytes
+PITCH = 16  # the distance of a ReLU mask's rows is a multiple of this many bytes
 
 
 class Batch:
@@ -113,7 +113,7 @@ class Product:
         self.d = self.batch(shape, variant.dtype, case.d)
         # the matrix that holds the product: D itself, or another one
         self.source = self.batch(shape, DType.FLOAT32, case.product) if variant.once else self.d
-        # if the product is stored in D, the pass adds only a C whose order differs from D's
+        # if the product is stored in D, the kernel adds C only if C's order differs from D's
         across = replace(case.d, column_major=not case.d.column_major)
         self.c = self.batch(shape, variant.dtype, case.c if variant.once else across)
         self.before = self.source.values() + case.beta * self.c.values()
@@ -127,9 +127,9 @@ class Product:
         return vector(numbers(self.generator, (count,), self.variant.dtype), self.variant.dtype)
 
     def run(self, epilogue: Epilogue, of: Guarded | None, aux: Batch | BitMask | None, *operands: Batch) -> None:
-        """Runs the pass over the product.
+        """Runs our epilogue kernel on the stored product.
 
-        `of` is the bias or the bias gradient. `operands` are A and B, if the pass reads them.
+        `of` is the bias or the bias gradient. `operands` are A and B, if the kernel reads them.
         """
         (m, n), k, in_memory = self.case.shape, self.case.k, self.case.beta_in_memory
         a, b = operands or (None, None)
@@ -240,7 +240,7 @@ def check_operand_sum(product: Product, epilogue: Epilogue) -> None:
 
 
 def check_sums(sums: Guarded, terms: Array, limit: Array, *, written: bool) -> None:
-    """Checks the sums over the rows of a batch of terms, of which each may be off by `limit`."""
+    """Checks a bias gradient: the sums over rows of a batch of terms, each of which may be off by `limit`."""
     if not written:
         sums.assert_unchanged()
         return

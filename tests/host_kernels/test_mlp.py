@@ -79,7 +79,10 @@ class _Network:
     def backward(
         self, host: HostKernels, order: int, start: float | None = None, loss: Any = None, more: Any = (), by: Any = ()
     ) -> list[Array]:
-        """Returns the gradients, added to any `start`. `more` and `by` are the address of a loss and its scales."""
+        """Runs backward; returns the gradients, added to `start` if given.
+
+        `more` and `by` are a loss's address and scales.
+        """
         fill = np.nan if start is None else start
         kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
         grads = [each and Guarded(np.full(each.array.shape, fill), FLAT, self.problem.dtype) for each in kinds]
@@ -168,7 +171,7 @@ def _integers(seed: int) -> Callable[[tuple[int, ...]], NDArray[Any]]:
 
 
 def _telling(dims: Sequence[int], rows: int, **options: Any) -> _Network:
-    """The first network of integers of which all sums are exact, and no result is zero everywhere."""
+    """Searches for a network of integers of which all sums are exact, and no result is zero everywhere."""
     for seed in itertools.count():
         network = _network(dims, rows, _integers(seed), **options)
         outputs = network.exact[1]
@@ -208,7 +211,7 @@ def test_exact_sums(host: HostKernels, dims: tuple[int, ...], rows: int, order: 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_blocks_go_from_tile_to_tile(host: HostKernels, order: int) -> None:
-    """There are more rows than all warps process at a time."""
+    """The batch has more rows than all warps of the grid process at a time."""
     _network((8, 16, 8), 900, _integers(0)).check(host, order)
 
 
@@ -222,8 +225,8 @@ ACTIVATIONS_AND_TYPES = [(name, (BF16, F16)[i % 2]) for i, name in enumerate(ACT
 
 @pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_TYPES, ids=str)
 def test_activations(host: HostKernels, activation: str, dtype: DType) -> None:
-    """The error is within the sum of the layers' roundings: half a unit for each layer, passed on with a gain of about
-    one.
+    """The error must be within the sum of the layers' roundings: half a unit in the last place for each layer, which
+    later layers pass on with a gain of about 1.
     """
     network = _network((20, 32, 24, 5), 75, _normal(7), dtype=dtype, activation=activation)
     outputs, gradients = network.exact[1][-1], network.exact_gradients
@@ -248,7 +251,7 @@ LOSSES = {
     ids=str,
 )
 def test_losses(host: HostKernels, name: str, dtype: DType, dims: tuple[int, ...]) -> None:
-    """The rows do not fill their last chunk, nor the outputs their last tile; all warps together hold fewer rows."""
+    """The last chunk of rows and the last tile of outputs are partly empty, and warps process several chunks each."""
     network, (loss, exact_loss) = _network(dims, 299, _normal(2), dtype=dtype, activation="tanh"), LOSSES[name]
     outputs = network.exact[1][-1]
     value, dy = exact_loss(outputs, _values(network.dy))
@@ -341,7 +344,7 @@ def test_supported_widths_and_depths(dims: tuple[int, ...], forward: bool, backw
 
 
 def _parts(*dims: int, rows: int = 1 << 20) -> list[tuple[int, ...]]:
-    """For each launch of backward: its first layer, its last layer and its threads in a block."""
+    """Records for each launch of backward: the first layer, the last layer, and the number of threads in a block."""
     problem = MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), True)
     return [(part.first, part.last, *part.block) for part in fitting_parts(problem, SHARED, 132)]
 

@@ -1,4 +1,4 @@
-"""The shim's tensor-core instructions hold matrices in lanes as the PTX ISA says."""
+"""The CPU shim's tensor-core instructions distribute matrices over lanes as the PTX ISA defines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MmaProbeParams(ctypes.Structure):
 
 
 class _Probe:
-    """One run of the probe on random integers that every type holds."""
+    """Runs the probe kernel once, on random integers that every type can hold."""
 
     def __init__(self, host: HostKernels, dtype: DType, order: int) -> None:
         generator = np.random.default_rng(order)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with their gradients against float64, launched as the runtime launches them."""
+"""The kernels of LayerNorm, RMSNorm and their gradients, launched by the runtime, against float64."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def name_of(norm: Norm) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A forward and a backward pass over the same rows.
+    """A test case: forward and backward of a norm over the same rows.
 
     Attributes:
         aligned: whether the kernels for aligned rows are used.
-        places: of x, the residual, y, the sum, dy, the gradient that is added to dx, and dx.
-        over: what y, the sum and dx are written over: nothing (0), or one of their operands (1 and 2).
+        places: placements of x, the residual, y, the sum, dy, the gradient that is added to dx, and dx.
+        over: which operands y, the sum and dx overwrite: none (0), or one of two choices (1 and 2).
         offset: elements before weight, bias and their gradients, unless they are aligned.
         accumulate: whether the gradients of weight and bias are added to their buffers.
         wanted: whether the gradients of x, weight and bias are wanted.
@@ -66,7 +66,7 @@ class Case:
     seed: int = 0
 
     def suited(self, dtype: DType) -> Case:
-        """Changes the case, as little as possible, so that the kernels for aligned rows, or the others, are used."""
+        """Returns the case, changed as little as possible so that the kernels for aligned rows, or others, fit it."""
         shape = suit_shape(self.shape, aligned=self.aligned)
         places = [suit_place(each, shape, dtype, aligned=self.aligned) for each in self.places]
         if not self.aligned:
@@ -114,7 +114,9 @@ class Rows:
 
         self.x, self.add, self.y, self.total = matrix(case.shift), matrix(), matrix(), matrix()
         self.dy, self.add_dx, self.dx = matrix(), matrix(), matrix()
-        if case.over:  # y over x or the residual, the sum over the other of the two, dx over dy or what is added to it
+        # The result y overwrites x or the residual, the sum the other of the two; dx overwrites dy or the added
+        # gradient.
+        if case.over:
             first = case.over == 1 or not case.adds
             self.y, self.total = (self.x, self.add) if first else (self.add, self.x)
             self.dx = self.dy if first else self.add_dx
@@ -143,7 +145,7 @@ class Rows:
         return self.y.values(), self.total.values(), mean.values()[0], rstd.values()[0]
 
     def backward(self, mean: NDArray[Any], rstd: NDArray[Any]) -> None:
-        """Runs the backward pass, with statistics that are given."""
+        """Runs the backward pass with the given means and reciprocal deviations."""
         case, (wants_dx, wants_dweight, wants_dbias) = self.case, self.wanted
         adds, statistics = case.adds and wants_dx, [vector(each, F32) for each in (mean, rstd)]
         results = spec_of(self.add_dx) if adds else None, spec_of(self.dx) if wants_dx else None
@@ -166,7 +168,7 @@ class Rows:
 
 
 def check(rows: Rows) -> None:
-    """Runs both passes, each from the operands that are there then, and compares all results with the reference."""
+    """Runs forward, then backward, each on the present operands, and compares all results with the reference."""
     norm, case, weight = rows.norm, rows.case, rows.weight.array[0]
     x, add = (each.array.astype(np.float64) for each in (rows.x, rows.add))
     total = (x + add).astype(np.float32).astype(norm.dtype.numpy) if case.adds else rows.x.array.copy()
@@ -194,7 +196,7 @@ def check(rows: Rows) -> None:
 
 
 EXAMPLE = Case(shape=(40, 136))
-"""In this case a block goes from rows to rows, and its rows' sums are added up."""
+"""In this case a block processes several groups of rows, and adds up their sums for the weight's gradient."""
 WARPS = Case(shape=(9, 1000), aligned=False, accumulate=True, shift=1000.0)
 """In this case several warps share a row, and the last octet of a row is not whole."""
 
@@ -212,7 +214,7 @@ def test_norms(norm: Norm, drawn: Case) -> None:
 
 
 WIDE = [(5, 4104), (4, 8000), (3, 16384), (3, 20000), (4, 33000)]
-"""Rows of a large block, and rows that registers do not hold."""
+"""Shapes whose rows need a large block, or do not fit into registers."""
 
 
 @pytest.mark.parametrize("shape", WIDE)
@@ -225,7 +227,7 @@ def test_wide_rows(norm: Norm, shape: tuple[int, int], aligned: bool) -> None:
 
 
 def test_long_rows_without_shared_memory(shared_memory: list[int]) -> None:
-    """The sums of a block's rows then lie in global memory, and have the same bits."""
+    """Without enough shared memory, the sums of a block's rows are kept in global memory, and have the same bits."""
     results = []
     for size in (227 << 10, 1 << 10):
         shared_memory[:] = [size]
@@ -252,7 +254,7 @@ def test_the_order_of_execution_does_not_reach_the_bits(host: HostKernels, norm:
 
 @pytest.mark.parametrize("norm", [LAYER, RMS, Norm(BF16, BF16, has_mean=True)], ids=name_of)
 def test_special_rows(norm: Norm) -> None:
-    """A row of equal numbers has variance 0; one NaN or infinity makes its row NaN, and no other row."""
+    """A row of equal numbers has variance 0. A NaN or infinity makes its own row NaN, and leaves other rows finite."""
     case = Case(shape=(4, 72), adds=False, has_bias=False)
     rows = Rows(norm, case)
     rows.x.array[0], rows.x.array[1, 3], rows.x.array[2, 71] = 3.1, np.nan, np.inf

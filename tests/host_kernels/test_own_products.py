@@ -1,4 +1,4 @@
-"""Products by our own kernels against float64: tiny in one dimension, or of matrices with ragged 16-bit rows."""
+"""Our own product kernels against float64: products with one tiny dimension, or of matrices with ragged 16-bit rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.host_kernels.variants import F32, NARROW, TILE, Narrow, Tile
 from tests.support.strategies import Placement
 
 _TRANSPOSED = {"narrow_n": (False, True), "narrow_k": (False, False), "narrow_m": (True, False)}
-"""For each case, whether A and B are column-major."""
+"""For each kernel of products with a tiny dimension, whether A and B are column-major."""
 _MOVED = {"narrow_n": ("a", "b"), "narrow_k": ("b", "c", "d", "aux"), "narrow_m": ("b",)}
 """Names of the matrices that a kernel loads or stores as vectors, by kernel."""
 _EPILOGUE = {"narrow_n": Epilogue.BIAS, "narrow_m": Epilogue.BGRADA}
@@ -30,10 +30,10 @@ class NarrowCase(Case):
     """A test case: a product that is tiny in one dimension.
 
     Attributes:
-        tiny: the dimension that is tiny, counted down from the variant's width.
-        long: the two others, in the order M, N, K.
-        vector: whether there is a bias, or a bias gradient is wanted, where a kernel is not compiled for one of both.
-        busy: the GPU has few threads, and blocks share K early.
+        tiny: by how much the tiny dimension is smaller than the kernel variant's width.
+        long: the other two dimensions, in the order M, N, K.
+        vector: whether there is a bias, or a bias gradient is wanted, for kernels that decide this at run time.
+        busy: whether 64 threads count as enough to fill a multiprocessor, and blocks share K even if K is short.
     """
 
     tiny: int
@@ -57,10 +57,10 @@ class TileCase(Case):
 
     Attributes:
         shape: M, N and K.
-        bias: whether there is one, where the epilogue may have one.
-        sums: whether a bias gradient is wanted, where the epilogue may make one.
-        keeps: whether the auxiliary matrix is written, where the epilogue may write one.
-        together: parts of K up to which a block adds up all of them.
+        bias: whether there is a bias, if the variant's epilogue may have one.
+        sums: whether a bias gradient is computed, if the variant's epilogue may have one.
+        keeps: whether the auxiliary matrix is written, if the variant's epilogue may write one.
+        together: the largest number of parts of K whose partial sums a single block adds up.
     """
 
     shape: tuple[int, int, int]
@@ -102,13 +102,13 @@ tile_cases = st.builds(
 
 
 def narrow_product(host: HostKernels, variant: Narrow, case: NarrowCase, order: int) -> Product:
-    """Runs the product of a case, whose placements suit the variant's kernel."""
+    """Runs the product of a case with placements that the variant's kernel supports."""
     across = dict(zip("ab", _TRANSPOSED[variant.entry], strict=True))
 
     def suited(name: str, shape: Shape, place: Placement) -> Placement:
         aligned = variant.aligned and name in _MOVED[variant.entry]
         at = suit_place(place, shape, variant.dtype, aligned=aligned, column_major=across.get(name, False))
-        # odd offset: the runtime must not take the fast path by chance
+        # an odd offset keeps the runtime from choosing the kernel for aligned rows by chance
         return replace(at, offset=at.offset | 1) if name == "b" and not aligned else at
 
     epilogue = variant.epilogue or (_EPILOGUE[variant.entry] if case.vector else Epilogue.NONE)

@@ -36,12 +36,12 @@ TURNING = Copy((100, 71), (104, 72), (FLAT, Placement(True, 0, 0)))
 LARGE = Copy((300, 479), (300, 480), (FLAT, FLAT))
 TRIMMING_FLAT = Copy((300, 480), (300, 477), (FLAT, FLAT))
 PADDING_FAR = Copy((60, 9), (60, 400), (FLAT, FLAT))
-"""The target's last columns lie behind the end of the source's memory, counted from its last rows."""
+"""At the source's row stride, the last columns of the target's last rows would lie beyond the source's memory."""
 TRIMMING_LARGE = Copy((300, 480), (299, 479), (FLAT, Placement(False, 0, 3)))
 
 
 def _layout(shape: tuple[int, int], place: Placement) -> Layout:
-    """The layout is not read from strides, because strides do not tell the order of a single row."""
+    """Makes a layout from a placement, not from strides, which do not tell the order of a matrix of one row."""
     order = Order.COLUMN if place.column_major else Order.ROW
     return Layout(*shape, order, shape[0 if place.column_major else 1] + place.gap)
 
@@ -70,7 +70,7 @@ class _Operands:
 @example(drawn=[TURNING, PADDING], blocks=4, order=0, seed=2)
 @given(drawn=st.lists(copies, min_size=1, max_size=3), blocks=st.sampled_from((1, 4, 2048)), order=orders, seed=seeds)
 def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int, order: int, seed: int) -> None:
-    """Copies with so few blocks that a thread has many rows, or with so many that it has one row."""
+    """The copy is launched with so few blocks that each thread has many rows, or with so many that each has one."""
     generator = np.random.default_rng(seed)
     operands = [_Operands(each, dtype, generator) for each in drawn]
     with pytest.MonkeyPatch.context() as patch, host.in_order(order):
@@ -78,7 +78,7 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int,
         made = ResizePass(dtype, [each.resize for each in operands], 0)
     made.launch([(each.source.address, each.target.address) for each in operands], 0)
     for each in operands:
-        each.target.values()  # the copy wrote nothing around the target
+        each.target.values()  # `values` fails if the copy wrote around the target
         assert each.target.array.tobytes() == each.expected.tobytes()
         each.source.assert_unchanged()
 

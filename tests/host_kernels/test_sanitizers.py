@@ -1,7 +1,7 @@
 """Runs tests of every kernel again, in a process of its own, with the kernels built with sanitizers.
 
-All of them take minutes, and run after a change of a covered file. Otherwise one test runs under one sanitizer, a
-different one each day: see sanitized.py.
+All sanitized tests together take minutes, and run only after a change of a covered file. Otherwise one test runs under
+one sanitizer, a different pair each day: see sanitized.py.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def run_python(sanitizer: Sanitizer, directory: Path, arguments: list[str]) -> s
         **os.environ,
         "LD_PRELOAD": sanitizer.runtime_library,
         "LT_HOST_SANITIZER": sanitizer.name.lower(),
-        "ASAN_OPTIONS": "detect_leaks=0",  # no search for leaks: the interpreter leaks at its end
+        # Leaks are not searched, because the Python interpreter leaks memory at its end.
+        "ASAN_OPTIONS": "detect_leaks=0",
         BUILD_DIRECTORY: str(directory),
     }
     command = [*without_randomization(sanitizer), sys.executable, *arguments]
@@ -138,7 +139,7 @@ def pass_under(sanitizer: Sanitizer, directory: Path, tests: Sequence[str]) -> N
     assert f"{len(paths)} passed" in done.stdout
 
 
-# The parameter splits the tests into halves that take equally long.
+# The parameter splits the sanitized tests into halves that take equally long.
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
 def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool) -> None:

@@ -1,4 +1,4 @@
-"""FP32 numbers times a factor, launched by the runtime, against numpy."""
+"""The kernel that multiplies FP32 numbers by a factor, launched by the runtime, against NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shim runs grids as CUDA does, and shows kernels that are wrong."""
+"""The shim, which runs kernels on the CPU, runs grids as CUDA does, and reports faulty kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ SHUFFLED_DOWN = np.where(LANES % 8 < 6, LANES + 2, LANES)
 WRITTEN: dict[str, tuple[dict[str, Any], Any]] = {
     "mirror": ({}, MIRRORED),
     "votes": ({"grid": (2, 1)}, 604),
-    "early_return": ({}, np.where(np.arange(16) < 8, MIRRORED, -1.0)),  # a returned thread counts as arrived
+    # A thread that has returned counts as arrived at a barrier.
+    "early_return": ({}, np.where(np.arange(16) < 8, MIRRORED, -1.0)),
     "named_barriers": ({"block": (64, 1)}, [*[0.0] * 32, *(100.0 + 2 * np.arange(32)[::-1])]),
     # Warps count threads with x fastest; the last warp has few of them.
     "warp_sum": ({"block": (8, 12), "grid": (2, 1)}, np.arange(192.0).reshape(2, 3, 32).sum(axis=2).repeat(32, axis=1)),
@@ -68,7 +69,8 @@ def test_threads_work_together(run: Callable[..., Any], entry: str) -> None:
     ("entry", "threads", "poisoned"),
     [
         ("missing_barrier", 16, 8),
-        ("barrier_of_warps_alone", 64, 32),  # the warp that runs first reads what the other has not written yet
+        # A missing barrier shows, because the warp that runs first reads what the other has not written yet.
+        ("barrier_of_warps_alone", 64, 32),
     ],
 )
 def test_a_missing_barrier_shows_as_nan(run: Callable[..., Any], entry: str, threads: int, poisoned: int) -> None:

@@ -1,4 +1,4 @@
-"""The kernel that counts losses and right rows, launched by the runtime, against the tally for NumPy arrays."""
+"""The kernel that sums losses and counts correctly classified rows, launched by the runtime, against NumPy's tally."""
 
 from __future__ import annotations
 

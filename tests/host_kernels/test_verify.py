@@ -1,4 +1,4 @@
-"""Expected results of products in FP64 and comparisons, launched by the runtime, against numpy."""
+"""The tuner's verification kernels: expected results of products in FP64, and comparisons, against NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def elements(matrix: Guarded) -> verify.Elements:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (65, 130, 35)])
 def test_expected_results(shape: tuple[int, int, int]) -> None:
-    """Runs `expect`; returns D, its pre-activation and the sums over the rows of each tile."""
+    """Runs the kernel `expect`; compares D, the pre-activation and the sums over the rows of each tile with NumPy's."""
     m, n, k = shape
     generator = np.random.default_rng(m)
     a, b, bias = (Guarded(numbers(generator, size, F16)) for size in ((m, k), (k, n), (1, n)))
@@ -39,7 +39,7 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
     assert_close("d", d.values(), y, 1e-12)
     assert_close("limits", limits.values(), 2.0**-11 * np.abs(y), 1e-12)
     kept_limits.values()
-    # of the outputs, of their errors' squares, and of what has one sign in each error
+    # column sums of the outputs, of the squares of their errors, and of the errors' part that always has one sign
     for which, terms in enumerate((y, (2.0**-11 * y) ** 2, 2.0**-20 * np.abs(y))):
         wanted = terms.sum(axis=0)
         assert_close(f"sums {which}", sums.values()[which::3].sum(axis=0), wanted, 1e-10 * np.abs(terms).sum(axis=0))
@@ -49,7 +49,7 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_float8_number_is_read(name: str) -> None:
-    """A product with 1 gives each of the 256 numbers again; infinities and NaN too."""
+    """Multiplied by 1, each of the 256 FP8 numbers, also infinities and NaN, must give itself."""
     codes = np.arange(256, dtype=np.uint8).reshape(256, 1).view(getattr(ml_dtypes, name))
     a, one = Guarded(codes), Guarded(np.ones((1, 1)))
     d, limits = Guarded(np.zeros((256, 1))), Guarded(np.zeros((256, 1)))

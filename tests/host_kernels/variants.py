@@ -1,4 +1,4 @@
-"""The variants of the kernels that are tested: everything in FP32, a few of each in FP16 and BF16.
+"""The kernel variants that are tested on the CPU: all in FP32, and a few of each kernel in FP16 and BF16.
 
 Of each kernel a few variants are built with sanitizers too; both ways to load and store (aligned, any layout) are among
 them.
@@ -33,7 +33,7 @@ class Forward:
     """A variant of epilogue_fwd.
 
     Attributes:
-        access: how octets are moved.
+        access: how groups of eight elements (octets) are loaded and stored.
         keeps: whether the pre-activation is written.
         once: whether the product is FP32, so that a 16-bit result is rounded only once.
         adds: whether there is an addend.

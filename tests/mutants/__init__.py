@@ -1,4 +1,4 @@
-"""The table of planted faults: each changes one line, and names the tests that must fail then."""
+"""The table of planted faults: each fault changes one line, and names the tests that must then fail."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LIMIT_S: Final = 60
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command."""
+    """Runs the command `python -m tests.mutants`."""
     begun = time.monotonic()
     options = _parsed(arguments)
     faults = _chosen(options)

@@ -1,4 +1,4 @@
-"""Faults of the passes over a product, of casts to FP8, of dropout, and of what they share."""
+"""Faults of the epilogue kernels, of casts to FP8, of dropout, and of code that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the losses and of their sums."""
+"""Faults of the loss kernels and of their sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of narrow MLPs in one kernel a pass."""
+"""Faults of the kernels that compute a narrow MLP's whole forward or backward pass."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Verdict(enum.Enum):
     SURVIVED = "survived"
     TIMED_OUT = "timed out"
     LEFT_OUT = "left out"
-    """The tests did not end in the command's time."""
+    """The tests did not end within the time that the command has."""
     BROKEN = "broken"
     """The tests could not run, so that they neither kill the change nor let it survive."""
 
@@ -44,10 +44,10 @@ class Copy:
     """A copy of a checkout, in which trials change one file after the other.
 
     Args:
-        directory: where the copy is made.
+        directory: the folder in which the copy is made.
         root: the checkout; its `.venv`, if it has one, runs the tests.
         built: directory of the kernels that g++ builds for the host; by default the checkout's own.
-        deadline: time of `time.monotonic` at which every run is ended.
+        deadline: the value of `time.monotonic()` at which every run is ended.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Copy:
                 shutil.copytree(place, directory / place.name, ignore=shutil.ignore_patterns("__pycache__"))
             elif place.exists():
                 shutil.copy(place, directory / place.name)
-        # By default Python tells by a file's size and by its time in whole seconds whether it has changed.
+        # Bytecode is checked by hash: by default Python compares only a file's size and its time in whole seconds, and
+        # could miss a change.
         checked = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(directory / "lt_runtime", quiet=1, invalidation_mode=checked)
 
@@ -87,8 +88,8 @@ class Copy:
 
         Args:
             arguments: arguments of pytest.
-            limit_s: processor seconds that it may take; it may take five times as long by the clock, because of other
-                work.
+            limit_s: processor seconds that pytest may take; by the clock it may take five times as long, because of
+                other work on the machine.
 
         Returns:
             Its exit status, or the verdict if it was ended, and its output.
@@ -100,7 +101,7 @@ class Copy:
         """Runs Python in the copy, as `pytest` does."""
         path = os.pathsep.join(
             filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
-        )  # the virtual environment may contain installed packages
+        )  # so that Python finds the copy of the package before one that the virtual environment may have installed
         with subprocess.Popen(
             [self._python, *arguments],
             cwd=self.root,

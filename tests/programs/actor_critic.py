@@ -36,7 +36,7 @@ def walk(actor: lt.MLP, xp: Any, rng: np.random.Generator) -> tuple[Any, Any, An
 
 
 def main(xp: Any, device: str) -> dict[str, float]:
-    """Trains; returns the mean reward of a step in the first and in the last ten updates."""
+    """Trains actor and critic; returns the mean reward of a step in the first and in the last ten updates."""
     actor = lt.MLP([PLACES, 32, 2], activation="tanh", seed=1, device=device)
     critic = lt.MLP([PLACES, 32, 1], activation="tanh", seed=2, device=device)
     optimizers = [lt.AdamW(each.parameters(), lr=1e-2, weight_decay=0) for each in (actor, critic)]

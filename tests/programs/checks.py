@@ -55,7 +55,7 @@ def check_weights(xp: Any, device: str, dtype: str, state: dict[str, Any], x: An
     are PyTorch's.
 
     Args:
-        state, x, outputs: of PyTorch, as NumPy arrays.
+        state, x, outputs: PyTorch's weights, inputs and outputs, as NumPy arrays.
     """
     to_host, place = pytorch_weights.to_host, xp.asarray
     y, back = pytorch_weights.main(xp, device, dtype, state, place(x))

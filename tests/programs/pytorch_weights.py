@@ -16,7 +16,7 @@ def main(xp: Any, device: str, dtype: str, state: Mapping[str, Any], x: Any, lr:
     """Returns the outputs for some inputs, and the weights after ten updates.
 
     Args:
-        state: of nn.Sequential(nn.Linear(...), nn.GELU(), nn.Linear(...)).
+        state: state_dict of nn.Sequential(nn.Linear(...), nn.GELU(), nn.Linear(...)).
     """
     outputs, inputs = state["0.weight"].shape
     model = lt.MLP([inputs, outputs, len(state["2.bias"])], "gelu_erf", dtype=dtype, device=device, seed=9)

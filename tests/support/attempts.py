@@ -32,7 +32,7 @@ class Attempt:
     Attributes:
         call: runs the operation once more.
         check: compares the results of the last call with the reference, after all work.
-        kept: arrays besides the inputs that a failing call must leave unchanged.
+        kept: arrays, besides the inputs, that must be unchanged after a call that fails.
     """
 
     call: Callable[[], Any]
@@ -56,7 +56,7 @@ def _after(calls: int, prepare: Prepare) -> Prepare:
     return prepared
 
 
-# Layers and products
+# Operations: layers and products
 
 
 def forward(case: LinearCase) -> Prepare:
@@ -147,7 +147,7 @@ def _raw(*, backward: bool) -> Prepare:
     return prepare
 
 
-# Losses, dropout and the optimizer
+# Operations: losses, dropout and the optimizer
 
 
 def against_host(name: str, arrays: tuple[Any, ...], **options: Any) -> Prepare:
@@ -308,7 +308,7 @@ def _made_optimizer(**options: Any) -> Prepare:
     return prepare
 
 
-# Training
+# Operations: training
 
 
 def _run_of(lt: Any, device: str, **options: Any) -> tuple[Any, Any, Any]:
@@ -474,7 +474,7 @@ def prefetch(gpu: FakeGpu) -> Attempt:
     return Attempt(call, check)
 
 
-# Tuning
+# Operations: tuning
 
 
 def tune(case: LinearCase) -> Prepare:

@@ -1,4 +1,4 @@
-"""Random trees of blocks: a hypothesis strategy of their descriptions, and the models made from them."""
+"""A hypothesis strategy that draws descriptions of random trees of blocks (models), and the models made from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATES = ("SwiGLU", "GEGLU", "ReGLU")
 HIDDEN = 4
 """Number of columns within an MLP and a gated block."""
 DEPTH = 4
-"""The largest number of blocks above each other."""
+"""The largest depth of a tree of blocks."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Tree:
     Attributes:
         kind: name of the block's class.
         inputs, outputs: numbers of columns; `inputs` is a tuple if the block takes a tuple of arrays.
-        parts: the blocks inside.
+        parts: the descriptions of the blocks inside.
         options: further arguments of the class.
         shares: the linear layer whose weight this one shares, and whether transposed; None for a weight of its own.
         seed: the block's seed. Parts with the same description, their seeds included, are one block that runs again.
@@ -43,7 +43,7 @@ class Tree:
     seed: int = 0
 
     def option(self, name: str, default: Any) -> Any:
-        """The argument with a name; the class's default if there is none."""
+        """An option of the block by name; if the description lacks it, the class's default."""
         return dict(self.options).get(name, default)
 
 
@@ -69,7 +69,7 @@ def build(lt: Any, tree: Tree, made: dict[Tree, Any] | None = None, **options: A
 
 
 def _sizes(leaf: Tree) -> list[Any]:
-    """The sizes that a block without others inside takes."""
+    """The sizes as constructor arguments, for a block that contains no other blocks."""
     if leaf.kind == "MLP":
         return [[leaf.inputs, HIDDEN, leaf.outputs]]
     sizes = {"Linear": [leaf.inputs, leaf.outputs], "LayerNorm": [leaf.inputs], "RMSNorm": [leaf.inputs], "Dropout": []}
@@ -77,7 +77,7 @@ def _sizes(leaf: Tree) -> list[Any]:
 
 
 def random_state(model: Any, generator: np.random.Generator) -> dict[str, NDArray[np.float32]]:
-    """Random values for all parameters, those of norms and biases too."""
+    """Sets all parameters to random values, also those of norms and biases."""
     shapes = {each.name: tuple(each.data.shape) for each in model.parameters()}
     return {
         name: generator.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
@@ -96,7 +96,7 @@ class _Drawing:
         return self.random.choice(self.widths)
 
     def tree(self, inputs: int, outputs: int, depth: int) -> Tree:
-        """A tree with `depth` blocks above each other, or fewer."""
+        """Draws a tree of at most the given depth."""
         is_square = inputs == outputs
         leaves = ["Linear", "Linear", "MLP"] + ["LayerNorm", "RMSNorm", "Dropout", *self.gates] * is_square
         around = ["Chain", "Chain", "Parallel"] * 2 + ["Residual"] * 4 * is_square
@@ -111,7 +111,7 @@ class _Drawing:
         return self.leaf(kind, inputs, outputs)
 
     def chain(self, inputs: int, outputs: int, depth: int) -> Tree:
-        """Two or three parts; in one of four cases a part is the one before it again, if the sizes allow it."""
+        """Draws two or three parts; in one of four cases a part is the previous block again, if the sizes allow it."""
         between, parts = [self.width() for _ in range(self.random.randint(1, 2))], list[Tree]()
         for sizes in itertools.pairwise([inputs, *between, outputs]):
             fits = parts and sizes == (parts[-1].inputs, parts[-1].outputs)
@@ -128,7 +128,7 @@ class _Drawing:
         return Tree("Parallel", inputs, outputs, towers, (("join", join), ("split", split)))
 
     def leaf(self, kind: str, inputs: int, outputs: int) -> Tree:
-        """A block without others inside; in one of three cases one that the tree has already, if the sizes allow it."""
+        """Draws a block without parts; in one of three cases one that the tree already has, if the sizes allow it."""
         earlier = [each for each in self.leaves if (each.kind, each.inputs, each.outputs) == (kind, inputs, outputs)]
         if earlier and self.random.random() < 1 / 3:
             return self.random.choice(earlier)
@@ -148,7 +148,7 @@ class _Drawing:
         return self.leaves[-1]
 
     def shared(self, inputs: int, outputs: int) -> tuple[Tree, bool] | None:
-        """In one of three cases an earlier linear layer with a weight of these sizes, if there is one."""
+        """Draws the layer to share a weight with: in one of three cases an earlier layer of these sizes, else None."""
         layers = [each for each in self.leaves if each.kind == "Linear"]
         fitting = [(each, False) for each in layers if (each.inputs, each.outputs) == (inputs, outputs)]
         fitting += [(each, True) for each in layers if (each.outputs, each.inputs) == (inputs, outputs)]

@@ -1,4 +1,4 @@
-"""The tables that AdamW's kernels find their tensors in: every element once, whatever its tensor's size."""
+"""The tables by which AdamW's kernels find their tensors cover every element exactly once, for tensors of any size."""
 
 from __future__ import annotations
 

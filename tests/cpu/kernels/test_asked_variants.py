@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
 
 
 def _no_product(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """Lists strategies without a cuBLASLt: the variants of our passes do not depend on its answers."""
+    """Stands in for the search for a cuBLASLt algorithm, on whose answers the variants of our kernels do not depend."""
     return object.__new__(MatmulPlan)
 
 
@@ -84,8 +84,8 @@ def _derivatives() -> Iterator[tuple[DType, Spec, Derivative]]:
 
 
 def _backward_problems() -> Iterator[BackwardProblem]:
-    """Problems of the derivative pass: the derivative of a layer's own activation without products, dz written in any
-    layout or not at all; and the derivative of the layer below, applied after the product.
+    """Problems of the kernel that multiplies by an activation's derivative: that of the layer's own activation without
+    products, dz written in any layout or not at all; and that of the layer below, applied after the product.
     """
     for dtype, y, derivative in _derivatives():
         x, w = Spec(packed(16, 8)), Spec(packed(y.layout.cols, 8))

@@ -1,4 +1,4 @@
-"""Driver calls for a kernel before its first launch, and the code that a launch runs beside its predecessor."""
+"""Driver calls before a kernel's first launch, and code that a kernel may run before the previous one has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_parameters_of_another_size_are_an_error(more: int, monkeypatch: pytest.
 
 COMPUTING = {
     *("DYNAMIC_SHARED", "static_assert", "sizeof", "__shfl_sync", "octet_count", "whole_steps", "place_of_sum"),
-    *("of", "index", "last"),  # methods that compute an index
+    *("of", "index", "last"),  # methods that only compute an index
     *("sweep", "columns", "a", "addend", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructors
     *(
         "beside",
@@ -43,12 +43,12 @@ COMPUTING = {
         "target_at",
         "gradient_at",
         "ahead",
-    ),  # a matrix of addresses, and constructors
+    ),  # a matrix of addresses, and names of constructors
 }
 """Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
 CONSTANT = {"p.chunks[", "p.layers["}
 """Tables in GPU memory that no kernel writes, so that they may be read before the wait."""
-# A lambda of mlp_fwd: it is defined before the wait for the predecessor, and called later.
+# A lambda of mlp_fwd, which is defined before the kernel waits for its predecessor, and called after it.
 COPY_X = re.compile(r"const auto copy_x = .*?\n  };", re.DOTALL)
 KERNEL = re.compile(r'^extern "C" __global__ [^\n]* (\w+)\(const [^\n]*{\n(.*?)^}', re.DOTALL | re.MULTILINE)
 BODIES = dict(body for file in sorted(kernel_sources().glob("*.cu")) for body in KERNEL.findall(file.read_text()))
@@ -56,7 +56,7 @@ BODIES = dict(body for file in sorted(kernel_sources().glob("*.cu")) for body in
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_kernel_waits_before_it_reads_what_a_predecessor_writes(entry: str) -> None:
-    """Every kernel is launched so that it may begin before its predecessor has ended."""
+    """By programmatic dependent launch, every kernel may begin before the previous kernel has ended."""
     before, wait, _ = BODIES[entry].partition("\n  wait_for_predecessor();\n")
     assert wait, "all threads must make the call"
     code = re.sub(r"//.*", "", COPY_X.sub("", before))

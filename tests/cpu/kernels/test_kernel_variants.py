@@ -1,6 +1,6 @@
-"""Every kernel variant compiles for every architecture into registers alone, and takes the struct that ctypes has.
+"""Every kernel variant compiles for every architecture without spills, and its parameter struct equals that of ctypes.
 
-What has passed is not compiled again until something that decides the outcome has changed, but for a sample.
+Apart from a sample, a variant that has passed is not compiled again before something that decides the outcome changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS = [
     for source in SOURCES
     for first in range(0, len(variants_of(source)), 16)
 ]
-"""Parts of the sources' variants, which several processes share."""
+"""Groups of the sources' variants, which are distributed over several processes."""
 
 
 @functools.cache
@@ -89,9 +89,9 @@ def test_registers_suffice(source: str, first: int, end: int, record_property: C
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_sample_takes_what_the_table_says(source: str) -> None:
-    """Compiles a variant of each source, another one each day and on another architecture than the next source's.
+    """Compiles one variant of each source: each day another variant, and for each source another architecture.
 
-    The table must match the installed compiler even if the digest is unchanged.
+    The table of registers must match the installed compiler even if the digest of the sources is unchanged.
     """
     record, variants = recorded(), variants_of(source)
     if wanted(source):
@@ -158,12 +158,12 @@ def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @functools.cache
 def all_passed() -> Record:
-    """A record by which all families pass as they are."""
+    """A record that says that all kernel families have passed with the present sources."""
     return Record((), {source: digest_of(source) for source in SOURCES}, "")
 
 
 def changed_by(change: Callable[[], object]) -> set[str]:
-    """The families whose variants must be compiled after a change, all having passed before."""
+    """The kernel families whose variants must be compiled again after a change, if all had passed before."""
     record = all_passed()
     change()
     return {source for source in SOURCES if architectures_to_compile(source, record, full=False)}
@@ -180,12 +180,13 @@ def changed_by(change: Callable[[], object]) -> set[str]:
 )
 def test_a_change_is_compiled_in_the_families_that_include_it(sources: Path, header: str, families: set[str]) -> None:
     file = sources / header
-    before, _, after = file.read_text().rpartition("0")  # the last include is not inside a comment
+    # The change is to replace the file's last "0", which is not in a comment, by "1".
+    before, _, after = file.read_text().rpartition("0")
     assert changed_by(lambda: file.write_text(f"{before}1{after}")) == families
 
 
 def test_every_header_that_the_compiler_reads_is_in_the_digest() -> None:
-    """Compares the includes with the host compiler's own list."""
+    """Compares the headers in the digest with the list of includes that the host compiler prints."""
     for source in SOURCES:
         options = [f"-D{name}={value}" for name, value in variants_of(source)[0].macros]
         paths = ["-I", str(SHIM), "-I", str(kernel_sources()), "-isystem", compiler.runtime_headers()]
@@ -252,7 +253,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def compiled_with(spills: int) -> Callable[..., list[Usage]]:
-    """Stands in for the compiler."""
+    """Makes a function that stands in for the compiler and reports the given number of spills."""
 
     def everywhere(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
         plain = Usage("", "", "", 10, spills=spills, stack=0, shared=64, parameters=0, double=False)

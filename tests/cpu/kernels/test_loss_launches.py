@@ -1,4 +1,4 @@
-"""How the launches of losses divide their work."""
+"""How the launches of loss kernels divide rows over blocks and threads."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_every_row_has_threads(rows: int, cols: int, order: Order, itemsize: int
 def test_rows_are_held_as_far_as_blocks_have_memory(
     classes: int, itemsize: int, packets: int, held: int, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an H200 shared memory has room for two rows, for one row, for the part of one row that registers do not hold,
-    or for less. A row is held in whole batches of packets, as a thread loads them.
+    """The cases are rows of which an H200's shared memory holds two, one, the part that registers do not hold, or less.
+    A row takes whole batches of packets (vector loads of one thread) in shared memory.
     """
     monkeypatch.setattr(cross_entropy, "device_attributes", lambda *_: (227 << 10, 228 << 10))
     sharing = RowSharing.of(packed(8192, classes), itemsize)

@@ -1,4 +1,4 @@
-"""How tests.sanitize reads compute-sanitizer's reports."""
+"""How `tests.sanitize` reads the reports of compute-sanitizer."""
 
 from __future__ import annotations
 

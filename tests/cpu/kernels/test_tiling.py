@@ -1,4 +1,4 @@
-"""Grids and blocks of passes: which matrices the fast path supports, and that every element has a thread."""
+"""Grids and blocks of elementwise kernels: the matrices of the fast path, and that every element has a thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lt_runtime.kernels.tiling import (
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, Philox, Spec
 
-WAVE = 528  # four blocks on each of 132 multiprocessors
+WAVE = 528  # blocks that run at once: four on each of 132 multiprocessors
 ROW, COLUMN = Order.ROW, Order.COLUMN
 LAST_ROW = 2**32 - 4 * MAX_GRID_Y * THREADS
 
@@ -40,7 +40,7 @@ waves = st.integers(1, 2000)
 
 
 def assert_covers(rows: int, cols: int, done: Tiling) -> None:
-    """Fails unless the blocks reach every column exactly once, with no more blocks below each other than rows need."""
+    """Fails unless the grid covers every column exactly once, with no more rows of blocks than the matrix needs."""
     (columns, parts), (x, y) = done
     assert x & (x - 1) == y & (y - 1) == 0, "sides are powers of two"
     assert x * y <= THREADS
@@ -198,7 +198,7 @@ def test_rows_that_32_bits_count_up_to() -> None:
 def test_dropout_without_gaps_has_rows_of_many_columns(
     rows: int, cols: int, swept: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of fewer than eight elements would each leave most of a thread's octet unused."""
+    """Short rows are merged into long ones: a thread handles eight elements, more than such a row has."""
     launched: list[Struct] = []
 
     def prepare(grid: object, block: object, params: Struct, *_: int) -> Callable[[], None]:

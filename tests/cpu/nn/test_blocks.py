@@ -1,4 +1,4 @@
-"""Blocks on the host: names, passes, training, and models that cannot be."""
+"""Blocks of models on the host: parameter names, forward and backward, training, and models that are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_kept_is_freed_on_the_way_back() -> None:
 
 
 class _Wrong(lt.Block):
-    """A block whose backward does not fit its forward."""
+    """A block whose backward returns a gradient of another shape than forward's input."""
 
     def __init__(self, takes: int, calls: int = 1) -> None:
         self.takes, self.calls, self.part = takes, calls, lt.Linear(4, 4, **CPU)
@@ -123,7 +123,7 @@ def test_an_error_of_python_s_own_names_the_innermost_block() -> None:
 
 
 class _View(lt.Block):
-    """A block that gives views of its inputs and gradients."""
+    """A block whose forward and backward return views of their arguments."""
 
     def forward(self, x: Any, run: lt.Pass) -> Any:
         return x[:]

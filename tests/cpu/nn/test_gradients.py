@@ -19,7 +19,7 @@ from tests.support.numpy_cases import DTYPES
 from tests.support.strategies import COMPILING
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
-"""Errors of a type relative to the largest element of an array."""
+"""Accepted error of each type, relative to the largest element of an array."""
 
 _FIRST = Tree("Linear", 4, 3, options=(("activation", "gelu"),), seed=1)
 _SQUARE = Tree("Linear", 4, 4, options=(("activation", "tanh"), ("dropout", 0.25)), seed=2)
@@ -123,7 +123,7 @@ def _check(
 
 
 def _rows(array: Any) -> Any:
-    """The rows of an array with leading axes, in float64."""
+    """An array as a float64 matrix, whose rows are all axes but the last."""
     return array.reshape(-1, array.shape[-1]).astype(np.float64)
 
 

@@ -27,7 +27,7 @@ def parameter(seed: int, shape: tuple[int, ...] = (3, 5), dtype: str = "float32"
 def train(
     parameters: list[lt.Parameter], gradients: list[list[Array]], **options: Any
 ) -> tuple[lt.AdamW, list[list[float]]]:
-    """Makes a step for each of the gradients; returns the norms of the gradients if the optimizer computes them."""
+    """Makes a step for each gradient; returns the optimizer and, if it computes them, the norms of the gradients."""
     optimizer = lt.AdamW(parameters, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, **options)
     norms = []
     for step in gradients:
@@ -47,7 +47,7 @@ def scalar_adamw(
     lr_scale: float = 1.0,
     weight_decay: float = 0.3,
 ) -> float:
-    """AdamW as PyTorch documents it, one number at a time in double precision."""
+    """Computes AdamW for one number in double precision, by the formulas in PyTorch's documentation."""
     m = v = v_max = 0.0
     for step, gradient in enumerate(gradients, 1):
         rate = 0.02 * lr_scale * learning_rate_factor(schedule, step)
@@ -84,7 +84,7 @@ def test_agrees_with_a_scalar_loop(schedule: Schedule, dtype: str, gradient_dtyp
 
 
 def shrinking_gradients(seed: int, shape: tuple[int, ...] = (3, 5)) -> list[Array]:
-    """Gradients that become smaller, so that AMSGrad's maximum comes from an early step."""
+    """Draws gradients that become smaller from step to step, so that AMSGrad's maximum comes from an early step."""
     return [numbers(seed + step, shape, "float32") / 4**step for step in range(STEPS)]
 
 
@@ -173,7 +173,7 @@ def test_without_skipping_arithmetic_takes_its_course(bad: float) -> None:
     optimizer = lt.AdamW([tensor], max_norm=1.0)
     optimizer.step()
     assert optimizer.steps.tolist() == [1]
-    # a norm of NaN makes every gradient NaN; an infinite one makes the finite gradients 0
+    # clipping by a norm of NaN makes every gradient NaN; an infinite norm makes the finite gradients 0
     assert np.isfinite(tensor.data).tolist() == ([False] * 3 if math.isnan(bad) else [True, False, True])
     assert not math.isfinite(float(optimizer.grad_norm))
 

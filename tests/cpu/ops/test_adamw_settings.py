@@ -1,4 +1,4 @@
-"""Settings of an optimizer that may be changed between steps, attributes that may not, and replaced arrays."""
+"""Optimizer settings that may be changed between steps, attributes that may not, and arrays that are replaced."""
 
 from __future__ import annotations
 

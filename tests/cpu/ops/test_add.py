@@ -1,4 +1,4 @@
-"""Sums of NumPy arrays."""
+"""`lt.add` on NumPy arrays."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_out_over_an_input(name: str) -> None:
     with pytest.raises(OverlapError, match=f"out_z shares memory with {name}"):
         lt.linear_fwd(**operands, out_z=buffer[:, :M])
     assert (buffer == 1).all()
-    # These slices interleave without overlapping.
+    # These two outputs are slices whose rows alternate in memory, but do not overlap.
     lt.linear_fwd(**operands, out=buffer[:, M : 2 * M], out_z=buffer[:, 2 * M :])
     assert (buffer[:, :M] == 1).all()
     assert (buffer[:, M:] == M + 1).all()
@@ -232,7 +232,8 @@ def test_what_is_no_array_anywhere() -> None:
 
 
 def test_memory_that_is_no_gpus() -> None:
-    # Without a driver the error names the missing driver; with a driver it says that the address is not a GPU's.
+    # On a machine without a driver the error names the missing driver; with a driver, it says that the address is not a
+    # GPU's.
     with pytest.raises((MissingLibraryError, DeviceError), match=r"driver|x is 0x"):
         lt.linear(DeviceArray((M, K)), DeviceArray((N, K)))
 

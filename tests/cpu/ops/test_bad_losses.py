@@ -1,4 +1,4 @@
-"""What the losses refuse on NumPy arrays, and that nothing is written when they do."""
+"""Arguments that the losses refuse on NumPy arrays, without writing anything."""
 
 from __future__ import annotations
 

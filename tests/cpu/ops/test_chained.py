@@ -1,4 +1,4 @@
-"""Backward with `through` on NumPy arrays, compared with backward layer by layer."""
+"""`linear_bwd(through=...)` on NumPy arrays, compared with backward layer by layer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_equals_layer_by_layer(activation: str, dropout: float) -> None:
     for one, other in zip(made, wanted, strict=True):
         np.testing.assert_allclose(
             one, other, rtol=2e-6, atol=2e-6
-        )  # the chained call does not round dx before it multiplies dx by the activation's derivative
+        )  # with `through`, dx is not rounded before it is multiplied by the activation's derivative
 
 
 def test_buffers_are_used_and_added_to() -> None:
@@ -83,7 +83,7 @@ def test_leading_axes_are_rows_in_both_layers() -> None:
     plain = lt.linear_bwd(dy, above, through=below)
     x = below.x.reshape(2, 3, K)
     y, context = lt.linear_fwd(x, below.w, numbers(2, (N,), "float32"), activation="gelu", dropout=0.4, rng=below.rng)
-    for axes in ((2, 3), (M,)):  # the second layer may read y as a matrix too
+    for axes in ((2, 3), (M,)):  # the second layer may also read y in another shape
         _, then = lt.linear_fwd(y.reshape(*axes, N), above.w, numbers(4, (OUT,), "float32"), activation="tanh")
         made = lt.linear_bwd(dy.reshape(*axes, OUT), then, through=context)
         assert made.dz_below.shape == (*axes, N)

@@ -1,4 +1,4 @@
-"""Dropout on NumPy arrays."""
+"""`lt.dropout` on NumPy arrays."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def plan_of(problem: Problem, device: int, stream: int) -> Any:
 
 
 class World:
-    """A machine on which plans are empty objects, and the tuner writes its decisions to the plan cache.
+    """Stands in for a machine: its plans are empty objects, and its tuner writes its decisions to the plan cache.
 
     Attributes:
         capturing: streams that are being captured.
@@ -168,7 +168,7 @@ def test_what_cannot_be_tuned_runs_untuned(world: World, failure: Exception) -> 
     with first_use.tuning():
         with pytest.warns(UserWarning, match=f"could not be tuned and runs untuned .{failure}."):
             plan = plan_of(PRODUCT, 0, 0)
-        assert plan_of(PRODUCT, 0, 0) is plan  # the second call gives no further warning
+        assert plan_of(PRODUCT, 0, 0) is plan  # the warning is given only once: the second call is silent
     assert len(world.tuned) == 1
 
 

@@ -1,4 +1,4 @@
-"""Gated activations on NumPy arrays, against formulas of one number and finite differences."""
+"""Gated activations on NumPy arrays, against scalar formulas and finite differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEP = 1e-6
 
 
 def formula(h: Array, activation: str) -> Array:
-    """Computes act(gate) · value by formulas of one number."""
+    """Computes act(gate) · value, element by element, by scalar formulas."""
     gate, value = np.split(h.astype(np.float64), 2, axis=-1)
     act = [FORMULAS[activation](each, _SLOPE) for each in gate.reshape(-1).tolist()]
     return np.array(act).reshape(gate.shape) * value
@@ -75,7 +75,7 @@ def test_any_layout_and_buffers(place: Any) -> None:
     assert lt.gated_bwd(y.array, ctx, out=dh.array) is dh.array
     np.testing.assert_array_equal(dh.values(), expected)
     h.assert_unchanged()
-    assert lt.gated_bwd(y.array, ctx, out=h.array) is h.array  # in place
+    assert lt.gated_bwd(y.array, ctx, out=h.array) is h.array  # the gradient of h is written over h
     np.testing.assert_array_equal(h.values(), expected)
 
 

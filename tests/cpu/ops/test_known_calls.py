@@ -1,4 +1,4 @@
-"""Which calls are of one kind, and which addresses a call of a known kind may have; without a GPU."""
+"""When a call counts as a repetition of an earlier one, and which addresses a repeated call may have; without a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT = 0x10000
 
 @dataclass(frozen=True)
 class Array:
-    """Stands in for an array of a library whose arrays have signatures, by which a repeated call is recognised."""
+    """Stands in for an array of a library whose arrays have signatures, by which repeated calls are recognised."""
 
     address: int = _AT
     shape: tuple[int, ...] = (4, 8)
@@ -79,7 +79,7 @@ def test_what_is_written_lies_apart(spans: list[tuple[int, int]], written: set[i
     prepared = PreparedCall(None, 0, Request(None, outputs, {}), None, sizes, 0)  # type: ignore[arg-type]
     bytes_of = [set(range(at, at + size)) for at, size in spans]
     meet = any(bytes_of[i] & bytes_of[j] for i in outputs for j in range(len(spans)) if i != j)
-    if meet:  # an empty range of bytes within another may count as an overlap
+    if meet:  # an empty operand that lies inside another may count as overlapping, too
         assert not prepared.is_sound(starts)
     elif all(sizes):
         assert prepared.is_sound(starts)

@@ -1,5 +1,5 @@
-"""Layers on NumPy arrays, forward and backward: values against scalar sums, gradients against finite differences,
-layouts, types, buffers, subsets, accumulation and empty axes.
+"""`linear_fwd` and `linear_bwd` on NumPy arrays: values against scalar sums, gradients against finite differences,
+layouts, types, output buffers, subsets of gradients, accumulation and empty axes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_no_rows_or_no_outputs(m: int, n: int, p: float) -> None:
 @pytest.mark.parametrize("axes", [(2, 3), (2, 1, 3), (6, 1), (1, 1), (0, 3)])
 @pytest.mark.parametrize("columns", [False, True])
 def test_leading_axes_are_rows(axes: tuple[int, ...], columns: bool) -> None:
-    """Every array with leading axes holds the same bits as the matrix of its rows."""
+    """Operands with leading axes give the same bits as the same operands reshaped to matrices."""
     rows, rng = math.prod(axes), lt.Philox(3, 2, 1)
     x, w, bias, dy = (numbers(i, shape, "float32") for i, shape in enumerate(((rows, K), (N, K), (N,), (rows, N))))
     options: dict[str, Any] = {"activation": "gelu", "dropout": 0.4, "rng": rng}
@@ -174,7 +174,7 @@ def test_options_without_a_meaning_on_the_host_change_nothing(option: dict[str, 
 
 
 def operands(dtype: str) -> tuple[Array, Array, Array, Array]:
-    """Draws x, w, bias and dy."""
+    """Draws random x, w, bias and dy of a type."""
     x, w, bias, dy = (numbers(seed, shape, dtype) for seed, shape in enumerate(((M, K), (N, K), (N,), (M, N))))
     return x, w, bias, dy
 
@@ -189,7 +189,7 @@ def einsum_gradients(dy: Array, x: Array, w: Array, z: Array, activation: str, f
 
 
 def assert_near(actual: Array, exact: Array, dtype: str) -> None:
-    """Asserts that a result equals the one in float64, up to the rounding to its type."""
+    """Asserts that a result equals the float64 result, up to the rounding to the result's type."""
     assert actual.dtype == DTYPES[dtype]
     np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=ULP[dtype], atol=1e-12)
 

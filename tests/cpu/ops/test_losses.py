@@ -1,4 +1,4 @@
-"""Losses on NumPy arrays: values, types, layouts, buffers, and what has no mean."""
+"""Losses on NumPy arrays: values, types, layouts, output buffers, and batches whose mean is NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = np.array([0, 3, 1, 2, 3])
 
 
 def expected_cross_entropy(logits: Array, labels: Array, smoothing: float = 0.0) -> tuple[float, Array]:
-    """Cross-entropy by SciPy's log-softmax."""
+    """The mean cross-entropy and its gradient, computed with SciPy's log-softmax."""
     log_softmax = special.log_softmax(logits.astype(np.float64), axis=1)
     target = (1 - smoothing) * np.eye(logits.shape[1])[labels] + smoothing / logits.shape[1]
     return -float((log_softmax * target).sum(axis=1).mean()), (np.exp(log_softmax) - target) / len(labels)
@@ -31,7 +31,7 @@ LOSSES = ["mse", "huber", "bce_with_logits", "cross_entropy"]
 
 
 def run(name: str, scores: Array, **more: Any) -> tuple[Any, float, Array]:
-    """Draws random targets; returns the loss, and the expected value and gradient."""
+    """Calls a loss with random targets; returns the result, and the expected loss and gradient."""
     if name == "cross_entropy":
         return lt.cross_entropy(scores, LABELS, **more), *expected_cross_entropy(scores, LABELS)
     target = np.abs(numbers(9, scores.shape)).astype(scores.dtype)
@@ -226,7 +226,7 @@ def test_as_pytorch(name: str, target: Any, options: dict[str, Any], value: floa
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_of_rows(name: str, parts: int) -> None:
-    """Each weight multiplies its row's loss; the losses of a batch's parts add up to the batch's loss."""
+    """A row's weight multiplies the row's loss; the weighted losses of a batch's parts add up to the batch's loss."""
     scores, weights = numbers(8, (4, C), "float32"), singles(2, 0, 1, 0.5)
     function = getattr(lt, name if name not in ("mse", "huber") else f"{name}_loss")
     target = LABELS[:4] if name == "cross_entropy" else np.abs(numbers(9, (4, C), "float32"))
@@ -243,7 +243,7 @@ def test_weights_of_rows(name: str, parts: int) -> None:
 @pytest.mark.parametrize("row_weights", [None, singles(2, 0.5, 1.25)])
 @pytest.mark.parametrize("class_weights", [None, singles(0.5, 1, 3, 2)])
 def test_weights_of_rows_and_classes(smoothing: float, row_weights: Any, class_weights: Any) -> None:
-    """Weights of classes count in the divisor of the mean, and weights of rows do not."""
+    """The mean divides by the sum of the labels' class weights; row weights do not change the divisor."""
     logits, labels = numbers(4, (3, C), "float32"), np.array([2, -100, 0])
     of_rows = (1 if row_weights is None else row_weights) * (labels >= 0)
     of_classes = np.ones(C) if class_weights is None else class_weights

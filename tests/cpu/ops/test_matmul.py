@@ -1,4 +1,4 @@
-"""`lt.matmul` over NumPy arrays: every epilogue, batches, bad input."""
+"""`lt.matmul` on NumPy arrays: every epilogue, batches, and arguments that are refused."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_operand_sums() -> None:
 )
 def test_batches(a: tuple[int, ...], b: tuple[int, ...], shape: int) -> None:
     x, y = _draw(*a), _draw(*b)
-    d = lt.matmul(x[::-1] if a[0] == 1 else x, y)  # the stride of an axis of size 1 has no meaning
+    # A negative stride is accepted for an axis of size 1, where it has no meaning.
+    d = lt.matmul(x[::-1] if a[0] == 1 else x, y)
     assert d.shape == (shape, M, N)
     np.testing.assert_allclose(d, np.matmul(x, y), rtol=1e-5, atol=1e-5)
 

@@ -28,7 +28,7 @@ def backward(dy: Any, ctx: Any, **options: Any) -> Any:
 
 
 def drawn(dtype: str = "float32", weight: str = "float32") -> list[Any]:
-    """x, a residual, dy and a gradient that is added, in batches; weight and bias."""
+    """Draws random operands: x, a residual, dy and an added gradient, all with a batch axis; weight and bias."""
     return [numbers(i, SHAPE, dtype) for i in range(4)] + [numbers(i, (COLS,), weight) for i in (4, 5)]
 
 
@@ -52,7 +52,7 @@ def test_values(kind: str, dtype: str, weight: str, adds: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_finite_differences(kind: str) -> None:
-    """The gradients are those of the sum of y times dy, by each element of x, weight and bias."""
+    """Compares the gradients with finite differences of sum(y · dy), for each element of x, weight and bias."""
     x, _, dy, _, gamma, beta = drawn()
     parameters = {"dx": x, "dweight": gamma, "dbias": beta}
     found = backward(dy, forward(kind, x, gamma, beta)[1])._asdict()
@@ -154,7 +154,7 @@ REFUSED: list[tuple[Callable[[], Any], type[LtError], str]] = [
     (lambda: lt.rms_norm_bwd(X, CTX, add=X, need_dx=False), ArgumentError, r"add has shape \(4, 6\), but need_dx is"),
     (lambda: lt.rms_norm_bwd(X, CTX, out_dx=CTX.x), OverlapError, "out_dx shares memory with x"),
 ]
-"""Calls, and the errors by which they are refused."""
+"""Calls with bad arguments, and the errors that they must raise."""
 CTX = lt.rms_norm_fwd(ones(4, 6), W)[1]
 
 

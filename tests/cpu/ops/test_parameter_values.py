@@ -1,4 +1,4 @@
-"""Parameters get values by `assign`: into data and master copy alike, or nothing is written. Stale copies are seen."""
+"""`Parameter.assign` writes data and master copy, or nothing; master copies that differ from data are noticed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parameter(dtype: str, *, master: bool = True, shape: tuple[int, ...] = (2, 3
 
 
 class DlpackOnly:
-    """An array in host memory of a library that offers only DLPack."""
+    """Stands in for an array in host memory of a library that offers no interface but DLPack."""
 
     def __init__(self, values: Array) -> None:
         self._values = values
@@ -39,7 +39,7 @@ class DlpackOnly:
 
 
 class ArrayOnly:
-    """An object that NumPy converts to an array."""
+    """An object with `__array__`, which NumPy converts to an array."""
 
     def __init__(self, values: Array) -> None:
         self._values = values

@@ -1,4 +1,4 @@
-"""Rules, schedules by tables, rates and states of `lt.Optimizer` on NumPy arrays, and what it refuses."""
+"""`lt.Optimizer` on NumPy arrays: update rules, schedules by tables, learning rates, states, and refused arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = {
 
 
 def scalar(name: str, x: float, gradients: list[float], lrs: list[float], decay: float = DECAY) -> float:
-    """One number by one rule, in double precision.
+    """Computes the updates of one number by one rule, in double precision.
 
     Sources: torch.optim.SGD (dampening 0) and torch.optim.AdamW as PyTorch 2 documents them, the decay of SGD taken
     from AdamW; Lion from algorithm 2 of Chen et al., "Symbolic discovery of optimization algorithms" (2023).
@@ -53,7 +53,7 @@ def parameter(seed: int, name: str = "p", **more: Any) -> lt.Parameter:
 
 
 def gradients_of(seed: int, steps: int = STEPS) -> list[Array]:
-    """Gradients that shrink, so that AMSGrad's largest v comes from an early step."""
+    """Draws gradients that shrink from step to step, so that AMSGrad's largest v comes from an early step."""
     return [numbers(seed + step, SHAPE, "float32") / 2**step for step in range(steps)]
 
 
@@ -78,7 +78,7 @@ def test_each_rule_is_its_formula(name: str) -> None:
 
 
 def test_adamw_is_an_optimizer_of_one_group() -> None:
-    """A group alone has the bits of `lt.AdamW`, and so has each of several groups without a common norm."""
+    """A single group gives the same bits as `lt.AdamW`, and so does each of several groups without a common norm."""
     gradients = gradients_of(20)
     alone = [lt.AdamW([parameter(2)], RATE, (0.8, 0.95), 1e-6, DECAY, amsgrad=amsgrad) for amsgrad in (False, True)]
     together = lt.Optimizer(
@@ -100,7 +100,7 @@ def test_groups_share_a_norm_a_scale_and_a_skip() -> None:
     first, second = parameter(4, "first"), parameter(5, "second")
     optimizer = lt.Optimizer([([first], rules.SGD(1.0)), ([second], rules.SGD(1.0))], max_norm=1.0, scaler=scaler)
     starts = [first.data.copy(), second.data.copy()]
-    first.grad[...], second.grad[...] = 8.0, 4.0  # twice and once 4, the scale
+    first.grad[...], second.grad[...] = 8.0, 4.0  # twice the scale of 4, and once the scale
     optimizer.step()
     norm = math.sqrt(15 * 4 + 15)
     assert float(optimizer.grad_norm) == pytest.approx(norm)

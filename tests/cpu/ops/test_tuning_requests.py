@@ -1,4 +1,4 @@
-"""`lt.tune`, `lt.explain` and `lt_runtime warmup` with a pretended tuner, which notes its arguments."""
+"""`lt.tune`, `lt.explain` and `lt_runtime warmup` with a fake tuner, which records its arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BF16, FP16, FP32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 
 
 class Tuner:
-    """A tuner that decides every part immediately: the time falls from 100 µs to 80 µs.
+    """A fake tuner that reports at once, for every problem, that the time falls from 100 µs to 80 µs.
 
     Attributes:
         given: the problems of each part, in order.
@@ -66,7 +66,7 @@ class Tuner:
 
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> Tuner:
-    """Pretends two GPUs, the second of which is current, and the tuner that works on them."""
+    """Replaces the tuner by a fake one on a fake machine with two GPUs, the second of which is current."""
     made = Tuner()
     monkeypatch.setattr(search, "tune_chains", made.tune)
     for module in (requests, devices):
@@ -372,7 +372,7 @@ def test_what_the_parser_refuses(arguments: tuple[str, ...], message: str, capsy
 def test_the_bar_on_a_terminal(
     tuner: Tuner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich then takes its output for a terminal
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # makes the package rich treat its output as a terminal
     monkeypatch.setenv("FORCE_COLOR", "1")
     lt.tune([32, 48, 10], 64)
     count = len(tuner.given)

@@ -1,4 +1,4 @@
-"""Where a layer that may choose runs in FP8, by the peak rates of an H200."""
+"""Which layers the rule without measurements runs in FP8, computed with the peak rates of an H200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which unmeasured strategies are tried: the table's choice first, then the others by a fixed rule."""
+"""The order in which unmeasured strategies are tried: first the choice of a table, then the rest by a fixed rule."""
 
 from __future__ import annotations
 

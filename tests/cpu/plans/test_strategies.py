@@ -1,4 +1,4 @@
-"""Strategies: the set that a problem allows; each is read back from a file as it was written."""
+"""Strategies of plans: which ones a problem allows, and that each is read back from a file as it was written."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_forward_of_inference_keeps_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"y": COLUMNS},  # cuBLASLt's bias would run along the other axis
+        {"y": COLUMNS},  # with a column-major y, cuBLASLt's bias would run along the other axis
         {"preactivation": COLUMNS},
-        {"x": Spec(packed(M, 0)), "w": Spec(packed(N, 0))},  # K is 0, so that nothing is multiplied
+        {"x": Spec(packed(M, 0)), "w": Spec(packed(N, 0))},  # K is 0, so that cuBLASLt is not called
     ],
 )
 def test_what_the_library_cannot_fuse(changes: dict[str, Spec]) -> None:
@@ -183,7 +183,8 @@ def test_an_addend_is_the_products_or_our_kernels() -> None:
     assert added(y=COLUMNS, addend=COLUMNS, bias=None) == [(NONE, nothing, True), (NONE, nothing, False)]
     for changes in ({"addend": COLUMNS}, {"dropout": True}, {"preactivation": Y}):
         assert added(**changes) == by_kernel
-    for activation in ("relu", "sigmoid", "gelu"):  # cuBLASLt adds C before an activation; y is not its output any more
+    # CuBLASLt would add the addend (C) before the activation; y is then no longer the activation's output.
+    for activation in ("relu", "sigmoid", "gelu"):
         assert added(activation) == [(BIAS, kept, False), (NONE, kept, False)]
     plain, fused = ForwardStrategy(BIAS, nothing), ForwardStrategy(BIAS, nothing, product_adds=True)
     assert to_json(plain) == {"epilogue": "bias", "saved": "nothing"}, "as plan files have it"
@@ -200,7 +201,8 @@ def makers(problem: BackwardProblem) -> list[tuple[MadeBy, MadeBy, MadeBy]]:
 def test_bias_gradient() -> None:
     assert makers(a_backward()) == [(KERNEL, NOBODY, NOBODY), (EPILOGUE, NOBODY, NOBODY)]
     kernel_alone = [(KERNEL, NOBODY, NOBODY)]
-    assert makers(a_backward(accumulate=True)) == kernel_alone  # cuBLASLt's bias gradient overwrites its buffer
+    # CuBLASLt's bias gradient overwrites its buffer instead of adding to it.
+    assert makers(a_backward(accumulate=True)) == kernel_alone
     assert makers(a_backward(dw=None)) == kernel_alone
     assert makers(a_backward(dw=Spec(packed(K, N).transposed))) == kernel_alone
     assert makers(a_backward(output_derivative=unchanged(None))) == [(NOBODY, NOBODY, NOBODY)]
@@ -228,7 +230,7 @@ def test_through_the_layer_below() -> None:
 
 @pytest.mark.parametrize("empty", ["M", "N", "K"])
 def test_where_nothing_is_multiplied_the_library_makes_no_sum(empty: str) -> None:
-    """cuBLASLt is not called if there is nothing to multiply, but the bias gradient must be set to zero."""
+    """If M, N or K is 0, cuBLASLt is not called, but the bias gradient must still be set to zero."""
     m, n, k = (0 if axis == empty else size for axis, size in (("M", M), ("N", N), ("K", 16)))
     x, w, y = (Spec(packed(*shape)) for shape in ((m, k), (n, k), (m, n)))
     kept = Spec(Layout(m, k, Order.ROW, 16))

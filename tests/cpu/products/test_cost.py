@@ -1,4 +1,4 @@
-"""Estimates of how long products take by each method, held against measurements on an H200 (cuBLASLt 13.1)."""
+"""Estimated times of products by each method, compared with measurements on an H200 (cuBLASLt 13.1)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tests.support.product_problems import TF32, forward, input_gradient, weight
 
 @pytest.mark.parametrize(
     ("problem", "method"),
-    [  # Comments are µs on an H200: by the expected method, then by the second fastest one.
+    [  # Comments give measured µs on an H200: by the expected method, then by the second fastest method.
         (input_gradient(798, 1093, 2720), PADDED),  # 19.1, 58.5
         (weight_gradient(381, 3112, 674), PADDED),  # 9.9, 25.7
-        (input_gradient(3567, 3379, 843), PADDED),  # the copies are larger than a workspace
+        # Padded copies are expected although they are larger than a workspace.
+        (input_gradient(3567, 3379, 843), PADDED),
         (input_gradient(2825, 2681, 23), LIBRARY),  # 15.4, 33.3
         (weight_gradient(1075, 35, 2596), LIBRARY),  # 10.5, 14.2
         (input_gradient(2596, 35, 1075), LIBRARY),  # 10.6, 11.2
@@ -45,7 +46,7 @@ def test_the_way_that_was_measured_to_be_the_fastest(problem: MatmulProblem, met
 
 
 def test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows() -> None:
-    # 11.1 µs by our kernel, 9.9 by cuBLASLt, 7.9 on copies
+    # Measured: 11.1 µs by our kernel, 9.9 µs by cuBLASLt, 7.9 µs on padded copies.
     assert fastest_first(weight_gradient(7, 256, 6156))[0] is not NARROW
     assert fastest_first(forward(6156, 7, 256))[0] is NARROW  # 3.8
 
@@ -73,13 +74,13 @@ def test_tf32_sums_over_ragged_rows_are_estimated(shape: tuple[int, int, int], u
 
 
 def test_our_kernel_for_ragged_rows_has_the_library_s_sums() -> None:
-    """21x24x3904 with the sum of A takes 9.1 µs by our kernel and 167 by cuBLASLt; 23x619x541 7.4 and 24.9."""
+    """With the sum of A, 21x24x3904 takes 9.1 µs by our kernel and 167 µs by cuBLASLt; 23x619x541, 7.4 and 24.9 µs."""
     for shape in ((21, 24, 3904), (23, 619, 541)):
         assert fastest_first(weight_gradient(*shape, Epilogue.BGRADA))[0] is TILE
 
 
 def test_products_alone_are_seldom_our_kernel_s_for_ragged_rows() -> None:
-    """1434x936x20 takes 4.1 µs by our kernel and 4.7 by cuBLASLt, but 20.7 and 11.7 µs beside a weight gradient."""
+    """Alone, 1434x936x20 takes 4.1 µs by our kernel and 4.7 by cuBLASLt; beside a weight gradient, 20.7 and 11.7 µs."""
     problem = input_gradient(1434, 936, 20)
     us = estimated_us(problem)
     assert us[TILE] < us[LIBRARY]
@@ -87,7 +88,7 @@ def test_products_alone_are_seldom_our_kernel_s_for_ragged_rows() -> None:
 
 
 def test_products_of_a_gradient_share_its_copy() -> None:
-    """13830x48x221 and 221x48x13830 together take 13.7 µs on copies and 19.3 by cuBLASLt's kernels for ragged rows."""
+    """The products 13830x48x221 and 221x48x13830 take 13.7 µs on padded copies, 19.3 by cuBLASLt's ragged kernels."""
     for problem in (input_gradient(13830, 48, 221), weight_gradient(221, 48, 13830)):
         assert fastest_first(problem)[0] is PADDED
 
@@ -100,7 +101,7 @@ def test_our_kernel_has_the_width_of_a_power_of_two() -> None:
 
 
 def test_the_sum_of_an_operand_leaves_no_pass_over_the_product() -> None:
-    """A sum of an operand is a kernel of its own by either method; other epilogues cost cuBLASLt an FP32 product."""
+    """With either method an operand's sum takes a kernel of its own; other epilogues cost cuBLASLt an FP32 product."""
     d = Spec(packed(24, 8), alignment=2)
     problem = weight_gradient(24, 8, 2, Epilogue.BGRADA, dtype=DType.FLOAT16, d=d)
     others = replace(problem, epilogue=Epilogue.RELU)
@@ -138,7 +139,8 @@ def test_a_refused_sum_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
 
 
 def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
-    ragged = forward(3890, 15, 3247, Epilogue.BIAS)  # 40.8 µs plus a pass by cuBLASLt, 181 µs by our kernel
+    # Measured: cuBLASLt's 40.8 µs and one more kernel; 181 µs by our kernel.
+    ragged = forward(3890, 15, 3247, Epilogue.BIAS)
     assert fastest_first(ragged) == [LIBRARY]
     whole = forward(3890, 16, 3248, Epilogue.BIAS)
     assert fastest_first(whole) == [LIBRARY, NARROW], "the library may have no algorithm for the epilogue"

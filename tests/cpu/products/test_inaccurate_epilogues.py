@@ -45,7 +45,7 @@ Kind = tuple[DType, Compute]
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    """A pretended cuBLASLt that offers one algorithm for every product; other calls of a GPU are replaced."""
+    """Replaces cuBLASLt by a fake with one algorithm for every product, and replaces all other calls to a GPU."""
     made = FakeLibrary(monkeypatch)
     made.offered = {(WORKSPACE, BOTH): [1]}
     monkeypatch.setattr(MatmulPlan, "launches_at_most_two_kernels_by", lambda *_: True)
@@ -74,7 +74,7 @@ def a_backward(kind: Kind) -> BackwardProblem:
 def test_full_fp32_has_no_candidate_of_the_library(
     epilogue: Epilogue, options: dict[str, Any], library: FakeLibrary
 ) -> None:
-    """Algorithms of the heuristic and of a plan file are both refused; the heuristic is not asked."""
+    """GELU in full FP32 is refused, with an algorithm from a file or from the heuristic, which is not called."""
     with pytest.raises(PlanError, match=r"cuBLASLt's GELU is off by 5e-6"):
         MatmulPlan(a_product(FULL, epilogue), 0, **options)
     with pytest.raises(PlanError, match=r"cuBLASLt's GELU is off by 5e-6"):
@@ -89,7 +89,7 @@ def test_tf32_and_16_bits_keep_theirs(kind: Kind, epilogue: Epilogue, library: F
 
 
 def test_it_is_the_type_of_the_result_that_counts(library: FakeLibrary) -> None:
-    """GELU's error shows in a product of 16-bit matrices that is stored in FP32, and not in other epilogues."""
+    """GELU's error matters in a product of 16-bit matrices that is stored in FP32; other epilogues are accurate."""
     with pytest.raises(PlanError, match="GELU"):
         MatmulPlan(a_product(NARROWER[1], Epilogue.GELU, d_dtype=DType.FLOAT32), 0)
     for epilogue in (Epilogue.NONE, Epilogue.BIAS, Epilogue.RELU_BIAS):
@@ -112,7 +112,7 @@ C_LIES = {
 def test_a_16_bit_product_would_be_rounded_before_a_ragged_c(
     epilogue: Epilogue, kind: Kind, c: Spec, library: FakeLibrary
 ) -> None:
-    """cuBLASLt is asked if there is no epilogue, the result has 32 bits, or no operand is ragged."""
+    """cuBLASLt is used if there is no epilogue, the result has 32 bits, or no operand is ragged."""
     problem = a_product(kind, epilogue, c=c)
     with pytest.raises(PlanError, match="rounds the product to 16 bits"):
         MatmulPlan(problem, 0)
@@ -128,7 +128,7 @@ def test_a_16_bit_product_would_be_rounded_before_a_ragged_c(
 def test_our_kernel_for_narrow_products_keeps_its_derivative(
     epilogue: Epilogue, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our kernel computes GELU's derivative in FP32, as accurately as our pass."""
+    """Our kernel for narrow products applies GELU's derivative in FP32, as accurately as our elementwise kernel."""
     ours = replace(NARROW, build=lambda problem, _: SimpleNamespace(narrow=problem))
     monkeypatch.setattr(methods, "fastest_first", lambda _: [LIBRARY, ours])
     problem = a_product(FULL, epilogue, k=8)

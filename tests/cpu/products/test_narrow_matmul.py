@@ -26,7 +26,7 @@ DERIVATIVES = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DG
 
 
 def through(m: int, n: int, k: int, epilogue: Epilogue) -> MatmulProblem:
-    """Problem of an input gradient that the derivative of the layer below's activation is applied to."""
+    """The product of an input gradient, with the derivative of the layer below's activation as its epilogue."""
     return input_gradient(m, n, k, epilogue, aux=Spec(Layout(m, n, Order.ROW, -(-n // 128) * 128)))
 
 
@@ -102,7 +102,7 @@ def test_a_single_row_or_column_lies_either_way() -> None:
 
 
 class _Recorded:
-    """The macros that a pass was compiled with, and its grid, block and scratch memory."""
+    """What a recorded launch had: the kernel's macros, grid, block and scratch memory."""
 
     def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
         def get(entry: Entry, macros: Macros, device: int) -> None:

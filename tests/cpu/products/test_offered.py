@@ -1,4 +1,4 @@
-"""The choice among the heuristic's algorithms for a product that was not measured; times are in µs, on an H200."""
+"""Which of the heuristic's algorithms is chosen for a product without measurements; times are µs on an H200."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def offers(*entries: Entry) -> list[Offered]:
     [
         # With a bias, tiles of more than 64 rows are slow: the entries below take 57.5, 56.0 and 40.5 µs.
         (forward(262144, 104, 64, BIAS), [((104, 256), 7.758), ((104, 128), 15.515), ((56, 512), 7.758)], 2),
-        # The first algorithm takes 13.3 µs, the last 10.8 µs.
+        # Measured: the first algorithm takes 13.3 µs, the last 10.8 µs.
         (forward(65536, 80, 56, BIAS), [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)], 2),
-        # The first algorithm takes 66.8 µs, the last 34 µs.
+        # Measured: the first algorithm takes 66.8 µs, the last 34 µs.
         (forward(131072, 128, 32, GELU), [((128, 128), 7.758), ((64, 256), 7.758), ((64, 512), 3.879)], 2),
-        # Larger tiles take fewer rounds: the first algorithm takes 19.2 µs, the second 17.0 µs.
+        # Larger tiles take fewer waves of blocks: the first algorithm takes 19.2 µs, the second 17.0 µs.
         (forward(262144, 40, 32), [((64, 256), 7.758), ((64, 512), 3.879), ((32, 512), 7.758)], 1),
-        # All algorithms take one round: the first takes 9.6 µs, the second 9.8 µs.
+        # All algorithms take one wave of blocks: the first takes 9.6 µs, the second 9.8 µs.
         (forward(827, 5376, 320, BIAS), [((128, 288), 0.955), ((256, 144), 0.955), ((384, 96), 0.955)], 0),
-        # The first algorithm takes 12.8 µs, the second 16.2 µs.
+        # Measured: the first algorithm takes 12.8 µs, the second 16.2 µs.
         (forward(131072, 48, 40), [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)], 0),
         (forward(25, 64, 64), [((8, 64), 0.061), ((64, 8), 0.03)], 0),
     ],
@@ -72,7 +72,7 @@ def test_only_what_was_measured_is_estimated() -> None:
 
 
 def test_a_little_does_not_count() -> None:
-    """Smaller tiles in as many rounds save only some loads, which is less than a tenth of the time."""
+    """Among tiles with equally many waves, the smaller save only some loads, less than a tenth of the time."""
     larger, smaller = offers(((64, 128), 2.0), ((64, 64), 2.0))
     assert most_promising(forward(65536, 24, 16), [larger, smaller]) == 0
     assert most_promising(forward(65536, 24, 4096), [larger, smaller]) == 1
@@ -87,7 +87,7 @@ OLDER = (64, 64)
 
 
 def test_a_short_sum_is_not_split() -> None:
-    """3904x24x21 takes 10.4 µs by id 23, which splits K; 2.9 µs by id 24, which does not; and 47.8 µs by id 42."""
+    """The product 3904x24x21 takes 10.4 µs by algorithm 23, which splits K, 2.9 by 24, which does not, 47.8 by 42."""
     split, slow, whole = (Offered(*each) for each in ((23, OLDER, 8, 0.7), (42, OLDER, 1, 0.5), (24, OLDER, 1, 0.1)))
     for epilogue in (Epilogue.NONE, BIAS, Epilogue.DGELU):
         assert most_promising(forward(3904, 24, 21, epilogue), [split, slow, whole, whole]) == 2
@@ -97,14 +97,14 @@ def test_a_short_sum_is_not_split() -> None:
 
 
 def test_in_full_fp32_no_kernel_is_passed_over() -> None:
-    """48x64x2112 takes 9.5 µs by the id 20 and 38.8 by the next algorithm."""
+    """The product 48x64x2112 takes 9.5 µs by the algorithm with id 20, and 38.8 µs by the next algorithm."""
     problem = forward(48, 64, 2112, **FP32)
     assert most_promising(problem, [Offered(20, OLDER, 33, 0.5), Offered(55, OLDER, 1, 0.5)]) == 0
 
 
 @pytest.mark.parametrize("seldom_fast", [20, 41, 42])
 def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) -> None:
-    """TF32 1078x2049x31, an input gradient, takes 12.1 µs by the first algorithm (its id is 20) and 9.2 by the next."""
+    """The input gradient 1078x2049x31 in TF32 takes 12.1 µs by the first algorithm (id 20), and 9.2 µs by the next."""
     slow, usual = Offered(seldom_fast, OLDER, 1, 0.5), Offered(23, OLDER, 1, 0.5)
     for problem in (tf32(1071, 2053, 640), tf32(541, 619, 23), forward(3904, 24, 21)):
         assert most_promising(problem, [slow, slow, usual, usual]) == 2
@@ -112,7 +112,7 @@ def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) ->
 
 
 def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
-    """7456x2840x464 takes 150 µs by the first algorithm and 84 by the second; 13830x224x48 takes 17.7 and 18.5."""
+    """By the first and the second algorithm, 7456x2840x464 takes 150 and 84 µs, and 13830x224x48 17.7 and 18.5 µs."""
     offered = [Offered(21, (128, 128), 1, 1.7), Offered(43, (128, 128), 1, 1.0)]
     assert most_promising(tf32(7456, 2840, 464), offered) == 1
     assert most_promising(tf32(13830, 224, 48), offered) == 0
@@ -127,12 +127,13 @@ HOPPERS, OLDERS = 43, 21  # ids of cuBLASLt's kernels for TF32
 @pytest.mark.parametrize(
     ("problem", "entries", "best"),
     [
-        # 64 tiles take 37.1 µs; 32 tiles with K split in four 19.7. With rows and columns exchanged: 33.4 and 19.9.
+        # Measured: 64 tiles take 37.1 µs, and 32 tiles with K split in four 19.7 µs; with rows and columns exchanged,
+        # 33.4 and 19.9 µs.
         (tf32_gradient(512, 1024, 2048), [(HOPPERS, (128, 64), 1, 0.485), (OLDERS, (128, 128), 4, 0.97)], 1),
         (tf32_gradient(1024, 512, 2048), [(HOPPERS, (64, 128), -1, 0.606), (OLDERS, (128, 128), 4, 0.97)], 1),
-        # 64 tiles take 25.8 µs, 128 tiles 17.7 µs.
+        # Measured: 64 tiles take 25.8 µs, 128 tiles of half the size 17.7 µs.
         (tf32_gradient(1024, 1024, 1024), [(HOPPERS, (128, 128), -1, 0.485), (OLDERS, (128, 64), 1, 0.97)], 1),
-        # 72 tiles take 285 µs; 144 tiles of half the size, which 132 blocks share evenly, 194 µs.
+        # Measured: 72 tiles take 285 µs; 144 tiles of half the size, which 132 blocks share evenly, 194 µs.
         (tf32_gradient(768, 3072, 8192), [(HOPPERS, (128, 256), -1, 0.545), (HOPPERS, (128, 128), -1, 1.0)], 1),
         (tf32_gradient(3072, 768, 8192), [(HOPPERS, (128, 128), -1, 1.0), (HOPPERS, (128, 256), -1, 0.545)], 0),
         # The first algorithm takes 80 µs, the second 115 µs: larger tiles save loads, but the tensor cores are busy.
@@ -156,29 +157,30 @@ def test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast(
 
 
 def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
-    """541x619x23 takes 6.9 µs by the first algorithm and 3.5 by the second; 625x77x13 takes 3.3 and 2.5 µs."""
+    """By the first and the second algorithm, 541x619x23 takes 6.9 and 3.5 µs, and 625x77x13 3.3 and 2.5 µs."""
     offered = [Offered(23, OLDER, 1, 0.7), Offered(55, OLDER, 1, 0.1)]
     assert most_promising(tf32(541, 619, 23), offered) == 1
     assert most_promising(tf32(541, 619, 128), offered) == 1
     assert most_promising(tf32(541, 619, 129), offered) == 0
     assert most_promising(tf32(544, 624, 24), offered) == 0, "rows that are whole vectors"
-    for terms, best in ((23, 1), (39, 0)):  # 531x453x24 takes 4.5 µs by the first, 3.1 by the second
+    # Measured: 531x453x24 takes 4.5 µs by the first algorithm, 3.1 µs by the second.
+    for terms, best in ((23, 1), (39, 0)):
         assert most_promising(replace(tf32(541, 619, terms), b=Spec(packed(terms, 619))), offered) == best
     assert most_promising(tf32(541, 619, 23), offered[:1]) == 0
     assert most_promising(forward(541, 619, 23), offered) == 0
 
 
 def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
-    """21x24x3904 takes 11.7 µs with K in 132 parts and 7.6 µs in 32.
+    """The product 21x24x3904 takes 11.7 µs if K is split into 132 parts, and 7.6 µs with 32 parts.
 
-    48x221x13830 takes 16.2 µs with K in 66 parts and 17.8 µs in 58.
+    The product 48x221x13830 takes 16.2 µs if K is split into 66 parts, and 17.8 µs with 58 parts.
     """
     offered = [Offered(23, OLDER, parts, 0.7) for parts in (132, 66, 32, 16)]
     assert most_promising(tf32(21, 24, 3904), offered) == 2
     assert most_promising(tf32(48, 221, 13830), offered) == 0
     assert most_promising(tf32(21, 24, 640), offered) == 0, "all parts have few terms"
     assert most_promising(forward(21, 24, 3904), offered) == 0
-    full_fp32 = forward(25, 128, 192, **FP32)  # takes 10.2 µs with K in 132 parts, 5.6 whole
+    full_fp32 = forward(25, 128, 192, **FP32)  # takes 10.2 µs if K is split into 132 parts, 5.6 µs if K is not split
     assert most_promising(full_fp32, offered) == 3
 
 
@@ -208,7 +210,7 @@ _Shown = tuple[MatmulTile, float, int]
 
 
 class Offering(FakeLibrary):
-    """A pretended cuBLASLt whose heuristic offers Hopper kernels with given tiles, waves and parts of K.
+    """A fake cuBLASLt whose heuristic offers Hopper kernels with given tiles, waves and parts of K.
 
     A query that excludes split K is offered the algorithms in `whole`.
     """
@@ -254,7 +256,7 @@ def test_a_plan_takes_the_most_promising_algorithm(monkeypatch: pytest.MonkeyPat
 
 def test_without_a_lean_launch_the_first_that_has_one_is_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
     Offering(monkeypatch, TALL)
-    nodes[56, 512] = []  # Makes the library refuse the launch of an algorithm.
+    nodes[56, 512] = []  # an algorithm without nodes is one whose launch the fake library refuses
     assert tile_of(forward(262144, 104, 64, BIAS)) == (104, 256)
     nodes[104, 256] = ["KERNEL", "KERNEL", "KERNEL"]
     assert tile_of(forward(262144, 104, 64, BIAS)) == (104, 128)
@@ -271,7 +273,10 @@ def test_a_plain_product_takes_no_other_that_cannot_be_launched(monkeypatch: pyt
 
 
 def test_what_is_known_to_be_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
-    """The last algorithm drops the tail of 776 = 12·64 + 8 terms and is not chosen, however high its rank."""
+    """The last algorithm has a known fault: it drops the tail of 776 = 12·64 + 8 terms.
+
+    It is not chosen at any rank.
+    """
     Offering(monkeypatch, [(MatmulTile.TILE_64x64, 31.03, 1), (MatmulTile.TILE_64x512, 3.879, 12)])
     monkeypatch.setattr("lt_runtime.products.offered.most_promising", lambda _, found: len(found) - 1)
     assert tile_of(forward(262144, 40, 768, BIAS)) == (64, 512)
@@ -301,7 +306,7 @@ def test_short_sums_are_asked_for_unsplit(monkeypatch: pytest.MonkeyPatch, nodes
 
 
 def test_tiles_that_waste_little_are_taken_for_tall_tf32_products_with_short_sums() -> None:
-    """262144x40x32 takes 68.4 µs in tiles of 256x64 elements, 26.8 in 64x128; 262144x24x72 57.2 in 128x128, 35.5."""
+    """In tiles of 256x64, 262144x40x32 takes 68.4 µs, in 64x128 26.8; 262144x24x72 57.2 in 128x128, else 35.5."""
     for n, k, slow, fast in ((40, 32, (21, (256, 64)), (21, (64, 128))), (24, 72, (21, (128, 128)), (43, (64, 128)))):
         waves = [-(-(1 << 18) // tile[1]) / 132 for _, tile in (slow, fast)]
         offers = [Offered(algo, tile, 1, each) for (algo, tile), each in zip((slow, fast), waves, strict=True)]

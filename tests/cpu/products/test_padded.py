@@ -1,4 +1,4 @@
-"""Which products are made on padded copies, and the layouts of the copies."""
+"""Which products are computed from padded copies of ragged operands, and the layouts of the copies."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_lies_along_k_is_not_turned() -> None:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel that copies is compiled, and every algorithm launches few enough kernels."""
+    """Skips the compilation of copy kernels, and makes every algorithm launch few enough kernels to be accepted."""
     monkeypatch.setattr(padded, "ResizePass", lambda *_: None)
     monkeypatch.setattr(padded, "workspace_size", lambda _: WORKSPACE)
     monkeypatch.setattr(padded, "device_info", lambda _: DeviceInfo(0, "pretended", 90, 132, 1 << 33))
@@ -163,7 +163,7 @@ def test_the_library_keeps_to_the_workspace(library: FakeLibrary, passes: None) 
 
 def test_copies_take_a_small_part_of_the_memory_at_most(library: FakeLibrary, passes: None) -> None:
     _offer(library, 1)
-    # The largest number of rows whose copies, together with those of 64 x 480 weights, fit.
+    # The largest number of rows whose padded copies fit the workspace together with those of 64 x 480 weights.
     rows = (1 << 27) // (2 * 480) - 64
     PaddedPlan(forward(rows, 64, 479), 0)
     problem = forward(rows + 1, 64, 479)
@@ -187,7 +187,8 @@ def test_copies_where_the_library_offers_nothing_else(
     monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
     _offer(library, 1)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
-    with pytest.raises(PlanError, match="is not asked"):  # without the epilogue in the product, our pass applies it
+    # CuBLASLt does not apply the epilogue here, because a separate kernel does.
+    with pytest.raises(PlanError, match="is not asked"):
         algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)
     library.offered = {}
     with pytest.raises(PlanError, match="offers 0"):

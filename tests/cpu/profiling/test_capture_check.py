@@ -1,4 +1,4 @@
-"""`check_capture` on a pretended GPU: the faults that it names, with their ranges and lines."""
+"""`check_capture` on a fake GPU: the faults that it reports, with the ranges and source lines where they occur."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 def line_of(function: Callable[[], Any], text: str) -> str:
-    """Returns the line of a function that contains a text, as a report writes the line."""
+    """Finds the line of a function that contains a text, and returns it in the form in which reports name lines."""
     lines, first = inspect.getsourcelines(function)
     index = next(i for i, line in enumerate(lines) if text in line)
     return f"{__file__}:{first + index}: {lines[index].strip()}"
@@ -157,7 +157,7 @@ def test_lines_of_called_functions_are_reported(gpu: FakeGpu, check: Any) -> Non
 
 
 def test_values_of_the_device_are_no_fault(gpu: FakeGpu, check: Any) -> None:
-    """An array that the function does not return makes its result change from replay to replay as from run to run."""
+    """A counter on the device changes the results of replays and of eager runs alike, which is no fault."""
     counter, result = gpu.cp.zeros((1,), np.uint8), gpu.cp.zeros((1,), np.uint8)
 
     def add() -> None:

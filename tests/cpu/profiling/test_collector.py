@@ -1,4 +1,4 @@
-"""The collector on a pretended GPU: records of all work, with the ranges that it belongs to."""
+"""`Collector` on a fake GPU: it records all work, each with the ranges to which it belongs."""
 
 from __future__ import annotations
 

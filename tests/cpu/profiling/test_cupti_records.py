@@ -22,7 +22,7 @@ def newest(header: str, struct: str) -> str:
 
 
 def test_the_installed_header_has_the_fields_where_they_are_read(tmp_path: Path) -> None:
-    # All wheels of NVIDIA's install into this directory.
+    # NVIDIA's wheels all install their headers into this directory.
     directory = Path(pathfinder.find_nvidia_header_directory("cudart") or "")
     header = (directory / "cupti_activity.h").read_text()
     names = {kind: newest(header, struct) for kind, struct in STRUCTS.items()}

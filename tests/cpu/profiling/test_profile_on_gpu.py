@@ -1,4 +1,4 @@
-"""Profiles of a pretended GPU: events around layers, also in graphs, and kernels of a replaced collector."""
+"""Profiles on a fake GPU: events around layers, also in graphs, and kernels from a fake collector."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def train(gpu: FakeGpu) -> Iterator[Training]:
     made = Training(gpu)
     made()
     yield made
-    vars(made).clear()  # the step's graphs are freed while the pretended GPU is active
+    vars(made).clear()  # frees the step's graphs while the fake GPU is still in place
 
 
 @pytest.fixture
 def costs(gpu: FakeGpu) -> Iterator[dict[str, float]]:
-    """Microseconds that work on a stream takes, by kind; a kernel of ours or a product of cuBLASLt takes 100."""
+    """The fake GPU's times in microseconds, by kind of work: a kernel of ours or a product of cuBLASLt takes 100."""
     gpu.streams.costs_us |= {"kernel": 100.0, "matmul": 100.0}
     yield gpu.streams.costs_us
     gpu.synchronize_all()
@@ -200,7 +200,7 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     monkeypatch.setattr(marks.MarkedGraph, "launch", watched)
 
     def often() -> None:
-        for _ in range(20):  # more steps than the graph has copies
+        for _ in range(20):  # takes more steps than the graph has copies
             train()
 
     fake_collector.install(monkeypatch, [], why="it is left out")
@@ -208,7 +208,8 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     layer = layers_of(prof)[LAYERS[0]]
     assert (layer.us, layer.calls) == (pytest.approx(20 * 200), 20)
     assert prof.report.device.startswith("cuda:0 (NVIDIA H200")
-    assert launched == [(False, not number) for number in range(40)]  # the first copy, with all events, runs once
+    # Only the first launch is of the copy with all events.
+    assert launched == [(False, not number) for number in range(40)]
     assert prof.report.timed_steps == 2
 
 

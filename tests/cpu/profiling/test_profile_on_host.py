@@ -40,7 +40,7 @@ def test_every_layer_is_listed_for_each_pass() -> None:
         ("layer0", "forward"): 2 * ROWS * n * k,
         ("layer1", "forward"): 2 * ROWS * n * last,
         ("layer1", "backward"): 4 * ROWS * n * last,
-        ("layer0", "backward"): 2 * ROWS * n * k,  # the first layer needs no input gradient
+        ("layer0", "backward"): 2 * ROWS * n * k,  # only one product, because the first layer needs no input gradient
     }
     assert {("", "loss"), ("", "optimizer")} <= set(layers)
     assert all(layer.calls == 1 for layer in prof.layers() if layer.name)
@@ -103,11 +103,12 @@ def test_a_script_may_mark_its_steps_and_is_one_step_without_marks(*, marks: boo
 def test_a_function_is_called_until_the_profile_is_full() -> None:
     calls = []
     prof = lt.profile(lambda: calls.append(1), steps=4, device="cpu")
-    assert len(calls) == 2 + 4  # the profile has two steps of warm-up, and on the host no traced steps
+    assert len(calls) == 2 + 4  # two steps of warm-up and four timed steps: on the host there are no traced steps
     assert prof.layers() == []
     prof = lt.profile(trained(accumulate=4), steps=3, device="cpu")
     assert prof.report.timed_steps == 3
-    layer = found(prof)["layer0", "forward"]  # the range is entered once in each of four micro-batches
+    # Each step has four micro-batches, and enters the layer's range once in each.
+    layer = found(prof)["layer0", "forward"]
     assert (layer.calls, layer.flops) == (4, 2 * ROWS * DIMS[0] * DIMS[1])
 
 

@@ -53,7 +53,7 @@ def test_a_layer_has_its_rates_and_its_bound(report: Report) -> None:
     assert (fc.name, fc.phase, fc.us, fc.spread_us) == ("fc", "forward", 11.0, 1.0)
     assert fc.tflops == pytest.approx(4e9 / 11e-6 / 1e12)
     assert fc.gbytes == pytest.approx(3e7 / 11e-6 / 1e9)
-    # The least times are 7.5 µs to move the bytes, and 5 µs to compute the products.
+    # At the ceilings' rates, moving the bytes takes 7.5 µs and computing the products 5 µs: memory is the bound.
     assert (fc.bound, fc.fraction) == ("memory", pytest.approx(7.5 / 11))
     assert (fc.kernels, fc.kernel_us) == (1, 8.0)
     assert (loss.name, loss.phase, loss.flops, loss.bound) == ("", "loss", 0, "")
@@ -116,18 +116,19 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
 
 
 def test_a_printed_report_is_plain_text(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # what runs the tests may set fewer, and cells are then folded
+    monkeypatch.setenv("COLUMNS", "160")  # sets a width at which no cell is folded, whatever the environment's width is
     monkeypatch.setenv("FORCE_COLOR", "1")  # stdout counts as a terminal
     text = str(report)
     assert "\x1b" not in text
     cells = ["fc", "forward", "11.0", "364", "2727", "memory", "68%"]
     cells += ["gemm<float, 3>", "memcpy DtoD", "(unattributed)", "one thing"]
-    assert [each for each in (*cells, "gelu [x]") if each not in text] == []  # Rich would take [x] for markup
+    # "[x]" must be shown, although Rich's markup uses brackets.
+    assert [each for each in (*cells, "gelu [x]") if each not in text] == []
     assert "A step takes 16.0 µs: forward 11.0, loss 5.0." in text
     assert "(between)" not in text  # the loss has no layers
     text = str(Report("the host", 1, 0, [Layer("a", "", 1, 2.0, 0.0, 2.0), Layer("", "forward", 1, 2.0, 0.0, 2.0)]))
     assert "(between)" in text
-    assert "host µs" not in text  # empty columns are left out
+    assert "host µs" not in text  # columns without values are left out
     assert "TFLOP/s" not in text
 
 
@@ -186,7 +187,8 @@ def test_the_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
     with rc_context({"svg.fonttype": "none"}):
         plot(report, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
-    assert (text.count(">fc forward<"), text.count(">bfloat16<")) == (2, 1)  # the bars and the roofline
+    # A layer's name is in the bars and in the roofline.
+    assert (text.count(">fc forward<"), text.count(">bfloat16<")) == (2, 1)
     plot(Report(), tmp_path / "empty.svg")
     assert (tmp_path / "empty.svg").read_bytes().startswith(b"<?xml")
 

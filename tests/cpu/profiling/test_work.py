@@ -72,9 +72,9 @@ def test_a_pass_after_a_product_reads_and_writes_again(
     matrix = 4 * M * N
     if fused is not None:
         assert found[fused] == least
-    # cuBLASLt writes the product to y or to the saved tensor; our pass reads it and writes y.
+    # cuBLASLt writes the product to y or to the saved tensor; our kernel then reads the product and writes y.
     assert found["BIAS"] == least + 2 * matrix
-    # Our pass also reads the bias, and writes the saved tensor as well as y.
+    # Our kernel after the product also reads the bias, and writes the saved tensor as well as y.
     assert found["NONE"] == least + (2 + kept) * matrix
 
 
@@ -84,7 +84,8 @@ def test_backward_counts_its_passes(gpu: FakeGpu, told: list[Any]) -> None:
     gpu.lt.linear_bwd(dy, ctx)
     work = work_of(told[-1])
     products = 2 * (M * N + M * K + N * K)
-    passes = 3 * M * N + N  # our pass reads dy and the saved tensor, and writes dz and the bias gradient
+    # Our kernel before the products reads dy and the saved tensor, and writes dz and the bias gradient.
+    passes = 3 * M * N + N
     assert work.flops == 4 * M * N * K
     assert work.bytes == 4 * (products + passes)
     assert work.strategy.startswith("db by kernel")
@@ -113,7 +114,7 @@ def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
     work = work_of(replace(known, plan=plan))
     assert work.copies
     assert "copies for d" in work.strategy
-    whole = 128  # K is padded to 128 bytes in the copies
+    whole = 128  # in the padded copies, rows of K elements are 128 bytes long
     product = 2 * (m * whole + whole * n + m * n)
     assert work.bytes == product + 2 * (m * k + m * whole) + 2 * (k * n + whole * n)
 

@@ -14,8 +14,8 @@ from lt_runtime.reference import activate, derivative
 from tests.support.numpy_cases import FORMULAS
 
 PUBLISHED = [
-    # The standard normal distribution's Φ(1), Φ(2) in any table; Hendrycks, Gimpel 2016 for the tanh form, as PyTorch
-    # and JAX evaluate it; Elfwing et al. 2018 for SiLU's minimum.
+    # Sources: tables of the standard normal distribution for Φ(1) and Φ(2); Hendrycks and Gimpel 2016 for GELU's tanh
+    # form, as PyTorch and JAX evaluate it; Elfwing et al. 2018 for SiLU's minimum.
     ("gelu_erf", 1.0, 0.8413447460685429),
     ("gelu_erf", -1.0, -0.15865525393145707),
     ("gelu_erf", 2.0, 2 * 0.9772498680518208),
@@ -55,7 +55,8 @@ def test_formulas(name: str, z: float, slope: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(z=st.floats(-12, 12).filter(lambda z: abs(z) > 1e-2), slope=st.floats(-2, 2))
 def test_derivatives(name: str, z: float, slope: float) -> None:
-    # The five-point central difference: its error is h⁴/30 of the fifth derivative, here below 1e-10.
+    # The derivative is approximated by the five-point central difference, whose error, h⁴/30 of the fifth derivative,
+    # is below 1e-10.
     h, formula = 1e-3, FORMULAS[name]
     near, far = (formula(z + d, slope) - formula(z - d, slope) for d in (h, 2 * h))
     slope_there = (8 * near - far) / (12 * h)

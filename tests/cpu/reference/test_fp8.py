@@ -16,11 +16,11 @@ from lt_runtime.reference import amax_of, cast_fp8, fp8_slots, next_fp8_scale, u
 from lt_runtime.reference.fp8 import AMAX, INVERSE, LARGEST, OVERFLOWS, SCALE, SCALE_EXPONENT
 
 FORMATS = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
-"""Bits of the exponent and of the mantissa."""
+"""For each FP8 type, the bits of the exponent and of the mantissa."""
 
 
 def decoded(dtype: str) -> dict[int, float]:
-    """The value of each code of a format without sign, NaN and infinity left out."""
+    """Maps each non-negative code of an FP8 format to its value; NaN and infinity are left out."""
     exponent_bits, mantissa_bits = FORMATS[dtype]
     bias, values = 2 ** (exponent_bits - 1) - 1, {}
     for code in range(128):
@@ -33,7 +33,7 @@ def decoded(dtype: str) -> dict[int, float]:
 
 
 def rounded(value: float, dtype: str) -> int:
-    """The code of the nearest number, of two that are as near the even one; the largest number for all beyond."""
+    """The code of the nearest number (of two equally near, the even one); values beyond the largest number saturate."""
     codes = decoded(dtype)
     nearest = min(codes, key=lambda code: (abs(Fraction(codes[code]) - Fraction(min(abs(value), 1e9))), code % 2))
     return nearest | (0x80 if math.copysign(1.0, value) < 0 else 0)
@@ -56,7 +56,7 @@ def test_codes_midpoints_and_their_neighbours(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_elements_that_are_not_finite_become_nan(dtype: str) -> None:
-    """The largest finite number of FP32 saturates, also where the scaled number is infinite."""
+    """FP32 infinity becomes NaN. FP32's largest finite number saturates, even if it overflows when scaled."""
     largest = max(decoded(dtype))
     assert max(decoded(dtype).values()) == LARGEST[dtype]
     with np.errstate(over="ignore"):
@@ -112,7 +112,7 @@ def test_a_scale_stays_where_the_maximum_says_nothing(amax: float) -> None:
 
 
 def test_scales_follow_the_largest_value_of_the_history() -> None:
-    """Three steps are remembered; a step that is skipped or not finite leaves scale and history as they are."""
+    """The history has three steps; a skipped step or a maximum that is not finite changes neither scale nor history."""
     slots, history = fp8_slots(["float8_e4m3fn"]), np.zeros((1, 3), np.float32)
     seen = []
     for amax, skip in ((7.0, False), (1.0, False), (np.inf, False), (100.0, True), (1.0, False), (1.0, False)):
@@ -121,6 +121,7 @@ def test_scales_follow_the_largest_value_of_the_history() -> None:
         assert slots[0, AMAX] == 0
         assert slots[0, INVERSE] * slots[0, SCALE] == 1
         seen.append((float(slots[0, SCALE]), float(slots[0, OVERFLOWS])))
-    # 448 / (2 · 7) = 32; 100 · 32 and infinity are beyond 448; 7 leaves the history last: 448 / 2 = 224, rounded down
+    # Scales are 448 / (2 · largest), rounded down to a power of two: 448 / (2 · 7) = 32. The products 100 · 32 and
+    # infinity exceed 448, and count as overflows. When 7 has left the history, 448 / 2 = 224 gives 128.
     assert seen == [(32, 0), (32, 0), (32, 1), (32, 2), (32, 2), (128, 2)]
     assert history.tolist() == [[1, 1, 1]]

@@ -18,7 +18,7 @@ WORD = st.integers(0, 2**32 - 1)
 PROBABILITIES = (0.01, 0.1, 0.3, 0.5, 0.9)
 
 KNOWN_ANSWERS = [
-    # known answers of Random123 (kat_vectors): counter, key, output
+    # known answers from Random123's file kat_vectors: counter, key, output
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
@@ -30,7 +30,7 @@ KNOWN_ANSWERS = [
 
 
 def scalar_philox(counter: list[int], key: list[int]) -> list[int]:
-    """Ten rounds on Python integers: R = hi(M·c) ^ c ^ k and L = lo(M·c), the halves crossing over."""
+    """Philox4x32-10 on Python integers: ten rounds of R = hi(M·c) ^ c ^ k, L = lo(M·c), with the halves exchanged."""
     (a, b, c, d), (k, j) = counter, key
     for _ in range(10):
         left, right = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -82,7 +82,7 @@ def test_expectation_is_one(p: float) -> None:
     kept = round((1 - p) * 65536) / 65536
     factors = dropout_scale((size,), p, Philox(11, 3, 2)).reshape(-1, 8)
     assert set(np.unique(factors)) == {0.0, float(np.float32(1 / kept))}
-    deviation = math.sqrt((1 - kept) / kept)  # standard deviation of one element's dropout factor
+    deviation = math.sqrt((1 - kept) / kept)  # the standard deviation of a single element's dropout factor
     assert abs(factors.mean() - 1) < 5 * deviation / math.sqrt(size)
     assert (abs(factors.mean(axis=0) - 1) < 5 * deviation / math.sqrt(size / 8)).all(), "a lane is biased"
 

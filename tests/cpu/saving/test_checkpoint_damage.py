@@ -1,4 +1,4 @@
-"""Damaged and forged checkpoints, and paths of other things, are refused quickly, by name, and change nothing."""
+"""Loading damaged or forged checkpoints, or paths of other things, fails quickly, names the path, changes nothing."""
 
 from __future__ import annotations
 

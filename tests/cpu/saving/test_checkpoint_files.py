@@ -1,4 +1,4 @@
-"""The file of a checkpoint is replaced as a whole or not at all, keeps mode and links, also when a save is killed."""
+"""A save replaces a checkpoint's file as a whole or not at all, even if it is killed, and keeps mode and links."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_file_and_then_its_directory_are_flushed(tmp_path: Path, monkeypatch
 
 def test_every_array_is_aligned_to_its_type(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    model = lt.MLP([3, 5, 1], dtype="float16", device="cpu")  # an odd number of elements of two bytes
+    model = lt.MLP([3, 5, 1], dtype="float16", device="cpu")  # arrays with an odd number of two-byte elements
     lt.save_checkpoint(path, model, lt.AdamW(model.parameters()))
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -115,7 +115,7 @@ def test_what_a_link_leads_to_is_replaced(tmp_path: Path, mask: int) -> None:
     target = tmp_path / "data" / "run"
     (tmp_path / "latest").symlink_to(Path("data", "run"))
     (tmp_path / "again").symlink_to(tmp_path / "latest")
-    lt.save_checkpoint(tmp_path / "again", *run)  # here no file exists before the save
+    lt.save_checkpoint(tmp_path / "again", *run)  # a save to a path where no file exists
     assert mode_of(target) == mask
     target.chmod(0o440)  # a save replaces a read-only file all the same
     train(run, range(1))

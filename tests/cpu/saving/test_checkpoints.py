@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run ends with the same bits; a checkpoint that does not fit changes nothing."""
+"""Checkpoints: a resumed run ends with the same bits; loading one that does not fit the model changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, dtype: str, options: 
     train(unbroken, range(12))
     train(first, range(5))
     lt.save_checkpoint(tmp_path / "run.safetensors", *first)
-    train(second, range(90, 93))  # the values that the run has before loading must not matter
+    train(second, range(90, 93))  # the second run first takes other steps, whose values must not matter after loading
     lt.load_checkpoint(tmp_path / "run.safetensors", *second)
     assert_same(state(second), state(first))
     train(second, range(5, 12))

@@ -1,4 +1,4 @@
-"""Files hold the scales of layers in FP8: resumed runs equal unbroken ones, and forged scales are refused."""
+"""Checkpoints hold the scales of FP8 layers: resumed runs equal uninterrupted ones, and forged scales are refused."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lt_runtime.errors import ArgumentError, CheckpointError
 from lt_runtime.saving import checkpoint_file
 from tests.support.training_runs import content_of
 
-DIMS, ROWS = [32, 64, 48, 10], 32  # the last layer stays in BF16
+DIMS, ROWS = [32, 64, 48, 10], 32  # the last layer stays in BF16, because its size is no multiple of 16
 Array = np.ndarray[Any, Any]
 
 
 class Training:
-    """A model with its optimizer, and steps on batches that their numbers decide."""
+    """A model with its optimizer; the batch of a training step depends only on the step's number."""
 
     def __init__(self, precision: Any = "fp8", *, blocks: bool = False) -> None:
         options: dict[str, Any] = {"dtype": "bfloat16", "seed": 4, "device": "cpu", "precision": precision}

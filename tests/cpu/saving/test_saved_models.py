@@ -290,7 +290,7 @@ def test_damage_is_seen(tmp_path: Path) -> None:
 def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
     path, run = tmp_path / "run", run_of("bfloat16")
     lt.save_checkpoint(path, *run)
-    # An option that the first versions of the package did not save.
+    # Files of the package's first versions lack this option.
     forge(path, lambda _, options: options.pop("master_weights"))
     assert_same(values_of(lt.load_model(path, device="cpu")), values_of(run[0]))
     lt.load_checkpoint(path, *run)
@@ -304,7 +304,7 @@ def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_holes_are_no_memory(tmp_path: Path, dims: list[int], huge: str, message: str) -> None:
-    """A sparse file that claims 4 TiB is refused before it is read, also if its model would have that size."""
+    """A sparse file that claims 4 TiB of arrays is refused unread, even if the model would really have that size."""
     path, model = tmp_path / "model", lt.MLP([2, 2], device="cpu")
     lt.save_model(path, model)
     text = json.dumps({"format": 1, "model": model.options | {"dims": dims}})
@@ -357,7 +357,7 @@ MODELS: dict[str, Callable[[], lt.Block]] = {
 
 
 def _outputs(model: Any) -> bytes:
-    """Outputs in training, with dropout."""
+    """A model's outputs in training mode, with dropout."""
     outputs: bytes = model.forward(X.astype(model.dtype.numpy), lt.Pass(3)).tobytes()
     return outputs
 
@@ -369,10 +369,11 @@ def test_a_model_of_blocks_comes_back_as_it_was(tmp_path: Path, name: str) -> No
         each.assign(np.random.default_rng(8).standard_normal(each.data.shape))
     lt.save_model(path, model)
     again = lt.load_model(path, device="cpu")
-    assert_same(values_of(again), values_of(model))  # also the names, and so what is shared
+    # The comparison includes the names, and so which weights are shared.
+    assert_same(values_of(again), values_of(model))
     assert _outputs(again) == _outputs(model)
     lt.save(tmp_path / "state", model=model)
-    lt.load(tmp_path / "state", model=again)  # all options are the same
+    lt.load(tmp_path / "state", model=again)  # loading checks that all options are equal
     target = X[:, : model.outputs].astype(model.dtype.numpy)
     runs = [(each, lt.AdamW(each.parameters(), lr=1e-2)) for each in (model, again, MODELS[name]())]
     steps = [lt.TrainStep(*run, loss=_square) for run in runs]
@@ -393,7 +394,7 @@ def _square(outputs: Array, target: Array, gradient: Array, stream: None) -> Arr
 
 
 class Own(lt.Linear):
-    """A block of the caller's own."""
+    """A block class defined outside of the package, as a user's would be."""
 
 
 def test_models_that_no_file_describes(tmp_path: Path) -> None:

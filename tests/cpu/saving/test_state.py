@@ -1,4 +1,4 @@
-"""`lt.save` and `lt.load` of any models, optimizers, averages, steps and values, by name."""
+"""`lt.save` and `lt.load` of any models, optimizers, averages, training steps and plain values, by keyword."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Tied(lt.Block):
 
 
 class Run:
-    """A tied model in training with two rules, a scaler, averages and a step."""
+    """A model with a shared weight, and its training: two update rules, a loss scaler, averages and a training step."""
 
     def __init__(self, dtype: str = "float32", dropout: float = 0.25, **options: Any) -> None:
         self.model = Tied(dtype, dropout)

@@ -1,4 +1,4 @@
-"""Plan files that tests write and read."""
+"""Fixtures and helpers for plan files that tests write and read."""
 
 from __future__ import annotations
 

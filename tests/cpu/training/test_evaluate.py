@@ -37,7 +37,7 @@ def expected(model: Any, x: Array, labels: Array, target: Array) -> tuple[float,
 
 
 class World:
-    """A place to evaluate: the package, and the device on which the model is."""
+    """Where a model is evaluated: the package (real or on the pretended GPU) and the device."""
 
     def __init__(self, package: Any, gpu: FakeGpu | None) -> None:
         self.lt, self.gpu = package, gpu
@@ -126,7 +126,7 @@ def test_a_gpu_is_not_waited_for_before_the_end(gpu: FakeGpu) -> None:
 
     def given() -> Any:
         for i, batch in enumerate(batches):
-            if i:  # a batch's work still waits on the stream when the next batch is asked for
+            if i:  # `evaluate` must ask for the next batch while the last batch's work still waits on the stream
                 left.append(gpu.stream.ptr in gpu.streams.left_undone())
             yield batch
 

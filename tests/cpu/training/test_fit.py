@@ -15,7 +15,7 @@ from lt_runtime.errors import ArgumentError, KindError
 from tests.support.fake_gpu import FakeGpu
 
 RATES: tuple[float, ...] = (0.05, 0.05, 0.0, -0.5, -0.5, -0.5)
-"""Rates of the epochs: the model learns, stays, and is then driven away from the best weights."""
+"""Learning rates of the epochs: the model improves, stays, and then gets worse by negative rates."""
 
 
 def data(rows: int = 8) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ def test_an_interrupt_keeps_the_epochs_and_the_best_weights() -> None:
 
 def test_without_validation_the_last_weights_stay_and_are_saved(tmp_path: Path) -> None:
     run = Run()
-    run.step(*run.batch)  # is not part of the first epoch's means
+    run.step(*run.batch)  # this step must not count in the first epoch's means
     before = float(lt.mse_loss(run.model(run.batch[0]), run.batch[1]).loss)
     history = lt.fit(run.step, [(*run.batch, np.ones(8, np.float32))], epochs=3, checkpoint=tmp_path / "last")
     assert [each.valid_loss for each in history] == [None] * 3

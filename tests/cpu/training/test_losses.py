@@ -1,4 +1,4 @@
-"""Losses of a training step on the host: options by name, weights of rows, and functions of the caller's own."""
+"""Losses of a training step on the host: options by name, row weights, and user-defined functions."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_losses_and_options_that_are_refused(loss: Any, options: Any, error: typ
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_an_own_loss_is_as_good_as_ours(dtype: str, scaled: bool, accumulate: int) -> None:
-    """The gradients agree up to one rounding: the caller's gradient is rounded to FP32 before it is scaled."""
+    """A user's loss agrees with the built-in one but for a rounding: its gradient is rounded to FP32, then scaled."""
     scalers = [lt.GradScaler(1024.0) if scaled else None for _ in range(2)]
     own, ours = (
         step_of(loss, dtype=dtype, accumulate=accumulate, scaler=scaler)
@@ -129,7 +129,7 @@ def test_small_gradients_of_an_own_loss_are_scaled_before_they_are_rounded() -> 
 
 
 def test_the_gradient_of_an_own_loss_begins_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elements that the function does not write have no gradient, in every micro-batch."""
+    """In every micro-batch, elements of the gradient that a user's loss does not write are 0."""
 
     def first_column(outputs: Array, target: Array, gradient: Array, stream: Any) -> Any:
         gradient[:, 0] = 1

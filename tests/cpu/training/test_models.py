@@ -207,7 +207,7 @@ def test_parameters_layers_and_optimizers_are_shown_in_a_line() -> None:
 
 
 def test_layers_without_a_bias_have_the_values_that_they_would_have_alone() -> None:
-    """The generator draws no numbers for a missing bias, as in PyTorch."""
+    """As in PyTorch, initialisation draws no random numbers for a layer without a bias."""
     whole, without = lt.MLP([3, 4, 2], device="cpu"), lt.MLP([3, 4, 2], bias=False, device="cpu")
     np.testing.assert_array_equal(whole.layers[0].weight.data, without.layers[0].weight.data)
     assert len(without.parameters()) == 2

@@ -1,4 +1,4 @@
-"""Batches read ahead by a thread: their order, depth and end, and their copies to the pretended GPU."""
+"""`lt.prefetch`, which reads batches ahead in a thread: order, depth, end, and copies to the pretended GPU."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_batches_of_something_else(batch: Any, message: str) -> None:
 
 
 def take_in_threads(fetched: Any, count: int = 4, pause: float = 0.0) -> tuple[list[threading.Thread], list[Any]]:
-    """Starts threads that take batches from the iterator until its end; also returns a list of what they got."""
+    """Starts threads that take batches until the iterator's end; returns the threads, and the list of their batches."""
     seen: list[Any] = []
 
     def take() -> None:
@@ -189,7 +189,7 @@ def join(takers: list[threading.Thread]) -> None:
 
 
 def until_all_wait(count: int, gate: threading.Event, error: Exception | None = None) -> Iterator[np.ndarray]:
-    """Yields batches, and ends only once every thread waits for the end."""
+    """Yields batches; ends only when all taking threads already wait for another batch."""
     yield from batches(count)
     gate.wait(10)
     if error is not None:
@@ -285,11 +285,11 @@ _FIRST = itertools.count(1000, 100)
 """Numbers of batches, different in each test, because memory may still hold the batches of an earlier test."""
 
 _PAGEABLE = np.zeros(3, np.float32)
-"""Made before any test, because the pretended driver takes memory at freed page-locked addresses for page-locked."""
+"""Made before any test: the pretended driver takes memory at an address that was page-locked for page-locked."""
 
 
 def batch_of(number: int) -> tuple[Array, Array]:
-    """Makes two arrays; the second is not contiguous."""
+    """Makes a batch of two arrays, of which the second is not contiguous."""
     return np.full((3, 5), number, np.float32), np.full((8, 4), -number, np.float32)[:, ::2]
 
 
@@ -301,7 +301,7 @@ def pinned(gpu: FakeGpu, values: Array) -> Array:
 
 
 def put_copy(gpu: FakeGpu, array: Any) -> Any:
-    """Puts a copy of an array on the user's stream, and returns the array that it writes."""
+    """Launches a copy of an array on the user's stream, and returns the copy."""
     copy = gpu.cp.asarray(np.full(array.shape, np.nan, np.float32))
     call("cuMemcpyDtoDAsync", copy.data.ptr, array.data.ptr, array.nbytes, gpu.stream.ptr)
     return copy
@@ -330,7 +330,8 @@ def test_batches_stay_until_as_many_more_were_asked_for(
     numbers = range(first, first + 4 * depth)
     for batch in gpu.lt.prefetch(batches_from(gpu, numbers, from_pinned), depth, 0, gpu.stream):
         waiting.append(batch)
-        if len(waiting) == depth:  # the last moment at which the user may read the batch, before it asks for the next
+        # The oldest batch is read at the last permitted moment, just before the next one is taken.
+        if len(waiting) == depth:
             read.append([put_copy(gpu, array) for array in waiting.pop(0)])
     if all_first:
         gpu.synchronize_all()
@@ -344,7 +345,7 @@ def test_batches_stay_until_as_many_more_were_asked_for(
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_another_iterator_gets_the_memory_after_the_work_that_reads_it(gpu: FakeGpu, is_open: bool) -> None:
-    """CuPy's pool gives freed buffers to an iterator that is open already, or to a new one."""
+    """Buffers of a finished iterator go through CuPy's pool to an iterator that is open already, or to a new one."""
 
     def opened(stream: Any) -> Any:
         return gpu.lt.prefetch(map(batch_of, range(2)), 1, 0, stream)
@@ -369,7 +370,7 @@ def test_buffers_stay_while_a_thread_receives(gpu: FakeGpu, monkeypatch: pytest.
     wait, destroy = driver.cuStreamWaitEvent, driver.cuEventDestroy
 
     def slow(*arguments: Any) -> Any:
-        # Only in threads that take batches, not in the thread that reads ahead.
+        # The fault is planted only in threads that take batches, not in the thread that reads ahead.
         if threading.current_thread() in takers:
             receives.set()
             closes.wait(0.2)

@@ -1,4 +1,4 @@
-"""State dicts: read and loaded bit for bit, also by PyTorch's names; a state that does not fit changes nothing."""
+"""State dicts are saved and loaded bit for bit, also with PyTorch's names; one that does not fit changes nothing."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_another_models_optimizer_is_refused() -> None:
         ):
             lt.TrainStep(model, lt.AdamW(parameters))
     weight = model.layers[0].weight
-    # Backward does not write this parameter's grad.
+    # A parameter that no layer uses, so that backward does not write its gradient.
     beside = lt.Parameter(weight.data, np.zeros_like(weight.grad), name="beside")
     with pytest.raises(ArgumentError, match="the optimizer has beside, which is no parameter of the model"):
         lt.TrainStep(model, lt.AdamW([beside]))

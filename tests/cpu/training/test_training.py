@@ -31,7 +31,7 @@ def model_of(dtype: str = "float32", seed: int = 0, dropout: float = 0.0, **more
 def curve(
     dtype: str = "float32", seed: int = 0, dropout: float = 0.0, steps: int = 200, in_place: bool = False
 ) -> list[float]:
-    """Trains, and returns the losses of all steps; with `in_place`, the parameters have no master copies."""
+    """Trains the model; returns the losses of all steps. With `in_place`, the parameters have no master copies."""
     points, labels = toy_problem(dtype)
     model = model_of(dtype, seed, dropout, master_weights=not in_place)
     kept = {"moments": "bfloat16", "stochastic_rounding": True} if in_place else {}

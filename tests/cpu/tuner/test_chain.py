@@ -1,4 +1,4 @@
-"""A chain's problems are those that its layers, run one after the other, ask for; its parts are decided together."""
+"""The problems of a `LayerChain` are those that its layers would request one by one; a part is decided as a whole."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_without_bias_there_are_no_bias_gradients() -> None:
 
 def test_problems_are_listed_once_forward_first() -> None:
     problems = mlp(dims=(32, 32, 32, 32)).problems
-    # Layers 0 and 1 are alike forward; each of the three differs backward: no dx, in the middle, with its own bias.
+    # Layers 0 and 1 have equal forward problems. The three backward problems differ: the first computes no dx, the last
+    # computes its own bias gradient.
     assert [type(each) for each in problems] == [ForwardProblem] * 2 + [BackwardProblem] * 3
     assert len({problem_key(each) for each in problems}) == 5
     assert [parse_key(problem_key(each)) for each in problems] == problems
@@ -119,7 +120,7 @@ def test_a_problem_by_itself() -> None:
 
 
 def decided(chains: Any) -> set[tuple[object, ...]]:
-    """The problems that are decided together, part by part."""
+    """For each part of a chain, the problems that are decided together."""
     return {tuple(chain.cut(part).problems) for chain in chains for part in chain.parts}
 
 

@@ -1,4 +1,4 @@
-"""Operands of a chain over NumPy: their placement, shared buffers, and when two results count as equal."""
+"""`ChainOperands` in host memory: where operands lie, which share buffers, and when two results count as equal."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_one_problem_writes_others_read(activation: str) -> None:
 
 
 def test_data_for_comparison_gets_no_other_sign_by_rounding() -> None:
-    """Two results: the product rounded to BF16 before the bias is added, or only afterwards."""
+    """Makes two results: one rounded to BF16 before the bias is added, the other only afterwards."""
     data = prepared("relu")
     product, bias = data["x"][0] @ data["w"][0].T, data["bias"][0]
     rounded = product.astype(DType.BFLOAT16.numpy).astype(np.float64)
@@ -145,7 +145,7 @@ def test_what_is_not_written_shows() -> None:
 
 
 def disagreement(actual: dict[str, Any], expected: dict[str, Any], dtype: DType, layers: int = 2) -> Any:
-    """`chain_operands.disagreement` of arrays in FP64."""
+    """Calls `chain_operands.disagreement` with arrays converted to FP64."""
     found, wanted = ({name: _buffer_of(each) for name, each in side.items()} for side in (actual, expected))
     return chain_operands.disagreement(found, wanted, dtype, layers)
 
@@ -186,7 +186,7 @@ def test_results_that_do_not_agree(dtype: DType) -> None:
 
 
 def test_values_that_have_passed_more_layers_may_differ_by_more() -> None:
-    """Differences like those of a gradient of 16 columns on an H200, behind six layers that round in another order."""
+    """Differences as seen on an H200 in a gradient of 16 columns, after six layers that round in another order."""
     wanted = outputs()
     off = {name: values * 1.0224 for name, values in wanted.items()}
     assert disagreement(off, wanted, DType.BFLOAT16) is not None

@@ -35,13 +35,13 @@ def a_problem(m: int = 16, n: int = 24, k: int = 40, **changes: Any) -> MatmulPr
 
 
 class FakeGpu(FakeLibrary):
-    """Runs products over NumPy.
+    """A fake cuBLASLt that computes products with NumPy.
 
     Attributes:
         us: microseconds of an algorithm, by its id; 10 for other ids.
         faults: functions that spoil the right results of an algorithm, by its id.
         nodes: types of the nodes of an algorithm's launch, by its id; one kernel for other ids.
-        trials: operands of the last tuning.
+        trials: the operands that the last tuning used.
         floor_us: microseconds that no algorithm can beat.
     """
 
@@ -269,7 +269,7 @@ def test_no_more_than_the_most(library: FakeLibrary) -> None:
 
 
 def known_bad(number: int) -> Algorithm:
-    """The split of K that drops its tail: 769 = 12·64 + 1 is in 12 parts of 64."""
+    """A faulty split of K drops the tail: 12 parts of 64 leave out the last of 769 = 12·64 + 1 terms."""
     bad = Algorithm(number.to_bytes(8, "little") + bytes(56)).set(SPLITK, 12)
     return bad.set(AlgoConfigAttribute.STAGES_ID, 35)
 

@@ -1,4 +1,4 @@
-"""Problems, strategies and algorithms in words."""
+"""How reports describe problems, strategies and algorithms in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least time of problems, against published peaks and against sums by hand."""
+"""The roofline's least time of a problem, against published peak rates and sums by hand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Timing contenders against each other with a clock that the tests set, and the rule that picks the winner.
 
-The last tests run whole races: when a challenger replaces the present contender, and when a difference is within the
-clock's error.
+The last tests run whole races between contenders: when a challenger replaces the present contender, and when a
+difference is within the clock's error.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def test_the_host_s_time_to_launch_leaves_nobody_behind() -> None:
 
 def test_the_best_without_the_host_s_time_puts_others_in_doubt() -> None:
     clock = FakeClock()
-    hosts = {"a": (20.0, 7.0), "b": (4.0, 60.0), "c": (3.0, 100.0)}  # by the time of c alone only c remains
+    # C's device time alone excludes the others from the race.
+    hosts = {"a": (20.0, 7.0), "b": (4.0, 60.0), "c": (3.0, 100.0)}
     measured = times(clock, {name: clock.contender(name, us, host_us=host) for name, (us, host) in hosts.items()})
     assert measured == {"a": Timing(20.0, 0.0, dropped=True), "b": Timing(4.0, 0.0), "c": Timing(3.0, 0.0)}
 
@@ -146,7 +147,7 @@ def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
 
     def breaks(number: int, stream: int) -> None:
         clock.launched.append(("b", number))
-        if next(calls) == 2:  # the launch fails while it is captured
+        if next(calls) == 2:  # the second launch, which is captured, fails
             raise RuntimeError("broken")
 
     contenders: dict[str, Any] = {"a": clock.contender("a", 1.0), "b": breaks}
@@ -161,8 +162,8 @@ FIRST = Timing(100.0, 0.5)
     ("timings", "winner"),
     [
         ({"first": FIRST, "challenger": Timing(98.0, 0.1)}, "challenger"),
-        ({"first": FIRST, "challenger": Timing(99.5, 0.1)}, "first"),  # faster by less than 1 %
-        ({"first": FIRST, "challenger": Timing(98.0, 5.0)}, "first"),  # faster by less than the noise
+        ({"first": FIRST, "challenger": Timing(99.5, 0.1)}, "first"),  # the challenger is faster by less than 1 %
+        ({"first": FIRST, "challenger": Timing(98.0, 5.0)}, "first"),  # the challenger is faster by less than the noise
         ({"first": FIRST, "challenger": Timing(94.0, 5.0)}, "challenger"),
         ({"first": FIRST, "challenger": Timing(101.0, 0.1)}, "first"),
         ({"first": FIRST, "challenger": Timing(50.0, 0.0, dropped=True)}, "first"),
@@ -232,7 +233,7 @@ def test_the_fastest_is_timed_beside_the_present_one_a_second_time() -> None:
 
 
 def test_what_is_faster_only_once_does_not_replace_the_present_one() -> None:
-    # Seven rounds, in which the contenders take turns alternately in both orders.
+    # The readings of seven rounds, in which the order of the two contenders alternates.
     clock = FakeClock(iter([1.0, 0.5, 0.5, 1.0] * 3 + [1.0, 0.5] + [1.0] * 100))
     contenders = Few(clock, clock.contenders(present=500.0, lucky=500.0))
     outcome = race(contenders)
@@ -241,7 +242,7 @@ def test_what_is_faster_only_once_does_not_replace_the_present_one() -> None:
 
 @pytest.mark.parametrize("interrupted_us", [600.0, 30_000.0])
 def test_an_interruption_of_the_host_does_not_put_the_present_one_out(interrupted_us: float) -> None:
-    """Both single launches of the present contender are interrupted for longer than any launch takes the host."""
+    """The present contender's two single launches are both interrupted for longer than a launch takes on the host."""
     clock = FakeClock()
     costs = iter([interrupted_us, interrupted_us])
     contenders = Few(clock, clock.contenders(present=26.9, other=32.9))

@@ -1,4 +1,4 @@
-"""Verification of a product's results in host memory: right results pass, every planted fault is found."""
+"""The check of a product's results, in host memory: right results pass, and every planted fault is found."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_results_of_several_blocks(output: str) -> None:
 @pytest.mark.parametrize("types", FLOAT_TYPES)
 @pytest.mark.parametrize("output", ["d", "aux", "vector"])
 def test_one_element_that_is_off(output: str, types: tuple[DType, DType]) -> None:
-    """The fault is three units in the last place: for an exact sum, one or two units are tolerated, depending on the
-    number's size.
+    """The planted fault is three units in the last place, because one or two are tolerated for an exact sum, depending
+    on its size.
     """
     epilogue = {"d": Epilogue.BIAS, "aux": Epilogue.GELU_AUX_BIAS, "vector": Epilogue.DRELU_BGRAD}[output]
 
@@ -193,7 +193,7 @@ def test_sums_in_fp32_pass_in_any_order(k: int) -> None:
         a, b = (each.astype(np.float32) for each in operands(trial))
         order = np.random.default_rng(0).permutation(k)
         total = np.zeros((1, M, N), np.float32)
-        for part in np.array_split(order, 9):  # K is split, and each part is summed sequentially
+        for part in np.array_split(order, 9):  # as with split K, each of nine parts is summed by itself
             partial = np.zeros_like(total)
             for index in part:
                 partial += a[..., index, None] * b[..., None, index, :]
@@ -304,7 +304,7 @@ def float8_problem(d: DType, b: DType = E4M3, epilogue: Epilogue = Epilogue.NONE
 
 
 def write_amax(trial: ProductOperands, factor: float = 1.0) -> None:
-    """Writes the largest magnitude of D, times a factor, where a kernel would."""
+    """Writes the largest magnitude of D, times a factor, to the product's `amax_d`."""
     if trial.problem.d_dtype.is_float8:
         amax = np.nanmax(np.abs(read(trial, "d"))) * factor
         trial.memory.write(trial.call(STREAM).addresses[-1], np.array([amax], np.float32))

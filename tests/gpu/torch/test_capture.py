@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, tuple[Make, bool]] = {
     "fused": (lambda params: torch.optim.AdamW(params, 1e-2, capturable=True, fused=True), False),
     "SGD": (lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9), False),
 }
-"""Each with whether its learning rate follows a schedule within a captured step."""
+"""Makers of optimizers; the flag says whether the learning rate follows a schedule within a captured step."""
 
 
 def training(make: Make, *, schedule: bool, dtype: Any = torch.float32, dropout: float = 0.0) -> tuple[Any, Any, Any]:
@@ -249,7 +249,7 @@ except CaptureError as error:
 
 
 def test_a_step_that_waits_for_the_gpu_is_told_with_its_line(tmp_path: Any) -> None:
-    """In a process of its own, because PyTorch's allocator may not forget a capture that failed."""
+    """This test runs in a process of its own, because PyTorch's allocator may stay in the failed capture's state."""
     (tmp_path / "failing.py").write_text(FAILING)
     environment = {**os.environ, "PYTHONPATH": str(Path(ltt.__file__).parents[2])}
     command = [sys.executable, str(tmp_path / "failing.py")]

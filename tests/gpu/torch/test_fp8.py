@@ -27,7 +27,7 @@ def sqnr(found: Any, expected: Any) -> float:
 
 
 def exact(tensor: Any, scale: float, dtype: Any = torch.float8_e4m3fn) -> Any:
-    """The values of a tensor that PyTorch casts to FP8, in float64."""
+    """Casts a tensor to FP8 by PyTorch, and returns the resulting values in float64."""
     return (tensor.detach().float() * scale).to(dtype).double() / scale
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import lt_runtime.torch as ltt
 
-pytestmark = [  # all are PyTorch's own
+pytestmark = [  # warnings of PyTorch's own
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
@@ -84,7 +84,7 @@ def test_gated_blocks_and_norms_are_as_exact_as_pytorch_s(dtype: Any) -> None:
 
 
 def step_of(model: Any, x: Any) -> Any:
-    """A function that makes a step's gradients and returns the loss."""
+    """Makes a function that computes a step's gradients and returns the loss."""
 
     def step() -> Any:
         for each in model.parameters():
@@ -175,6 +175,6 @@ print(len({*launched}))
 
 
 def test_repeated_eager_calls_become_graphs_although_autograd_runs_backward_in_a_thread_of_its_own() -> None:
-    """In a fresh process, because a capture waits until no foreign thread is alive."""
+    """This test runs in a fresh process, because the package captures only if no foreign thread is alive."""
     done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) >= 2, done.stderr  # forward's and backward's

@@ -86,7 +86,8 @@ def test_a_captured_step_trains_a_replaced_model() -> None:
     assert loss.item() < 0.9 * first
 
 
-@pytest.mark.filterwarnings("ignore:invalid escape sequence:SyntaxWarning")  # torchao's, which transformers imports
+# A warning of torchao, which transformers imports.
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:SyntaxWarning")
 def test_gpt2_generates_and_trains_in_bf16() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
