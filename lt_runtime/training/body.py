@@ -29,7 +29,7 @@ from lt_runtime.nn.mlp import MLP, check_model_type
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
 from lt_runtime.ops.optimizer import Optimizer
-from lt_runtime.problem import Activation
+from lt_runtime.problem import Activation, type_name
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Tally, scores_of
 
@@ -365,7 +365,7 @@ def _last_linear(block: Block) -> Linear | None:
     if type(block) is not Linear or block.activation != Activation() or block.dropout:
         return None
     is_whole = block.weight.data.shape[0] % OCTET == 0  # the kernels are made for rows of whole octets
-    return block if is_whole and (block.scales is None or block.weight.data.dtype == "bfloat16") else None
+    return block if is_whole and (block.scales is None or type_name(block.weight.data.dtype) == "bfloat16") else None
 
 
 def _check_any(target: Operand, rows: int) -> None:
