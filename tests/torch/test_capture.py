@@ -237,7 +237,7 @@ def test_a_step_whose_layers_may_change_their_precision_is_measured_again(
     """Until nothing new is measured; the capture waits for that."""
     measured: list[int] = []
 
-    class Choices(capture_module._Met):
+    class Choices(capture_module.Met):
         def __enter__(self) -> Any:
             self.problems, self.choices = ["a problem"], [SimpleNamespace(is_open=True)]  # type: ignore[list-item]
             return self
@@ -249,7 +249,7 @@ def test_a_step_whose_layers_may_change_their_precision_is_measured_again(
         measured.append(len(pools))
         return len(measured) < 3
 
-    monkeypatch.setattr(capture_module, "_Met", Choices)
+    monkeypatch.setattr(capture_module, "Met", Choices)
     monkeypatch.setattr(Choices, "to_tune", lambda _: [])
     monkeypatch.setattr(capture_module, "before_first_step", measure)
     run = ltt.capture(lambda x: x * 2, warm_up=1, tune=True)
