@@ -79,6 +79,8 @@ struct ExpectParams {
   Elements b;
   Elements c;
   Elements bias;
+  Elements row_scales;  // factors of the rows of the product of A and B, and of its columns; absent for 1
+  Elements col_scales;
   Elements aux;  // argument of the derivative: the pre-activation, or a mask with a bit for each positive pre-activation
   Results d;
   Results kept;  // output: the pre-activation, or a mask with a bit for each positive one
@@ -152,6 +154,11 @@ struct Tile {
 __device__ inline void finish(const ExpectParams& p, int64 batch, int64 row, int64 col, double (&sums)[3]) {
   const int64 at = (batch * p.rows + row) * p.cols + col;
   double product = p.d.values[at], error = p.d.limits[at];
+  if (p.row_scales.data != nullptr) {
+    const double scale = load(p.row_scales, 0, 0, row) * load(p.col_scales, 0, 0, col);
+    product *= scale;
+    error *= fabs(scale);
+  }
   if (p.c.data != nullptr) product += load(p.c, batch, row, col);
   if (p.bias.data != nullptr) product += load(p.bias, batch, 0, col);
   error += p.addition * fabs(product);

@@ -309,7 +309,8 @@ class Spec:
 
 SCALES: Final = ("scale_a", "scale_b", "scale_d", "amax_d")
 """Names of the FP32 numbers on the device that an FP8 product may have: D = scale_d · epilogue(α · scale_a · scale_b ·
-A·B + β·C), and amax_d, which is written, is the largest magnitude of D before scale_d."""
+A·B + β·C), and amax_d, which is written, is the largest magnitude of D before scale_d. With `scale_vectors`, scale_a
+has a number for each row of A and scale_b one for each column of B."""
 
 
 def bias_type(operand: DType, result: DType) -> DType:
@@ -337,6 +338,7 @@ class MatmulProblem:
         b_dtype: type of B, if A is FP8 and B of the other FP8 type; None otherwise.
         scales: names of the FP32 numbers on the device that an FP8 product has, in the order of `SCALES`.
         fast_accumulation: whether an FP8 product may be summed with fewer bits than FP32 has.
+        scale_vectors: whether scale_a and scale_b, which the FP8 product then has, are vectors of M and N numbers.
     """
 
     dtype: DType
@@ -355,6 +357,7 @@ class MatmulProblem:
     b_dtype: DType | None = field(default=None, metadata=LATER)
     scales: tuple[str, ...] = field(default=(), metadata=LATER)
     fast_accumulation: bool = field(default=False, metadata=LATER)
+    scale_vectors: bool = field(default=False, metadata=LATER)
 
     operands: ClassVar = ("a", "b", "c", "vector", "aux", "d")
     """Names of the addresses of a `Call`, in their order; `vector` is the bias or the bias gradient. The addresses of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from lt_runtime.arrays.checks import check_one_float32
+from lt_runtime.arrays.checks import check_one_float32, check_weights
 from lt_runtime.arrays.operand import HOST, Operand
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import AlignmentError, ArgumentError, DTypeError, LayoutError, ShapeError
@@ -16,15 +16,43 @@ _UNIT: Final = 16
 """Extents and leading dimensions must be multiples of this many elements, addresses of this many bytes. So must the
 addresses of scales: cuBLASLt 12.9 to 13.1 refuses others (its release notes, 5728938)."""
 _E5M2: Final = DType.FLOAT8_E5M2
+_NUMBER: Final = ((), (1,))
+
+
+def has_vectors(given: Mapping[str, Operand], shape: tuple[int, ...]) -> bool:
+    """Whether scale_a and scale_b are vectors: a number for each row and for each column of a product of this shape.
+
+    Raises:
+        ShapeError: one scale has more than one number, and they are not two vectors of M and of N numbers.
+        DTypeError: a vector is not FP32.
+        LayoutError: a vector has gaps.
+    """
+    operands = [given.get(name) for name in SCALES[:2]]
+    if all(each is None or each.shape in _NUMBER for each in operands):
+        return False
+    *batch, m, n = shape
+    for name, each, size in zip(SCALES, operands, (m, n), strict=False):
+        if each is None or each.shape != (size,) or batch:
+            found = f"{name} is None" if each is None else f"{name} has shape {each.shape}"
+            vectors = f"vectors ({m},) and ({n},) for the rows of a and the columns of b"
+            raise ShapeError(f"{found}; scale_a and scale_b must both be one number, or {vectors}, without a batch")
+        check_weights(each, (size,), "a number for each row of a or column of b")
+    return True
 
 
 def check_options(
-    given: Mapping[str, Operand], types: tuple[DType, DType, DType], epilogue: Epilogue, *, fast: bool
+    given: Mapping[str, Operand],
+    types: tuple[DType, DType, DType],
+    epilogue: Epilogue,
+    *,
+    fast: bool,
+    vectors: bool,
 ) -> None:
     """Checks scales and options of a product against the types of A, B and D.
 
     Raises:
-        ArgumentError: scales or fast accumulation without FP8 matrices; a scale, C or epilogue that D's type excludes.
+        ArgumentError: scales or fast accumulation without FP8 matrices; a scale, C or epilogue that D's type excludes,
+            as FP8 excludes vectors of scales.
         DTypeError: cuBLASLt does not have this combination of types; or a scale is no FP32 number.
         AlignmentError: a scale's address is not a multiple of 16 bytes.
     """
@@ -32,7 +60,8 @@ def check_options(
     for name in SCALES:
         if name not in given:
             continue
-        check_one_float32(given[name])
+        if name.endswith("_d") or not vectors:
+            check_one_float32(given[name])
         if not a.is_float8:
             raise ArgumentError(f"{name} is given, and a is {a.value}; only float8 matrices have scales")
         if name.endswith("_d") and not d.is_float8:
@@ -46,6 +75,8 @@ def check_options(
         raise DTypeError(f"a and b are {_E5M2.value}; one of them must be {DType.FLOAT8_E4M3FN.value}")
     if d is _E5M2 and _E5M2 not in (a, b):
         raise DTypeError(f"dtype is {d.value}, and a and b are {a.value}; one of them must be {d.value} too")
+    if d.is_float8 and vectors:
+        raise ArgumentError(f"scale_a is a vector, and dtype is {d.value}; with vectors D is not float8")
     if epilogue.sums_operand:
         raise ArgumentError(f"epilogue is {epilogue.value!r}; float8 matrices are not summed")
     if d.is_float8 and "c" in given:

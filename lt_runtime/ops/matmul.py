@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.arguments import flag, is_number, shown
@@ -71,7 +72,8 @@ class Matmul(Operation):
         shape = _shape_of(a, b)
         (m, n), batch = shape[-2:], shape[0] if len(shape) == 3 else 1
         scales = tuple(name for name in SCALES if name in given)
-        _float8.check_options(given, (dtype, b_dtype, d_dtype), epilogue, fast=fast)
+        vectors = _float8.has_vectors(given, shape)
+        _float8.check_options(given, (dtype, b_dtype, d_dtype), epilogue, fast=fast, vectors=vectors)
         _check_operands(given, epilogue, shape, dtype, d_dtype)
         _check_scalars(given, dtype)
         stride = m * n if batch > 1 else 0
@@ -84,7 +86,7 @@ class Matmul(Operation):
         problem = MatmulProblem(*kinds, _spec(a), _spec(b), d, epilogue, c, batch, alignment, aux, "alpha" in given)
         if dtype.is_float8:
             other = None if b_dtype is dtype else b_dtype
-            problem = replace(problem, b_dtype=other, scales=scales, fast_accumulation=fast)
+            problem = replace(problem, b_dtype=other, scales=scales, fast_accumulation=fast, scale_vectors=vectors)
             _float8.check_layouts(given, problem)
         new = {} if "out" in given else {_D: New(shape, d_dtype.numpy, a.library)}
         written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, *self.amax, _D)
@@ -104,7 +106,7 @@ class Matmul(Operation):
         problem = request.problem
         factor, c_factor = scalars if alpha is None else (alpha.item(), beta.item())
         scale_a, scale_b, scale_d, amax = given or [None] * len(SCALES)
-        factor *= _number(scale_a) * _number(scale_b)
+        factor = factor * _numbers(scale_a).reshape(-1, 1) * _numbers(scale_b)
         values, epilogue = _read_aux(aux, problem), problem.epilogue
         result = reference.matmul(a, b, c, alpha=factor, beta=c_factor, epilogue=epilogue, bias=bias, aux=values)
         if result.aux is not None:
@@ -114,7 +116,7 @@ class Matmul(Operation):
         if amax is not None:
             amax[...] = amax_of(result.d)
         if problem.d_dtype.is_float8:
-            d[...] = cast_fp8(result.d, _number(scale_d), problem.d_dtype.value)
+            d[...] = cast_fp8(result.d, _numbers(scale_d)[0], problem.d_dtype.value)
         else:
             d[...] = result.d.astype(d.dtype)
 
@@ -270,8 +272,9 @@ def _write_aux(aux: Any, values: Any, problem: MatmulProblem) -> None:
     aux[..., :width] = bits[..., :width]
 
 
-def _number(scale: Any) -> float:
-    return 1.0 if scale is None else float(scale.item())
+def _numbers(scale: Any) -> NDArray[np.float64]:
+    """The numbers of a scale as a vector; one of 1 without a scale."""
+    return np.ones(1) if scale is None else scale.astype(np.float64).reshape(-1)
 
 
 MATMUL: Final = Matmul()
@@ -338,7 +341,9 @@ def matmul(
             float32 or FP8; float8_e5m2 only if A or B is.
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores; float64 has its own.
         scale_a, scale_b: FP32 number, () or (1,), where the operands live, by which the FP8 matrix is multiplied; 1 if
-            None. A captured graph reads it at every replay.
+            None. A captured graph reads it at every replay. Or FP32 vectors, without a batch and if D is not FP8: a
+            scale for each row of A, (M,), and for each column of B, (N,); cuBLASLt 12.9 and later has that on GPUs of
+            compute capability 9.0.
         scale_d: FP32 number by which D is multiplied before it is rounded to FP8 and saturated; 1 if None.
         amax_d: buffer for an FP32 number, the largest magnitude of D before `scale_d`; only if D is FP8.
         fast_accumulation: whether FP8 products may be summed with about 14 bits, which is faster on Ada and Hopper. An
@@ -356,7 +361,8 @@ def matmul(
             fast accumulation without FP8 matrices.
         OperandError: shapes, types, devices or layouts that do not fit; outputs that share memory.
         CaptureError: the stream is being captured and such a product has never run.
-        GpuError: the driver, the compiler or cuBLASLt failed; the GPU does not multiply FP8 matrices.
+        GpuError: the driver, the compiler or cuBLASLt failed; the GPU does not multiply FP8 matrices, or not with
+            vectors of scales.
     """
     if beta is None:
         beta = 0.0 if c is None else 1.0

@@ -8,9 +8,9 @@ from typing import Final
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt.algorithms import Types
-from lt_runtime.cublaslt.library import failure
+from lt_runtime.cublaslt.library import failure, version_text
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import CublasLtError, PlanError
+from lt_runtime.errors import CublasLtError, GpuError, PlanError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.graphs import rehearse
@@ -43,6 +43,8 @@ _POINTERS: Final = {
     "amax_d": cublaslt.MatmulDescAttribute.AMAX_D_POINTER,
 }
 """Descriptor attributes for the addresses of `SCALES`. C has none: cuBLASLt before 13.4 may hang if scaleC is 0."""
+_VECTORS_CAPABILITY: Final = 90
+_VECTORS_VERSION: Final = 120900
 _COMPUTE_TYPES: Final = {
     Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
     Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
@@ -96,6 +98,18 @@ def _changes_16_bits(problem: MatmulProblem) -> bool:
     return epilogue is not Epilogue.NONE and not epilogue.sums_operand and problem.d_dtype.itemsize == 2
 
 
+def _check_scale_vectors(device: int) -> None:
+    """Raises `GpuError` unless cuBLASLt multiplies FP8 matrices with vectors of scales on the GPU.
+
+    The documentation of cublasLtMatmul lists the scaling mode OUTER_VEC_32F for compute capability 9.0 alone.
+    """
+    info, version = device_info(device), cublaslt.get_version()
+    if info.capability != _VECTORS_CAPABILITY or version < _VECTORS_VERSION:
+        has = f"GPU {device} ({info.name}) has compute capability {info.capability / 10} and cuBLASLt is "
+        needs = f"vectors of scales need compute capability {_VECTORS_CAPABILITY / 10} and cuBLASLt "
+        raise GpuError(f"{has}{version_text(version)}; {needs}{version_text(_VECTORS_VERSION)} or newer")
+
+
 class MatmulPlan(AlgorithmPlan):
     """One matrix product on one device, with an algorithm from cuBLASLt's heuristic or a given one.
 
@@ -120,6 +134,7 @@ class MatmulPlan(AlgorithmPlan):
     Raises:
         PlanError: there is no candidate of this rank, `check` refuses the given algorithm, or cuBLASLt's epilogue is
             less accurate than our pass.
+        GpuError: the product has vectors of scales, which cuBLASLt does not support on the GPU.
     """
 
     def __init__(
@@ -141,6 +156,8 @@ class MatmulPlan(AlgorithmPlan):
         self.algorithm = None
         if not problem.is_empty:
             self._refuse_inaccurate()
+            if problem.scale_vectors:
+                _check_scale_vectors(device)
             self._describe()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
             self._prepared = self._prepare(self.algorithm)
@@ -267,6 +284,9 @@ class MatmulPlan(AlgorithmPlan):
             desc.set(attribute.FAST_ACCUM, 1)
         for name in problem.scales:
             desc.set(self._pointer(name), _ANY_ADDRESS)
+        if problem.scale_vectors:
+            for mode in (attribute.A_SCALE_MODE, attribute.B_SCALE_MODE):
+                desc.set(mode, cublaslt.MatmulMatrixScale.OUTER_VEC_32F)
 
     def _pointer(self, name: str) -> cublaslt.MatmulDescAttribute:
         """The descriptor attribute of one of `SCALES`. If the operands are swapped, our A is cuBLASLt's B."""

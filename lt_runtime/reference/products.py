@@ -83,7 +83,7 @@ def matmul(
     b: Values,
     c: Values | None = None,
     *,
-    alpha: float = 1.0,
+    alpha: float | Array = 1.0,
     beta: float = 0.0,
     epilogue: Epilogue = Epilogue.NONE,
     bias: Values | None = None,

@@ -21,7 +21,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.kernels import verify
 from lt_runtime.kernels.kernel import Struct
 from lt_runtime.layout import packed
-from lt_runtime.problem import ALIGNMENT, DType, MatmulProblem, Spec
+from lt_runtime.problem import ALIGNMENT, SCALES, DType, MatmulProblem, Spec
 
 # Elements of a margin after each operand, which reveals writes beyond the operand.
 _MARGIN: Final = 4096
@@ -302,5 +302,7 @@ def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
     (a, b), aux = problem.types, None if epilogue.activation == "relu" else problem.aux_dtype
     vector_type = problem.bias_dtype if epilogue.has_bias else result
     types = {"a": a, "b": b, "c": problem.aux_dtype, "vector": vector_type, "aux": aux}
+    scales = zip(SCALES, (problem.m, problem.n), strict=False) if problem.scale_vectors else ()
+    vectors = {name: (Spec(packed(1, size)), DType.FLOAT32) for name, size in scales}
     specs = {"a": problem.a, "b": problem.b, "d": problem.d, "c": problem.c, "vector": vector, "aux": problem.aux}
-    return {name: (spec, types.get(name, result)) for name, spec in specs.items() if spec is not None}
+    return {name: (spec, types.get(name, result)) for name, spec in specs.items() if spec is not None} | vectors

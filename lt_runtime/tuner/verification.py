@@ -16,7 +16,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.verify import ACTIVATIONS, EXPECT, EXPECT_TILE, TYPES, Elements, Results, Rounding
 from lt_runtime.layout import packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import SCALES, Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Buffer, Data, Memory, Operands, operands_of
 
 KINDS: Final = (LATTICE, EDGES, ONES)
@@ -69,7 +69,8 @@ class ProductOperands(Operands):
             self.buffers[name] = Buffer(memory, spec, dtype, 1 if name == "vector" else problem.batch)
         self.has_mask = "aux" in placed and epilogue.activation == "relu"
         one = np.ones(1, np.float64 if problem.compute is Compute.FLOAT64 else np.float32)
-        self._alpha = 1.0 / math.prod(_FACTORS[name] for name in problem.scales if name != "amax_d")
+        numbers = [name for name in problem.scales if name not in (*self.buffers, "amax_d")]
+        self._alpha = 1.0 / math.prod(_FACTORS[name] for name in numbers)
         self._scalars = memory.allocate(_SLOT * (2 + len(problem.scales)))
         for slot, value in enumerate((self._alpha, 1.0, *(_FACTORS[name] for name in problem.scales))):
             memory.write(self._scalars.data.ptr + _SLOT * slot, np.full_like(one, value))
@@ -77,10 +78,11 @@ class ProductOperands(Operands):
         self.outputs = [name for name, is_output in written.items() if is_output]
 
     def call(self, stream: int) -> Call:
-        """The call of the product on these operands. β is 1, and so is α unless the operands have scales."""
+        """The call of the product on these operands. β is 1, and so is α unless scales are numbers."""
         problem, first = self.problem, int(self._scalars.data.ptr)
         addresses = [self.buffers[name].address if name in self.buffers else 0 for name in problem.operands]
-        addresses += [first + _SLOT * (2 + slot) for slot in range(len(problem.scales))]
+        slots = {name: first + _SLOT * (2 + slot) for slot, name in enumerate(problem.scales)}
+        addresses += [self.buffers[name].address if name in self.buffers else at for name, at in slots.items()]
         numbers: tuple[Any, Any] = (first, first + _SLOT) if problem.device_scalars else (self._alpha, 1.0)
         return Call(tuple(addresses), stream, (numbers[0], numbers[1] if problem.c is not None else 0.0))
 
@@ -181,8 +183,9 @@ def expected_outputs(operands: ProductOperands, data: Data) -> dict[str, Expecte
     found = {name: Expected(memory, shape) for name in ("d", "aux") if name in operands.outputs}
     c, bias = at.get("c", Elements()), at["vector"] if epilogue.has_bias else Elements()
     aux = at["aux"] if epilogue.is_derivative else Elements()
-    params = EXPECT.params(at["a"], at["b"], c, bias, aux, found["d"].results, rounding=rounding)
+    params = EXPECT.params(at["a"], at["b"], c, bias, aux=aux, d=found["d"].results, rounding=rounding)
     params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
+    params.row_scales, params.col_scales = (at.get(name, Elements()) for name in SCALES[:2])
     params.accumulation = accumulation_error(problem, data)
     params.addition = 2 * _UNIT[_accumulator(problem)] if params.accumulation else 0.0
     if epilogue.activation == "gelu":

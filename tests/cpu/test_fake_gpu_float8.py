@@ -44,10 +44,15 @@ def test_on_a_gpu(gpu: FakeGpu, case: Float8Case) -> None:
     assert bool(gpu.library.calls[-1].desc.fast_accumulation) == case.fast
 
 
-TUNED = (Float8Case(fast=True), Float8Case(d=E4M3, scale_d=2.0), Float8Case(b=E5M2, epilogue=Epilogue.GELU_AUX_BIAS))
+TUNED = {
+    "fast": Float8Case(fast=True),
+    "to e4m3": Float8Case(d=E4M3, scale_d=2.0),
+    "gelu": Float8Case(b=E5M2, epilogue=Epilogue.GELU_AUX_BIAS),
+    "scale vectors": Float8Case(scales=None, vectors=True),
+}
 
 
-@pytest.mark.parametrize("case", TUNED, ids=["fast", "to e4m3", "gelu"])
+@pytest.mark.parametrize("case", TUNED.values(), ids=TUNED)
 def test_tuning_verifies_and_remembers_products(gpu: FakeGpu, case: Float8Case) -> None:
     product = Float8Product(case)
     arrays = {name: placed(gpu, array) for name, array in product.arrays.items()}
@@ -100,6 +105,27 @@ REFUSED = {
     "no k": ((_matrices(k=0), {}), "K is 0"),
     "odd rows": (((np.ones((M, K + 8), E4M3)[:, :K], _matrices()[1]), {}), r"a has strides \(72, 1\)"),
     "scale of two": ((_matrices(), {"scale_a": np.ones(2, np.float32)}), r"scale_a has shape \(2,\)"),
+    "vector for a alone": (
+        (_matrices(), {"scale_a": np.ones(M, np.float32), "scale_b": ONE}),
+        rf"scale_b has shape \(1,\); scale_a and scale_b must both be one number, or vectors \({M},\) and \({N},\)",
+    ),
+    "vector for b alone": ((_matrices(), {"scale_b": np.ones(N, np.float32)}), "scale_a is None; .* must both be"),
+    "vector of float64": (
+        (_matrices(), {"scale_a": np.ones(M), "scale_b": np.ones(N, np.float32)}),
+        "scale_a is float64; it must be float32",
+    ),
+    "vector with gaps": (
+        (_matrices(), {"scale_a": np.ones(2 * M, np.float32)[::2], "scale_b": np.ones(N, np.float32)}),
+        r"scale_a has strides \(2,\)",
+    ),
+    "vectors and a batch": (
+        ((np.ones((3, M, K), E4M3), _matrices()[1]), {name: np.ones(M, np.float32) for name in ("scale_a", "scale_b")}),
+        "without a batch",
+    ),
+    "vectors and float8": (
+        (_matrices(n=M), {name: np.ones(M, np.float32) for name in ("scale_a", "scale_b")} | {"dtype": E4M3}),
+        "scale_a is a vector, and dtype is float8_e4m3fn",
+    ),
     "scale of another type": ((_matrices(), {"scale_b": np.ones(1)}), "scale_b is float64; it must be float32"),
     "scale without float8": ((_matrices(FP32, FP32), {"scale_a": ONE}), "only float8 matrices have scales"),
     "fast without float8": ((_matrices(FP32, FP32), {"fast_accumulation": True}), "fast_accumulation is True"),
@@ -149,6 +175,18 @@ def test_an_older_gpu_is_named(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) ->
     a, b = (placed(gpu, each) for each in _matrices(m=16, n=16))
     with pytest.raises(gpu.lt.errors.GpuError, match=r"GPU 0 .*has compute capability 9.0; FP8 needs 99.9"):
         gpu.lt.matmul(a, b)
+
+
+@pytest.mark.parametrize(("capability", "version"), [(100, 130100), (89, 130100), (90, 120803)])
+def test_scale_vectors_are_refused_where_cublaslt_lacks_them(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, capability: int, version: int
+) -> None:
+    monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: version)
+    monkeypatch.setattr("lt_runtime.gpu.devices.DeviceInfo.capability", capability)
+    a, b = (placed(gpu, each) for each in _matrices(m=64, n=64))
+    scale = gpu.cp.asarray(np.ones(64, np.float32))
+    with pytest.raises(gpu.lt.errors.GpuError, match=r"vectors of scales need .* 9.0 and cuBLASLt 12.9"):
+        gpu.lt.matmul(a, b, scale_a=scale, scale_b=scale)
 
 
 def test_scales_of_swapped_operands_are_swapped(gpu: FakeGpu) -> None:

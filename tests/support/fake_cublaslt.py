@@ -22,6 +22,7 @@ from lt_runtime.cublaslt import (
     DataType,
     Epilogue,
     MatmulDescAttribute,
+    MatmulMatrixScale,
     MatrixLayoutAttribute,
     MatrixTransformDescAttribute,
     Operation,
@@ -119,6 +120,12 @@ class Desc:
     aux_stride: int
     aux_dtype: int = -1
     fast_accumulation: int = 0
+    a_scale_mode: int = 0
+    b_scale_mode: int = 0
+
+    @property
+    def has_scale_vectors(self) -> bool:
+        return self.a_scale_mode == MatmulMatrixScale.OUTER_VEC_32F
 
 
 _LAYOUT_SIZE: Final = 14 * 8  # size of cublasLtMatrixLayoutOpaque_t, which holds its attributes by value
@@ -131,7 +138,7 @@ _ALIGNMENTS: Final = [PreferenceAttribute[f"MIN_ALIGNMENT_{name}_BYTES"] for nam
 _DESC: Final = [
     *(_ID.COMPUTE_TYPE, _ID.SCALE_TYPE, _ID.POINTER_MODE, _ID.TRANSA, _ID.TRANSB, _ID.EPILOGUE, _ID.BIAS_DATA_TYPE),
     *(_ID.BIAS_BATCH_STRIDE, _ID.EPILOGUE_AUX_LD, _ID.EPILOGUE_AUX_BATCH_STRIDE),
-    *(_ID.EPILOGUE_AUX_DATA_TYPE, _ID.FAST_ACCUM),
+    *(_ID.EPILOGUE_AUX_DATA_TYPE, _ID.FAST_ACCUM, _ID.A_SCALE_MODE, _ID.B_SCALE_MODE),
 ]
 """Attributes in the order of the fields of `Layout`, of A to D, and of the fields of `Desc`."""
 
@@ -423,15 +430,17 @@ class FakeCublasLt:
         alpha, beta = (self._reader(desc, value, name) for value, name in ((call.alpha, "α"), (call.beta, "β")))
         vector = self._vector(call)
         aux = self._aux(call)
-        *factors, amax = (self._scale(call, address) for address in call.scales)
+        lengths = (d.shape[1], d.shape[2]) if desc.has_scale_vectors else (1, 1)
+        sized = zip(call.scales, (*lengths, 1, 1), strict=True)
+        *factors, amax = (self._scale(call, address, length) for address, length in sized)
         workspace = memory.view(call.workspace, call.workspace_size, "the workspace")
 
         def run() -> None:
             # Touches all of the workspace, since a real kernel may overwrite all of it.
             workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF
-            scale_a, scale_b, scale_d = (1.0 if each is None else float(each[0]) for each in factors)
+            scale_a, scale_b, scale_d = (np.ones(1) if each is None else each.astype(np.float64) for each in factors)
             product = (
-                scale_a
+                scale_a[:, None]
                 * scale_b
                 * alpha()
                 * (_operand(a, desc.trans_a, desc.compute) @ _operand(b, desc.trans_b, desc.compute))
@@ -442,7 +451,7 @@ class FakeCublasLt:
             if amax is not None:
                 amax[0] = np.abs(result).max()
             largest = float(ml_dtypes.finfo(d.dtype).max) if call.d_layout.dtype in _FLOAT8 else np.inf
-            d[...] = np.clip(scale_d * result, -largest, largest).astype(d.dtype)
+            d[...] = np.clip(scale_d[0] * result, -largest, largest).astype(d.dtype)
 
         operands = {"A": a, "B": b, "C": c, "D": d, "the bias": vector, "aux": aux, "the workspace": workspace}
         operands |= {f"scale {number}": each for number, each in enumerate(factors)} | {"the amax": amax}
@@ -461,10 +470,10 @@ class FakeCublasLt:
         cell = matrix_at(self._memory, int(value), TYPES[desc.scale], (1,), (1,), name)
         return lambda: float(cell[0])
 
-    def _scale(self, call: Matmul, address: int) -> NDArray[Any] | None:
-        if address % _FLOAT8_UNIT or (address and call.a_layout.dtype not in _FLOAT8):
+    def _scale(self, call: Matmul, address: int, length: int) -> NDArray[Any] | None:
+        if address % _FLOAT8_UNIT or (address and call.a_layout.dtype not in _FLOAT8) or (length > 1 and not address):
             raise LibraryMisuseError(f"a scale is at {address:#x}")
-        return matrix_at(self._memory, address, np.dtype(np.float32), (1,), (1,), "a scale") if address else None
+        return matrix_at(self._memory, address, np.dtype(np.float32), (length,), (1,), "a scale") if address else None
 
     def _vector(self, call: Matmul) -> NDArray[Any] | None:
         """Returns the bias, or the bias gradient, as (batch, length)."""
@@ -529,7 +538,20 @@ def _supports_float8(desc: Desc, a: Layout, b: Layout, c: Layout, d: Layout) -> 
     along_k = (desc.trans_a, desc.trans_b, a.order, b.order) == (Operation.T, Operation.N, Order.COL, Order.COL)
     extents = (*(each for layout in (a, b, d) for each in (layout.rows, layout.cols, layout.leading)), c.leading)
     refused = _GRADIENTS | (_DERIVATIVES if d.dtype in _FLOAT8 else frozenset())
-    return types and along_k and not any(each % _FLOAT8_UNIT for each in extents) and desc.epilogue not in refused
+    return (
+        types
+        and along_k
+        and not any(each % _FLOAT8_UNIT for each in extents)
+        and desc.epilogue not in refused
+        and desc.a_scale_mode == desc.b_scale_mode
+        and (desc.a_scale_mode == MatmulMatrixScale.SCALAR_32F or _supports_vectors(desc, d))
+    )
+
+
+def _supports_vectors(desc: Desc, d: Layout) -> bool:
+    """The documentation's rules for vectors of scales; no source tells whether other epilogues have them."""
+    is_plain = desc.epilogue in (Epilogue.DEFAULT, Epilogue.BIAS) and d.batch == 1
+    return desc.has_scale_vectors and d.dtype not in _FLOAT8 and is_plain
 
 
 def address_of(argument: Any) -> int:

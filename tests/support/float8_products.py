@@ -34,6 +34,7 @@ class Float8Case:
     column_major: bool = False
     fast: bool = False
     batch: int | None = None
+    vectors: bool = False
 
 
 CASES = {
@@ -50,6 +51,11 @@ CASES = {
     "adds c": Float8Case(with_c=True),
     "fast": Float8Case(fast=True),
     "batch": Float8Case(batch=3),
+    "a scale for each row and column": Float8Case(vectors=True, scales=None),
+    "scale vectors, column-major": Float8Case(vectors=True, scales=None, b=E5M2, d=FP16, column_major=True),
+    "scale vectors with c": Float8Case(vectors=True, scales=None, d=FP32, with_c=True, fast=True),
+    "scale vectors with a bias": Float8Case(vectors=True, scales=None, epilogue=Epilogue.BIAS),
+    "scale vectors and a pass": Float8Case(vectors=True, scales=None, epilogue=Epilogue.GELU_AUX_BIAS),
     **{f"epilogue {each.value}": Float8Case(epilogue=each) for each in Epilogue if not each.sums_operand},
     **{f"to e4m3, {each.value}": Float8Case(d=E4M3, epilogue=each) for each in Epilogue if each.has_aux_output},
 }
@@ -87,7 +93,12 @@ class Float8Product:
             self.arrays["aux"] = aux if epilogue.is_derivative else np.zeros_like(aux)
         out = np.full((*lead, N, M) if case.column_major else (*lead, M, N), np.nan, case.d)
         self.arrays["out"] = out.swapaxes(-1, -2) if case.column_major else out
-        factor = float(np.prod(case.scales or 1.0))
+        factor: Any = float(np.prod(case.scales or 1.0))
+        if case.vectors:  # with magnitudes that differ by 2^12
+            scales = [np.exp2(generator.uniform(-6, 6, size)).astype(np.float32) for size in (M, N)]
+            self.arrays |= dict(zip(("scale_a", "scale_b"), scales, strict=True))
+            factor = np.multiply.outer(*(each.astype(np.float64) for each in scales))
+        self.scaled_by = factor
         named = {name: self.arrays.get(name) for name in ("c", "bias")}
         self.expected = reference.matmul(
             self.a,
@@ -106,6 +117,10 @@ class Float8Product:
         """Compares results with float64: one rounding to D's type, after the accumulation."""
         case, expected = self.case, self.expected.d
         inexact = ACCUMULATION * np.abs(expected).max()
+        if case.vectors:
+            inexact = (
+                ACCUMULATION * np.abs(self.a.astype(np.float64) @ self.b.astype(np.float64)).max() * self.scaled_by
+            )
         if case.d.itemsize == 1:
             largest = float(ml_dtypes.finfo(case.d).max)
             if case.scale_d is not None:

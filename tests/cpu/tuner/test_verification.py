@@ -328,6 +328,21 @@ def test_scales_of_float8_are_applied_once() -> None:
     assert 1.0 not in (scale_a, scale_b, scale_a * scale_b)
 
 
+@pytest.mark.parametrize("broken", [None, "scale_a", "scale_b"])
+def test_scale_vectors_are_applied_by_row_and_by_column(broken: str | None) -> None:
+    """An element at either end of a vector that is taken for its neighbour is found."""
+    problem = replace(float8_problem(DType.BFLOAT16), scale_vectors=True)
+
+    def launch(trial: ProductOperands) -> None:
+        scale_a, scale_b = (read(trial, name)[0, 0].astype(np.float64) for name in ("scale_a", "scale_b"))
+        for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+            scale[-1] = scale[-2] if name == broken else scale[-1]
+        a, b = operands(trial)
+        bits(trial.buffers["d"])[...] = encode(scale_a[:, None] * (a @ b) * scale_b, DType.BFLOAT16)
+
+    assert (judge(problem, launch) is None) == (broken is None)
+
+
 @pytest.mark.parametrize("d", [DType.BFLOAT16, DType.FLOAT32, E4M3])
 def test_float8_products_without_their_last_terms(d: DType) -> None:
     def launch(trial: ProductOperands) -> None:
