@@ -1,5 +1,6 @@
 // Casts a matrix to FP8 and finds the largest absolute value of its elements, in one read of the matrix. The FP8 result
-// is written row-major, transposed or both; without either, the kernel only finds the largest absolute value. An
+// is written row-major, transposed or both; without either, the kernel only finds the largest absolute value. Or casts
+// it with a scale for each row, and its transpose with a scale for each column, in two reads; see fp8_rows.cuh. An
 // activation and dropout, or their derivatives, may be applied to the elements before the cast. See fp8.cuh.
 //
 // Compiled for:
@@ -10,11 +11,13 @@
 //                  rows
 //   SAVED          1 where act' is computed from `saved`, the pre-activation; 0 where it is one. Always 0 if BACKWARD
 //                  is 0
+//   VECTORS        0 for one scale, 1 to find a scale for each row and column and write nothing else, 2 to cast by them;
+//                  always 0 with a function: ACTIVATION, DROPOUT or BACKWARD
 //   E5M2, ALIGNED  see fp8.cuh; ALIGNED is 0 only for the plain cast: ACTIVATION None, DROPOUT and BACKWARD 0
 
 #include "activations.cuh"
 #include "column_sum.cuh"
-#include "fp8.cuh"
+#include "fp8_rows.cuh"
 #include "philox.cuh"
 
 namespace lt {
@@ -33,8 +36,8 @@ constexpr bool kIsNone = false;
 template <>
 constexpr bool kIsNone<None> = true;
 
-// True if the kernel only casts 16-bit numbers, without an elementwise function; then a thread needs few registers.
-constexpr bool kIsLight = kIsNone<ACTIVATION> && !BACKWARD && !DROPOUT && sizeof(SCALAR) == 2;
+// True if the kernel only casts 16-bit numbers by one scale, or finds scales; then a thread needs few registers.
+constexpr bool kIsLight = kIsNone<ACTIVATION> && !BACKWARD && !DROPOUT && VECTORS != 2 && sizeof(SCALAR) == 2;
 // Number of rows whose loads a thread has in flight before it computes: as many as registers allow.
 constexpr int kInFlight = !ALIGNED ? 1 : DROPOUT || SAVED ? 2 : kIsLight ? 8 : 4;
 // Launch bounds: blocks that a multiprocessor must hold, so that some compute and store while others wait for loads.
@@ -44,6 +47,14 @@ constexpr int kBlocksOf = 3;
 template <>
 constexpr int kBlocksOf<GeluErf> = 2;
 constexpr int kBlocks = !ALIGNED ? 1 : kIsLight ? 4 : kBlocksOf<ACTIVATION>;
+
+#if VECTORS == 0
+using Writer = Fp8Writer;
+#elif VECTORS == 1
+using Writer = Fp8ScaleFinder;
+#else
+using Writer = Fp8RowWriter;
+#endif
 
 #if ALIGNED
 using Raw = Packed<SCALAR>;
@@ -96,7 +107,7 @@ __device__ inline Octet compute(const CastFp8Params& p, const Octets& at, Octet 
 extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) cast_fp8(const lt::CastFp8Params p) {
   using namespace lt;
   wait_for_predecessor();
-  Fp8Writer writer(p.fp8);
+  Writer writer(p.fp8);
   const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
   // Threads beyond the last row or column repeat the computation of existing elements. So no load depends on a
   // condition, and all loads are in flight together. Only existing elements are stored and added up.

@@ -25,6 +25,8 @@ struct Fp8Output {
   Matrix transposed;   // (cols, rows); null if absent
   const float* scale;  // factor before the conversion; null for 1
   float* amax;         // raised to the largest |x| before scaling, if that is larger; null if it is not wanted
+  float* row_scales;   // 1 / scale of each row of `out`, and of each of its columns, which are the rows of `transposed`;
+  float* col_scales;   // null if absent. Only fp8_rows.cuh uses them
   uint32 rows;
   int64 cols;
 };
@@ -84,14 +86,11 @@ class Fp8Writer {
   // Converts row `i` of the thread's patch, in the tile whose first row is `block_row`, and stores it. For rows and
   // columns beyond the matrix, `numbers` must hold zeros or copies of other elements, which leave the maximum as it is.
   __device__ void take(uint32 block_row, int i, const Octet& numbers) {
-    const float* v = numbers.v;
 #pragma unroll
-    for (int j = 0; j < kOctet; ++j) amax_ = larger_or_nan(amax_, fabsf(v[j]));
-    const uint2 words{convert(v[0], v[1]) | convert(v[2], v[3]) << 16, convert(v[4], v[5]) | convert(v[6], v[7]) << 16};
+    for (int j = 0; j < kOctet; ++j) amax_ = larger_or_nan(amax_, fabsf(numbers.v[j]));
+    const uint2 words = convert(numbers, [this](int) { return scale_; });
     const int row = threadIdx.y * kOctet + i;
-    if (out_.transposed.data) {
-      reinterpret_cast<uint2*>(shared_tile())[row * kTileBlock + (threadIdx.x ^ (swizzle(row / kRun) / 2))] = words;
-    }
+    if (out_.transposed.data) keep(row, words);
     if (out_.out.data && block_row + row < out_.rows) store_row(block_row + row, words);
   }
 
@@ -119,12 +118,24 @@ class Fp8Writer {
     atomicMax(reinterpret_cast<uint32*>(out_.amax), bits);
   }
 
- private:
-  // Multiplies by the scale, and turns infinities into NaN, so that products with them are not finite: `number` times 0 is
-  // NaN for infinity, and 0 for finite numbers.
-  __device__ float scaled(float number) const { return fmaf(number, 0.0f, number * scale_); }
+ protected:
+  // Converts eight numbers, number j times scale(j), and turns infinities into NaN, so that products with them are not
+  // finite: a number times 0 is NaN for infinity, and 0 for finite numbers.
+  template <class Scale>
+  static __device__ uint2 convert(const Octet& numbers, Scale scale) {
+    uint32 pairs[kOctet / 2];
+#pragma unroll
+    for (int j = 0; j < kOctet; j += 2) {
+      const float low = numbers.v[j], high = numbers.v[j + 1];
+      pairs[j / 2] = to_fp8(fmaf(low, 0.0f, low * scale(j)), fmaf(high, 0.0f, high * scale(j + 1)));
+    }
+    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+  }
 
-  __device__ uint32 convert(float low, float high) const { return to_fp8(scaled(low), scaled(high)); }
+  // Keeps an octet of row `row` of the tile for `store`.
+  __device__ void keep(int row, uint2 words) const {
+    reinterpret_cast<uint2*>(shared_tile())[row * kTileBlock + (threadIdx.x ^ (swizzle(row / kRun) / 2))] = words;
+  }
 
   static constexpr int kRun = 16;            // a run: the bytes of a column that a thread stores at once
   static constexpr int kRuns = kTile / kRun;  // runs of a column of the tile

@@ -24,8 +24,8 @@ GUIDES: Final = {
 """The topics of the pages in this folder."""
 
 TOPICS: Final = {
-    "Layers and products": "linear_fwd linear_bwd linear LinearContext matmul add dropout cast_fp8 FP8 FP8State "
-    "gated_fwd gated_bwd GatedContext layer_norm_fwd layer_norm_bwd rms_norm_fwd rms_norm_bwd NormContext "
+    "Layers and products": "linear_fwd linear_bwd linear LinearContext matmul add dropout cast_fp8 cast_fp8_rows "
+    "FP8 FP8State gated_fwd gated_bwd GatedContext layer_norm_fwd layer_norm_bwd rms_norm_fwd rms_norm_bwd NormContext "
     "bind contiguous Epilogue "
     "ACTIVATIONS Activation Philox raw cublaslt",
     "Models": "MLP Linear Chain Residual Parallel LayerNorm RMSNorm SwiGLU GEGLU ReGLU Gated Dropout Block Pass",

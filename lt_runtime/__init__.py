@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lt_runtime.ops.add import add
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
-    from lt_runtime.ops.fp8 import cast_fp8
+    from lt_runtime.ops.fp8 import cast_fp8, cast_fp8_rows
     from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
@@ -61,7 +61,7 @@ _EXPORTS = {
     "ops.optimizer": "AdamW Optimizer Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
-    "ops.fp8": "cast_fp8",
+    "ops.fp8": "cast_fp8 cast_fp8_rows",
     "ops._fp8_linear": "FP8State",
     "ops.gated": "GatedContext gated_bwd gated_fwd",
     "ops.linear": "linear linear_bwd linear_fwd",
@@ -92,7 +92,7 @@ _MODULES = ("cublaslt", "errors", "raw", "rules", "schedules")
 
 # `__all__` is written out by topic with `+=`, because type checkers ignore a computed `__all__`.
 __all__ = ["LinearContext", "Philox", "contiguous", "dropout", "linear", "linear_bwd", "linear_fwd", "matmul"]
-__all__ += ["GatedContext", "add", "cast_fp8", "gated_bwd", "gated_fwd"]
+__all__ += ["GatedContext", "add", "cast_fp8", "cast_fp8_rows", "gated_bwd", "gated_fwd"]
 __all__ += ["NormContext", "layer_norm_bwd", "layer_norm_fwd", "rms_norm_bwd", "rms_norm_fwd"]
 __all__ += ["Loss", "bce_with_logits", "cross_entropy", "huber_loss", "mse_loss"]
 __all__ += ["GEGLU", "MLP", "Block", "Chain", "Dropout", "Gated", "LayerNorm", "Linear", "Parallel", "Pass"]

@@ -123,8 +123,8 @@ def _epilogue_bwd() -> list[Variant]:
 
 def _cast_fp8() -> list[Variant]:
     """Variants of the cast to FP8: alone, after an activation, and after a derivative, whose result may be E5M2 too."""
-    plain = itertools.product(SCALAR, LARGEST, (False, True))
-    made = [cast_macros(scalar, dtype, aligned=aligned) for scalar, dtype, aligned in plain]
+    plain = itertools.product(SCALAR, LARGEST, (False, True), range(3))
+    made = [cast_macros(scalar, dtype, aligned=aligned, vectors=vectors) for scalar, dtype, aligned, vectors in plain]
     scalar = DType.BFLOAT16
     for function, dropout in itertools.product(map(Activation, ACTIVATIONS), (False, True)):
         is_identity = function.name == "none"

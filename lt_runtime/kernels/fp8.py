@@ -6,6 +6,7 @@ from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import check_fp8
+from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
@@ -19,6 +20,7 @@ CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Activation()
+_LEAST_SCALE: Final = 1 << 23  # bits of 2^-126, the least 1 / scale, which is that of a row of zeros
 # Largest gridDim.y of a sum over rows, because the last block reads a partial sum of each of these blocks.
 _MOST_PARTS: Final = 64
 
@@ -32,9 +34,12 @@ class Fp8Output(Struct):
         """The struct for a matrix of the given layout, with addresses 0, which `point_at` sets."""
         return cls(Matrix.of(out), Matrix.of(transposed), rows=layout.rows, cols=layout.cols)
 
-    def point_at(self, scale: int, out: int, transposed: int, amax: int) -> None:
+    def point_at(
+        self, scale: int, out: int, transposed: int, amax: int, row_scales: int = 0, col_scales: int = 0
+    ) -> None:
         """Sets the device addresses. Scale 0 means a factor of 1; address 0 means that the result is absent."""
         self.scale, self.out.data, self.transposed.data, self.amax = scale, out, transposed, amax
+        self.row_scales, self.col_scales = row_scales, col_scales
 
 
 def cast_macros(
@@ -46,13 +51,15 @@ def cast_macros(
     backward: bool = False,
     saved: bool = False,
     aligned: bool = True,
+    vectors: int = 0,
 ) -> Macros:
-    """The preprocessor definitions of cast_fp8.cu."""
+    """The preprocessor definitions of cast_fp8.cu, which has `vectors` only for the cast without a function."""
     is_plain = activation.name == "none" and not (dropout or backward)
-    assert is_plain or (aligned and scalar is DType.BFLOAT16), (scalar, activation, dropout, backward, aligned)
+    has_function = aligned and scalar is DType.BFLOAT16 and not vectors
+    assert is_plain or has_function, (scalar, activation, dropout, backward, aligned, vectors)
     function, is_e5m2 = ACTIVATION_NAMES[activation.name], dtype == "float8_e5m2"
     elementwise = define(SCALAR=scalar, ACTIVATION=function, DROPOUT=dropout, BACKWARD=backward, SAVED=saved)
-    return elementwise + define(E5M2=is_e5m2, ALIGNED=aligned)
+    return elementwise + define(VECTORS=vectors, E5M2=is_e5m2, ALIGNED=aligned)
 
 
 class CastPass:
@@ -102,6 +109,46 @@ class CastPass:
         if call.dropouts[0] is not None:
             params.dropout = call.dropouts[0].block()
         launch()
+
+
+class CastRowsPass:
+    """A matrix in FP8 with a scale for each row, and its transpose with a scale for each row of the transpose.
+
+    A first launch finds the scales, each from the largest magnitude of its row, and a second one casts by them; see
+    fp8_rows.cuh. Arguments and errors are those of `CastPass`.
+    """
+
+    scratch_bytes = 0
+
+    def __init__(
+        self, scalar: DType, dtype: str, x: Spec, out: Spec | None, transposed: Spec | None, device: int
+    ) -> None:
+        check_fp8(device)
+        params = CAST_FP8.params(x=Matrix.of(x), fp8=Fp8Output.of(x.layout, out, transposed))
+        aligned, tiling = moves_tiles((scalar, x), out=out, transposed=transposed), square_tiles(x.layout)
+        self._finds, self._casts = (
+            Launches(CAST_FP8, cast_macros(scalar, dtype, aligned=aligned, vectors=each), device, tiling, params)
+            for each in (1, 2)
+        )
+        self._lengths, self._writes = x.layout.shape, (out is not None, transposed is not None)
+
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
+
+        Args:
+            call: its addresses are those of x, out, transposed, and of two FP32 vectors, which get 1 / scale of each
+                row of `out` and of `transposed`.
+        """
+        x, *results = call.addresses
+        out, transposed, *scales = (at * writes for at, writes in zip(results, 2 * self._writes, strict=True))
+        for address, length in zip(scales, self._lengths, strict=True):
+            if address:
+                driver_call("cuMemsetD32Async", address, _LEAST_SCALE, length, memory.stream)
+        for launches, written in ((self._finds, (0, 0)), (self._casts, (out, transposed))):
+            params, launch = launches[memory.stream]
+            params.x.data = x
+            params.fp8.point_at(0, *written, 0, *scales)
+            launch()
 
 
 class CastGradientPass:

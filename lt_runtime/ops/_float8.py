@@ -27,16 +27,20 @@ def has_vectors(given: Mapping[str, Operand], shape: tuple[int, ...]) -> bool:
         DTypeError: a vector is not FP32.
         LayoutError: a vector has gaps.
     """
-    operands = [given.get(name) for name in SCALES[:2]]
-    if all(each is None or each.shape in _NUMBER for each in operands):
+    operands = {name: given.get(name) for name in SCALES[:2]}
+    if all(each is None or each.shape in _NUMBER for each in operands.values()):
         return False
     *batch, m, n = shape
-    for name, each, size in zip(SCALES, operands, (m, n), strict=False):
-        if each is None or each.shape != (size,) or batch:
-            found = f"{name} is None" if each is None else f"{name} has shape {each.shape}"
-            vectors = f"vectors ({m},) and ({n},) for the rows of a and the columns of b"
-            raise ShapeError(f"{found}; scale_a and scale_b must both be one number, or {vectors}, without a batch")
-        check_weights(each, (size,), "a number for each row of a or column of b")
+    shapes = {name: None if each is None else each.shape for name, each in operands.items()}
+    if batch or [*shapes.values()] != [(m,), (n,)]:
+        found = " and ".join(
+            f"{name} {'is None' if each is None else f'has shape {each}'}" for name, each in shapes.items()
+        )
+        vectors = f"vectors ({m},) and ({n},) for the rows of a and the columns of b, without a batch"
+        raise ShapeError(f"{found}; both must be one number, or {vectors}")
+    for each in operands.values():
+        if each is not None:
+            check_weights(each, each.shape, "a number for each row of a or column of b")
     return True
 
 

@@ -5,7 +5,7 @@ them once, to the operands' type.
 """
 
 from lt_runtime.reference.activations import activate, derivative
-from lt_runtime.reference.fp8 import amax_of, cast_fp8, fp8_slots, next_fp8_scale, update_fp8_scales
+from lt_runtime.reference.fp8 import amax_of, cast_fp8, cast_fp8_rows, fp8_slots, next_fp8_scale, update_fp8_scales
 from lt_runtime.reference.gated import gated_bwd, gated_fwd
 from lt_runtime.reference.loss import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.reference.norm import layer_norm_fwd, norm_bwd, rms_norm_fwd

@@ -16,6 +16,8 @@ SCALE_EXPONENT: Final = 126
 """Scales are powers of two with exponents from -126 to 126. So a scale and its reciprocal are normal FP32 numbers."""
 _NAN: Final = 0x7F  # the bits to which CUDA converts every NaN, in both types
 _MANTISSA_BITS: Final = 23  # of FP32
+_MANTISSA: Final = (1 << _MANTISSA_BITS) - 1
+_INFINITY: Final = np.uint32(0x7F800000)  # bits of FP32's
 
 
 def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
@@ -23,7 +25,7 @@ def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
 
     Args:
         x: any shape, of a type that FP32 contains.
-        scale: FP32 number.
+        scale: FP32 number, or numbers that broadcast with x.
         dtype: name of an FP8 type.
     """
     with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs, and of 0 · infinity, which is NaN
@@ -32,6 +34,20 @@ def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
     cast = np.asarray(np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])).astype(FP8_TYPES[dtype])
     cast.view(np.uint8)[np.isnan(scaled)] = _NAN
     return cast
+
+
+def cast_fp8_rows(x: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """The rows of a matrix in FP8, each by a scale of its own, and 1 / scale of each row.
+
+    A scale is the largest power of two by which no element of the row exceeds the type's largest number, and at most
+    2^`SCALE_EXPONENT`. An infinite or NaN element counts as 2^128.
+    """
+    largest = np.minimum(np.abs(x.astype(np.float32)).view(np.uint32), _INFINITY).max(axis=1, initial=0)
+    high = int(np.float32(LARGEST[dtype]).view(np.uint32))
+    # Where the mantissa exceeds that of the type's largest number, the sum carries into the exponent.
+    exponents = (largest + (_MANTISSA - (high & _MANTISSA)) >> _MANTISSA_BITS).astype(np.int64)
+    exponents = np.maximum(exponents - (high >> _MANTISSA_BITS), -SCALE_EXPONENT)
+    return cast_fp8(x, np.exp2(-exponents)[:, None], dtype), np.exp2(exponents).astype(np.float32)
 
 
 def amax_of(x: NDArray[Any]) -> np.float32:
@@ -53,8 +69,7 @@ def next_fp8_scale(scale: Any, amax: Any, largest: float, headroom: float) -> np
     with np.errstate(over="ignore"):
         reached = amax * np.float32(headroom)
     high, low = (int(np.float32(each).view(np.uint32)) for each in (largest, reached))
-    mantissa = (1 << _MANTISSA_BITS) - 1
-    exponent = (high >> _MANTISSA_BITS) - (low >> _MANTISSA_BITS) - ((low & mantissa) > (high & mantissa))
+    exponent = (high >> _MANTISSA_BITS) - (low >> _MANTISSA_BITS) - ((low & _MANTISSA) > (high & _MANTISSA))
     return np.float32(2.0 ** max(-SCALE_EXPONENT, min(exponent, SCALE_EXPONENT)))
 
 

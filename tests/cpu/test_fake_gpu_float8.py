@@ -107,9 +107,12 @@ REFUSED = {
     "scale of two": ((_matrices(), {"scale_a": np.ones(2, np.float32)}), r"scale_a has shape \(2,\)"),
     "vector for a alone": (
         (_matrices(), {"scale_a": np.ones(M, np.float32), "scale_b": ONE}),
-        rf"scale_b has shape \(1,\); scale_a and scale_b must both be one number, or vectors \({M},\) and \({N},\)",
+        rf"scale_a has .* and scale_b has shape \(1,\); both must be one number, or vectors \({M},\) and \({N},\)",
     ),
-    "vector for b alone": ((_matrices(), {"scale_b": np.ones(N, np.float32)}), "scale_a is None; .* must both be"),
+    "vector for b alone": (
+        (_matrices(), {"scale_b": np.ones(N, np.float32)}),
+        rf"scale_a is None and scale_b has shape \({N},\); both must be",
+    ),
     "vector of float64": (
         (_matrices(), {"scale_a": np.ones(M), "scale_b": np.ones(N, np.float32)}),
         "scale_a is float64; it must be float32",

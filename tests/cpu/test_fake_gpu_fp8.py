@@ -10,7 +10,7 @@ import pytest
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.problem import DType
 from lt_runtime.reference import amax_of, cast_fp8
-from lt_runtime.reference.fp8 import FP8_TYPES
+from lt_runtime.reference.fp8 import FP8_TYPES, cast_fp8_rows
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import COLUMNS, FLAT, ODD, Placed, host_of
 from tests.support.strategies import Placement
@@ -39,6 +39,47 @@ def test_scales_and_maxima_are_read_by_each_launch(gpu: FakeGpu, to: Any, place:
         np.testing.assert_array_equal(transposed.values(), expected.T)
         seen.append(amax_of(values))
         assert host_of(gpu, amax)[0] == max(seen)
+
+
+@pytest.mark.parametrize("to", FP8_TYPES)
+@pytest.mark.parametrize("place", [FLAT, ODD, COLUMNS], ids=["flat", "odd", "columns"])
+def test_scales_of_rows_are_found_by_each_launch(gpu: FakeGpu, to: Any, place: Placement) -> None:
+    x = Placed(gpu, np.zeros(_SHAPE, DType.BFLOAT16.numpy), place)
+    out, transposed = (Placed(gpu, np.zeros(shape, FP8_TYPES[to]), place) for shape in (_SHAPE, _SHAPE[::-1]))
+    names = "out", "out_transposed", "out_scales", "out_transposed_scales"
+    scales = [gpu.cp.asarray(np.zeros(size, np.float32)) for size in _SHAPE]
+    more = dict(zip(names, (out.array, transposed.array, *scales), strict=True))
+    for seed in range(_CALLS):
+        values = np.random.default_rng(seed).standard_normal(_SHAPE) * 4.0 ** np.arange(-seed, 48 - seed)[:, None]
+        x.fill(values.astype(DType.BFLOAT16.numpy))
+        gpu.synchronize(0)
+        made = gpu.lt.cast_fp8_rows(x.array, dtype=to, **more, stream=gpu.stream)
+        assert [id(each) for each in made] == [id(each) for each in more.values()]
+        gpu.synchronize(gpu.stream.ptr)
+        for source, found, factors in ((x.values(), out, scales[0]), (x.values().T, transposed, scales[1])):
+            expected, inverse = cast_fp8_rows(source, to)
+            np.testing.assert_array_equal(found.values(), expected.astype(np.float64))
+            np.testing.assert_array_equal(host_of(gpu, factors), inverse)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("where", ["numpy", "gpu"])
+def test_rows_of_leading_axes_and_new_arrays(gpu: FakeGpu, where: str, needs: tuple[bool, bool]) -> None:
+    values = np.random.default_rng(7).standard_normal((2, 8, 32)).astype(np.float32)
+    x = values if where == "numpy" else gpu.cp.asarray(values)
+    made = gpu.lt.cast_fp8_rows(x, need_out=needs[0], need_transposed=needs[1])
+    gpu.synchronize(0)
+    rows = values.reshape(16, 32)
+    for number, source in enumerate((rows, rows.T)):
+        if not needs[number]:
+            assert made[number] is made[2 + number] is None
+            continue
+        host = [each if where == "numpy" else host_of(gpu, each) for each in made[number::2]]
+        expected, inverse = cast_fp8_rows(source, "float8_e4m3fn")
+        np.testing.assert_array_equal(host[0].reshape(source.shape).astype(np.float32), expected.astype(np.float32))
+        np.testing.assert_array_equal(host[1], inverse)
+        exact = host[0].reshape(source.shape).astype(np.float64) * host[1][:, None]
+        np.testing.assert_allclose(exact, source, rtol=2.0**-4, atol=2.0**-16)
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5, 3), (3, 0), (2, 16, 128)])

@@ -303,6 +303,11 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
         operands(w, (M, N), (), (), names="x scale amax")
         | {name: w.ones(*shape, dtype=float8_e4m3fn) for name, shape in (("out", (M, N)), ("out_transposed", (N, M)))},
     ),
+    "cast_fp8_rows": lambda w: (
+        w.lt.cast_fp8_rows,
+        operands(w, (M, N), (M,), (N,), names="x out_scales out_transposed_scales")
+        | {name: w.ones(*shape, dtype=float8_e4m3fn) for name, shape in (("out", (M, N)), ("out_transposed", (N, M)))},
+    ),
     "add": lambda w: (w.lt.add, operands(w, (M, N), (M, N), (M, N), names="a b out")),
     "dropout": lambda w: (w.lt.dropout, {"x": w.ones(M, N), "p": 0.5, "rng": w.lt.Philox(), "out": w.ones(M, N)}),
     "gated_fwd": lambda w: (

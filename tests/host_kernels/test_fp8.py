@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from lt_runtime.kernels import fp8
 from lt_runtime.kernels.call import Call, DropoutState
-from lt_runtime.kernels.fp8 import CastGradientPass, CastPass
+from lt_runtime.kernels.fp8 import CastGradientPass, CastPass, CastRowsPass
 from lt_runtime.kernels.tiling import Tiling
 from lt_runtime.problem import Activation, ActivationName, Derivative, DType, Philox, Saved, keep_threshold
 from lt_runtime.reference import activate, amax_of, cast_fp8, derivative, dropout_scale
-from lt_runtime.reference.fp8 import FP8_TYPES
+from lt_runtime.reference.fp8 import FP8_TYPES, cast_fp8_rows
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, orders, seeds
 from tests.host_kernels.harness import HostKernels
@@ -125,6 +126,55 @@ def test_casts(host: HostKernels, dtype: DType, to: str, case: Case) -> None:
     largest = amax_of(np.array([0.5, amax_of(x.array)])) if case.wanted[2] else np.float32(0.5)
     np.testing.assert_array_equal(amax[0], largest)
     x.assert_unchanged()
+
+
+@pytest.mark.parametrize("to", FP8_TYPES)
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda each: each.value)
+@FEW
+@given(case=cases)
+@example(case=_TWO_TILES)
+@example(case=replace(_TWO_TILES, aligned=False, special=True))
+def test_casts_with_a_scale_for_each_row(host: HostKernels, dtype: DType, to: str, case: Case) -> None:
+    """Rows and columns are of magnitudes that differ by 2^12, or by 2^124 outside of FP16, or are zeros."""
+    shape = _, cols = tuple(-(-each // 16) * 16 if case.aligned else each for each in case.shape)
+    generator = np.random.default_rng(case.seed)
+    range_of = 6 if dtype is DType.FLOAT16 else 62
+    sizes = [generator.choice([0.0, 2.0**-range_of, 1.0, 2.0**6, 2.0**range_of], each) for each in shape]
+    with np.errstate(over="ignore"):
+        values = (numbers(generator, shape, DType.FLOAT32) * np.outer(*sizes)).astype(dtype.numpy)
+        if case.special:
+            values.flat[: len(_SPECIAL)] = np.array(_SPECIAL).astype(values.dtype)[: values.size]
+    x = Guarded(values, _suited(case, case.places[0], cols, dtype.itemsize))
+    made = [
+        Guarded(np.zeros(each, FP8_TYPES[to]), _suited(case, place, each[1], 1))
+        for each, place in zip((shape, shape[::-1]), case.places[1:], strict=True)
+    ]
+    scales = [vector(np.full(each, np.nan), DType.FLOAT32) for each in shape]
+    specs = [spec_of(each) if wanted else None for each, wanted in zip(made, case.wanted, strict=False)]
+    with pytest.MonkeyPatch.context() as patch, host.in_order(case.order):
+        patch.setattr(fp8, "check_fp8", lambda _: None)
+        patch.setattr(fp8, "driver_call", _fill)
+        if case.short:
+            patch.setattr(fp8, "square_tiles", lambda layout: Tiling((-(-layout.cols // 128), 1), (16, 16)))
+        made_pass = CastRowsPass(dtype, to, spec_of(x), *specs, 0)
+        addresses = [each.address * case.wanted[i % 2] for i, each in enumerate((*made, *scales))]
+        memory = Memory()
+        made_pass.launch(Call((x.address, *addresses), 0), memory)  # type: ignore[arg-type]
+    for source, found, inverse, wanted in zip((x.array, x.array.T), made, scales, case.wanted, strict=False):
+        if not wanted:
+            found.assert_unchanged()
+            inverse.assert_unchanged()
+            continue
+        expected, factors = cast_fp8_rows(source, to)
+        found.values()
+        np.testing.assert_array_equal(found.array.copy().view(np.uint8), expected.view(np.uint8))
+        np.testing.assert_array_equal(inverse.values()[0], factors)
+    x.assert_unchanged()
+
+
+def _fill(_: str, address: int, value: int, count: int, __: int) -> None:
+    """The driver's memset of 32-bit words in host memory."""
+    (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class KernelCall(NamedTuple):
                 yield from memory.touched(pointer, size, path, writes=self._writes(path))
 
     def _writes(self, path: str) -> bool:
+        if path in ("fp8.row_scales", "fp8.col_scales"):
+            return self.macros["VECTORS"] == "1"
         makes_aux = self.name == "tile_matmul" and self.macros["DERIVATIVE"] == "0"
         return _is_written(path, "aux" if makes_aux else _OTHERWISE.get(self.name, ""))
 

@@ -75,6 +75,20 @@ def test_what_is_not_needed_is_not_made() -> None:
         (lambda: lt.cast_fp8(_X, amax=np.zeros(1)), DTypeError, "amax is float64; it must be float32"),
         (lambda: lt.cast_fp8(_X, _SCALE, amax=_SCALE), OverlapError, "amax shares memory with scale"),
         (lambda: lt.cast_fp8(np.float32(3)[...]), ShapeError, r"x has shape \(\); accepted are \(\.\.\., N\)"),
+        (lambda: lt.cast_fp8_rows(_X, dtype="float16"), DTypeError, "dtype is float16; accepted are float8_e4m3fn and"),  # type: ignore[arg-type]
+        (lambda: lt.cast_fp8_rows(_X[:0]), ShapeError, r"x has shape \(0, 6\); accepted are \(\.\.\., N\)"),
+        (lambda: lt.cast_fp8_rows(np.float32(3)[...]), ShapeError, r"x has shape \(\); accepted"),
+        (
+            lambda: lt.cast_fp8_rows(_X, out_scales=np.ones(6, np.float32)),
+            ShapeError,
+            r"out_scales has shape \(6,\); it must be \(4,\)",
+        ),
+        (
+            lambda: lt.cast_fp8_rows(_X, out_transposed_scales=np.ones(6)),
+            DTypeError,
+            "out_transposed_scales is float64",
+        ),
+        (lambda: lt.cast_fp8_rows(_X, need_out=False, need_transposed=False), ArgumentError, "need_out and need_tr"),
         (
             lambda: lt.cast_fp8(_X, need_out=False, need_transposed=False),
             ArgumentError,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.reference import amax_of, cast_fp8, fp8_slots, next_fp8_scale, update_fp8_scales
-from lt_runtime.reference.fp8 import AMAX, INVERSE, LARGEST, OVERFLOWS, SCALE, SCALE_EXPONENT
+from lt_runtime.reference.fp8 import AMAX, INVERSE, LARGEST, OVERFLOWS, SCALE, SCALE_EXPONENT, cast_fp8_rows
 
 FORMATS = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
 """For each FP8 type, the bits of the exponent and of the mantissa."""
@@ -125,3 +125,19 @@ def test_scales_follow_the_largest_value_of_the_history() -> None:
     # infinity exceed 448, and count as overflows. When 7 has left the history, 448 / 2 = 224 gives 128.
     assert seen == [(32, 0), (32, 0), (32, 1), (32, 2), (32, 2), (128, 2)]
     assert history.tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@given(rows=st.lists(st.lists(st.floats(width=32), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_scales_of_rows(dtype: str, rows: list[list[float]]) -> None:
+    """A row's scale is the largest power of two that fits, in exact arithmetic."""
+    cast, inverse = cast_fp8_rows(np.float32(rows), dtype)
+    for row, made, factor in zip(rows, cast, inverse, strict=True):
+        finite = all(map(math.isfinite, row))
+        amax = Fraction(max(map(abs, row))) if finite else Fraction(2) ** 128
+        mantissa, exponent = math.frexp(float(factor))
+        assert mantissa == 0.5
+        assert amax / Fraction(float(factor)) <= Fraction(LARGEST[dtype])
+        assert exponent == 1 - SCALE_EXPONENT or 2 * amax / Fraction(float(factor)) > Fraction(LARGEST[dtype])
+        expected = cast_fp8(np.float32(row), np.float32(1 / factor), dtype)
+        np.testing.assert_array_equal(made.view(np.uint8), expected.view(np.uint8))
