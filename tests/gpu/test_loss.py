@@ -19,7 +19,7 @@ from lt_runtime.ops.losses import summed_loss
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON
-from tests.support.placed import FLAT, Placed
+from tests.support.placed import FLAT, Placed, host_of
 from tests.support.strategies import TYPES, Placement, placements, sizes
 
 _seeds = st.integers(0, 2**32 - 1)
@@ -206,19 +206,20 @@ def test_cross_entropy_as_pytorch(shape: tuple[int, int], weights: str, smoothin
 
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 @pytest.mark.parametrize("shape", [(8192, 4096), (20000, 8), (40, 100_000)], ids=str)
-def test_sums_of_the_gradient(shape: tuple[int, int], dtype: DType) -> None:
-    """The column sums are those of the stored gradient, and have the same bits in each run."""
-    x, target = (cp.random.default_rng(seed).random(shape, cp.float32).astype(dtype.value) for seed in range(2))
-    found = []
+def test_sums_of_the_gradient(gpu: Any, shape: tuple[int, int], dtype: DType) -> None:
+    """The sums are those of the stored gradient, and have the same bits again."""
+    generator, found = np.random.default_rng(0), []
+    x, target = (generator.random(shape, np.float32).astype(dtype.numpy) for _ in range(2))
+    options = {"grad_scale": cp.full((), 1024.0, cp.float32), "share": 1.0, "out_gradient": None, "stream": None}
     for _ in range(2):
-        sums = cp.ones(shape[1], dtype.value)
-        options = {"grad_scale": cp.full((), 1024.0, cp.float32), "share": 1.0, "out_gradient": None, "stream": None}
-        loss, gradient = summed_loss(ElementwiseLoss("mse"), sums, True, x, target, **options)
-        found.append((float(loss), cp.asnumpy(gradient).tobytes(), cp.asnumpy(sums).tobytes()))
-    assert found[0] == found[1]
-    expected, exact = reference.mse_loss(cp.asnumpy(x), cp.asnumpy(target))
-    assert float(loss) == pytest.approx(expected, rel=1e-4)
-    assert_close("gradient", cp.asnumpy(gradient), 1024 * exact, 1.1 * EPSILON[dtype] * abs(1024 * exact) + 2.0**-24)
-    stored = cp.asnumpy(gradient).astype(np.float64)
-    total, bound = 1 + stored.sum(axis=0), 1e-5 * abs(stored).sum(axis=0)
-    assert_close("sums", cp.asnumpy(sums), total, 1.1 * EPSILON[dtype] * abs(total) + bound)
+        placed, sums = map(cp.asarray, (x, target)), cp.asarray(np.ones(shape[1], dtype.numpy))
+        loss, gradient = summed_loss(ElementwiseLoss("mse"), sums, True, *placed, **options)
+        found.append([float(loss), *(host_of(gpu, each) for each in (gradient, sums))])
+    (value, stored, total), again = found
+    assert all(map(np.array_equal, found[0], again))
+    expected, exact = reference.mse_loss(x, target)
+    assert value == pytest.approx(expected, rel=1e-4)
+    assert_close("gradient", stored, 1024 * exact, 1.1 * EPSILON[dtype] * abs(1024 * exact) + 2.0**-24)
+    wide = stored.astype(np.float64)
+    wanted, bound = 1 + wide.sum(axis=0), 1e-5 * abs(wide).sum(axis=0)
+    assert_close("sums", total, wanted, 1.1 * EPSILON[dtype] * abs(wanted) + bound)
