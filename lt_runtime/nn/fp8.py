@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.arrays.operand import HOST, device_of, library_of
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.kept_weight import KeptWeight, has_kept, keeps_weight
 from lt_runtime.ops._fp8_linear import FP8State, fits, forward, forward_in_fp8, reason_against
 from lt_runtime.ops.add import add as sum_of
@@ -87,11 +88,13 @@ def fp8_outputs(
         state: the layer's scales.
         out: a buffer for the outputs, which excludes FP8.
     """
-    w = weight.data
+    w, device = weight.data, device_of("x", x)
+    # Casts and product must run on one stream, also where x and w are of libraries with different current streams.
+    stream = stream_handle(stream, device, library_of(x).current_stream)
     is_fp8 = activation.name in _ACTIVATIONS and type_name(w.dtype) in _TYPES and out is None
     is_fp8 = is_fp8 and type_name(x.dtype) == type_name(w.dtype) and x.shape[-1] == w.shape[1] and fits(x, w)
-    keeps = is_fp8 and keeps_weight(state, weight, stream)
-    if not is_fp8 or (state.recipe.fallback and _is_slower(state, x, w, compute, keeps=keeps)):
+    keeps = is_fp8 and keeps_weight(state, weight, device, stream)
+    if not is_fp8 or (state.recipe.fallback and _is_slower(state, x, w, compute, device, keeps=keeps)):
         return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
     if state.recipe.recipe == "current" or not state.calibrated.issuperset((X, W)):
         options = activation, activation.negative_slope, 0.0, compute, False, False
@@ -121,12 +124,12 @@ def _cast(state: FP8State, row: int, array: Any, stream: Any) -> Any:
     return cast_fp8(array, state.slots[row, SCALE : SCALE + 1], need_transposed=False, stream=stream)[0]
 
 
-def _is_slower(state: FP8State, x: Any, w: Any, compute: Any, *, keeps: bool) -> bool:
+def _is_slower(state: FP8State, x: Any, w: Any, compute: Any, device: int, *, keeps: bool) -> bool:
     """Whether a GPU is expected to compute y more slowly in FP8.
 
     Args:
         keeps: whether the weight is in FP8 already.
     """
-    device, kind, sizes = device_of("x", x), DType.parse("x", x.dtype), (math.prod(x.shape[:-1]), *w.shape)
+    kind, sizes = DType.parse("x", x.dtype), (math.prod(x.shape[:-1]), *w.shape)
     options = {"keeps_w": keeps, "is_current": state.recipe.recipe == "current"}
     return device != HOST and slower_for_inference(sizes, kind, Compute.parse(compute, kind), device, **options)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lt_runtime.arrays.copies import follow
-from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, read
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import is_captured, stream_handle
+from lt_runtime.gpu.streams import is_captured
 from lt_runtime.ops.fp8 import cast_fp8
 from lt_runtime.plans.fp8 import W
 from lt_runtime.reference.fp8 import INVERSE, SCALE, SLOT_WIDTH
@@ -35,17 +35,16 @@ class KeptWeight:
         is_captured: whether a captured graph reads the copy.
     """
 
-    def __init__(self, w: Any, slots: Any, stream: Any) -> None:
-        self._device = device_of("w", w)
-        handle = stream_handle(stream, self._device, library_of(w).current_stream)
-        self.sources: tuple[Operand, ...] = (read("w", w, handle), read("the scales", slots, handle))
+    def __init__(self, w: Any, slots: Any, stream: int) -> None:
+        self.sources: tuple[Operand, ...] = (read("w", w, stream), read("the scales", slots, stream))
+        self._device = self.sources[0].device
         self.w, self.w8, self.is_captured = w, None, False
-        self._slot, self._state_slot = CUPY.empty((SLOT_WIDTH,), np.dtype(np.float32), self._device, handle), slots[W]
+        self._slot, self._state_slot = CUPY.empty((SLOT_WIDTH,), np.dtype(np.float32), self._device, stream), slots[W]
         self.inverse = self._slot[INVERSE : INVERSE + 1]
         follow(self)
-        self.renew(handle)
+        self.renew(stream)
         with activated(self._device):
-            call("cuStreamSynchronize", handle)
+            call("cuStreamSynchronize", stream)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies and pickles of a model without the weight in FP8: nothing would renew it."""
@@ -70,16 +69,15 @@ def has_kept(state: FP8State, weight: Parameter) -> bool:
     return state.kept is not None and state.kept.w is weight.data
 
 
-def keeps_weight(state: FP8State, weight: Parameter, stream: Any) -> bool:
+def keeps_weight(state: FP8State, weight: Parameter, device: int, stream: int) -> bool:
     """Whether a call of inference on a stream reads a kept weight; the layer's first such call has to make it.
 
     A weight that an optimizer updates is cast in each call, because graphs of its updates run unnoticed. A graph cannot
     make a kept weight, because calls before its launch would read it.
     """
-    device = device_of("the weight", weight.data)
     if device == HOST or weight.owner.is_trained or state.recipe.recipe == "current":
         return False
-    captures = is_captured(stream_handle(stream, device, library_of(weight.data).current_stream))
+    captures = is_captured(stream)
     if has_kept(state, weight):
         state.kept.is_captured |= captures
         return True
