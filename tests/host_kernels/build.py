@@ -110,7 +110,8 @@ class Builder:
 
     def library(self, variant: Variant) -> Path:
         """Builds the shared library with the kernels of `variant`, unless it exists; returns its path."""
-        arguments = ["-shared", *self._included(variant)]
+        linked = ["-nodefaultlibs", "-Wl,--no-as-needed,-rpath,$ORIGIN", f"-L{self._directory}", f"-l:{self._needed.name}"]
+        arguments = ["-shared", *self._included(variant), *linked]
         return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime])
 
     def check(self, variant: Variant) -> None:
@@ -141,6 +142,14 @@ class Builder:
     def _header(self) -> Path:
         """Compiles the header that every library includes."""
         return self._build("precompiled.h.gch", ["-x", "c++-header"], [], [SHIM / "precompiled.h"])
+
+    @functools.cached_property
+    def _needed(self) -> Path:
+        """Builds an empty library that needs the libraries which g++ links by default.
+
+        The kernels' libraries need this one alone, because the linker takes a fifth of a build to read libstdc++.
+        """
+        return self._build("needed.so", ["-shared", "-x", "c++", "/dev/null", "-Wl,--no-as-needed"], [], [])
 
     @functools.cached_property
     def _runtime(self) -> list[Path]:
