@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -19,6 +21,7 @@ FORMATS = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
 """For each FP8 type, the bits of the exponent and of the mantissa."""
 
 
+@functools.cache
 def decoded(dtype: str) -> dict[int, float]:
     """Maps each non-negative code of an FP8 format to its value; NaN and infinity are left out."""
     exponent_bits, mantissa_bits = FORMATS[dtype]
@@ -34,8 +37,10 @@ def decoded(dtype: str) -> dict[int, float]:
 
 def rounded(value: float, dtype: str) -> int:
     """The code of the nearest number (of two equally near, the even one); values beyond the largest number saturate."""
-    codes = decoded(dtype)
-    nearest = min(codes, key=lambda code: (abs(Fraction(codes[code]) - Fraction(min(abs(value), 1e9))), code % 2))
+    codes, magnitude = decoded(dtype), min(abs(value), 1e9)
+    above = bisect.bisect([*codes.values()], magnitude)  # values ascend with their codes
+    near = [*codes][max(above - 1, 0) : above + 1]
+    nearest = min(near, key=lambda code: (abs(Fraction(codes[code]) - Fraction(magnitude)), code % 2))
     return nearest | (0x80 if math.copysign(1.0, value) < 0 else 0)
 
 
