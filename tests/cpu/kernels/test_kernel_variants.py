@@ -52,10 +52,13 @@ PARTS = [
 """Groups of the sources' variants, which are distributed over several processes."""
 
 
+record_of_all = functools.cache(recorded)
+
+
 @functools.cache
 def wanted(source: str) -> tuple[str, ...]:
     """The architectures that a source is compiled for in this run."""
-    return architectures_to_compile(source, recorded(), full=FULL)
+    return architectures_to_compile(source, record_of_all(), full=FULL)
 
 
 def test_every_source_is_among_the_variants() -> None:
@@ -89,14 +92,16 @@ def test_registers_suffice(source: str, first: int, end: int, record_property: C
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_sample_takes_what_the_table_says(source: str) -> None:
-    """Compiles one variant of each source: each day another variant, and for each source another architecture.
+    """Compiles one variant of a quarter of the sources: other sources each day, and another variant each time.
 
     The table of registers must match the installed compiler even if the digest of the sources is unchanged.
     """
-    record, variants = recorded(), variants_of(source)
+    record, variants = record_of_all(), variants_of(source)
     if wanted(source):
         pytest.skip(f"all variants of {source} are compiled")
-    turn = date.today().toordinal() + SOURCES.index(source)
+    turn, days_left = divmod(date.today().toordinal() + SOURCES.index(source), 4)
+    if days_left:
+        pytest.skip("compiled every fourth day")
     found = usages(variants[turn % len(variants)], ARCHITECTURES[turn % len(ARCHITECTURES)])
     assert found
     assert registers(found).items() <= registers(record.of(source)).items()
@@ -130,7 +135,8 @@ def test_each_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
     code = f'extern "C" __global__ void faulty(const int* in, float* x) {{ {FAULTS[fault]} }}\n'
     (tmp_path / "faulty.cu").write_text(code)
     monkeypatch.setattr(kernel_usage, "kernel_sources", lambda: tmp_path)
-    assert all(fault in " ".join(usage.faults) for usage in everywhere([Variant("faulty.cu")], ARCHITECTURES))
+    ends = ARCHITECTURES[0], ARCHITECTURES[-1]
+    assert all(fault in " ".join(usage.faults) for usage in everywhere([Variant("faulty.cu")], ends))
 
 
 def test_kernels_that_are_missing_unknown_or_of_another_struct_are_seen() -> None:

@@ -183,7 +183,7 @@ def test_nothing_of_all_this_warns_without_need(path: Path) -> None:
 
 
 ROOT = Path(__file__).parents[3]
-PROCESSES, ENTRIES = 8, 200
+PROCESSES, ENTRIES = 8, 100
 
 WRITERS = """
 import os, sys
