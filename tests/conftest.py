@@ -1,4 +1,4 @@
-"""Skips GPU tests where there is no GPU; with LT_REQUIRE_GPU=1 they fail instead, with 2 also tests of two GPUs."""
+"""Leaves out GPU tests where there is no GPU; with LT_REQUIRE_GPU=1 they fail instead, with 2 also tests of two GPUs."""
 
 from __future__ import annotations
 
@@ -60,10 +60,22 @@ are idle.
 """
 
 
+_GPU_TESTS: Final = Path(__file__).parent / "gpu"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out `tests/gpu`, unless the command names it, where there is no GPU and none is required.
+
+    To collect and skip these thousands of tests took each process several seconds.
+    """
+    is_of_use = collection_path != _GPU_TESTS or "LT_REQUIRE_GPU" in os.environ or device_count() > 0
+    return None if is_of_use else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FIRST.get(f"{item.path.parent.name}/{item.path.name}", 2))
     for item in items:
-        if Path(__file__).parent / "gpu" in item.path.parents:
+        if _GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if "LT_TEST_EXAMPLES" in os.environ:
             _limit_examples(item, int(os.environ["LT_TEST_EXAMPLES"]))
@@ -80,12 +92,27 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(5000)
 
 
+_full_collections = 0
+
+
 def _limit_examples(item: pytest.Item, count: int) -> None:
     """Limits the number of examples of a property test. Needed because a test's own settings override any profile."""
     test = getattr(item, "obj", None)
     own = getattr(test, "_hypothesis_internal_use_settings", None)
     if own is not None:
         test._hypothesis_internal_use_settings = settings(own, max_examples=min(count, own.max_examples))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Excludes what a file's tests leave alive from later full collections, if these tests made such collections."""
+    global _full_collections
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    if gc.get_stats()[2]["collections"] > _full_collections:
+        gc.collect()
+        gc.freeze()
+    _full_collections = gc.get_stats()[2]["collections"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -110,6 +137,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if pytest_ignore_collect(_GPU_TESTS):
+        terminalreporter.write_line("no NVIDIA GPU is usable: tests/gpu is left out unless the command names it")
     _summarise_registers(terminalreporter)
     for subject, count in sorted(EXAMPLES.items()):
         terminalreporter.write_line(f"hypothesis examples over {subject}: {count}")
