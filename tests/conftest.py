@@ -1,4 +1,4 @@
-"""Leaves out GPU tests where there is no GPU; with LT_REQUIRE_GPU=1 they fail instead, with 2 also tests of two GPUs."""
+"""Leaves out GPU tests where there is no GPU; with LT_REQUIRE_GPU=1 they fail, with 2 also tests of two GPUs."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ class Builder:
 
     def library(self, variant: Variant) -> Path:
         """Builds the shared library with the kernels of `variant`, unless it exists; returns its path."""
-        linked = ["-nodefaultlibs", "-Wl,--no-as-needed,-rpath,$ORIGIN", f"-L{self._directory}", f"-l:{self._needed.name}"]
-        arguments = ["-shared", *self._included(variant), *linked]
+        arguments = ["-shared", *self._included(variant), "-nodefaultlibs", "-Wl,--no-as-needed,-rpath,$ORIGIN"]
+        arguments += [f"-L{self._directory}", f"-l:{self._needed.name}"]
         return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime])
 
     def check(self, variant: Variant) -> None:
