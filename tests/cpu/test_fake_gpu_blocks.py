@@ -50,7 +50,7 @@ def _host(gpu: FakeGpu, array: Any) -> Any:
     return np.array(array if isinstance(array, np.ndarray) else host_of(gpu, array))
 
 
-@settings(COMPILING, max_examples=20)
+@settings(COMPILING, max_examples=12)
 @given(tree=trees(widths=(16, 16, 16, 5), **SMOOTH))
 def test_random_trees(gpu: FakeGpu, tree: Tree, examples: Counter[str]) -> None:
     check_steps(gpu, tree, "float32", 1e-5, gpu.memory_used)

@@ -18,7 +18,7 @@ from tests.support.matmul_checks import Product
 from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
 from tests.support.strategies import COMPILING, LinearCase, MatmulCase, linear_cases, matmul_cases
 
-_EXAMPLES, _FEWER = settings(COMPILING, max_examples=100), settings(COMPILING, max_examples=40)
+_EXAMPLES, _FEWER = settings(COMPILING, max_examples=60), settings(COMPILING, max_examples=25)
 _FP32: Final = dict.fromkeys(("none", "relu", "gelu"), DType.FLOAT32)
 _SIXTEEN_BITS: Final = {"none": DType.BFLOAT16, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16}
 

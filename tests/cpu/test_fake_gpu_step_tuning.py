@@ -134,7 +134,7 @@ def unmeasured(tmp_path: Path) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("options", "rows"),
-    [({"graph": False}, ROWS), ({"accumulate": 2}, 2 * ROWS), ({"dims": (8, 3)}, ROWS)],
+    [({"graph": False, "dims": (8, 3)}, ROWS), ({"accumulate": 2}, 2 * ROWS)],
     ids=str,
 )
 def test_a_step_measures_all_that_it_meets_and_later_ones_find_it(

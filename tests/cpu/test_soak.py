@@ -12,8 +12,7 @@ from tests.support.fake_gpu import FakeGpu
 
 @pytest.mark.parametrize("name", soak_operations.OPERATIONS)
 def test_every_operation(hurried: FakeGpu, name: str) -> None:
-    for seed in range(2):
-        assert 1 <= soak_operations.run(name, seed, hurried) <= 6
+    assert 1 <= soak_operations.run(name, 0, hurried) <= 6
 
 
 def test_a_soak(hurried: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:

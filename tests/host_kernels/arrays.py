@@ -129,7 +129,8 @@ def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolera
 
 def numbers(generator: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
     """Draws normal numbers of many magnitudes, with zeros of both signs."""
-    values = generator.standard_normal(shape) * 2.0 ** generator.integers(-6, 4, shape)
-    values[generator.random(shape) < 0.05] = 0.0
-    values[generator.random(shape) < 0.02] = -0.0
+    chance, power = np.divmod(generator.integers(0, 1000, shape, np.int16), np.int16(10))
+    values = np.ldexp(generator.standard_normal(shape, np.float32), power - np.int16(6))
+    values[chance < 5] = 0.0
+    values[chance >= 98] = -0.0
     return values.astype(dtype.numpy)

@@ -26,7 +26,7 @@ Pair = tuple[int, int]
 
 # Under ThreadSanitizer only the explicit examples run, because races do not depend on the drawn numbers.
 _PHASES = (Phase.explicit,) if SANITIZER is Sanitizer.THREAD else settings().phases
-FEW: Final = settings(max_examples=20, deadline=None, phases=_PHASES)
+FEW: Final = settings(max_examples=12, deadline=None, phases=_PHASES)
 EXAMPLES_ALONE: Final = settings(phases=(Phase.explicit,), deadline=None)
 
 NO_DROPOUT: Final = Dropout()

@@ -63,10 +63,9 @@ def test_help_says_what_a_command_does(command: str, cli: Cli) -> None:
     assert description.endswith(".")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_demo(dtype: str, tmp_path: Path) -> None:
+def test_the_demo(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", dtype, "--json", str(file), "--profile"]
+    options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", "bfloat16", "--json", str(file), "--profile"]
     command = [sys.executable, "-m", "lt_runtime", "demo", *options]
     # Such small products run faster without BLAS threads.
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
@@ -75,7 +74,7 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
     result = json.loads(file.read_text())
     assert set(result) == {"device", "dtype", "accuracy", "preparation_seconds", "samples_per_second", "loss", "layers"}
-    assert (result["device"], result["dtype"]) == ("cpu", dtype)
+    assert (result["device"], result["dtype"]) == ("cpu", "bfloat16")
     assert 0.96 <= result["accuracy"] <= 1
     assert f"accuracy: {result['accuracy']:.2%}" in done.stdout
     assert result["samples_per_second"] > 0

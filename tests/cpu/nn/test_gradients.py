@@ -61,7 +61,7 @@ def _parts(tree: Tree) -> Iterator[Tree]:
         yield from _parts(part)
 
 
-@settings(COMPILING, max_examples=120)
+@settings(COMPILING, max_examples=50)
 @given(tree=trees())
 def test_random_trees(tree: Tree, examples: Counter[str]) -> None:
     generator = np.random.default_rng(tree.seed)
