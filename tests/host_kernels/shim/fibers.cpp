@@ -228,9 +228,11 @@ struct Access {
   std::uint32_t line, column;
 };
 
+#ifndef __SANITIZE_ADDRESS__  // its runtime library has this function
 // Code that is built with -fsanitize=alignment calls this before it accesses a misaligned address. A GPU ends the kernel there.
-extern "C" void __ubsan_handle_type_mismatch_v1(const Access* access, std::uintptr_t) {
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(const Access* access, std::uintptr_t) {
   const shim::Place place{shim::thread_index(), access->file, static_cast<int>(access->line)};
   shim::misuse = "misaligned address: " + shim::describe(place);
   for (;;) shim::wait();
 }
+#endif
