@@ -30,7 +30,7 @@ from tests.support.forked import forked
 from tests.support.hurry import hurry
 from tests.support.placed import host_of
 
-_FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "6")
+_FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "4")
 _MANY: Final = 1000
 # Number of failing calls that are tried for an operation with more than `_MANY` calls, which takes seconds.
 _OF_A_SEARCH: Final = 3
