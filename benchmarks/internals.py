@@ -45,7 +45,7 @@ from lt_runtime.training import captured
 
 Call = Callable[[], object]
 
-# The suite `narrow`.
+# Private parts for the suite `narrow`.
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def one_kernel_a_pass(fused: bool) -> Iterator[None]:
     """Within a `with` block, narrow MLPs run as one kernel for each pass or layer by layer, whatever was measured."""
     kept = narrow.is_fused
     narrow.is_fused = lambda *_: fused
-    forget((), DEVICE)  # decisions that models have already taken from the plan cache
+    forget((), DEVICE)  # `forget` drops decisions that models have already taken from the plan cache
     try:
         yield
     finally:

@@ -62,10 +62,10 @@ def least_bytes(case: StepCase) -> int:
 
 
 def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """Tunes a step and measures it, in one kernel a pass and layer by layer, and the same step of other libraries.
+    """Tunes a step and times it, also by one kernel for each pass and layer by layer, and other libraries' steps.
 
     Args:
-        copies: measures the fastest copy, or returns it if it was measured before.
+        copies: function that returns the fastest copy kernel, which its first call measures.
     """
     from benchmarks.internals import one_kernel_a_pass
 
@@ -95,7 +95,7 @@ def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any],
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: every contender's time against the tuned step's."""
+    """The suite's summary: every contender's time against the tuned step's."""
     return report.against_ours(rows, (_FUSED, _LAYERS, *_PEERS))
 
 

@@ -1,4 +1,4 @@
-"""Takes times: contenders take turns within one run, and each figure is a median with its spread."""
+"""Times contenders alternately within one run; each time is a median with its interquartile range."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def timed_by_host(replay: Replay, repetitions: int, wait: Callable[[Any], object
     after the last is in both times, and its other work runs while the GPU is busy: the difference is the GPU's time.
 
     Args:
-        replay: queues the repetitions; its result is given to `wait`.
+        replay: function that launches the repetitions; its result is given to `wait`.
     """
 
     def elapsed(count: int) -> float:
@@ -196,7 +196,7 @@ def timed_by_host(replay: Replay, repetitions: int, wait: Callable[[Any], object
         wait(done)
         return (time.perf_counter() - start) * 1e6
 
-    elapsed(1)  # compiles
+    elapsed(1)  # the first call also compiles
     count = max(1, math.ceil(_BY_HOST_US / elapsed(1)))
 
     def turn() -> float:
@@ -224,7 +224,7 @@ class Measured(NamedTuple):
 def measure(
     builders: Mapping[str, Callable[[], Contender]], sets: int, repetitions: int, rounds: int, stream: Any
 ) -> Measured:
-    """Captures every contender and lets the contenders take turns; those that fail are left out with their reason.
+    """Captures every contender and times them alternately; contenders that fail are left out with the reason.
 
     Args:
         sets: the number of buffer sets through which the repetitions rotate.

@@ -1,4 +1,4 @@
-"""The models and batches of the suite `torch`, and each library's kit of parts for them; needs PyTorch."""
+"""Models and batches of the suite `torch`, and the parts (`Kit`) that each library supplies; needs PyTorch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Kit(NamedTuple):
     """The parts of a training step that a library supplies.
 
     Attributes:
-        adapt: changes a model of PyTorch's in place.
+        adapt: function that replaces parts of a PyTorch model by the library's, in place.
         norm: makes an RMSNorm of a width.
         gated: makes a SwiGLU block of a width and a hidden width, which is called with x and a residual.
         layer: makes a linear layer with GELU, of as many inputs as outputs; returns a function and the parameters.
-        cross_entropy: of logits (N, C) and labels (N,).
+        cross_entropy: the cross-entropy of logits (N, C) and labels (N,).
         head: the cross-entropy of x (N, K), a weight (C, K) and labels (N,).
         optimizer: makes AdamW.
     """
@@ -47,7 +47,7 @@ class Gated(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, add: Tensor) -> Tensor:
-        """The output for x (M, width) and the residual `add` (M, width)."""
+        """Computes the output for x (M, width) and the residual `add` (M, width)."""
         return add + self.down(self.product(self.gate(x), self.up(x)))
 
     def product(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -126,19 +126,20 @@ class Task(NamedTuple):
 
 
 def _model(kit: Kit, model: nn.Module) -> Any:
-    """A model with the kit's modules."""
+    """Adapts a PyTorch model by the library's kit, and sets its training mode."""
     kit.adapt(model)
     return model.train()
 
 
 def gpt2(kit: Kit, batch: int = 8, tokens: int = 1024, chunked: bool = False, **sizes: int) -> Task:
-    """GPT-2 without dropout; `chunked` computes head and loss by the kit's `head`."""
+    """GPT-2 without dropout. With `chunked`, the last layer and the loss are computed together by the kit's `head`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(**sizes, **drops, use_cache=False)
     model: Any = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # the default, but without a warning of transformers that torch.compile stops at
+    # This is the default value; setting it avoids a warning of transformers, at which torch.compile would stop.
+    model.loss_type = "ForCausalLM"
     _model(kit, model)
 
     def cost(ids: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ def gpt2(kit: Kit, batch: int = 8, tokens: int = 1024, chunked: bool = False, **
 
 
 def bert(kit: Kit, batch: int = 32, tokens: int = 128, **sizes: Any) -> Task:
-    """BERT with the head of its language model, whose loss counts every token."""
+    """BERT with its language model's last layer; the loss counts every token."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(**sizes)
@@ -205,13 +206,13 @@ class _Block(nn.Module):
 
 
 def stack(kit: Kit, rows: int, width: int, hidden: int, layers: int = 1) -> Task:
-    """Residual blocks of the kit's own modules, and the mean squared error."""
+    """Residual blocks made of the kit's modules, with the mean squared error as the loss."""
     model = nn.Sequential(*(_Block(kit, width, hidden) for _ in range(layers)))
     return _regression(model, rows, width, width)
 
 
 def mlp(kit: Kit, rows: int, dims: Sequence[int]) -> Task:
-    """An MLP with ReLU, and the mean squared error."""
+    """An MLP with ReLU, with the mean squared error as the loss."""
     pairs = [(nn.Linear(inputs, outputs), nn.ReLU()) for inputs, outputs in itertools.pairwise(dims)]
     model = _model(kit, nn.Sequential(*itertools.chain(*pairs))[:-1])
     return _regression(model, rows, dims[0], dims[-1])

@@ -1,4 +1,4 @@
-"""Contenders of the suite `torch`: builds them, keeps their first losses, and times them in turns; needs PyTorch."""
+"""Contenders of the suite `torch`: builds them, keeps their first losses, and times them alternately; needs PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Training:
     """A model in training, by one library, eager or compiled.
 
     Attributes:
-        losses: of the steps so far, each before its update.
+        losses: the losses of the steps so far, each before its update.
         memory: peak bytes of an eager step: parameters, optimizer, gradients and all that the step makes.
     """
 
@@ -48,7 +48,8 @@ class Training:
                 self._task = getattr(torch_tasks, case.task)(kit, **case.sizes)
                 before -= torch.cuda.memory_allocated()
                 self._batches = itertools.cycle([self._task.batch() for _ in range(_BATCHES)])
-                before += torch.cuda.memory_allocated()  # a script does not hold several batches
+                # The batches' memory is left out, because a script does not hold several batches.
+                before += torch.cuda.memory_allocated()
         finally:
             torch.set_default_dtype(dtype)
         options = {"lr": torch_tasks.LEARNING_RATE, "weight_decay": torch_tasks.WEIGHT_DECAY}
@@ -56,16 +57,16 @@ class Training:
         self._cost = self._task.cost if mode is None else torch.compile(self._task.cost, mode=mode, dynamic=False)
         # It captures every library's step, so that captured contenders differ in nothing but their models' work.
         self._captured = ltt.capture(self._step, tune=True)
-        self.losses = [self.graph()]  # eager, and tunes
+        self.losses = [self.graph()]  # the first call of a captured step is eager, and tunes the layers
         self._own = torch.cuda.memory_allocated() - before
         self.memory = self._peak_of_next_step()
 
     def eager(self) -> Any:
-        """Takes a step."""
+        """Makes an eager training step."""
         return self._step(*next(self._batches))
 
     def graph(self) -> Any:
-        """Takes a step by the graph, or an eager one if there is no graph yet."""
+        """Makes a training step by the graph, or an eager one if there is no graph yet."""
         return self._captured(*next(self._batches))
 
     def capture(self) -> int:
@@ -96,7 +97,7 @@ class Training:
 
 
 class Way(NamedTuple):
-    """How contenders are built: by which library, and in which mode of torch.compile (None: not compiled)."""
+    """A way to build contenders: the library, and the mode of torch.compile (None: not compiled)."""
 
     library: str
     mode: str | None = None
@@ -118,7 +119,7 @@ class Way(NamedTuple):
 
 
 def measure(case: TorchCase, options: argparse.Namespace) -> Row:
-    """Builds the contenders of a case, takes their first steps, and lets them take turns."""
+    """Builds the contenders of a case, makes their first steps, and times them alternately."""
     torch.set_float32_matmul_precision("high")
     torch.hub.tqdm.monitor_interval = 0  # otherwise the first progress bar starts a thread that never ends
     if not options.no_compile:

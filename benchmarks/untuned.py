@@ -1,4 +1,4 @@
-"""The suite `untuned`: blocks of every activation in BF16, TF32 and FP32, as they run unmeasured and as they run tuned.
+"""The suite `untuned`: blocks of every activation in BF16, TF32 and FP32, with untuned plans and with tuned plans.
 
 The shapes are drawn by seeds, as those of the suite `wide` are. The blocks of `FIT` are for fitting the priors: a row
 of theirs also holds the untuned time of each pass by each of its strategies. No fit reads a block of `JUDGE`.
@@ -24,7 +24,7 @@ from benchmarks.wide import FIT, JUDGE, STRATA, Shape
 ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
 _SEEDS: Final = {FIT: 3200, JUDGE: 3205}
 """Earlier fits have read the blocks that JUDGE drew when it was 3201, 3202 and 3204."""
-_COUNT: Final = 200  # blocks of each half
+_COUNT: Final = 200  # number of blocks of each half (`FIT` and `JUDGE`)
 _MOST_MULTIPLICATIONS: Final = 1 << 32  # multiplications in one product, so that tuning a block takes about a second
 _EXAMPLE: Final = Block(f"odd {JUDGE}", 777, 333, 555, "tf32", "silu")
 """The block that tuning sped up most, relative to its untuned time, while only ReLU and GELU had fitted trees."""
@@ -33,7 +33,7 @@ _ROUNDS: Final = 3
 
 
 def blocks() -> list[Block]:
-    """Returns all blocks: those that trees are fitted to and those that judge the trees, in turns.
+    """Returns all blocks: those to which trees are fitted and those that judge the trees, alternately.
 
     Each half uses all pairs of type and activation before it repeats one, so that a few first blocks vary in both.
     """
@@ -139,7 +139,7 @@ def _short(config: dict[str, int]) -> dict[str, int]:
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: tuned time over untuned time of the blocks that no fit has read: of all, by type and by activation."""
+    """The suite's summary: tuned time over untuned time of blocks that no fit has read, by type and by activation."""
     judged = [row for row in rows if row.get("half") == JUDGE]
     groups: Iterator[tuple[str, list[Json]]] = (
         (value, [row for row in judged if row[name] == value])

@@ -20,7 +20,7 @@ struct EpilogueFwdParams {
   Matrix in;             // the matrix product, of type PRODUCT
   Matrix preactivation;  // the stored pre-activation z + bias, only with KEEP; may be `in` if the types agree
   Matrix out;            // the output y; may be `in` if the types agree, and may be `addend`
-  Matrix addend;         // only with ADD
+  Matrix addend;         // the matrix that is added last; used only if ADD is 1
   const SCALAR* bias;    // the bias, one element for each column; may be null
   uint32 rows;
   int64 cols;

@@ -19,7 +19,7 @@ struct LossFp8Params {
   Matrix prediction;
   Matrix target;
   Matrix gradient;  // null if the gradient is cast
-  Fp8Output fp8;    // without results if the gradient is not cast
+  Fp8Output fp8;    // results of the cast to FP8; its addresses are 0 if the gradient is not cast
   ColumnSum<SCALAR> db;
   LossMean mean;
   const float* grad_scale;  // factor in device memory; may be null

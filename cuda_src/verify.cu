@@ -47,7 +47,7 @@ __device__ inline double load(const Elements& matrices, int64 batch, int64 row, 
       return static_cast<double>(static_cast<const uint64*>(data)[at]);
     case kFloat8E4m3:
       return from_e4m3(static_cast<const unsigned char*>(data)[at]);
-    case kFloat8E5m2:  // the upper half of FP16
+    case kFloat8E5m2:  // an E5M2 number is the upper byte of the FP16 number with the same value
       return to_float(__ushort_as_half(static_cast<unsigned short>(static_cast<const unsigned char*>(data)[at] << 8)));
     case kFloat16:
       return to_float(static_cast<const __half*>(data)[at]);

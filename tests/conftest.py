@@ -84,8 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Freezes the collected tests, which live as long as the process, and makes garbage collection less frequent.
 
-    Otherwise each full garbage collection would visit them, which took a tenth of the tests' time; visiting the
-    packages that the pretended GPUs import took another tenth.
+    Otherwise each full garbage collection would visit the collected tests, which took a tenth of the tests' time;
+    visiting the packages that the pretended GPUs import took another tenth.
     """
     gc.collect()
     gc.freeze()

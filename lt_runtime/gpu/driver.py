@@ -102,7 +102,7 @@ def is_capturing(stream: int) -> bool:
     state = ctypes.c_int()
     if status := function("cuStreamIsCapturing")(stream, ctypes.addressof(state)):
         check("cuStreamIsCapturing", status)
-    return state.value != 0  # CU_STREAM_CAPTURE_STATUS_NONE
+    return state.value != 0  # the driver's constant CU_STREAM_CAPTURE_STATUS_NONE: the stream is not being captured
 
 
 class _Attribute(ctypes.Structure):

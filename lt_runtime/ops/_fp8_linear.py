@@ -269,7 +269,7 @@ class _Update(PassOperation):
     required = 2
 
     class Launched:
-        """`ScalesPass` as the pass of a call."""
+        """Makes the `ScalesPass` of a prepared call."""
 
         scratch_bytes = 0
 

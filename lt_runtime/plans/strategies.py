@@ -99,7 +99,7 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
 
 
 def _product_may_add(problem: ForwardProblem) -> bool:
-    """Whether the product may add the addend: no activation or dropout, no stored pre-activation, and equal orders."""
+    """Whether cuBLASLt may add the addend: no activation or dropout, no stored pre-activation, and equal orders."""
     addend, is_linear = problem.addend, problem.activation.name == "none" and not problem.dropout
     is_alike = addend is not None and addend.layout.order is problem.y.layout.order
     return is_alike and is_linear and problem.preactivation is None

@@ -151,7 +151,7 @@ class MatmulPlan(AlgorithmPlan):
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._set: dict[cublaslt.MatmulDescAttribute, int] = {}
         vectors = cublaslt.MatmulDescAttribute.BIAS_POINTER, cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER
-        # Kept alive, because the descriptor stores their addresses.
+        # These objects are kept alive, because the descriptor stores their addresses.
         self._held = *vectors, *map(self._pointer, problem.scales)
         self.algorithm = None
         if not problem.is_empty:

@@ -276,7 +276,7 @@ _dump = json.JSONEncoder(sort_keys=True).encode
 def _render(value: Any, depth: int) -> str:
     """JSON text of a value at a depth of nesting, one line for each item.
 
-    `json.dumps` with indents takes twice as long.
+    The lines are written here, because `json.dumps` with indents takes twice as long.
     """
     if not value or not isinstance(value, list if depth == _LINE_DEPTH else (dict, list)) or depth > _LINE_DEPTH:
         return _dump(value)

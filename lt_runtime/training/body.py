@@ -352,9 +352,9 @@ class StepBody:
 def _last_linear(block: Block) -> Linear | None:
     """The linear layer whose dz is the gradient of a model's outputs; None if there is none.
 
-    It is looked for only in blocks that are known to hand the gradient of the outputs to their last layer as it is. In
-    FP8 a `Residual` is not one of them, because it adds the gradient to another. In another type `MLP` is left out,
-    because the problems that decide about its one-kernel passes have the bias gradient.
+    The layer is searched only in blocks that pass the gradient of the outputs unchanged to their last layer. In FP8 a
+    `Residual` is not one of them, because it adds the gradient to another. In another type `MLP` is left out, because
+    the problems that decide about its one-kernel passes have the bias gradient.
     """
     if type(block) is Chain:
         return _last_linear(block.sequence[-1])

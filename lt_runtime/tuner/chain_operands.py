@@ -170,7 +170,7 @@ class OperandSets:
     """Buffer sets of a chain, used in turn, and so many that the next set is never in the L2 cache.
 
     Args:
-        make: makes one set; None for `ChainOperands`.
+        make: function that makes one buffer set; None for `ChainOperands`.
 
     Attributes:
         measured: number of contenders that have been timed on these sets.

@@ -22,7 +22,7 @@ _SLOW_S: Final = 1.0
 
 
 class _Disk:
-    """Counts the calls of `os` in a directory, and makes them fail or, by the store's clock, slow."""
+    """Counts calls of `os` functions on a directory, and makes them fail, or slow by the clock that the store reads."""
 
     def __init__(self, kind: str, place: Path, patch: pytest.MonkeyPatch) -> None:
         self._kind, self._place, self.calls, self.seconds = kind, str(place), 0, 0.0
@@ -50,7 +50,7 @@ class _Disk:
         return watched
 
     def calls_of(self, step: Any, batch: Any) -> int:
-        """The number of calls in a step."""
+        """The number of such calls in a training step."""
         before = self.calls
         step(*batch)
         return self.calls - before

@@ -101,7 +101,7 @@ def test_every_public_name_imports_no_other_library() -> None:
 
 
 def test_the_tiles_are_there_once_they_are_asked_for() -> None:
-    """Making the enumeration takes milliseconds; a plan's queries of an algorithm must not make it."""
+    """Making the enum `MatmulTile` takes milliseconds: a plan's queries of an algorithm must not make it."""
     modules_after("""
 import sys
 from lt_runtime import cublaslt

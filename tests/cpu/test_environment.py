@@ -1,4 +1,4 @@
-"""Environment variables: each meaningless value costs one warning, on the host too, and is left out."""
+"""Environment variables: an invalid value causes one warning, also without a GPU, and is ignored."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _LINE = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: \((?P<bu
 
 
 def drawn() -> dict[str, tuple[str, ...]]:
-    """Bases of each class in the drawn tree: its parent and, where one is named, a builtin exception."""
+    """The bases of each class in the docstring's tree: its parent and, if one is named, a builtin exception."""
     parents: list[tuple[int, str]] = []
     found: dict[str, tuple[str, ...]] = {}
     tree = (errors.__doc__ or "").split("::")[1].split("Everything")[0]

@@ -57,7 +57,7 @@ _NAMES: Final = {
     "cuMemcpyHtoDAsync_v2": "cuMemcpyHtoDAsync",
     "nvrtcCompileProgram": "NVRTC could not compile",
 }
-"""Words of errors that stand for a call's name."""
+"""For calls that errors do not name: the words of the error by which the call is recognised."""
 
 
 _alive: Final[list[Attempt]] = []
@@ -71,7 +71,7 @@ def _open(gpu: FakeGpu) -> Counter[str]:
 
 
 def _repeat(gpu: FakeGpu, attempt: Attempt, times: int) -> Counter[str]:
-    """The number of open library objects after some more calls, whose results are checked."""
+    """Repeats the operation some times, with checks of the results; returns the number of open library objects."""
     for _ in range(times):
         attempt.call()
         attempt.check()
@@ -80,7 +80,7 @@ def _repeat(gpu: FakeGpu, attempt: Attempt, times: int) -> Counter[str]:
 
 
 def _chosen(name: str, count: int) -> list[int]:
-    """Indices of the library calls that are made to fail."""
+    """Chooses the indices of the library calls that are made to fail."""
     wanted = count if _FAULTS == "all" else min(count, int(_FAULTS), _OF_A_SEARCH if count > _MANY else count)
     if wanted == count:
         return [*range(count)]
@@ -122,7 +122,8 @@ def _fail(gpu: FakeGpu, attempt: Attempt, number: int, usual: Counter[str], *, i
         assert is_told, f"{failed} failed, and the error says: {words}"
         gpu.streams.synchronize_all()
         assert [each.tobytes() for each in attempt.kept()] == before, f"{failed} failed, and something is half done"
-    if is_search:  # another candidate may win in this attempt, with other descriptors: only growth counts as a leak
+    # In tuning another candidate may win, with other descriptors, so that only repeated growth counts as a leak.
+    if is_search:
         usual = _repeat(gpu, attempt, _CALLS_AFTER)
     leaked = _repeat(gpu, attempt, _CALLS_AFTER) - usual
     assert not leaked, f"{failed} failed, and is left open: {dict(leaked)}"
@@ -201,7 +202,7 @@ class _Run:
         self._step(*batch, stream=self._gpu.stream)
 
     def state(self) -> list[bytes]:
-        """Bytes of everything that a step changes."""
+        """The bytes of all arrays that a training step changes."""
         self._gpu.streams.synchronize_all()
         arrays = [each.data for each in self._model.parameters()] + [*self._step.ema.averages.values()]
         arrays += [moment for moments in self._optimizer.moments for moment in moments] + [self._optimizer.steps]
@@ -249,7 +250,7 @@ def test_allocations_of_a_step_fail_in_turn(sizes: list[int], unused_gpu: FakeGp
 
 
 class _IllegalAccess(Observer):
-    """The third kernel of every graph accesses an address that it must not."""
+    """Makes the third kernel of every graph access an illegal address."""
 
     def within_graph(self, token: Any, executable: int, index: int) -> Any:
         if index == 2:
@@ -264,7 +265,8 @@ def _lose_the_context(gpu: FakeGpu, *, by_metrics: bool) -> None:
         run.state()
         gpu.streams.observer = _IllegalAccess()
         run.train(8)  # the host does not wait, so that only a later call can tell
-        gpu.driver.is_lost = not by_metrics  # a real GPU runs at once; this one runs in the next call that waits
+        # A real GPU runs work at once; the pretended GPU runs it in the next call that waits.
+        gpu.driver.is_lost = not by_metrics
         with pytest.raises(gpu.lt.errors.DriverError, match=rf"^TrainStep\(.* failed with .*_ADDRESS \(700\).*{lost}"):
             run.end() if by_metrics else run.train(8)
         x, rng = gpu.cp.ndarray((8, 12)), gpu.lt.Philox(7)

@@ -1,4 +1,4 @@
-"""Sums on the pretended GPU: repeated calls, layouts, and sums in place."""
+"""`lt.add` on the pretended GPU: repeated calls, layouts, and sums that overwrite an operand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHAPE = 12, 16
 def test_same_buffers_with_other_contents(
     gpu: FakeGpu, dtype: DType, over: int, odd: int | None, place: Placement
 ) -> None:
-    """One operand lies in another layout than the others."""
+    """One of the operands has another layout than the others."""
     placed = [Placed(gpu, np.zeros(_SHAPE, dtype.numpy), place if i == odd else FLAT) for i in range(3)]
     a, b, out = placed[0], placed[1], placed[over]
     for seed in range(_CALLS):

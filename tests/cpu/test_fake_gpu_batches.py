@@ -1,4 +1,4 @@
-"""Batches of training steps on the pretended GPU: which are taken, how they are copied, and which graphs are kept."""
+"""Batches of training steps on the pretended GPU: which are accepted, how they are copied, which graphs are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 
 
 class _Run:
-    """A step whose model returns its inputs, and whose loss keeps what it is given.
+    """A training step whose model returns its inputs, and whose loss stores its arguments.
 
     Attributes:
         calls: the number of calls of the loss.
@@ -148,7 +148,7 @@ def _batch(gpu: FakeGpu, rows: int, kind: str = "int32") -> tuple[Any, Any]:
 
 
 def test_each_size_and_type_has_a_graph_and_the_oldest_goes(gpu: FakeGpu) -> None:
-    """A loss runs three times where a graph is made, and not in a replay."""
+    """A user's loss runs three times when a graph is made, and not at all in a replay."""
     run = _Run(gpu)
     for rows in range(1, 9):
         run(*_batch(gpu, rows))
@@ -172,7 +172,7 @@ def test_buffers_are_freed_with_their_graph(gpu: FakeGpu) -> None:
 
 
 def test_a_graph_that_another_thread_has_dropped_is_made_again(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The change happens between the look-up and the launch of a replay."""
+    """The graph is dropped between the look-up of a graph and its launch."""
     run = _Run(gpu)
     run(*_batch(gpu, 3))
     steps = run.step._gpu

@@ -114,7 +114,7 @@ def test_a_resumed_run_of_a_tied_model_is_the_unbroken_one(gpu: FakeGpu, dtype: 
     train(unbroken, range(6))
     train(first, range(3))
     lt.save(tmp_path / "run", **first, epoch=3)
-    train(second, range(4, 6))  # its graph is captured before the file is loaded
+    train(second, range(4, 6))  # the second run's graph is captured before the file is loaded
     assert lt.load(tmp_path / "run", **second) == {"epoch": 3}
     lt.load(tmp_path / "run", **on_host)
     assert state(second) == state(on_host) == state(first)

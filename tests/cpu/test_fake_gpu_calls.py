@@ -62,7 +62,7 @@ def forget_calls() -> None:
 
 
 class Repeated:
-    """Calls of one product, whose plan exists, with its own operands or others."""
+    """Repeats a product whose plan exists, with the same operands or with others."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         forget_calls()
@@ -164,7 +164,7 @@ def test_a_second_call_does_no_more_than_its_products(gpu: FakeGpu) -> None:
 def test_the_layer_below_has_made_x(gpu: FakeGpu) -> None:
     lt, ones = gpu.lt, [gpu.cp.ones(shape, "float32") for shape in ((8, 24), (16, 24), (12, 16), (8, 12))]
     y, below = lt.linear_fwd(ones[0], ones[1], activation="gelu")
-    for _ in range(3):  # in later rounds the call is already prepared (its checks are skipped)
+    for _ in range(3):  # in later rounds the call has been prepared, so that its checks are skipped
         for x, is_same in ((y, True), (y.reshape(8, 16), True), (gpu.cp.ones((8, 16), "float32"), False)):
             _, above = lt.linear_fwd(x, ones[2])
             if is_same:

@@ -1,4 +1,4 @@
-"""Inference keeps weights in FP8 between calls, and they follow whatever is written into the weights."""
+"""Inference keeps FP8 copies of weights between calls, and makes them anew when the weights have been written."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_outputs_follow_other_arrays_and_loops_of_ones_own(gpu: FakeGpu) -> None
     assert use.outputs() == use.fresh_outputs()
     run = gpu.lt.Pass()
     use.model.backward(use.model.forward(use.x, run), run)
-    weight.data.set(np.full((64, 32), 0.5, BF16))  # as an optimizer of one's own does after backward
+    weight.data.set(np.full((64, 32), 0.5, BF16))  # written in place, as a user's own optimizer does after backward
     assert use.outputs() == use.fresh_outputs()
     assert copy.deepcopy(use.model.layers[0].scales.kept) is None  # nothing would renew a copied model's
 
 
 def casts(gpu: FakeGpu, run: Callable[[], object]) -> int:
-    """Number of casts that a call launches."""
+    """The number of casts to FP8 that a call launches."""
     gpu.kernels.launched.clear()
     run()
     gpu.synchronize_all()
@@ -65,7 +65,7 @@ def test_few_rows_are_in_fp8_if_the_weight_is_kept(gpu: FakeGpu) -> None:
     layer = gpu.lt.Linear(4096, 2048, dtype="bfloat16", seed=4, device="cuda", precision="fp8")
     x = gpu.cp.asarray(np.random.default_rng(3).standard_normal((16, 4096)).astype(BF16))
     run = gpu.lt.Pass(trains=False)
-    # The first call finds the scales, and the second one makes the copy.
+    # The first call computes the scales, and the second one makes the FP8 copy.
     assert [casts(gpu, lambda: layer.forward(x, run)) for _ in range(3)] == [4, 2, 1]
     gpu.lt.AdamW(layer.parameters())
     assert casts(gpu, lambda: layer.forward(x, run)) == 0

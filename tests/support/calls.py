@@ -1,4 +1,4 @@
-"""Makes calls of plans from operands by name."""
+"""Helpers that make the `Call` of a plan from operands by name."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def call_of(
 
 
 def addresses(problem: Any, call: Call) -> dict[str, int]:
-    """Returns a call's addresses by operand name."""
+    """Returns the addresses of a `Call` by the names of the operands."""
     return dict(zip(problem.operands, call.addresses, strict=True))

@@ -1,4 +1,4 @@
-"""Checks two layers, backward through both at once, on a pretended GPU against the float64 reference."""
+"""Checks two layers whose backward is one call chain, on a pretended GPU, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.strategies import LinearCase
 
 
 class LayerChain:
-    """Two layers, of which the second's input is the first's output; their backward passes run as one call chain."""
+    """Two layers, the second on the first's output; the second's backward also applies the first's derivative."""
 
     def __init__(self, gpu: FakeGpu, below: LinearCase, above: LinearCase, *, need_db_below: bool = True) -> None:
         self.gpu, self.case, self.need_db_below = gpu, below, need_db_below

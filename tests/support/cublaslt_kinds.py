@@ -1,4 +1,4 @@
-"""One descriptor of each kind, and every attribute of each, as parameters of tests."""
+"""One cuBLASLt descriptor of each kind, and every attribute of each, as parameters of tests."""
 
 from __future__ import annotations
 

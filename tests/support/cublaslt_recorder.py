@@ -18,8 +18,8 @@ class Recorder:
     """Takes the place of the loaded library. Its functions are the real ones, except those that `stand_ins` replace.
 
     Attributes:
-        calls: names of the functions called, in order, without the two that return a status' text.
-        fail_at: index of a call that fails instead of being made.
+        calls: names of the called functions, in order, without the two that return the text of a status.
+        fail_at: index of the call that returns a failure without being made.
         created, destroyed: how often each address was created and destroyed.
     """
 
@@ -50,7 +50,8 @@ class Recorder:
         def run(*arguments: Any) -> int:
             index = len(self.calls)
             self.calls.append(name)
-            if name.endswith("Destroy"):  # a failing call counts too: the caller must not destroy the object again
+            # A failing call counts as a destruction, because the caller must not destroy the object again.
+            if name.endswith("Destroy"):
                 self.destroyed[getattr(arguments[0], "value", arguments[0])] += 1
             if index == self.fail_at:
                 return FAILURE
@@ -62,7 +63,7 @@ class Recorder:
         return run
 
     def forget(self) -> None:
-        """Forgets all calls and addresses; no call fails."""
+        """Forgets all recorded calls and addresses, and lets no call fail."""
         self.calls, self.fail_at = [], None
         self.created.clear()
         self.destroyed.clear()

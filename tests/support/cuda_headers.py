@@ -49,7 +49,7 @@ def members_of(body: str, known: dict[str, int]) -> Iterator[tuple[str, int]]:
 
 @functools.cache
 def enums() -> Mapping[str, Mapping[str, int]]:
-    """For each enum type, its enumerators."""
+    """Maps each enum type of the headers to its enumerators."""
     found: dict[str, Mapping[str, int]] = {}
     known: dict[str, int] = {}
     for file in (file for files in _FILES.values() for file in files):

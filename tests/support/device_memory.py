@@ -14,9 +14,10 @@ from tests.support.races import Access, History, Touch
 
 GUARD: Final = 512
 """Bytes before and after each allocation that no work may write. They are NaN in every type."""
-_ALIGNMENT: Final = 512  # the driver's own allocations are aligned like this
+_ALIGNMENT: Final = 512  # alignment in bytes, as of the driver's own allocations
 _POISON: Final = 0xFF
-_LARGE: Final = 1 << 20  # larger allocations are filled at their ends only: filling them whole takes too long
+# Larger allocations are filled with NaN at their ends only, because filling them whole takes too long.
+_LARGE: Final = 1 << 20
 
 
 class BadAddressError(AssertionError):
@@ -42,7 +43,8 @@ class DeviceMemory:
         self.allocations = self.fail_at = 0
         self.retired: list[NDArray[np.uint8]] = []
         self._histories: dict[int, History] = {}
-        # Also of freed memory: a captured graph keeps an address, which later memory may have again.
+        # Histories of all addresses, also of freed memory: a captured graph keeps an address, which later memory may
+        # have again.
         self._all_histories: weakref.WeakValueDictionary[int, History] = weakref.WeakValueDictionary()
         self._pools: dict[Hashable, list[list[Access]]] = {}
 
@@ -50,8 +52,8 @@ class DeviceMemory:
         """Allocates `size` new bytes, and returns their address.
 
         Args:
-            pool: key of a pool, which may return any freed memory of the same key. The bytes are new all the same, but
-                they have the freed memory's accesses.
+            pool: key of a pool, which may return any freed memory of the same key. The array's bytes are new all the
+                same, but the history of accesses is that of the freed memory.
 
         Raises:
             FullError: this allocation is to fail.

@@ -1,4 +1,4 @@
-"""Blocks in float64 by formulas of their own, and gradients as central differences of these formulas."""
+"""Computes blocks (models) in float64 by formulas independent of the package; gradients are central differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.block_trees import Tree
 
 Array = NDArray[np.float64]
 
-_STEP = 1e-6  # of the differences, whose error is then about 1e-10
+_STEP = 1e-6  # step of the central differences, whose error is then about 1e-10
 _ERF = np.frompyfunc(math.erf, 1, 1)
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -32,7 +32,7 @@ _ACTIVATIONS_OF = {"MLP": "relu", "Gated": "silu", "SwiGLU": "silu", "GEGLU": "g
 
 
 class ExactModel:
-    """A model in float64.
+    """Computes a model's outputs and gradients in float64.
 
     Args:
         tree, model: the description and the model on the host, which has the parameters' values.
@@ -114,7 +114,10 @@ class ExactModel:
         return value if parameter is parameter.owner else value.swapaxes(-1, -2)
 
     def _mask(self, x: Array, p: float, seed: int) -> Array | float:
-        """Dropout's factors, by the package's own generator. Every place of dropout has a number, with p = 0 too."""
+        """The factors of a dropout, drawn by the package's own generator.
+
+        Every dropout of a model has a number, even if p = 0.
+        """
         place = next(self._masks)
         if not (p and self._trains):
             return 1.0
@@ -127,6 +130,6 @@ def _repeated(x: Array, count: int) -> Array:
 
 
 def _central_differences(total: Callable[[Array], Array], at: Array) -> Array:
-    """The gradient of a function at an array; the function takes variants of it along the first axis."""
+    """The gradient of a function at an array, by central differences; the function takes many variants at once."""
     steps = _STEP * np.eye(at.size).reshape(at.size, *at.shape)
     return ((total(at + steps) - total(at - steps)) / (2 * _STEP)).reshape(at.shape)

@@ -1,4 +1,4 @@
-"""A clock for tests of the tuner: contenders take as long as the test says."""
+"""A fake clock for tests of the tuner: launches of a contender take as long as the test says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FakeClock:
 
     Attributes:
         now: seconds that have passed.
-        watch: counts time spent on timing, if the test makes `time.monotonic` return `now`.
+        watch: the tuner's stopwatch; it follows `now` if the test makes `time.monotonic` return `now`.
         launched: the names and numbers of all launches.
         alone: names of the launches that were timed by `once`.
         open: number of graphs that are not freed.

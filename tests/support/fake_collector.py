@@ -1,4 +1,4 @@
-"""A replacement for the collector, which returns activities that a test has made by hand."""
+"""Replaces the profiler's `Collector` by one that returns activities made by a test."""
 
 from __future__ import annotations
 

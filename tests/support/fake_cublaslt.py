@@ -47,7 +47,7 @@ TYPES: Final[Mapping[int, np.dtype[Any]]] = {
 }
 _FLOAT8: Final = (DataType.R_8F_E4M3, DataType.R_8F_E5M2)
 _FLOAT8_UNIT: Final = 16
-"""Elements that extents and leading dimensions of FP8 products, and bytes that scales' addresses are multiples of."""
+"""Sizes and leading dimensions of FP8 products are multiples of this many elements, addresses of this many bytes."""
 _SCALES: Final = (_ID.A_SCALE_POINTER, _ID.B_SCALE_POINTER, _ID.D_SCALE_POINTER, _ID.AMAX_D_POINTER)
 _COMPUTES: Final = {
     ComputeType.COMPUTE_32F: DataType.R_32F,
@@ -202,7 +202,7 @@ class FakeCublasLt:
 
     @property
     def functions(self) -> dict[str, Callable[..., int]]:
-        """By name."""
+        """Returns the stand-in's functions by name."""
         return {
             "cublasLtCreate": self._create,
             "cublasLtDestroy": lambda _: 0,
@@ -375,7 +375,7 @@ class FakeCublasLt:
         return float((ctypes.c_double if desc.scale == DataType.R_64F else ctypes.c_float).from_address(address).value)
 
     def _check_algorithm(self, call: Matmul) -> None:
-        """An algorithm may be used only for the problem and the alignments that the heuristic was asked about."""
+        """Fails unless an algorithm is used for the problem and the alignments for which the heuristic offered it."""
         number, promised, digest = struct.unpack("<I52xII", call.algorithm)
         if number not in ALGORITHM_IDS:
             raise LibraryMisuseError(f"the algorithm has id {number}, which the library never offered")
@@ -436,7 +436,7 @@ class FakeCublasLt:
         workspace = memory.view(call.workspace, call.workspace_size, "the workspace")
 
         def run() -> None:
-            # Touches all of the workspace, since a real kernel may overwrite all of it.
+            # The stand-in overwrites both ends of the workspace, since a real kernel may overwrite all of it.
             workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF
             scale_a, scale_b, scale_d = (np.ones(1) if each is None else each.astype(np.float64) for each in factors)
             product = (
@@ -623,7 +623,7 @@ def _finish(
         assert aux is not None
         product = product * _derivative(epilogue, aux, product.shape[1])
     elif "RELU" in epilogue.name:
-        product = np.where(product > 0, product, 0.0)  # the library's ReLU turns NaN into 0
+        product = np.where(product > 0, product, 0.0)  # cuBLASLt's ReLU turns NaN into 0, and so does the stand-in's
     elif "GELU" in epilogue.name:
         product = product / 2 * (1 + np.tanh(_inner(product)))
     if epilogue in _GRADIENTS:

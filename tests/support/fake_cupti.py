@@ -1,4 +1,4 @@
-"""CUPTI on a pretended GPU: writes records of the work that runs, and delivers them through the callbacks."""
+"""A stand-in for CUPTI on the pretended GPU: writes records of the work that runs, and delivers them by callbacks."""
 
 # ruff: noqa: N802  # the functions have the names that the library gives them
 
@@ -79,7 +79,7 @@ class FakeCupti(Observer):
         self._calls[number] = name.encode()
         self._call(number)
 
-    # Observer's methods, called by the streams
+    # Methods of `Observer`, which the streams call
 
     def given(self, kind: Any) -> int:
         return self._call(_GRAPH_LAUNCH if kind is None else _LAUNCH)
@@ -138,7 +138,7 @@ class FakeCupti(Observer):
         if kind in self.enabled:
             self.records.append(record(kind, self.version // 100, **fields))
 
-    # The library's functions
+    # CUPTI's functions
 
     def cuptiGetVersion(self, out: int) -> None:
         ctypes.c_uint32.from_address(out).value = self.version

@@ -73,7 +73,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.dtype = np.dtype(dtype)
         if memptr is None and self.dtype.kind in "Vf" and self.dtype.itemsize == 1:
-            raise TypeError(f"Unsupported dtype {self.dtype}")  # as CuPy says of FP8, but for views of bytes
+            # CuPy raises the same error for FP8, except for views of bytes.
+            raise TypeError(f"Unsupported dtype {self.dtype}")
         self.itemsize, self.ndim, self.size = self.dtype.itemsize, len(self.shape), math.prod(self.shape)
         self.nbytes = self.size * self.itemsize
         self.strides = _packed_strides(self.shape, self.itemsize) if strides is None else tuple(strides)
@@ -193,7 +194,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return out
 
     def _put(self, compute: Callable[[], Any]) -> None:
-        """Puts the computation of this array's values on the current stream."""
+        """Launches the computation of this array's values on the current stream."""
         target = self._host
 
         def run() -> None:
@@ -202,7 +203,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         self._write(KERNEL, "cupy", run, target)
 
     def _write(self, kind: Any, name: str, run: Callable[[], None], target: NDArray[Any]) -> None:
-        """Puts work on the current stream that writes to elements of this array."""
+        """Launches work on the current stream that writes to elements of this array."""
         touches = self._gpu.memory.touched_by(target, "an array", writes=True)
         self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, kind, name, run, lambda: touches)
 
@@ -351,7 +352,7 @@ class _Block:
 
 
 class MemoryPool:
-    """Reuses returned memory, as CuPy does, for requests of the same size on the same stream."""
+    """Stands in for CuPy's memory pool, which reuses freed memory for requests of the same size on the same stream."""
 
     default: Callable[[int], MemoryPointer]
     current_stream: Callable[[], int]
@@ -373,7 +374,7 @@ _CREATORS: Final = ("ones", "arange")  # the real CuPy compiles a kernel for the
 
 
 def fake_cupy(gpu: Gpu) -> ModuleType:
-    """The module."""
+    """Makes the module that stands in for cupy."""
     module: Any = ModuleType("cupy")
     module.ndarray = type("ndarray", (Array,), {"_gpu": gpu, "_module": module, "__module__": "cupy"})
     module.cuda = _cuda(gpu)
@@ -385,7 +386,8 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
         made = module.ndarray(host.shape, host.dtype)
         made._host[...] = host  # the real CuPy has read pageable host memory when the call returns
         stream = module.cuda.get_current_stream().ptr
-        if stream and not made._is_capturing:  # streams wait for the default stream, though not the pretended ones
+        # Real streams wait for the default stream; those of the pretended GPU do not.
+        if stream and not made._is_capturing:
             touches = gpu.memory.touched_by(made._host, "an array", writes=True)
             gpu.streams.races.add(gpu.streams.races.put(stream), "asarray", touches)
         return made

@@ -1,4 +1,4 @@
-"""Stand-ins for a GPU's memory: host arrays with the interface of CuPy's, and the driver's copies between them."""
+"""Stands in for a GPU's memory: host arrays with CuPy's interface, and the driver's copies between such arrays."""
 
 from __future__ import annotations
 

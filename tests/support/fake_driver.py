@@ -41,7 +41,7 @@ H200: Final[Mapping[Any, int]] = {
 Work = tuple[Callable[[], None], Callable[[], Iterable[Touch]], str]
 """A launch as work: a function that runs the kernel, one that returns the touched memory, and the kernel's name."""
 Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int], Work]
-"""Type of a function that makes work of a launch.
+"""Type of a function that turns a kernel's launch into `Work`.
 
 Its arguments are a kernel's handle, the address of its argument block, grid, block, and bytes of shared memory.
 """
@@ -65,14 +65,14 @@ class FakeDriver:
     error status.
 
     Args:
-        launcher: makes work of a kernel's launch; it copies the argument block.
-        functions: the driver's functions about modules and kernels.
+        launcher: turns a kernel's launch into `Work`, with a copy of the argument block.
+        functions: stand-ins for the driver's functions about modules and kernels.
 
     Attributes:
         elsewhere: the GPU that a stream belongs to, by handle, if it is another GPU.
         contexts: the stack of current contexts; a test empties it to begin as a process does.
         is_lost: whether work has accessed an illegal address.
-        profiler_calls: "start" and "stop", as profilers from outside were told.
+        profiler_calls: the calls "start" and "stop" that external profilers would have got.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class FakeDriver:
     def cuGetErrorString(self, status: Any) -> bytes:
         return f"the pretended driver's {Status(status).name}".encode()
 
-    # Devices and contexts
+    # Functions of devices and contexts
 
     def cuInit(self, _: int) -> None:
         pass
@@ -267,7 +267,8 @@ class FakeDriver:
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
         of = _host_bytes(source, size)
         is_pinned = any(start <= source < start + length for start, length in self._pinned.items())
-        # The driver reads ordinary memory before it returns, and page-locked memory when the copy runs.
+        # As the real driver, a copy reads pageable host memory before the call returns, and page-locked memory when it
+        # runs.
         to = self._memory.view(target, size, "a copy's target")
         self._copy(to, of if is_pinned else of.copy(), stream, (target, source))
 
@@ -291,7 +292,7 @@ class FakeDriver:
         if stream in self._streams.captures:
             self._streams.captures[stream].nodes[-1].ends = ends
 
-    # Streams and events
+    # Functions of streams and events
 
     def cuStreamGetDevice(self, stream: int) -> int:
         if stream in self._streams.captures:  # the real call fails and also invalidates the capture
@@ -340,7 +341,7 @@ class FakeDriver:
             self._streams.wait_on_host(self._events[event])
         return (self._events[last].at_us - self._events[first].at_us) / 1e3
 
-    # Captures and graphs
+    # Functions of captures and graphs
 
     def cuStreamBeginCapture(self, stream: int, mode: Any) -> None:
         self._streams.begin_capture(stream)

@@ -78,7 +78,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Replaces libraries and package for the block."""
+        """Within a `with` block, replaces the libraries, and the package by the GPU's copy."""
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(self.directory))
             monkeypatch.setitem(sys.modules, "cupy", self.cp)
@@ -92,7 +92,8 @@ class FakeGpu:
             monkeypatch.setattr(ctypes, "CDLL", self._open)
             monkeypatch.setattr(SourceFileLoader, "get_code", lambda loader, name: _code(loader.path, name))
             with self._own_package(monkeypatch):
-                monkeypatch.setattr("lt_runtime.ops.call._CAPTURE_SHARE", 1.0)  # captures never take too long
+                # The package must not give up captures because the host takes too long for them.
+                monkeypatch.setattr("lt_runtime.ops.call._CAPTURE_SHARE", 1.0)
                 yield
 
     def settle(self) -> None:

@@ -1,5 +1,6 @@
-"""NVRTC and modules of a pretended GPU. "Machine code" names a kernel's file and macros; g++ has compiled the
-kernel."""
+"""NVRTC and modules of the pretended GPU. The "machine code" of a kernel only names its file and macros; g++ compiles
+the kernel for the CPU.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Node:
         before: a bit for each node that runs before because of the edges.
         handle: the driver's handle.
         arguments: function and argument block of one of our kernels.
-        value: the value of a memset.
+        value: the value that a memset writes.
         ends: the addresses that a copy writes to and reads from.
     """
 
@@ -117,7 +117,7 @@ def in_late_order(nodes: list[Node]) -> Iterator[int]:
 
 @dataclass
 class Event:
-    """A point in a stream: after its first `count` works, or after `tails` in a capture; `at_us` is its time.
+    """A recorded event: a point after a stream's first `count` works, or in a capture after the nodes `tails`.
 
     `known` is the work that the point is ordered after.
     """
@@ -149,15 +149,15 @@ class Observer:
         """Called when a call gave a stream work of a kind (None for a graph); returns a token for the call."""
 
     def running(self, token: Any, kind: Any, name: str, stream: int) -> AbstractContextManager[Any]:
-        """Called when work runs; the work runs within the block."""
+        """The streams run each work within this context manager."""
         return nullcontext()
 
     def within_graph(self, token: Any, executable: int, index: int) -> AbstractContextManager[Any]:
-        """Called when a node of a graph runs; the node runs within the block."""
+        """The streams run each node of a graph within this context manager."""
         return nullcontext()
 
     def instantiated(self, graph: int, executable: int) -> None:
-        """Called when a graph has been instantiated."""
+        """The streams call this method when a graph has been instantiated."""
 
 
 class Streams:
@@ -168,7 +168,7 @@ class Streams:
         log: names of the work that each stream was given, including captured work.
         costs_us: microseconds of each kind of work; 1 for kinds that are not named, 0 for events in graphs.
         now_us: the time, which is the sum of the costs of all work so far.
-        observer: is told of all work.
+        observer: an `Observer` whose methods are called for all work.
         races: checks the order of all accesses to memory.
     """
 
@@ -199,7 +199,7 @@ class Streams:
         touched: Callable[[], Iterable[Touch]] = tuple,
         function: str = "",
     ) -> None:
-        """Gives a stream work.
+        """Appends work to a stream's queue, or to the graph if the stream is being captured.
 
         Args:
             touched: returns the memory that the work touches, when the work is about to run.

@@ -61,7 +61,7 @@ class ExternalStream:
 
 
 def fake_torch(cupy: Any) -> ModuleType:
-    """The module."""
+    """Makes the module that stands in for torch."""
     module: Any = ModuleType("torch")
     current = [ExternalStream(0)]
 

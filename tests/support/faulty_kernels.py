@@ -21,7 +21,7 @@ def launch(tool: str) -> None:
     """Launches the kernel once. The tool must report the fault; errors of the driver do not matter."""
     code = f'extern "C" __global__ void faulty_kernel(const float* in, float* out) {{ {BODIES[tool]} }}'
     out = cp.zeros(256, cp.float32)
-    # The memory is allocated anew and not by CuPy's pool, whose memory may have been written before.
+    # The array is not from CuPy's pool, whose memory may have been written before, which would hide the fault.
     fresh = cp.cuda.Memory(1 << 20)
     pointer = cp.cuda.MemoryPointer(fresh, 0)
     cp.RawKernel(code, "faulty_kernel")((1,), (256,), (cp.ndarray(256, cp.float32, pointer), out))

@@ -48,4 +48,4 @@ def _answer(run: Callable[[], Any], writing: int) -> NoReturn:
     finally:
         with os.fdopen(writing, "wb") as answers:
             answers.write(answer)
-        os._exit(0)  # exit handlers belong to the parent
+        os._exit(0)  # ends the child without exit handlers, which belong to the parent

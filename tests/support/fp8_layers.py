@@ -19,7 +19,7 @@ FP16, FP32 = np.dtype(np.float16), np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """A layer, its recipe, and the options of its calls."""
+    """A test case: a layer, its FP8 recipe, and the options of its calls."""
 
     dtype: np.dtype[Any] = BF16
     recipe: lt.FP8 = lt.FP8()  # noqa: RUF009  # it is frozen
@@ -71,12 +71,13 @@ class Fp8Layer:
         return np.array(array) if self._gpu is None else host_of(self._gpu, array)
 
     def step(self, number: int, scale: float = 1.0, *, update: bool = True) -> dict[str, NDArray[np.float64]]:
-        """One forward and backward call; returns results by name."""
+        """Calls forward and backward once; returns the results by name."""
         case, generator = self.case, np.random.default_rng(number)
 
         def draw(size: float, *shape: int, odd: bool = False) -> Any:
             values = (size * generator.standard_normal(shape)).astype(case.dtype)
-            # Odd numbers lie halfway between no two of FP8, which a factor of almost 1 would round up or down.
+            # The last bit of every number is set, so that no number lies halfway between two FP8 numbers, where a tiny
+            # error would decide the rounding.
             values.view(f"u{values.itemsize}")[...] |= odd
             return self.put(values)
 
@@ -104,6 +105,6 @@ class Fp8Layer:
 
 
 def decibels(found: NDArray[Any], wanted: NDArray[Any]) -> float:
-    """Signal to noise ratio."""
+    """The ratio of signal to error, in dB."""
     noise = float(((found - wanted) ** 2).sum())
     return 10 * np.log10(float((wanted**2).sum()) / noise) if noise else np.inf

@@ -8,7 +8,7 @@ from collections.abc import Callable
 def memory_taken(run: Callable[[], object], times: int = 4) -> int:
     """Returns the bytes by which a call of `run` shrinks the free memory: the least of several calls.
 
-    Other processes allocate and free meanwhile; memory that `run` keeps is missing after every run.
+    Because other processes allocate and free memory meanwhile, only memory that is missing after every call counts.
     """
     import cupy as cp
 

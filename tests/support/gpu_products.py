@@ -26,7 +26,7 @@ Array = NDArray[Any]
 EPS32 = EPSILON[DType.FLOAT32]
 _TINY = 1e-6
 _ROUNDINGS = {NarrowPlan: 1.0, TilePlan: 2.0}
-"""Half units in the last place by which an addition may be off: tensor cores truncate."""
+"""The error of an addition in half units in the last place: 2 for tensor cores, because they truncate."""
 
 
 class Product:
@@ -99,7 +99,8 @@ class Product:
             expected, size = expected + vector, size + np.abs(vector)
         if self.epilogue.has_aux_output:
             assert_close("aux", self.z_gpu.values(), expected, self._limit(expected, size, self.a.shape[1]))
-        activation, terms = Activation(self.epilogue.activation), a.T  # products that the bias gradient adds up
+        # `terms` are the terms that the bias gradient sums up.
+        activation, terms = Activation(self.epilogue.activation), a.T
         if self.epilogue.is_derivative:
             # The error of GELU's approximation is relative to the product.
             expected, size = expected * derivative(z, activation), 4.0 * size * (1.0 + np.abs(z))

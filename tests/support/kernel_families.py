@@ -1,4 +1,4 @@
-"""The kernels that the modules of `lt_runtime.kernels` declare."""
+"""Collects all kernels that the modules of `lt_runtime.kernels` declare."""
 
 from __future__ import annotations
 

@@ -61,11 +61,11 @@ _TABLES: Final[Mapping[str, tuple[str, str]]] = {
 
 For each kernel, the member with the table's address, and the struct of the table's rows.
 """
-_BLOCKS_OF_A_CHUNK: Final = 8  # of the kernel optimizer
+_BLOCKS_OF_A_CHUNK: Final = 8  # number of blocks of the kernel optimizer for each chunk of its table
 
 
 class KernelCall(NamedTuple):
-    """A launch of a kernel.
+    """A launch of a kernel on the pretended GPU.
 
     Attributes:
         macros: the definitions that the kernel is compiled under.

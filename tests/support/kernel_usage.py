@@ -76,7 +76,7 @@ Structs = Mapping[str, type[ctypes.Structure]]
 def faults(
     variants: Sequence[Variant], architectures: Sequence[str], structs: Structs, found: Sequence[Usage]
 ) -> list[str]:
-    """Messages about variants of one source; `found` must be all kernels that were compiled."""
+    """Messages about kernels of one source that exceed limits; `found` must be all kernels that were compiled."""
     wanted = set(itertools.product(map(str, variants), structs, architectures))
     compiled = {(usage.variant, usage.kernel, usage.architecture): usage for usage in found}
     missing = [f"{kernel} of {variant} for {each} is missing" for variant, kernel, each in wanted - set(compiled)]

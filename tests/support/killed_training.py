@@ -33,7 +33,7 @@ _DIMS, _ROWS = [6, 12, 3], 16
 
 
 def _steps(device: str, path: Path) -> Iterator[tuple[int, Any, Any]]:
-    """Trains for ever from the last checkpoint, if there is one; yields the number of steps, model and optimizer."""
+    """Trains without end, from the last checkpoint if any; yields the number of steps, the model and the optimizer."""
     model = lt.MLP(_DIMS, dropout=0.3, dtype="bfloat16", seed=11, device=device)
     optimizer = lt.AdamW(model.parameters(), lr=1e-2, scaler=lt.GradScaler(1024.0, growth_interval=3))
     if path.exists():
@@ -99,7 +99,7 @@ class _Trainee:
 
 
 def kill_training(device: str, directory: Path, kills: int) -> None:
-    """Kills a run so many times, lets it end, and compares it with a run that was never killed."""
+    """Kills a training run `kills` times, lets it end, and compares it with a run that was never killed."""
     path, moments = directory / "killed", random.Random(str(directory))
     for _ in range(kills):
         _Trainee(device, path, None).kill(moments.randint(1, _MOST_STEPS), moments.uniform(0, _LONGEST_S))

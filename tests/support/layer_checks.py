@@ -41,7 +41,7 @@ def layer_case(**changes: Any) -> LinearCase:
 
 
 class LayerData:
-    """Operands of a case, and the reference's results for them."""
+    """The operands of a layer's test case, and the results that the reference computes from them."""
 
     def __init__(self, case: LinearCase, seed: int = 0) -> None:
         self._generator, self._dtype = np.random.default_rng((case.data_seed, seed)), case.dtype
@@ -72,7 +72,7 @@ def readings(z: Array, activation: Activation) -> list[Array]:
 
 
 def check_any(check: Callable[[Array], None], those: Sequence[Array]) -> None:
-    """Passes if one of the checks passes; otherwise fails with the first check's error."""
+    """Runs several checks; fails, with the first check's error, only if all of them fail."""
     for each in those[1:]:
         with contextlib.suppress(AssertionError):
             return check(each)
@@ -103,7 +103,7 @@ class Layer:
     """A case's operands on the GPU, and the calls with them.
 
     Args:
-        stream: passed to the calls; None for the current stream.
+        stream: the argument `stream` of the calls; None for the current stream.
     """
 
     def __init__(self, gpu: FakeGpu, case: LinearCase, stream: Any = None, data: LayerData | None = None) -> None:

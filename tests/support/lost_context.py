@@ -28,7 +28,7 @@ def _message(call: Callable[[], Any]) -> str:
 
 
 def main() -> None:
-    """Makes the calls."""
+    """Runs the program: loses the context, and checks the errors of the calls."""
     good, number = cp.zeros(1, np.int32), cp.zeros((), np.float32)
     address = cp.asarray([good.data.ptr])
 

@@ -17,7 +17,7 @@ HasGpus: TypeAlias = Callable[..., None]
 
 @pytest.fixture
 def has_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[HasGpus]:
-    """Function that sets the machine's GPUs; it has none at first."""
+    """A fixture: function that sets the made-up machine's GPUs, of which there are none at first."""
     gpus: list[Fingerprint] = []
     monkeypatch.setattr(module, "device_count", lambda: len(gpus))
     for user in (module, plan_store):

@@ -67,7 +67,7 @@ class Product:
         self.product = reference.matmul(self.a, self.b, self.c, **scalars, epilogue=plain, bias=self.bias).d
 
     def rescale(self, alpha: float, beta: float) -> None:
-        """Replaces alpha and beta; the arrays stay."""
+        """Replaces alpha and beta, and keeps the arrays."""
         self.case = dataclasses.replace(self.case, alpha=alpha, beta=beta)
         self.operands |= {"alpha": self._scalar(alpha), "beta": self._scalar(beta)}
         self._expect()
@@ -185,7 +185,7 @@ class Product:
             limit = 2 * EPSILON[case.d_dtype] * (2 * np.abs(self.product) + sum(addends))
             assert_close("aux", self.aux.values(), self.product, limit)
             return
-        # ReLU has no derivative at zero: either bit of the mask is right.
+        # For a product of exactly 0, either bit of ReLU's mask is right, because ReLU has no derivative there.
         np.testing.assert_array_equal(self.mask | (self.product == 0), (self.product > 0) | (self.product == 0))
 
     @property

@@ -1,4 +1,4 @@
-"""Damage for files: a hypothesis strategy that changes a valid file's bytes, or the values of its JSON."""
+"""A hypothesis strategy that damages files: it changes a valid file's bytes, or the values of its JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def mutated(draw: st.DrawFn, content: bytes, resigned: Callable[[Any], Any] = la
     Bytes are changed, cut or doubled. If the content is JSON, or lines of JSON, a value or a name may also be replaced.
 
     Args:
-        resigned: makes digests fit again in changed JSON, so that the checks behind them are reached; half of the
-            changes use it.
+        resigned: function that recomputes the digests of changed JSON, so that checks after the digests' are reached;
+            used for half of the changes.
     """
     kind = draw(st.sampled_from(("flip", "cut", "double", "replace", "replace", "rename")))
     start = draw(st.integers(0, len(content) - 1))
@@ -38,7 +38,7 @@ def mutated(draw: st.DrawFn, content: bytes, resigned: Callable[[Any], Any] = la
     except ValueError:  # lines of JSON: one of them is changed
         lines = content.splitlines()
         numbers = [index for index, line in enumerate(lines) if line.startswith(b"{")]
-        if not numbers:  # the content is no text
+        if not numbers:  # numbers are missing if the content is no text
             return content[:start] + content[end:]
         number = draw(st.sampled_from(numbers))
         lines[number] = draw(mutated(lines[number], resigned))

@@ -26,7 +26,7 @@ def check_forward(
     """Checks y (M, N), the means and the reciprocal deviations (M,).
 
     Args:
-        x: what was normalised, (M, N), of the operands' type.
+        x: the normalised array, (M, N), of the operands' type.
         results: the mean is None for RMSNorm.
     """
     dtype, (y, mean, rstd) = DType.parse("x", x.dtype), results
@@ -55,7 +55,8 @@ def check_backward(
 
     Args:
         operands: dy and x (M, N), and weight (N,), of their types. statistics: mean, None for RMSNorm, and rstd.
-        add: what is added to dx. starts: what dweight and dbias are added to.
+        add: the gradient that is added to dx. starts: the buffers' earlier values, to which dweight and dbias are
+            added.
     """
     dtype, kind = (DType.parse("an operand", each.dtype) for each in operands[1:])
     dy, x, weight = (each.astype(np.float64) for each in operands)
@@ -85,7 +86,7 @@ class NormCall:
     """A forward and a backward call on a GPU, pretended or real, with a buffer for every result.
 
     Args:
-        kind: "layer_norm" or "rms_norm".
+        kind: the norm: "layer_norm" or "rms_norm".
         shape: (rows, cols) or (batch, rows, cols).
         weight: type of weight and bias.
         places: placement of each matrix, by name; of those left out, without gaps.

@@ -19,7 +19,7 @@ def within(name: str) -> Any:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls a function of the pretended driver."""
+    """Calls a function of the pretended driver by name."""
     return own("gpu.driver").call(name, *arguments)
 
 

@@ -1,4 +1,4 @@
-"""Marks tests that compare with another library; they are skipped where it is not installed."""
+"""Marks for tests that compare with another library, which skip the tests if that library is not installed."""
 
 from __future__ import annotations
 

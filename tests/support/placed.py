@@ -36,7 +36,7 @@ class Placed:
         self._shape, self._steps = (batch, lines, width), (stride, pitch, 1)
         self._place, self._plain = place, values.ndim == 2
         self._block(self._host)[...] = values
-        is_fp8 = values.dtype.kind in "Vf" and values.itemsize == 1  # which CuPy copies only as bytes
+        is_fp8 = values.dtype.kind in "Vf" and values.itemsize == 1  # CuPy copies FP8 arrays only as bytes
         self._buffer = gpu.cp.asarray(self._host.view(np.uint8) if is_fp8 else self._host).view(values.dtype)
         item = values.dtype.itemsize
         start = self._buffer.data + place.offset * item

@@ -1,4 +1,4 @@
-"""Problems of the matrix products of a layer."""
+"""Helpers that make the problems of a layer's matrix products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checker of the order in which streams touch memory: two accesses that nothing orders are a race.
+"""Finds races on the pretended GPU: two accesses to the same memory whose order no stream, event or wait decides.
 
 The driver's stand-in stamps all work with the work that is ordered before it by streams, events and waits of the host.
 When the work runs, each access is compared with the earlier accesses to the same memory.
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
 HOST: Final = -1
-"""Number of the pretended stream that makes the host's accesses."""
+"""The number that stands for the host where streams are numbered."""
 Known: TypeAlias = Mapping[int, int]
 """Type: for each stream, the number of its last work that is ordered before something."""
 
 
 class Stamp(NamedTuple):
-    """A work's place in the order of all work.
+    """The place of one piece of work in the order of all work.
 
     Attributes:
         number: counts the calls that put work on any stream.
-        known: the work that is ordered before.
+        known: the work that is ordered before this work.
         node: the index of a graph's node; all nodes of a launch have the launch's number.
         before: a bit for each of the graph's nodes that come before.
     """
@@ -45,8 +45,8 @@ class Touch(NamedTuple):
     """Bytes of an allocation that a work reads, or writes and perhaps reads.
 
     Attributes:
-        history: of the allocation.
-        start, end: in the allocation.
+        history: the allocation's history.
+        start, end: the bytes' range within the allocation.
         operand: the name that the work has for the memory.
     """
 

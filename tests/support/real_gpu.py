@@ -18,7 +18,7 @@ class RealGpu:
         lt, cp: the package and CuPy.
         stream, other_stream: two streams besides the default stream.
         gelu_error: error of cuBLASLt's GELU, relative to its argument.
-        directory: place for files.
+        directory: a folder for files.
     """
 
     gelu_error = 2e-5

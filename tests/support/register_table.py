@@ -69,7 +69,7 @@ def read(text: str) -> Record:
 
 def _usages(row: Sequence[str]) -> Iterator[Usage]:
     kernel, variant, *registers, shared = row
-    if not shared.isdigit():  # the heading
+    if not shared.isdigit():  # the table's heading line has no number
         return
     for architecture, count in zip(ARCHITECTURES, registers, strict=True):
         yield Usage(variant, kernel, architecture, int(count), 0, 0, int(shared), 0, double=False)

@@ -1,4 +1,4 @@
-"""Computes the correct results of a product on NumPy arrays."""
+"""A fake cuBLASLt algorithm: computes the right results of a product on NumPy arrays."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ _ACTIVATION_ERROR: Final = 1e-6  # error of the activations in FP32 arithmetic
 
 @st.composite
 def sixteen_bit_layers(draw: st.DrawFn) -> LinearCase:
-    """Layers of FP16 or BF16."""
+    """Hypothesis strategy of layers in FP16 or BF16."""
     dtype = draw(st.sampled_from((DType.FLOAT16, DType.BFLOAT16)))
     return dataclasses.replace(draw(linear_cases()), dtype=dtype, compute="float32", add_over_out=False)
 
 
 @st.composite
 def sixteen_bit_products(draw: st.DrawFn) -> MatmulCase:
-    """Products of FP16 or BF16, whose results have that type too."""
+    """Hypothesis strategy of products of FP16 or BF16 operands with results of the same type."""
     dtype = draw(st.sampled_from((DType.FLOAT16, DType.BFLOAT16)))
     epilogue = draw(st.sampled_from(Epilogue))
     case = draw(matmul_cases())
@@ -70,7 +70,7 @@ def check_rounded_once(name: str, actual: Array, exact: Array, error: Array, dty
     `exact`.
     """
     excess = np.abs(actual.astype(np.float64) - exact) / (unit(np.abs(exact) + error, dtype) + error)
-    if excess.size and not (excess <= 1).all():  # NaN is wrong
+    if excess.size and not (excess <= 1).all():  # the comparison is negated so that NaN counts as wrong
         worst = np.unravel_index(np.argmax(np.nan_to_num(excess, nan=np.inf)), excess.shape)
         raise AssertionError(
             f"{name}{tuple(map(int, worst))} is {actual[worst]} and not {exact[worst]}: "
@@ -94,7 +94,7 @@ def _normal(generator: np.random.Generator, shape: tuple[int, ...], dtype: DType
 
 
 class _NormalData(LayerData):
-    """Operands whose sums often nearly cancel: the bias and the old gradients are as large as the products."""
+    """Random operands whose sums often nearly cancel: bias and old gradients have the size of the products."""
 
     def draw(self, shape: tuple[int, ...], size: float = 1.0) -> Array:
         return _normal(self._generator, shape, self._dtype, size)

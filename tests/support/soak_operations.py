@@ -147,7 +147,7 @@ def _merge(_: Generator) -> Prepare:
 
         def check() -> None:
             if store.path.exists():
-                documents.Document.read(store.path)  # fails if an entry is damaged
+                documents.Document.read(store.path)  # reading fails if an entry is damaged
 
         return Attempt(call, check)
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of problems: shapes, layouts, types, activations, bias, dropout, wanted gradients."""
+"""Hypothesis strategies that draw problems: shapes, layouts, types, activations, bias, dropout, wanted gradients."""
 
 from __future__ import annotations
 
@@ -239,4 +239,4 @@ def _any(kind: type[Any]) -> st.SearchStrategy[Any]:
 _of_fields["Derivative"] = _any(Derivative)
 _of_fields["Derivative | None"] = st.none() | _of_fields["Derivative"]
 problems = st.one_of(*map(_any, (MatmulProblem, ForwardProblem, BackwardProblem)))
-"""Hypothesis strategies of problems that are only data: most of them could not run."""
+"""Hypothesis strategy of problems as data (for keys and files), most of which could not run."""

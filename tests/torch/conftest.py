@@ -28,7 +28,7 @@ os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACH
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
-    """Makes tensors on the CPU take the way of tensors on a GPU: the package's calls get NumPy views of them.
+    """Makes tensors on the CPU take the code path of a GPU's: the package's calls get NumPy views of the tensors.
 
     Returns:
         Whether each backward call of an eager linear layer makes dx, dw and db.
@@ -65,7 +65,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
                 made.append(arguments[2][3:6])
             if keywords.get("through") is not None:
                 assert keywords["through"].y is arguments[1].x
-                keywords["require_same"] = False  # two views of one tensor are no longer one object
+                # The check by identity is off, because two NumPy views of one tensor are two objects.
+                keywords["require_same"] = False
             result = function(*map(inward, arguments), **{name: inward(each) for name, each in keywords.items()})
             return tuple(map(outward, result)) if type(result) is tuple else outward(result)
 

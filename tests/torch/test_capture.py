@@ -234,7 +234,7 @@ def test_results_belong_to_the_caller(pools: list[Any]) -> None:
 def test_a_step_whose_layers_may_change_their_precision_is_measured_again(
     pools: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until nothing new is measured; the capture waits for that."""
+    """The capture waits until an eager call has measured nothing new."""
     measured: list[int] = []
 
     class Choices(capture_module.Met):
@@ -289,7 +289,7 @@ def test_options_that_a_graph_holds_as_numbers_must_stay(pools: list[Any]) -> No
     run = ltt.capture(step)
     for seed in range(4):
         run(batch_of(seed))
-    optimizer.param_groups[0]["lr"] = 0.01  # this one is written to the GPU
+    optimizer.param_groups[0]["lr"] = 0.01  # the learning rate of this optimizer is written to the GPU
     run(batch_of(4))
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ArgumentError, match=r"momentum of param_groups\[0\] of Descent has changed from 0.5"):

@@ -23,7 +23,7 @@ def exact(tensor: Any, scale: float, dtype: Any) -> Any:
 
 
 def trained(model: Any, steps: int, *, optimizer: Any = None, seed: int = 0) -> Any:
-    """The optimizer, after steps with batches of 32 rows of 64 columns."""
+    """Trains a layer on batches of 32 rows and 64 columns; returns the optimizer."""
     optimizer = optimizer or ltt.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -228,7 +228,7 @@ def test_a_gated_block_is_that_of_dequantised_operands() -> None:
 
 @pytest.mark.parametrize("trained", ["x", "up.weight", "up.bias", "down.weight"])
 def test_a_gradient_of_a_gated_block_alone_equals_that_among_all(trained: str) -> None:
-    """Forward then keeps fewer operands in FP8."""
+    """With frozen parameters, forward keeps fewer FP8 operands for backward."""
     found = []
     for wanted in ("", trained):
         torch.manual_seed(0)
@@ -289,7 +289,7 @@ def test_a_replaced_transformer_trains_in_fp8(name: str) -> None:
 def test_compiled_models_call_layers_in_fp8() -> None:
     layer = ltt.Linear(64, 32, precision="fp8")
     x, compiled = torch.randn(32, 64), torch.compile(lambda x: 2 * layer(2 * x), backend="eager")
-    compiled(x)  # finds the scales
+    compiled(x)  # the first call computes the scales
     assert torch.equal(compiled(x), 2 * layer(2 * x))
     assert layer.scales.calibrated == {0, 1}
 

@@ -1,4 +1,4 @@
-"""The losses against PyTorch's: on the CPU, and with the package's calls that a GPU would run, over NumPy."""
+"""`ltt` losses against PyTorch's, on the CPU: by the reference, and by the calls made on a GPU, on NumPy arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules: parameters, initial values and state of PyTorch's, autocast, copies, devices."""
+"""The modules of `ltt` have the parameters, initial values and state of PyTorch's; autocast, copies, devices."""
 
 from __future__ import annotations
 

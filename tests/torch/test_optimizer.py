@@ -25,12 +25,12 @@ from tests.host_kernels.harness import HostKernels
 
 SHAPES = [(3, 5), (300,), (0,), (2049,), (), (2, 3, 4, 4)]
 Make = Callable[[list[Any]], Any]
-"""Makes an optimizer of parameters."""
+"""Type of a function that makes an optimizer of parameters."""
 
 
 @pytest.fixture(params=["CPU", "GPU"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, host: HostKernels) -> str:
-    """The way of a step: the reference, or the kernels, built for the CPU."""
+    """How a step is computed: by the reference, or by the kernels built for the CPU."""
     if request.param == "GPU":
         with contextlib.suppress(MissingLibraryError):
             runtime_headers()
@@ -77,7 +77,7 @@ def assert_close(found: list[Any], wanted: list[Any], rtol: float = 2e-6, atol: 
 
 
 def in_groups(of: Any, **options: Any) -> Make:
-    """Two groups: the first with options of its own."""
+    """Makes two parameter groups, of which the first has options of its own."""
     return lambda given: of([{"params": given[:2], **options}, {"params": given[2:]}], lr=1e-2)
 
 

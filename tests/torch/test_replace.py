@@ -84,7 +84,7 @@ def decoder() -> Any:
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """What a model of this page is called with."""
+    """The arguments with which a model of this test file is called."""
     torch.manual_seed(1)
     model = getattr(model, "_orig_mod", model)
     dtype = next(model.parameters()).dtype
@@ -155,7 +155,7 @@ def test_a_model_computes_the_same_and_so_do_its_copies_until_it_is_restored(mak
 
 
 def make_like(model: Any, state: Any) -> Any:
-    """A restored copy with a state."""
+    """A copy of a restored model with the state of another."""
     other = copy.deepcopy(model)
     ltt.restore(other)
     other.load_state_dict(state)

@@ -1,1 +1,1 @@
-"""Checks whether a function can be captured into a graph, and whether replays give the same results."""
+"""`check_capture`: whether a function can be captured into a CUDA graph, and whether replays give the same results."""

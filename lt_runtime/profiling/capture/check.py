@@ -1,4 +1,4 @@
-"""Checks whether a function can be captured into a graph, and names the lines that prevent it."""
+"""`check_capture`: checks whether a function can be captured into a CUDA graph, and names the lines that prevent it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _UNSAFE: Final = {
     "fills memory synchronously": r"cu(da)?Memset.*",
     "synchronises": r"cu(da)?(Stream|Device|Ctx|Event|Thread)Synchronize.*",
 }
-"""Patterns of names of calls that a capture forbids, with their effects. Names that end in Async are allowed."""
+"""Maps patterns of names of CUDA calls that a capture forbids to the calls' effects.
+
+Names that end in Async are allowed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class CaptureReport:
     """The result of `check_capture`.
 
     Attributes:
-        faults: in the order in which they were met.
+        faults: the faults in the order in which the check found them.
         nodes: the number of the graph's nodes; 0 if the capture failed.
         compared: names of the results that were compared between replays and eager runs.
     """
@@ -99,7 +102,7 @@ def check_capture(fn: Callable[[], Any], *, stream: Any = None) -> CaptureReport
 
     Raises:
         KindError: `fn` cannot be called.
-        Whatever `fn` raises outside of the capture.
+        Any exception that `fn` raises outside of the capture.
     """
     if not callable(fn):
         raise KindError(f"fn is {shown(fn)}; it must be a function without arguments")
@@ -325,7 +328,7 @@ def _blocking_stream(device: int) -> int:
 
 @contextlib.contextmanager
 def _current(device: int, stream: int) -> Iterator[None]:
-    """Makes a stream current for CuPy and PyTorch, if these are in use."""
+    """Within a `with` block, a stream is the current one of CuPy and PyTorch, if the process has imported these."""
     with contextlib.ExitStack() as stack:
         if "cupy" in sys.modules:
             stack.enter_context(cupy_stream(device, stream))

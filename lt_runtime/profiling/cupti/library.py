@@ -29,7 +29,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "GetTimestamp GetVersion Unsubscribe": (_P,),
     "Subscribe": (_P, _P, _P),
 }
-"""Argument types of CUPTI's functions, by name without the prefix cupti."""
+"""Argument types of the used CUPTI functions, by the functions' names without the prefix cupti."""
 _ARGUMENTS: Final = {f"cupti{name}": types for names, types in _SIGNATURES.items() for name in names.split()}
 _MAX_LIMIT_REACHED: Final = 12
 _REMEDIES: Final = {
@@ -64,7 +64,7 @@ def _loaded() -> Any:
 
 @functools.cache
 def function(name: str) -> Callable[..., int]:
-    """The function of CUPTI with a name; it returns a status.
+    """Finds a CUPTI function by its name without the prefix cupti; the function returns a status.
 
     Raises:
         MissingLibraryError: CUPTI is not installed, or is too old to have the function.
@@ -78,7 +78,7 @@ def function(name: str) -> Callable[..., int]:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls a function of CUPTI.
+    """Calls a function of CUPTI, and raises an exception if it fails.
 
     Raises:
         CuptiError: the function returned another status than success.
@@ -97,7 +97,7 @@ def _string(address: int | None) -> str:
 
 
 def _number(kind: Any, name: str, *arguments: Any) -> int:
-    """Calls a function with the address of a number as its last argument, and returns the number."""
+    """Calls a CUPTI function whose last argument is an address to which it writes a number; returns the number."""
     cell = kind()
     call(name, *arguments, ctypes.addressof(cell))
     return int(cell.value)
@@ -115,13 +115,13 @@ pop_id: Final = functools.partial(_number, _U64, "cuptiActivityPopExternalCorrel
 """Function without arguments that ends the last `push_id` of this thread."""
 
 node_id: Final = functools.partial(_number, _U64, "cuptiGetGraphNodeId")
-"""Function of the address of a graph's node: the node's id.
+"""Function that returns CUPTI's id of a graph node, given the node's address.
 
 The upper half is the graph's id, the lower half identifies the node in the graph.
 """
 
 graph_id: Final = functools.partial(_number, _U32, "cuptiGetGraphId")
-"""Function of the address of a graph: the graph's id."""
+"""Function that returns CUPTI's id of a graph, given the graph's address."""
 
 executable_id: Final = functools.partial(_number, _U32, "cuptiGetGraphExecId")
 """Function of the address of an executable graph: its id. Its nodes' ids have the lower halves of the original's."""
@@ -138,7 +138,7 @@ def call_name(kind: int, number: int) -> str:
 
 
 def kernel_name(address: int) -> str:
-    """The demangled name at an address."""
+    """The demangled name of a kernel whose C string is at an address."""
     return _demangled(_string(address))
 
 
@@ -248,14 +248,14 @@ class Session:
     def _event(self, _: int, domain: int, number: int, data: int) -> None:
         graphs = _P.from_address(data + _RESOURCE_DESCRIPTOR).value or 0
         graph = _P.from_address(graphs + _GRAPH).value or 0
-        with contextlib.suppress(CuptiError):  # a graph without an id: CUPTI writes no records of it
+        with contextlib.suppress(CuptiError):  # a graph may have no id: CUPTI then writes no records of it
             if number == _GRAPH_CLONED:
                 self._on_graph(graph_id(graph), graph_id(_P.from_address(graphs + _ORIGINAL_GRAPH).value or 0))
             elif number == _GRAPH_EXEC_CREATED:
                 self._on_graph(executable_id(_P.from_address(graphs + _GRAPH_EXEC).value or 0), graph_id(graph))
 
     def _lend(self, buffer: int, size: int, most: int) -> None:
-        _SIZE.from_address(most).value = 0  # a limit of 0 records: CUPTI writes as many as fit
+        _SIZE.from_address(most).value = 0  # the limit of records of a buffer is 0, which means: as many as fit
         with self._lock:
             has_room = len(self._lent) + len(self._full) < MOST_BUFFERS
             memory = np.empty(BUFFER_SIZE if has_room else 0, np.uint8)

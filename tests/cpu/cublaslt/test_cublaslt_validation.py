@@ -133,7 +133,7 @@ def test_a_bias_has_the_type_of_d(epilogue: Epilogue) -> None:
     validate(DataType.R_16BF, DataType.R_32F, DataType.R_32F)
     with pytest.raises(DTypeError, match="BIAS_DATA_TYPE is R_16BF; accepted: D's type, R_32F"):
         validate(DataType.R_16BF, DataType.R_32F, DataType.R_16BF)
-    validate(DataType.R_8F_E4M3, DataType.R_16BF, DataType.R_16F)  # our checks do not cover FP8
+    validate(DataType.R_8F_E4M3, DataType.R_16BF, DataType.R_16F)  # the package's checks of types do not cover FP8
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_an_addend_is_the_products_or_our_kernels() -> None:
     assert added(y=COLUMNS, addend=COLUMNS, bias=None) == [(NONE, nothing, True), (NONE, nothing, False)]
     for changes in ({"addend": COLUMNS}, {"dropout": True}, {"preactivation": Y}):
         assert added(**changes) == by_kernel
-    # CuBLASLt would add the addend (C) before the activation; y is then no longer the activation's output.
+    # The library (cuBLASLt) would add the addend before the activation; y is then no longer the activation's output.
     for activation in ("relu", "sigmoid", "gelu"):
         assert added(activation) == [(BIAS, kept, False), (NONE, kept, False)]
     plain, fused = ForwardStrategy(BIAS, nothing), ForwardStrategy(BIAS, nothing, product_adds=True)

@@ -1,4 +1,4 @@
-"""Changed plan files and recordings, by the command line: an error line or a right result, soon, and nothing lost."""
+"""Commands on randomly changed plan files and recordings: an error line or a right result, soon, nothing lost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.support.plan_entries import H200, KEY, LAYER, OTHER, layer, product, 
 DATA = Document(H200, {KEY: signed(KEY, product()), LAYER: signed(LAYER, layer(barred="slow"))}).render()
 RECORDING = "# lt_runtime\n" + "".join(json.dumps({"problem": key}) + "\n" for key in (KEY, LAYER, OTHER))
 COMMANDS = ("merge", "verify", "show", "list", "export", "warmup")
-SECONDS, BYTES = 10, 200 << 20  # hard limits, because this machine may be busy
+SECONDS, BYTES = 10, 200 << 20  # generous limits of time and memory, because the machine may be busy
 
 
 def resigned(data: Any) -> Any:
-    """The content of a plan file with the digests of its entries made anew."""
+    """Recomputes the digests of the entries of a plan file's content."""
     entries = data.get("entries") if isinstance(data, dict) else None
     if isinstance(entries, dict):
         for key, entry in entries.items():

@@ -32,7 +32,7 @@ PROBLEMS = [parse_key(key) for key in (layer_key(64), product_key(64), layer_key
 
 @pytest.fixture(autouse=True)
 def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resets the module: no problem is recorded, and no file is marked as unwritable."""
+    """Resets `lt_runtime.store.recording`: no problem is recorded, and no file is marked as unwritable."""
     for name in ("_recorded", "_complained"):
         monkeypatch.setattr(recording, name, set())
 
@@ -111,7 +111,7 @@ def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path, 
     content = file.read_text()
     with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be used \(it was recorded by another version"):
         read_recorded(file)
-    if schema == "1":  # a heading longer than the limit is not read as a whole
+    if schema == "1":  # the heading is longer than the limit of what is read
         with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another"):
             record(PROBLEMS[0])
         for problem in PROBLEMS:  # warnings are errors here, so that a second one would fail the test
@@ -188,7 +188,7 @@ def test_two_writers_wait_for_each_other(file: Path) -> None:
 def test_a_child_that_was_forked_during_a_write_does_not_keep_the_lock(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A duplicated file handle shares the lock, as the handle of a forked child does."""
+    """A duplicated file handle, like that of a forked child, shares the lock of the original handle."""
     write, copies = os.write, list[int]()
 
     def forking(handle: int, text: bytes) -> int:

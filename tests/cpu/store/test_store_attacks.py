@@ -1,4 +1,4 @@
-"""Plan files planted by another user: no entry is used, and reading them does not take long."""
+"""Plan files planted by another user: none of their entries is used, and reading them does not take long."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_file_with_one_bad_entry_is_not_merged(
     assert (status, out, err.count("\n"), err[:-1].isprintable()) == (1, "", 1, True)
     assert message in err
     assert path.read_bytes() == content
-    if theirs.read_bytes().isascii():  # as JSON it is sound
+    if theirs.read_bytes().isascii():  # an ASCII file is sound JSON
         with pytest.raises(UnusableError, match="is damaged"):
             PlanStore(path, H200).merge(Document.parse(theirs.read_bytes()))
 

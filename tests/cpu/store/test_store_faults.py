@@ -1,4 +1,4 @@
-"""The plan cache's store where its file is damaged, foreign or of another version, or cannot be written."""
+"""The plan cache's store if its file is damaged, of another machine or version, or cannot be written."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_where_nothing_can_be_written_memory_works_at_the_cost_of_one_warning(
 
 @contextmanager
 def as_ordinary_user() -> Iterator[Path]:
-    """A directory of a user other than root, so that permissions apply."""
+    """A directory to which permissions apply: if this process is root, it becomes another user."""
     directory = Path(tempfile.mkdtemp())
     user = os.geteuid() or 65534
     os.chown(directory, user, -1)

@@ -18,7 +18,7 @@ from tests.support.plan_entries import H200
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretends a machine with two equal GPUs."""
+    """Replaces the machine by a fake one with two equal GPUs."""
     monkeypatch.setattr(module, "device_info", lambda ordinal: DeviceInfo(ordinal, "NVIDIA H200", 90, 132, 150 << 30))
     monkeypatch.setattr(module.cublaslt, "get_version", lambda: 130100)
     monkeypatch.setattr(module, "driver_version", lambda: "580.95.05")

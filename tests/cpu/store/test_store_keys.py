@@ -1,4 +1,4 @@
-"""Keys of problems: canonical, injective, readable back; a change of the written fields is detected."""
+"""Keys of problems are canonical and distinct, and can be read back; a change of the written fields is detected."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_equal_numbers_of_other_types_have_the_same_key() -> None:
         made = [ForwardProblem(DType.FLOAT32, Compute.FLOAT32, each, SPEC, SPEC, SPEC) for each in activations]
         keys = set()
         for problem in made:
-            problem_key.cache_clear()  # as a new process would do, because these problems are equal
+            problem_key.cache_clear()  # the cache is emptied, as in a new process, because these problems compare equal
             keys.add(problem_key(problem))
         assert len(keys) == 1
 
 
 def test_a_later_field_is_in_a_key_only_if_it_is_used() -> None:
-    """Plan files and recordings that were written before the field existed are still found."""
+    """Entries that were written before a problem's field existed are still found."""
     before = BackwardProblem(DType.FLOAT32, Compute.FLOAT32, SPEC, SPEC, SPEC, unchanged(None), SPEC, SPEC)
     old = problem_key(before)
     assert "accumulate_dx" not in old

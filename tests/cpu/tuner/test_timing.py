@@ -49,7 +49,7 @@ def test_in_a_loop_what_is_left_in_the_caches_counts_for_who_left_it() -> None:
     clock.leaves_us = {"saving": 12.0}
     contenders = clock.contenders(first=500.0, saving=500.0)
     in_turns = times(clock, contenders)
-    assert in_turns["first"] == in_turns["saving"]  # in every second round each contender runs behind the other
+    assert in_turns["first"] == in_turns["saving"]  # in every second round the order of the contenders is reversed
     in_a_loop = take_times(contenders, clock, 1, FOREVER, in_a_loop=True)  # type: ignore[arg-type]
     assert in_a_loop == {"first": Timing(500.0, 0.0), "saving": Timing(488.0, 0.0)}
 

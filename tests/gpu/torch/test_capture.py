@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError
 
-pytestmark = [  # PyTorch's own warnings: of its compiler, and if the first work of autograd's thread is a product
+pytestmark = [  # warnings of PyTorch's own: of its compiler, and of autograd's thread if its first work is a product
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
