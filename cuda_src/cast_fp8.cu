@@ -24,7 +24,7 @@ namespace lt {
 
 struct CastFp8Params {
   Matrix x;
-  Matrix saved;  // null if SAVED is 0
+  Matrix saved;  // the tensor for the derivative; null if SAVED is 0
   Fp8Output fp8;
   ColumnSum<SCALAR> db;  // bias gradient, only if BACKWARD is 1: each row of blocks of the grid sums a part of the rows
   Dropout dropout;

@@ -10,7 +10,7 @@
 
 namespace lt {
 
-constexpr int kFlatRows = 64;  // largest blockDim.y
+constexpr int kFlatRows = 64;  // largest blockDim.y: rows of threads of a block
 
 // Sums each column that a block's octets touch over the block's rows. `lead` is the distance from the block's first
 // column to the first octet of the thread's row. Calls `use(i, sum)` once for each i below 8 · (blockDim.x + 1), where

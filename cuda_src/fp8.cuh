@@ -99,7 +99,7 @@ class Fp8Writer {
     if (!out_.transposed.data) return;
     __syncthreads();
     store_tile(block_row);
-    __syncthreads();  // afterwards the tile may be overwritten
+    __syncthreads();  // all threads have read the tile, so that it may be overwritten
   }
 
   // Stores the largest absolute value of all elements passed to `take`. Every thread of the block must call it.
@@ -138,8 +138,8 @@ class Fp8Writer {
   }
 
   static constexpr int kRun = 16;            // a run: the bytes of a column that a thread stores at once
-  static constexpr int kRuns = kTile / kRun;  // runs of a column of the tile
-  static constexpr int kWords = kTile / 4;    // words of a row of the tile
+  static constexpr int kRuns = kTile / kRun;  // number of runs in a column of the tile
+  static constexpr int kWords = kTile / 4;    // number of 32-bit words in a row of the tile
 
   static __device__ uint32* shared_tile() {
     __shared__ uint4 tile[kTile * kTile / 16];

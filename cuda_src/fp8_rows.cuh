@@ -95,7 +95,7 @@ class Fp8RowWriter : public Fp8Writer {
   __device__ void store_amax() const {}
 
  private:
-  float scales_[kOctet];  // of the patch's columns
+  float scales_[kOctet];  // the scales of the patch's columns
 };
 
 }  // namespace lt

@@ -21,10 +21,10 @@ namespace lt {
 
 struct GatedFwdParams {
   Matrix gate;
-  Matrix value;  // has the strides of `gate`
+  Matrix value;  // the value's half of h; has the strides of `gate`
   Matrix out;    // the output y
   uint32 rows;
-  int64 cols;  // of each matrix
+  int64 cols;  // number of columns of each matrix
   Dropout dropout;
   float slope;
 };
@@ -32,11 +32,11 @@ struct GatedFwdParams {
 struct GatedBwdParams {
   Matrix dy;  // gradient of y; overwritten by y if REMAKES
   Matrix gate;
-  Matrix value;  // has the strides of `gate`
+  Matrix value;  // the value's half of h; has the strides of `gate`
   Matrix dgate;
-  Matrix dvalue;  // has the strides of `dgate`
+  Matrix dvalue;  // the gradient of `value`; has the strides of `dgate`
   uint32 rows;
-  int64 cols;  // of each matrix
+  int64 cols;  // number of columns of each matrix
   Dropout dropout;
   float slope;
 };

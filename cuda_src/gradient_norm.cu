@@ -13,7 +13,7 @@ struct GradientChunk {
   const void* data;
   uint32 count;
   unsigned char type;     // kFloat32, kFloat16 or kBfloat16
-  unsigned char aligned;  // whether 16-byte loads may be used
+  unsigned char aligned;  // whether the gradient's address allows 16-byte loads
   unsigned char reserved[2];
 };
 

@@ -18,7 +18,7 @@ constexpr int kBlocks = 3;    // blocks that a multiprocessor shall hold, which 
 struct LossFp8Params {
   Matrix prediction;
   Matrix target;
-  Matrix gradient;  // null if the gradient is cast
+  Matrix gradient;  // the gradient in 16 bits or FP32; null if the gradient is cast to FP8
   Fp8Output fp8;    // results of the cast to FP8; its addresses are 0 if the gradient is not cast
   ColumnSum<SCALAR> db;
   LossMean mean;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) loss_fp8(const lt
           gradient.v[j] = term.slope * scale;
         }
         const Packed<SCALAR> rounded = pack<SCALAR>(gradient);
-        gradient = unpack(rounded);  // as a layer would read it that casts it itself
+        gradient = unpack(rounded);  // rounded as a layer that casts dy itself would read the gradient
         writer.take(block_row, first + i, gradient);
         if (!exists) continue;
         sums += gradient;

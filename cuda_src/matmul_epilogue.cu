@@ -14,7 +14,7 @@ namespace lt {
 
 // ReLU's mask: one bit for each element, the first element of eight in a byte's lowest bit.
 struct Mask {
-  unsigned char* data;  // null if there is no mask
+  unsigned char* data;  // the mask's bytes; null if there is no mask
   int64 line_stride;    // stride in bytes from one row (or column, with `along_rows`) to the next
   int64 batch_stride;   // bytes
   int along_rows;       // whether a byte's bits are consecutive rows rather than columns

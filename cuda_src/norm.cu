@@ -37,7 +37,7 @@ constexpr int kSums = 1 + MEAN;  // sums over each row in norm_bwd, and over eac
 constexpr int kForwardBlocks = LONG ? 1 : (kShort ? 1024 : 512) / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
 
 #if LONG
-using Index = int64;  // a column, or a number of columns
+using Index = int64;  // the type of a column's index, or of a number of columns
 #else
 using Index = int;
 #endif
@@ -48,7 +48,7 @@ struct NormFwdParams {
   Matrix total;  // the sum of x and `add`, rounded, which is normalised; null without `add`
   Matrix out;
   const WEIGHT* weight;
-  const WEIGHT* bias;  // null for none
+  const WEIGHT* bias;  // the bias of a LayerNorm; null if there is none
   float* mean;         // (rows); not written if MEAN is 0
   float* rstd;         // (rows) reciprocals of standard deviations, or of root mean squares
   int64 rows;
@@ -60,7 +60,7 @@ struct NormBwdParams {
   Matrix dy;
   Matrix x;
   Matrix add;  // addend of dx; may be null
-  Matrix dx;   // null if it is not wanted
+  Matrix dx;   // the gradient of x; its data is null if the gradient is not wanted
   const WEIGHT* weight;
   const float* mean;  // (rows); not read if MEAN is 0
   const float* rstd;  // (rows)
@@ -73,8 +73,8 @@ struct NormBwdParams {
 
 struct NormSumsParams {
   const float* partial;
-  WEIGHT* dweight;  // null if it is not wanted
-  WEIGHT* dbias;    // null if it is not wanted
+  WEIGHT* dweight;  // the gradient of the weight; null if it is not wanted
+  WEIGHT* dbias;    // the gradient of the bias; null if it is not wanted
   int64 parts;
   int64 cols;
   int64 pitch;
@@ -97,7 +97,7 @@ __device__ inline Octet unpack(const Packed<__nv_bfloat16>& packed) {
 template <int kOctets>
 struct Place {
   int64 row;
-  Index first;  // column of the first octet
+  Index first;  // column of the thread's first octet
   Index cols;   // 0 if the row does not exist
 
   template <class Params>

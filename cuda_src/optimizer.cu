@@ -36,7 +36,7 @@ struct alignas(16) OptimizerSettings {
   float lr;
   int decay;  // 0 constant, 1 linear, 2 cosine
   uint32 warmup_steps;
-  uint32 total_steps;  // with a table, its length
+  uint32 total_steps;  // the schedule's last update; if the schedule is a table, the table's length
   float final_factor;
   uint32 reserved;
   const float* table;  // the factor of each update, in place of a decay; null without a table
@@ -66,7 +66,7 @@ struct OptimizerParams {
   float growth_factor;
   float backoff_factor;
   int growth_interval;
-  int nesterov;  // lt::Momentum only
+  int nesterov;  // whether to use Nesterov's form; read by lt::Momentum only
 };
 
 // The values that one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's settings.

@@ -25,7 +25,7 @@
 
 namespace lt {
 
-constexpr int kSide = 64;          // rows and columns of every tile
+constexpr int kSide = 64;          // number of rows, and of columns, of every tile
 constexpr int kPitch = kSide + 8;  // elements from one line of a tile to the next; padding puts eight lines in different banks
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;

@@ -127,7 +127,7 @@ class MLP(Block, surrounded=False):
         A parameter of two layers is listed twice, which optimizers refuse: the kernels of narrow MLPs would not add its
         gradients. In an `lt.Chain` of `lt.Linear` layers may share parameters.
         """
-        super().parameters()  # sets the parameters' names
+        super().parameters()  # this call also sets the parameters' names
         return [each for layer in self.layers for each in (layer.weight, layer.bias) if each is not None]
 
     @property

@@ -17,7 +17,7 @@ SCALE_EXPONENT: Final = 126
 _NAN: Final = 0x7F  # the bits to which CUDA converts every NaN, in both types
 _MANTISSA_BITS: Final = 23  # of FP32
 _MANTISSA: Final = (1 << _MANTISSA_BITS) - 1
-_INFINITY: Final = np.uint32(0x7F800000)  # bits of FP32's
+_INFINITY: Final = np.uint32(0x7F800000)  # the bits of infinity in FP32
 
 
 def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:

@@ -232,7 +232,7 @@ def disagreement(
     for name, wanted in expected.items():
         size, found = math.prod(wanted.shape), actual[name].compare(wanted)
         norm, off = (math.sqrt(squares / size) for squares in (found.wanted_squares, found.error_squares))
-        if not off <= tolerance * norm:  # true for NaN as well
+        if not off <= tolerance * norm:  # the negated comparison is also true for NaN
             return name, f"{name} is off by {off:.3g}, its elements being about {norm:.3g}"
         peak = _PEAK * tolerance
         bad = actual[name].compare(wanted, limit=peak * norm, relative=peak).bad

@@ -591,7 +591,7 @@ def test_leading_axes_are_rows(gpu: FakeGpu, case: LinearCase) -> None:
     for seed in range(_CALLS):
         layer.refill(seed)
         layer.check()
-        z = layer.forward()[1].preactivation  # column-major if y is
+        z = layer.forward()[1].preactivation  # z is column-major if y is
         layer.wait()
         np.testing.assert_allclose(host_of(gpu, z), layer.data.z.reshape(*rows, case.n), rtol=1e-5, atol=1e-5)
         y, ctx = layer.forward(into_buffers=False)

@@ -29,7 +29,8 @@ def test_outputs_follow_other_arrays_and_loops_of_ones_own(gpu: FakeGpu) -> None
     use.model.backward(use.model.forward(use.x, run), run)
     weight.data.set(np.full((64, 32), 0.5, BF16))  # written in place, as a user's own optimizer does after backward
     assert use.outputs() == use.fresh_outputs()
-    assert copy.deepcopy(use.model.layers[0].scales.kept) is None  # nothing would renew a copied model's
+    # A copied model has no FP8 copy of the weight, which nothing would renew.
+    assert copy.deepcopy(use.model.layers[0].scales.kept) is None
 
 
 def casts(gpu: FakeGpu, run: Callable[[], object]) -> int:

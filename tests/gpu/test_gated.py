@@ -48,7 +48,7 @@ def test_results(dtype: DType, activation: Any, p: float, shape: tuple[int, ...]
     assert (y.dtype, dh.dtype, dh.shape) == (h.dtype, h.dtype, wide)
     check(h, dy, to_host(y), to_host(dh), Activation(activation), factors)
     remade = cp.asarray(dy)
-    assert lt.gated_bwd(remade, ctx, remake_y=True, out=ctx.h) is ctx.h  # both in place
+    assert lt.gated_bwd(remade, ctx, remake_y=True, out=ctx.h) is ctx.h  # y overwrites dy, and dh overwrites h
     np.testing.assert_array_equal(to_host(ctx.h), to_host(dh))
     np.testing.assert_array_equal(to_host(remade), to_host(y))
 

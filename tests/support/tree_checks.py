@@ -23,7 +23,7 @@ def check_steps(gpu: Any, tree: Tree, dtype: str, tolerance: float, memory: Call
         tolerance: the error of a value relative to the largest one of its array, where this is not below 0.1.
         memory: the number of bytes in use, which must be the same after all steps.
     """
-    if not build(gpu.lt, tree, device="cpu").parameters():  # only Dropout blocks, which nothing trains
+    if not build(gpu.lt, tree, device="cpu").parameters():  # the tree has only Dropout blocks
         return
     captured, single = (_trained(gpu, tree, dtype, memory, graph=graph) for graph in (True, False))
     assert all(map(np.array_equal, captured, single))

@@ -285,7 +285,7 @@ def test_a_replaced_transformer_trains_in_fp8(name: str) -> None:
     assert 0 < (gradients[1] - gradients[0]).norm() < 0.25 * gradients[0].norm()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which Dynamo reads where it resumes
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads .grad where it resumes
 def test_compiled_models_call_layers_in_fp8() -> None:
     layer = ltt.Linear(64, 32, precision="fp8")
     x, compiled = torch.randn(32, 64), torch.compile(lambda x: 2 * layer(2 * x), backend="eager")

@@ -67,7 +67,7 @@ def test_tensors_for_a_gpu_go_through_its_buffers(
     """PyTorch gets the bytes of each buffer by DLPack, and its current stream is the one that waits."""
     try:
         gpu: FakeGpu = request.getfixturevalue("gpu")
-    except ImportError:  # of the pretended GPU's copy of the package
+    except ImportError:  # the pretended GPU's copy of the package raises this
         pytest.skip("the pretended GPU needs cuBLASLt's library")
     given: list[Any] = []
 

@@ -128,7 +128,8 @@ def test_a_group_is_clipped_by_its_own_norm(path: str, shared: float | None) -> 
         made.step()
         twin.step()
         assert made.grad_norm is None if shared is None else float(made.grad_norm) == pytest.approx(float(norm))
-        made.load_state_dict(twin.state_dict() if step == 0 else made.state_dict())  # without and with "max_norm"
+        # The first loaded state has no "max_norm", later ones have.
+        made.load_state_dict(twin.state_dict() if step == 0 else made.state_dict())
         made.param_groups[0]["max_norm"] = 0.5 if step < 1 else 0.2
     assert_close(ours, theirs)
 
@@ -156,7 +157,7 @@ def test_master_copies_round_once(path: str, dtype: Any) -> None:
     assert_close([made.state[ours[1]]["master"]], [exact[1]])
     with torch.no_grad():
         ours[1][8] = 50.0
-    made.apply_settings()  # as before the launch of a captured step
+    made.apply_settings()  # as is done before each launch of a captured step
     assert float(made.state[ours[1]]["master"][8]) == 50.0
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError
 
-MODULE = sys.modules["lt_runtime.torch.replace"]  # of which ltt.replace is the function
+MODULE = sys.modules["lt_runtime.torch.replace"]  # the module, because `ltt.replace` is its function
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}  # some norms and losses are computed in FP32
 IDS = torch.arange(18).reshape(2, 9) * 7 % 60

@@ -120,7 +120,7 @@ def test_an_own_loss_is_as_good_as_ours(dtype: str, scaled: bool, accumulate: in
 def test_small_gradients_of_an_own_loss_are_scaled_before_they_are_rounded() -> None:
     def tiny(outputs: Array, target: Array, gradient: Array, stream: Any) -> Any:
         assert (gradient.dtype, stream) == (np.float32, None)
-        gradient[...] = 2.0**-30  # below FP16's smallest positive number
+        gradient[...] = 2.0**-30  # this gradient is below FP16's smallest positive number
         return np.zeros(1, np.float32)
 
     step = step_of(tiny, dtype="float16", scaler=lt.GradScaler(2.0**20))

@@ -125,4 +125,4 @@ def test_measured_modules_are_replaced_in_fp8() -> None:
     report = ltt.replace(model.cuda().bfloat16(), x, precision=lt.FP8())
     assert any(each.ours is not None for each in report)
     for layer in (model[0], model[2]):
-        assert getattr(getattr(layer, "scales", None), "slots", None) is None  # what was measured left no scales
+        assert getattr(getattr(layer, "scales", None), "slots", None) is None  # the measurement left no scales
