@@ -74,6 +74,7 @@ def recipes() -> dict[str, Any]:
         "delayed, e4m3 gradients": lt.FP8(gradients="e4m3"),
         "delayed, fast accumulation": lt.FP8(fast_accumulation="always"),
         "current": lt.FP8(recipe="current"),
+        "rowwise": lt.FP8(recipe="rowwise"),
     }
 
 

@@ -10,7 +10,7 @@ from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem
 
-Recipe = Literal["delayed", "current"]
+Recipe = Literal["delayed", "current", "rowwise"]
 _MOST_STEPS = 1024
 UNIT = 16
 """M, N and K of products in FP8 are multiples of this number."""
@@ -23,10 +23,12 @@ class FP8:
     Every tensor has one scale, a power of two. The recipe "delayed" casts with a scale from the largest magnitudes of
     the last `history` steps, in one read of the tensor: a tensor that grows by more than `headroom` from one step to
     the next is saturated, and such steps are counted. The recipe "current" reads each tensor twice, and casts with a
-    scale from its own largest magnitude.
+    scale from its own largest magnitude. The recipe "rowwise" does so too, but with a scale for each row of an operand,
+    along the axis over which the product sums: rows of different magnitudes keep their accuracy. It needs a GPU of
+    compute capability 9.0; nothing saturates, and no overflows are counted.
 
     Attributes:
-        recipe: "delayed" or "current".
+        recipe: "delayed", "current" or "rowwise".
         gradients: type of the gradients of outputs: "e5m2", or "e4m3" with one bit more of mantissa and less range.
         history: steps whose largest magnitudes decide a delayed scale, in [1, 1024].
         headroom: at least 1; a delayed scale leaves room for this multiple of the largest magnitude.
@@ -46,7 +48,7 @@ class FP8:
     fallback: bool = False
 
     def __post_init__(self) -> None:
-        one_of("recipe", self.recipe, ("delayed", "current"))
+        one_of("recipe", self.recipe, ("delayed", "current", "rowwise"))
         one_of("gradients", self.gradients, ("e5m2", "e4m3"))
         one_of("fast_accumulation", self.fast_accumulation, ("forward", "always", "never"))
         if not 1 <= integer("history", self.history) <= _MOST_STEPS:
@@ -56,6 +58,11 @@ class FP8:
             raise ArgumentError(f"headroom is {headroom}; it must be finite and at least 1")
         object.__setattr__(self, "headroom", headroom)
         flag("fallback", self.fallback)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of an operand has a scale, rather than each tensor."""
+        return self.recipe == "rowwise"
 
     @property
     def dtypes(self) -> tuple[DType, DType, DType]:

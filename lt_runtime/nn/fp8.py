@@ -45,7 +45,7 @@ def fp8_forward(
     """The layer's y and its context for training; see `lt.linear_fwd`.
 
     If the layer and the following one are in FP8, the cast of the following layer's x applies the layer's activation
-    and dropout: y is then the pre-activation.
+    and dropout, unless each row has a scale: y is then the pre-activation.
 
     Args:
         following: the layer that alone reads y; None if there is none.
@@ -56,6 +56,7 @@ def fp8_forward(
     """
     assert layer.scales is not None
     defers = following is not None and type_name(x.dtype) == "bfloat16" and _trains_in_fp8(x, layer, following)
+    defers = defers and not (following and following.scales and following.scales.recipe.by_rows)
     arrays = x, layer.weight.data, layer.bias and layer.bias.data, out, None, add
     options = activation, activation.negative_slope, layer.dropout, compute, False, True
     y, context = forward(layer.scales, arrays, options, rng, stream, below=below, defers=defers)
@@ -82,7 +83,7 @@ def fp8_outputs(
 ) -> Any:
     """act(x · wᵀ + bias) + add for inference, with the product in FP8 where the layer allows it; see `lt.Linear`.
 
-    Training is not disturbed: scales that training has found are read only, unless the recipe is "current".
+    Training is not disturbed: scales that training has found are read only, and only the recipe "delayed" reads them.
 
     Args:
         state: the layer's scales.
@@ -96,7 +97,7 @@ def fp8_outputs(
     keeps = is_fp8 and keeps_weight(state, weight, device, stream)
     if not is_fp8 or (state.recipe.fallback and _is_slower(state, x, w, compute, device, keeps=keeps)):
         return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
-    if state.recipe.recipe == "current" or not state.calibrated.issuperset((X, W)):
+    if state.recipe.recipe != "delayed" or not state.calibrated.issuperset((X, W)):
         options = activation, activation.negative_slope, 0.0, compute, False, False
         return forward_in_fp8(state, (x, w, bias, None, None, add), options, None, stream)[0]
     if keeps and not has_kept(state, weight):
@@ -131,5 +132,5 @@ def _is_slower(state: FP8State, x: Any, w: Any, compute: Any, device: int, *, ke
         keeps: whether the weight is in FP8 already.
     """
     kind, sizes = DType.parse("x", x.dtype), (math.prod(x.shape[:-1]), *w.shape)
-    options = {"keeps_w": keeps, "is_current": state.recipe.recipe == "current"}
+    options = {"keeps_w": keeps, "is_current": state.recipe.recipe != "delayed"}
     return device != HOST and slower_for_inference(sizes, kind, Compute.parse(compute, kind), device, **options)

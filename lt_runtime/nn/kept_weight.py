@@ -75,7 +75,7 @@ def keeps_weight(state: FP8State, weight: Parameter, device: int, stream: int) -
     A weight that an optimizer updates is cast in each call, because graphs of its updates run unnoticed. A graph cannot
     make a kept weight, because calls before its launch would read it.
     """
-    if device == HOST or weight.owner.is_trained or state.recipe.recipe == "current":
+    if device == HOST or weight.owner.is_trained or state.recipe.recipe != "delayed":
         return False
     captures = is_captured(stream)
     if has_kept(state, weight):

@@ -48,6 +48,7 @@ from lt_runtime.reference.fp8 import (
     SLOT_WIDTH,
     amax_of,
     cast_fp8,
+    cast_fp8_rows,
     fp8_slots,
     update_fp8_scales,
 )
@@ -65,9 +66,10 @@ _FIRST: Final = 5
 class FP8State:
     """The scales of one linear layer's tensors x, w and dy, on the device of the layer, for `precision=`.
 
-    The first forward and the first backward call find the scales of their tensors from the tensors themselves. With the
-    recipe "delayed", call `update` once a step, after the step's last backward call; a captured graph may hold that.
-    The arrays are made at the first call, on the device of its x.
+    The first forward and the first backward call find the scales of their tensors from the tensors themselves, and with
+    another recipe than "delayed" every call does. With the recipe "rowwise" slots and history stay as they are. With
+    "delayed", call `update` once a step, after the step's last backward call; a captured graph may hold that. The
+    arrays are made at the first call, on the device of its x.
 
     Args:
         recipe: types, scales and accumulation.
@@ -103,7 +105,7 @@ class FP8State:
     def update(self, *, skipped: Any = None, stream: Any = None) -> None:
         """Sets the scales for the next step by the largest magnitudes of the last steps, and counts overflows.
 
-        It does nothing with the recipe "current", or before the first call of the layer.
+        It does nothing with another recipe than "delayed", or before the first call of the layer.
 
         Args:
             skipped: one uint32 on the device; unless it is 0, scales and history stay.
@@ -186,7 +188,7 @@ def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
         return state.slots, state.history
     device = device_of("x", x)
     slots = fp8_slots([each.value for each in state.recipe.dtypes])
-    steps = 1 if state.recipe.recipe == "current" else state.recipe.history
+    steps = state.recipe.history if state.recipe.recipe == "delayed" else 1
     made = []
     for values in (slots, np.zeros((len(slots), steps), np.float32)):
         if device == HOST:
@@ -203,7 +205,8 @@ def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
 
 def precision_of(state: FP8State, *rows: int) -> Precision:
     """The precision of a call that casts the tensors of these rows, which are calibrated if they never were."""
-    return Precision(state.recipe, state.recipe.recipe == "current" or not state.calibrated.issuperset(rows))
+    is_found = state.recipe.recipe != "current" and state.calibrated.issuperset(rows)
+    return Precision(state.recipe, not (is_found or state.recipe.by_rows))
 
 
 def fits(x: Any, w: Any) -> bool:
@@ -298,16 +301,31 @@ class _Update(PassOperation):
         update_fp8_scales(slots, history, request.problem[2], skip=skipped is not None and bool(skipped.item()))
 
 
-def _cast_on_host(x: NDArray[Any], row: int, precision: Precision, slots: Any, history: Any) -> NDArray[Any]:
-    """x in FP8 by the scale in its slot, which is found first if the call calibrates; see `Cast`."""
+def _cast_on_host(
+    x: NDArray[Any], row: int, precision: Precision, slots: Any, history: Any
+) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[Any]]:
+    """x as FP8 represents it, its transpose in FP8, and the slot, or 1 / scale of each row of the transpose.
+
+    The scale in the slot is found first if the call calibrates; see `Cast` and `RowCast`.
+    """
     recipe, slot = precision.recipe, slots[row]
-    is_current = recipe.recipe == "current"
+    dtype, is_current = recipe.dtypes[row].value, recipe.recipe == "current"
+    if recipe.by_rows:
+        cast, scales = cast_fp8_rows(x, dtype)
+        return cast.astype(np.float64) * scales[:, None], *cast_fp8_rows(x.T, dtype)
     if precision.calibrates:
         slot[SCALE], slot[AMAX] = 0, np.maximum(slot[AMAX], amax_of(x))
         update_fp8_scales(slots[row : row + 1], history[row : row + 1], 1.0 if is_current else recipe.headroom)
     if not is_current:
         slot[AMAX] = amax_of(np.array([slot[AMAX], amax_of(x)]))
-    return cast_fp8(x, slot[SCALE], recipe.dtypes[row].value)
+    cast = cast_fp8(x, slot[SCALE], dtype)
+    return cast.astype(np.float64) * slot[INVERSE], cast.T, slot
+
+
+def _exact(transposed: NDArray[Any], scales: NDArray[Any], precision: Precision) -> NDArray[np.float64]:
+    """The numbers of a transpose in FP8, from the last two results of `_cast_on_host`."""
+    factors: NDArray[np.float64] = scales[:, None] if precision.recipe.by_rows else scales[INVERSE : INVERSE + 1]
+    return transposed.astype(np.float64) * factors
 
 
 def _through(prologue: Prologue, x: NDArray[Any], rng: Philox | None) -> NDArray[Any]:
@@ -353,7 +371,8 @@ class Fp8Forward(LinearForward):
         _check_products(y, z)
         (m, n, k), new, layer = request.detail.shape, {**request.new}, request.problem
         if layer.backward:
-            new[_CAST] = New((2, SLOT_WIDTH), np.dtype(np.float32), x.library)
+            width = k if precision.recipe.by_rows else SLOT_WIDTH
+            new[_CAST] = New((2, width), np.dtype(np.float32), x.library)
             kept = ((needs.dw, _X8, m), (needs.dx, _W8, n))
             new |= {place: New((k, size), _E4M3, x.library) for is_read, place, size in kept if is_read}
         dropouts = request.detail.dropout, prologue.dropout
@@ -391,8 +410,8 @@ class Fp8Forward(LinearForward):
         problem, precision, drops = request.problem.layer, request.problem.precision, request.problem.layer.dropout
         sources = ((X, _through(request.problem.prologue, rows_of(x), scalars[1])), (W, w))
         cast = [_cast_on_host(each, row, precision, slots, history) for row, each in sources]
-        exact = [each.astype(np.float64) * slots[row, INVERSE] for row, each in zip((X, W), cast, strict=True)]
-        for kept, values in ((x8, cast[0].T), (w8, cast[1].T), (cast_slots, slots[:2])):
+        exact, transposed, scales = zip(*cast, strict=True)
+        for kept, values in ((x8, transposed[0]), (w8, transposed[1]), (cast_slots, scales)):
             if kept is not None:
                 kept[...] = values
         of_layer = exact[0].reshape(x.shape), exact[1], bias, y, z, add
@@ -474,11 +493,12 @@ class Fp8Backward(LinearBackward):
         rounded = exact.astype(dy.dtype)
         results = {"db": (db, exact.sum(axis=0)), "dz": (dz, rounded)}
         if dx is not None or dw is not None:
-            source = exact.astype(np.float32) if casts_dz(problem) else rounded
-            cast = _cast_on_host(source, DY, precision, slots, history).astype(np.float64) * slots[DY, INVERSE]
-            for name, out, left, kept, row in (("dx", dx, cast, w8, W), ("dw", dw, cast.T, x8, X)):
+            source = exact.astype(np.float32) if casts_dz(problem, precision) else rounded
+            cast, transposed, scales = _cast_on_host(source, DY, precision, slots, history)
+            turned = _exact(transposed, scales, precision)
+            for name, out, left, kept, row in (("dx", dx, cast, w8, W), ("dw", dw, turned, x8, X)):
                 if out is not None:
-                    results[name] = out, left @ (kept.T.astype(np.float64) * cast_slots[row, INVERSE])
+                    results[name] = out, left @ _exact(kept, cast_slots[row], precision).T
         for name, (out, values) in results.items():
             if out is not None:
                 adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"

@@ -11,7 +11,7 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory, aligned
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
-from lt_runtime.kernels.fp8 import CastGradientPass, CastPass, ScalesPass, moves_tiles
+from lt_runtime.kernels.fp8 import CastGradientPass, CastPass, CastRowsPass, ScalesPass, moves_tiles
 from lt_runtime.kernels.tiling import VECTOR_BYTES
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import dz_spec
@@ -119,6 +119,28 @@ class Cast:
         return slot + _WORD * INVERSE
 
 
+class RowCast:
+    """As a `Cast` of a source as it lies, but with a scale for each row, and for each row of the transpose."""
+
+    partial_bytes = 0
+
+    def __init__(
+        self, dtype: DType, source: Spec, row: int, precision: Precision, device: int, *, out: bool, transposed: bool
+    ) -> None:
+        rows, cols = source.layout.shape
+        self.spec, self.transposed = Spec(packed(rows, cols)), Spec(packed(cols, rows))
+        results = self.spec if out else None, self.transposed if transposed else None
+        self._cast = CastRowsPass(dtype, precision.recipe.dtypes[row].value, source, *results, device)
+
+    def put(
+        self, x: int, out: int, transposed: int, state: tuple[int, int], memory: StreamMemory, backward: object = None
+    ) -> int:
+        """As `Cast.put`, but `state` are the addresses for 1 / scale of the rows of both results; returns the first."""
+        del backward  # it has neither a derivative nor a mask
+        self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
+        return state[0]
+
+
 def _launch(
     made: CastPass | CastGradientPass,
     x: int,
@@ -138,13 +160,14 @@ class Fp8ForwardPlan(Plan):
     """The plan of a layer's forward pass with its product in FP8: two casts, the product, perhaps an epilogue pass.
 
     The addresses of its calls are those of `ForwardProblem.operands`, then slots and history, then what backward reads:
-    the transposes of x and of w in FP8, and a copy of both tensors' slots with the scales that they were cast with. The
+    the transposes of x and of w in FP8, and a copy of both tensors' slots with the scales that they were cast with. If
+    each row has a scale, the copy's place is taken by (2, K) reciprocals of the scales of the transposes' rows. The
     last three are absent without backward, and a transpose that no gradient needs is absent too.
 
     The dropout masks of its calls are those of y and of the prologue.
 
     Args:
-        prologue: if it is not the identity, x is BF16, and `moves_tiles` holds for it.
+        prologue: if it is not the identity, x is BF16, `moves_tiles` holds for it, and each tensor has one scale.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
@@ -156,9 +179,16 @@ class Fp8ForwardPlan(Plan):
         self.problem, self.device = problem, device
         of_x, of_w = (problem.dtype, problem.x, X), (problem.dtype, problem.w, W)
         keeps_x, keeps_w = problem.backward and needs.dw, problem.backward and needs.dx
-        self._x = Cast(*of_x, precision, device, out=True, transposed=keeps_x, prologue=prologue)
-        self._w = Cast(*of_w, precision, device, out=True, transposed=keeps_w)
+        self._by_rows = by_rows = precision.recipe.by_rows
+        self._x: Cast | RowCast
+        if by_rows:
+            self._x = RowCast(*of_x, precision, device, out=True, transposed=keeps_x)
+        else:
+            self._x = Cast(*of_x, precision, device, out=True, transposed=keeps_x, prologue=prologue)
+        self._w = (RowCast if by_rows else Cast)(*of_w, precision, device, out=True, transposed=keeps_w)
         self._bytes = tuple(aligned(each.spec.layout.size) for each in (self._x, self._w))
+        # Bytes of 1 / scale of each row of x and of w.
+        self._vector_bytes = tuple(by_rows * aligned(_WORD * each.layout.rows) for each in (problem.x, problem.w))
         self.kept_spec = fp8_kept_spec(problem)
         has_bias, is_16_bits = problem.bias is not None, problem.dtype.itemsize == 2
         # An FP8 product takes a bias of BF16, or of D's type if D has 16 bits.
@@ -172,44 +202,52 @@ class Fp8ForwardPlan(Plan):
         apart = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
         d = self.kept_spec or (apart if self._is_apart else problem.y)
         kinds, is_fast = precision.recipe.dtypes[:2], precision.recipe.fast_accumulation != "never"
-        product = _product(kinds, problem.dtype, self._x.spec, self._w.spec.transposed, d, fast=is_fast)
+        operands = self._x.spec, self._w.spec.transposed, d
+        product = _product(kinds, problem.dtype, *operands, fast=is_fast, vectors=by_rows)
         if self._adds_bias and problem.bias:
             product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=problem.bias)
         self._product = known_algorithm(product, device)
         self.products = {"y": self._product}
         kept = self.kept_spec if pass_adds else None
         self._pass = ForwardPass(problem, product, kept, device) if has_pass else None
-        self._product_bytes = aligned(problem.dtype.itemsize * d.layout.size) if self._is_apart else 0
+        product_bytes = aligned(problem.dtype.itemsize * d.layout.size) if self._is_apart else 0
+        self._scratch_bytes = sum(self._vector_bytes) + sum(self._bytes) + product_bytes
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
-        memory.scratch(sum(self._bytes) + self._product_bytes)
+        memory.scratch(self._scratch_bytes)
         self._product.reserve(memory)
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, cast_slots = call.addresses
-        x8 = memory.scratch(sum(self._bytes) + self._product_bytes)
+        scratch = memory.scratch(self._scratch_bytes)
+        x8 = scratch + sum(self._vector_bytes)
         w8 = x8 + self._bytes[0]
-        state = slots, history
+        states = [(slots, history)] * 2
+        if self._by_rows:
+            kept_scales = cast_slots + _WORD * self.problem.x.layout.cols
+            states = [(scratch, cast_slots), (scratch + self._vector_bytes[0], kept_scales)]
         inverses = (
-            self._x.put(x, x8, x_transposed, state, memory, (0, 0, 0, call.dropouts[1])),
-            self._w.put(w, w8, w_transposed, state, memory),
+            self._x.put(x, x8, x_transposed, states[0], memory, (0, 0, 0, call.dropouts[1])),
+            self._w.put(w, w8, w_transposed, states[1], memory),
         )
         product = w8 + self._bytes[1] if self._is_apart else kept or y
         vector = bias if self._adds_bias else 0
         self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
         if self._pass is not None:
             self._pass.launch(product, bias, y, kept, addend, call.dropouts[0], memory.stream)
-        if cast_slots:
+        if cast_slots and not self._by_rows:
             driver_call("cuMemcpyDtoDAsync", cast_slots, slots, 2 * _SLOT, memory.stream)
 
 
-def _product(kinds: tuple[DType, DType], result: DType, a: Spec, b: Spec, d: Spec, *, fast: bool) -> MatmulProblem:
-    """A product of matrices of two FP8 types with a scale each."""
+def _product(
+    kinds: tuple[DType, DType], result: DType, a: Spec, b: Spec, d: Spec, *, fast: bool, vectors: bool
+) -> MatmulProblem:
+    """A product of matrices of two FP8 types with a scale each, or with `vectors` of scales."""
     other = None if kinds[0] is kinds[1] else kinds[1]
     plain = MatmulProblem(kinds[0], result, Compute.FLOAT32, a, b, d)
-    return replace(plain, b_dtype=other, scales=_SCALES, fast_accumulation=fast)
+    return replace(plain, b_dtype=other, scales=_SCALES, fast_accumulation=fast, scale_vectors=vectors)
 
 
 def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
@@ -218,13 +256,15 @@ def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
     return problem.preactivation or (Spec(packed(*problem.y.layout.shape)) if is_read else None)
 
 
-def casts_dz(problem: BackwardProblem) -> bool:
-    """Whether dz is cast before it is rounded to the layer's type: it is not wanted in that type, and the type is BF16.
+def casts_dz(problem: BackwardProblem, precision: Precision) -> bool:
+    """Whether dz is cast before it is rounded to the layer's type.
 
-    If the operands also allow vectors, one pass then computes dz, its casts and the bias gradient.
+    It is if it is not wanted in that type, the type is BF16, and each tensor has one scale. If the operands also allow
+    vectors, one pass then computes dz, its casts and the bias gradient.
     """
     wants_product = problem.dx is not None or problem.dw is not None
-    return problem.dz is None and problem.dtype is DType.BFLOAT16 and wants_product
+    is_possible = problem.dtype is DType.BFLOAT16 and not precision.recipe.by_rows
+    return problem.dz is None and is_possible and wants_product
 
 
 class Fp8BackwardPlan(Plan):
@@ -249,7 +289,7 @@ class Fp8BackwardPlan(Plan):
         derivative, recipe, accumulate = problem.output_derivative, precision.recipe, problem.accumulate
         has_work = not derivative.is_identity or derivative.db is not None
         reads = [(problem.dtype, each) for each in (problem.dy, derivative.saved_spec) if each is not None]
-        in_cast = has_work and casts_dz(problem) and moves_tiles(*reads, out=None, transposed=None)
+        in_cast = has_work and casts_dz(problem, precision) and moves_tiles(*reads, out=None, transposed=None)
         self._makes_dz = not in_cast and (not derivative.is_identity or problem.dz is not None)
         dz = dz_spec(problem) if self._makes_dz else problem.dy
         self._pass = None
@@ -257,10 +297,14 @@ class Fp8BackwardPlan(Plan):
             written = dz if self._makes_dz else None
             self._pass = BackwardPass(problem.dtype, derivative, problem.dy, written, device, accumulate=accumulate)
         needs_dx, needs_dw = problem.dx is not None, problem.dw is not None
-        self._cast = None if is_cast else Cast(
-            problem.dtype, dz, DY, precision, device, out=needs_dx, transposed=needs_dw,
-            derivative=derivative if in_cast else None, accumulate=accumulate,
-        )  # fmt: skip
+        self._cast: Cast | RowCast | None = None
+        of_dz = problem.dtype, dz, DY, precision, device
+        by_rows = recipe.by_rows
+        if by_rows:
+            self._cast = RowCast(*of_dz, out=needs_dx, transposed=needs_dw)
+        elif not is_cast:
+            derived = derivative if in_cast else None
+            self._cast = Cast(*of_dz, out=needs_dx, transposed=needs_dw, derivative=derived, accumulate=accumulate)
         _, kind, gradient = recipe.dtypes
         (m, k), n = problem.x.layout.shape, problem.w.layout.rows
         out, transposed = Spec(packed(m, n)), Spec(packed(n, m))
@@ -268,9 +312,9 @@ class Fp8BackwardPlan(Plan):
         w, x = Spec(packed(k, n)).transposed, Spec(packed(k, m)).transposed
         found = {}
         if problem.dx is not None:
-            found["dx"] = _product(kinds, problem.dtype, out, w, problem.dx, fast=is_fast)
+            found["dx"] = _product(kinds, problem.dtype, out, w, problem.dx, fast=is_fast, vectors=by_rows)
         if problem.dw is not None:
-            found["dw"] = _product(kinds, problem.dtype, transposed, x, problem.dw, fast=is_fast)
+            found["dw"] = _product(kinds, problem.dtype, transposed, x, problem.dw, fast=is_fast, vectors=by_rows)
         self._adds = {"dx": problem.accumulate_dx, "dw": problem.accumulate}
         added = {name: replace(each, c=each.d if self._adds[name] else None) for name, each in found.items()}
         self.products = {name: known_algorithm(each, device) for name, each in added.items()}
@@ -280,17 +324,21 @@ class Fp8BackwardPlan(Plan):
         self._partial_bytes = aligned(sums.partial_bytes) if sums else 0
         # Bytes of dz in FP8, as it lies and transposed.
         self._cast_bytes = (0, 0) if is_cast else (needs_dx * aligned(m * n), needs_dw * aligned(m * n))
+        # Bytes of 1 / scale of each row and of each column of dz.
+        self._vector_bytes = by_rows * aligned(_WORD * m), by_rows * aligned(_WORD * n)
+        self._pitch = _WORD * k if by_rows else _SLOT  # from the scales of the kept x to those of w
+        self._scratch_bytes = self._dz_bytes + self._partial_bytes + sum(self._cast_bytes) + sum(self._vector_bytes)
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
-        memory.scratch(self._dz_bytes + self._partial_bytes + sum(self._cast_bytes))
+        memory.scratch(self._scratch_bytes)
         for each in self.products.values():
             each.reserve(memory)
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         dy, cast_slots, x_transposed, w_transposed, saved, dx, dw, db, dz, slots, history = call.addresses
-        scratch = memory.scratch(self._dz_bytes + self._partial_bytes + sum(self._cast_bytes))
+        scratch = memory.scratch(self._scratch_bytes)
         partial = scratch + self._dz_bytes
         dz8 = partial + self._partial_bytes
         dz8_transposed = dz8 + self._cast_bytes[0]
@@ -299,14 +347,21 @@ class Fp8BackwardPlan(Plan):
             self._pass.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
         if not self.products:
             return
+        row_scales = slots + _SLOT * DY + _WORD * INVERSE
         if self._cast is None:
-            dz8, dz8_transposed, inverse = dy, saved, slots + _SLOT * DY + _WORD * INVERSE
+            dz8, dz8_transposed = dy, saved
         else:
+            vectors = dz8_transposed + self._cast_bytes[1]
+            state = (vectors, vectors + self._vector_bytes[0]) if sum(self._vector_bytes) else (slots, history)
             of_derivative = saved, db, partial, call.dropouts[0]
-            inverse = self._cast.put(dz, dz8, dz8_transposed, (slots, history), memory, of_derivative)
-        operands = {"dx": (dz8, w_transposed, dx, W), "dw": (dz8_transposed, x_transposed, dw, X)}
+            row_scales = self._cast.put(dz, dz8, dz8_transposed, state, memory, of_derivative)
+        col_scales = row_scales + self._vector_bytes[0]  # the same if dz has one scale
+        operands = {
+            "dx": (dz8, w_transposed, dx, W, row_scales),
+            "dw": (dz8_transposed, x_transposed, dw, X, col_scales),
+        }
         for name, product in self.products.items():
-            a, b, d, row = operands[name]
-            inverses = inverse, cast_slots + _SLOT * row + _WORD * INVERSE
+            a, b, d, row, scales = operands[name]
+            inverses = scales, cast_slots + self._pitch * row + _WORD * INVERSE
             scalars = 1.0, float(self._adds[name])
             product.put(Call((a, b, d, 0, 0, d, *inverses), memory.stream, scalars), memory)

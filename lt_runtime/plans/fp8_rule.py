@@ -54,8 +54,10 @@ def expected_slower_in_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
     if not (own and fp8 and peaks.bytes_per_s):
         return None
     m, n, k = problem.rows, problem.outputs, problem.inputs
-    # With the recipe "current", each cast first reads its tensor once more to find the scale.
-    is_linear, is_current = problem.activation.name == "none", problem.recipe.recipe == "current"
+    # With another recipe than "delayed", each cast first reads its tensor once more to find scales. The pass that
+    # computes dz casts it only if dz has one scale.
+    is_linear, is_current = problem.activation.name == "none", problem.recipe.recipe != "delayed"
+    is_linear |= problem.recipe.by_rows
     flops, size = 2 * (2 + problem.dx) * m * n * k, dtype.itemsize
     moved = (size + 2) * (m * k + n * k + m * n * is_linear) + is_current * size * (m * k + n * k + m * n)
     saved_us = 1e6 * flops * (1 / (_OWN * own) - 1 / (_FP8 * fp8))

@@ -55,13 +55,13 @@ def fp8_plans(problem: Fp8LayerProblem, device: int) -> list[Plan]:
     ((forward, backward),) = LayerChain.of_fp8(problem).keeping({0: kept}).layers
     assert forward is not None
     assert backward is not None
-    is_current = problem.recipe.recipe == "current"
-    precision, needs = Precision(problem.recipe, is_current), Needs(problem.dx)
+    recipe = problem.recipe.recipe
+    precision, needs = Precision(problem.recipe, recipe == "current"), Needs(problem.dx)
     plans = [
         Fp8ForwardPlan(forward, precision, Prologue(), needs, device),
         Fp8BackwardPlan(backward, precision, device),
     ]
-    return [*plans, *([] if is_current else [_ScalesPlan(problem, device)])]
+    return [*plans, *([_ScalesPlan(problem, device)] if recipe == "delayed" else [])]
 
 
 class _Fp8Operands(ChainOperands):
@@ -73,7 +73,8 @@ class _Fp8Operands(ChainOperands):
         (m, k), n = forward.x.layout.shape, forward.w.layout.rows
         e4m3, full = DType.FLOAT8_E4M3FN, DType.FLOAT32
         sizes: dict[str, tuple[int, int, DType]] = {
-            "slots": (3, SLOT_WIDTH, full), "history": (3, recipe.history, full), "cast_slots": (2, SLOT_WIDTH, full),
+            "slots": (3, SLOT_WIDTH, full), "history": (3, recipe.history, full),
+            "cast_slots": (2, k if recipe.by_rows else SLOT_WIDTH, full),
             "x8": (k, m, e4m3), "w8": (k, n, e4m3), "kept": (m, n, forward.dtype),
         }  # fmt: skip
         self._added = {name: Buffer(memory, Spec(packed(*size)), dtype) for name, (*size, dtype) in sizes.items()}

@@ -13,7 +13,7 @@ import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._fp8_linear import arrays_of
 from tests.support.fake_gpu import FakeGpu
-from tests.support.fp8_layers import CASES, FP16, Fp8Case, Fp8Layer, decibels
+from tests.support.fp8_layers import CASES, FP16, Fp8Case, Fp8Layer, K, M, N, decibels
 from tests.support.over_fake_gpu import own
 
 GROWING = (1.0, 4.0, 16.0)
@@ -80,6 +80,7 @@ PASSES = {
     "without activation": (Fp8Case(activation="none"), ["cast_fp8"]),
     "dropout alone": (Fp8Case(activation="none", dropout=0.5), ["cast_fp8"]),
     "current": (Fp8Case(recipe=lt.FP8(recipe="current")), ["cast_fp8", "fp8_scales", "cast_fp8"]),
+    "rowwise": (Fp8Case(recipe=lt.FP8(recipe="rowwise")), ["epilogue_bwd", "cast_fp8", "cast_fp8"]),
     "float16": (Fp8Case(FP16), ["epilogue_bwd", "cast_fp8"]),
     "only a bias gradient": (Fp8Case(needs=(False, False, True)), ["epilogue_bwd"]),
 }
@@ -95,6 +96,26 @@ def test_passes_of_backward(gpu: FakeGpu, case: Fp8Case, passes: list[str]) -> N
     forward = len(gpu.kernels.launched) - len(passes)
     assert gpu.kernels.launched[forward:] == passes
     assert not {"epilogue_bwd"} & {*gpu.kernels.launched[:forward]}
+
+
+@pytest.mark.parametrize("where", ["numpy", "gpu"])
+@pytest.mark.parametrize("recipe", ["rowwise", "current"])
+def test_rows_of_all_magnitudes_keep_their_accuracy(gpu: FakeGpu, recipe: Any, where: str) -> None:
+    """Rows of x and dy differ by 2^24, more than one scale can hold, and a column of x is 2^12 times the others."""
+    generator, sizes = np.random.default_rng(3), np.exp2(np.linspace(-12, 12, M))[:, None]
+    x, w, dy = (generator.standard_normal(shape).astype(np.float32) for shape in ((M, K), (N, K), (M, N)))
+    x, dy = (np.float32(sizes) * each for each in (x, dy))
+    x[:, 5] *= 2.0**12
+    put, get = (gpu.cp.asarray, gpu.host_of) if where == "gpu" else (np.copy, np.asarray)
+    state = gpu.lt.FP8State(gpu.lt.FP8(recipe=recipe, gradients="e4m3", fast_accumulation="never"))
+    y, ctx = gpu.lt.linear_fwd(put(x), put(w), precision=state)
+    dx, dw, _ = gpu.lt.linear_bwd(put(dy), ctx)
+    gpu.synchronize()
+    x, w, dy = (each.astype(np.float64) for each in (x, w, dy))
+    pairs = (get(y), x @ w.T), (get(dx), dy @ w), (get(dw).T, x.T @ dy)
+    rows = [each for pair in pairs for each in zip(*pair, strict=True)]
+    worst = min(decibels(found.astype(np.float64), wanted) for found, wanted in rows)
+    assert worst > 22.0 if recipe == "rowwise" else worst < 6.0
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -201,7 +222,7 @@ GAPS = np.ones((16, 24), np.float32)[:, :16]
 REFUSED = {
     "no state": (lambda: lt.linear_fwd(X, W, precision=lt.FP8()), "it must be None or an lt.FP8State"),
     "no recipe": (lambda: lt.FP8State("delayed"), "recipe is 'delayed'; it must be an lt.FP8"),
-    "recipe": (lambda: lt.FP8(recipe="rowwise"), "recipe is 'rowwise'; accepted are delayed, current"),
+    "recipe": (lambda: lt.FP8(recipe="blocks"), "recipe is 'blocks'; accepted are delayed, current, rowwise"),
     "gradients": (lambda: lt.FP8(gradients="bf16"), "gradients is 'bf16'"),
     "history": (lambda: lt.FP8(history=0), r"history is 0; it must be in \[1, 1024\]"),
     "fallback": (lambda: lt.FP8(fallback="no"), "fallback is 'no'"),

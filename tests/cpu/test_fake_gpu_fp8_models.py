@@ -40,7 +40,9 @@ def test_gradients(precision: Any, options: Any) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("recipe", "activation"), [("delayed", "gelu"), ("current", "gelu"), ("delayed", "none")])
+@pytest.mark.parametrize(
+    ("recipe", "activation"), [("delayed", "gelu"), ("current", "gelu"), ("rowwise", "gelu"), ("delayed", "none")]
+)
 def test_a_chain_computes_what_its_layers_compute_one_by_one(
     gpu: FakeGpu, device: str, recipe: Any, activation: str
 ) -> None:
@@ -81,13 +83,14 @@ def test_a_chain_computes_what_its_layers_compute_one_by_one(
 PASSES = {
     "delayed": ("bfloat16", "delayed", ["cast_fp8"] * 4 + ["epilogue_fwd"]),
     "current": ("bfloat16", "current", ["cast_fp8", "fp8_scales", "cast_fp8"] * 4 + ["epilogue_fwd"]),
+    "rowwise": ("bfloat16", "rowwise", [*["cast_fp8"] * 4, "epilogue_fwd"] * 2),
     "float16": ("float16", "delayed", ["cast_fp8", "cast_fp8", "epilogue_fwd"] * 2),
 }
 
 
 @pytest.mark.parametrize(("dtype", "recipe", "passes"), PASSES.values(), ids=PASSES)
 def test_passes_of_forward(gpu: FakeGpu, dtype: str, recipe: Any, passes: list[str]) -> None:
-    """In BF16 the kernel that casts the next layer's x applies the activation, unless that layer is not in FP8."""
+    """In BF16 the kernel that casts the next layer's x applies the activation, if that x has one FP8 scale."""
     model = gpu.lt.MLP(DIMS, "gelu", dropout=0.25, dtype=dtype, device="cuda", precision=gpu.lt.FP8(recipe=recipe))
     x = model.device.asarray(batches(1)[0][0].astype(model.dtype.numpy))
     for step in range(2):
@@ -116,9 +119,10 @@ def test_layers_say_how_they_are_computed() -> None:
     assert lt.Linear(16, 16, device="cpu", precision=lt.FP8(history=4)).scales.recipe.history == 4
 
 
-def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, **options: Any) -> list[bytes]:
+def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, recipe: Any = "delayed", **options: Any) -> list[bytes]:
     """Trains for five steps; returns the bytes of parameters, losses and FP8 scales after each step."""
-    model = gpu.lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=gpu.lt.FP8(), **options)
+    options |= {"dtype": "bfloat16", "seed": 4, "device": "cuda", "precision": gpu.lt.FP8(recipe=recipe)}
+    model = gpu.lt.MLP(DIMS, "gelu", **options)
     optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2)
     step = gpu.lt.TrainStep(
         model, optimizer, loss="cross_entropy", batch_size=ROWS * parts, accumulate=parts, graph=graph, tune=False
@@ -136,7 +140,7 @@ def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, **options: Any) -> list[
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.25}, {"parts": 2}])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.25}, {"parts": 2}, {"recipe": "rowwise"}])
 def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: FakeGpu, options: Any) -> None:
     """Both as a graph and eagerly, the first step computes the FP8 scales from its own batch."""
     assert train(gpu, graph=True, **options) == train(gpu, graph=False, **options)
@@ -268,7 +272,7 @@ def outputs(gpu: FakeGpu, model: Any, x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(model.device.to_host(y)).astype(np.float64)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_inference_is_in_fp8(gpu: FakeGpu, device: str, activation: str, recipe: Any) -> None:

@@ -609,10 +609,14 @@ def test_fp8_that_is_refused_or_wrong_is_not_chosen(process: Process, takes: int
         assert found.rejected[0].startswith(f"products in FP8: {reason}")
 
 
-def test_a_script_within_tuning_measures_whether_its_layer_is_faster_in_fp8(process: Process) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_script_within_tuning_measures_whether_its_layer_is_faster_in_fp8(process: Process, recipe: Any) -> None:
     with process() as gpu:
         gpu.streams.costs_us.update(FP8_WINS)
-        state, (x, w) = gpu.lt.FP8State(gpu.lt.FP8(fallback=True)), (gpu.cp.ones((n, 32), BF16) for n in (32, 48))
+        state, (x, w) = (
+            gpu.lt.FP8State(gpu.lt.FP8(recipe, fallback=True)),
+            (gpu.cp.ones((n, 32), BF16) for n in (32, 48)),
+        )
         gpu.lt.linear_fwd(x, w, precision=state)
         assert "expected" in state.fallback
         with gpu.lt.tuning():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import lt_runtime as lt
 from lt_runtime.problem import DType
 from lt_runtime.reference import amax_of, cast_fp8
-from lt_runtime.reference.fp8 import FP8_TYPES
+from lt_runtime.reference.fp8 import FP8_TYPES, cast_fp8_rows
 from tests.support.placed import FLAT, Placed
 from tests.support.strategies import TYPES, Placement, placements, sizes
 
@@ -49,6 +49,22 @@ def test_casts(
     np.testing.assert_array_equal(out.values(), expected)
     np.testing.assert_array_equal(transposed.values(), expected.T)
     assert float(amax[0]) == amax_of(values)
+
+
+@pytest.mark.parametrize("shape", [(704, 4096), (48, 8208), (1000, 768), (3, 100_003), (65, 33)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("to", FP8_TYPES)
+def test_casts_with_a_scale_for_each_row(gpu: Any, to: Any, dtype: DType, shape: tuple[int, int]) -> None:
+    """Rows and columns have magnitudes that differ by 2^12, and some elements are infinite or NaN."""
+    generator = np.random.default_rng(5)
+    sizes = np.outer(*(np.exp2(generator.uniform(-6, 6, each)) for each in shape))
+    values = (generator.standard_normal(shape) * sizes).astype(dtype.numpy)
+    values[0, :3], values[2] = (np.inf, np.nan, -np.inf), 0
+    out, transposed, *scales = lt.cast_fp8_rows(gpu.cp.asarray(values), dtype=to)
+    for source, found, inverse in ((values, out, scales[0]), (values.T, transposed, scales[1])):
+        expected, factors = cast_fp8_rows(source, to)
+        np.testing.assert_array_equal(gpu.cp.asnumpy(found.view(np.uint8)), expected.view(np.uint8))
+        np.testing.assert_array_equal(gpu.cp.asnumpy(inverse), factors)
 
 
 @pytest.mark.parametrize("to", FP8_TYPES)

@@ -36,6 +36,13 @@ class Fp8Case:
 CASES = {
     "delayed": Fp8Case(),
     "current": Fp8Case(recipe=lt.FP8(recipe="current")),
+    "rowwise": Fp8Case(recipe=lt.FP8(recipe="rowwise")),
+    "rowwise, e4m3, float16": Fp8Case(FP16, recipe=lt.FP8(recipe="rowwise", gradients="e4m3"), dropout=0.5),
+    "rowwise, float32, adds": Fp8Case(FP32, recipe=lt.FP8(recipe="rowwise"), add=True, accumulate=True),
+    "rowwise, first layer": Fp8Case(
+        recipe=lt.FP8(recipe="rowwise"), activation="none", needs=(False, True, True), accumulate=True
+    ),
+    "rowwise, frozen weights": Fp8Case(recipe=lt.FP8(recipe="rowwise"), needs=(True, False, False)),
     "gradients in e4m3": Fp8Case(recipe=lt.FP8(gradients="e4m3", fast_accumulation="always")),
     "float16": Fp8Case(FP16, recipe=lt.FP8(fast_accumulation="never")),
     "float32": Fp8Case(FP32, activation="silu", dropout=0.25),

@@ -55,17 +55,18 @@ def test_products_are_those_of_dequantised_operands(recipe: lt.FP8, dtype: Any) 
         torch.testing.assert_close(found, values.to(dtype), msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_an_mlp_in_fp8_learns_as_in_its_own_type() -> None:
+@pytest.mark.parametrize("precision", ["fp8", lt.FP8(recipe="rowwise")], ids=["fp8", "rowwise"])
+def test_an_mlp_in_fp8_learns_as_in_its_own_type(precision: Any) -> None:
     losses = {}
-    for precision in (None, "fp8"):
+    for each in (None, precision):
         torch.manual_seed(0)
-        model = ltt.MLP([64, 48, 16], "gelu", dropout=0.1, precision=precision)
+        model = ltt.MLP([64, 48, 16], "gelu", dropout=0.1, precision=each)
         trained(model, 20)
         with torch.no_grad():
-            losses[precision] = model.eval()(torch.randn(64, 64, generator=torch.Generator().manual_seed(1))).square()
-    assert losses["fp8"].mean() < 0.01
-    assert losses["fp8"].mean() != losses[None].mean()
-    torch.testing.assert_close(losses["fp8"].mean(), losses[None].mean(), rtol=0.2, atol=0)
+            losses[each] = model.eval()(torch.randn(64, 64, generator=torch.Generator().manual_seed(1))).square()
+    assert losses[precision].mean() < 0.01
+    assert losses[precision].mean() != losses[None].mean()
+    torch.testing.assert_close(losses[precision].mean(), losses[None].mean(), rtol=0.2, atol=0)
 
 
 @pytest.mark.parametrize("rows", [8, 32])
