@@ -27,7 +27,8 @@ _INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 128: (128, 
 _FUSED: Final = "lt_one_kernel"
 _LAYERS: Final = "lt_layers"
 _PEERS: Final = ("torch_graph_bf16", f"{MAX_AUTOTUNE}_bf16", JAX)
-_PARAMETER_BYTES: Final = 28  # of each: BF16, FP32 master, two FP32 moments, each read and written; no gradients
+# Bytes moved for each parameter: BF16, FP32 master, two FP32 moments, each read and written; no gradients.
+_PARAMETER_BYTES: Final = 28
 _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
 """The peak of dense BF16 products in the data sheet, at 1.83 GHz; small steps run at up to 1.98 GHz."""
 

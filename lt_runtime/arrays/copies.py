@@ -10,14 +10,14 @@ from lt_runtime.arrays.operand import Operand
 
 
 class Copy(Protocol):
-    """A copy on a GPU."""
+    """A copy on a GPU, such as FP8 weights, that must follow the arrays from which it is made."""
 
     @property
     def sources(self) -> Sequence[Operand]:
-        """The arrays that it is made from."""
+        """The arrays from which the copy is made."""
 
     def renew(self, stream: int) -> None:
-        """Puts on the stream the work that makes the copy from its sources, in place."""
+        """Launches the kernels that compute the copy anew from its sources, into the copy's present memory."""
 
     def drop(self) -> bool:
         """Ends the use of the copy, because its sources will be written without notice; False if graphs read it."""

@@ -47,7 +47,7 @@ class KeptWeight:
             call("cuStreamSynchronize", stream)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Makes copies and pickles of a model without the weight in FP8: nothing would renew it."""
+        """Leaves the FP8 copy of a weight out of copies and pickles of a model, where nothing would renew it."""
         return type(None), ()
 
     def renew(self, stream: int) -> None:

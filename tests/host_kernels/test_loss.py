@@ -278,7 +278,7 @@ def test_sums_of_the_gradient(
     ("shape", "loss", "order"), [((16, 16), "huber", 0), ((400, 272), "mse", 1), ((8320, 16), "bce_with_logits", 2)]
 )
 def test_gradients_in_fp8(runner: Runner, shape: Shape, loss: str, order: int, kind: str) -> None:
-    """The cast gradient is that of the uncast one, which has the bits of the loss that does not cast."""
+    """The FP8 gradient is the cast of the gradient that the kernel without a cast writes, bit for bit."""
     generator, size = np.random.default_rng(0), shape[0] * shape[1]
     prediction, target = (Guarded(generator.random(shape).round(2) * 4, FLAT, BF16) for _ in range(2))
     gradients = [Guarded(np.zeros(shape), FLAT, BF16) for _ in range(2)]

@@ -35,7 +35,7 @@ def mutated(draw: st.DrawFn, content: bytes, resigned: Callable[[Any], Any] = la
         return (content[:end] + content[start:end] * draw(st.sampled_from((1, 100))) + content[end:])[:LARGEST]
     try:
         data = json.loads(content)
-    except ValueError:  # lines of JSON: one of them is changed
+    except ValueError:  # content that is not one JSON value may be lines of JSON, of which one is changed
         lines = content.splitlines()
         numbers = [index for index, line in enumerate(lines) if line.startswith(b"{")]
         if not numbers:  # numbers are missing if the content is no text
