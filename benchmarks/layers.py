@@ -119,7 +119,7 @@ class Block(Typed):
         return 12 * self.rows * self.n * self.k
 
     def sets(self, cache: int) -> int:
-        """The number of buffer sets that exceed an L2 cache of `cache` bytes; 1 for blocks whose data stays in it."""
+        """How many sets of buffers exceed an L2 cache of `cache` bytes; 1 for a block whose data stay in the cache."""
         wanted = -(-_CACHES * cache // self.bytes)
         return wanted if wanted <= _MOST_SETS else 1
 

@@ -46,10 +46,10 @@ def chain_of(case: Any) -> LayerChain:
 
 
 class Plans(NamedTuple):
-    """Plans of a block's four passes.
+    """Plans of the four passes of a block of two layers.
 
-    They are forward of both layers, backward of the second layer through the first's activation, and backward of the
-    first.
+    The passes are forward of each layer, backward of the second layer, which includes the derivative of the first
+    layer's activation, and backward of the first layer.
     """
 
     first: ForwardPlan

@@ -381,7 +381,7 @@ def _base(name: str) -> str:
     return name.removesuffix("_autocast").removesuffix("_bf16")
 
 
-# Rows of training from batches in the host's memory.
+# Cases in which training reads each batch from the host's memory.
 
 
 def measure_prefetch(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:

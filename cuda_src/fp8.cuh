@@ -25,8 +25,8 @@ struct Fp8Output {
   Matrix transposed;   // (cols, rows); null if absent
   const float* scale;  // factor before the conversion; null for 1
   float* amax;         // raised to the largest |x| before scaling, if that is larger; null if it is not wanted
-  float* row_scales;   // 1 / scale of each row of `out`, and of each of its columns, which are the rows of `transposed`;
-  float* col_scales;   // null if absent. Only fp8_rows.cuh uses them
+  float* row_scales;   // 1 / scale of each row of `out`; only the casts by rows write it, see fp8_rows.cuh
+  float* col_scales;   // 1 / scale of each column of `out`, a row of `transposed`; also written by the casts by rows only
   uint32 rows;
   int64 cols;
 };

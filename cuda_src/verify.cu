@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(256) compare(const __grid_constant_
     const double limit = p.limits != nullptr ? p.limits[at] : p.limit + p.relative * fabs(wanted);
     own.error_squares += error * error;
     own.wanted_squares += wanted * wanted;
-    if (error <= limit) continue;  // false if the error is NaN
+    if (error <= limit) continue;  // the comparison is false, so that the element is counted, if the error is NaN
     if (own.bad++ == 0) own.first = at;
   }
   found[threadIdx.x] = own;

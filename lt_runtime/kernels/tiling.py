@@ -95,8 +95,8 @@ class Access(enum.IntEnum):
     def macros(self, blocks: int) -> Macros:
         """The macros for how a kernel loads and stores octets, and for the blocks that a multiprocessor must hold.
 
-        The number of blocks bounds a thread's registers, except in the slow path, which uses as many registers as it
-        needs.
+        The compiler limits a thread's registers so that this many blocks fit on a multiprocessor. Kernels for operands
+        that are not aligned have no such limit: they use as many registers as they need.
         """
         return ("ALIGNED", str(int(self))), ("BLOCKS", str(blocks if self else 1))
 

@@ -326,7 +326,7 @@ class MLP(Block, surrounded=False):
         for place, (name, shape) in enumerate(named.items()):
             if name.endswith("weight"):  # `bound` also holds for the bias that follows the weight
                 bound = 1.0 / math.sqrt(shape[1])
-            for start in range(0, math.prod(shape), _DRAWN):  # drawn in pieces, to limit memory
+            for start in range(0, math.prod(shape), _DRAWN):  # initial values are drawn in pieces, to limit memory
                 drawn = generator.uniform(-bound, bound, min(_DRAWN, math.prod(shape) - start)).astype(np.float32)
                 for views in (values, *masters):
                     views[place].reshape(-1)[start : start + drawn.size] = drawn

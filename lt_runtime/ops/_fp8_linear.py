@@ -228,7 +228,7 @@ def reason_against(state: FP8State, x: Any, w: Any, bias: Any, activation: Any, 
     """Why a layer is computed in its own type; None if its products are to be computed in FP8.
 
     Args:
-        x: its columns are not read: the inputs of the layer below tell whether that layer may defer its activation.
+        x: inputs of the layer, or of the layer below it, whose rows are as many. The number of columns is not read.
     """
     sizes = _sizes(x, w)
     device = device_of("x", x) if any(sizes) else HOST
@@ -356,9 +356,9 @@ def _check_products(*operands: Operand | None) -> None:
 class Fp8Forward(LinearForward):
     """`LinearForward` with the product in FP8.
 
-    The last options are the `Precision`, the `Prologue` of x, whose dropout mask is from the second scalar, the
-    `Needs` of backward, and whether activation and dropout are left to the next layer's prologue: y is then the
-    pre-activation, and is saved.
+    The last four options of a call are its `Precision`; the `Prologue` that the cast of x applies, whose dropout mask
+    the call's second random generator draws; the `Needs` of backward; and whether activation and dropout are left to
+    the next layer's prologue. In that case y is the pre-activation, and is saved for backward.
     """
 
     names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots")

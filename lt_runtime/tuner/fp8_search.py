@@ -152,7 +152,7 @@ class _Precisions:
         return self.operands.take_times(plans, _BUDGET_S, _ROUNDS, in_a_loop=True, least_us=self._least_us)
 
     def reject_wrong(self, names: Collection[bool]) -> list[bool]:
-        """Compares FP8's results with those of the own type, up to the rounding of FP8 operands; see `Contenders`."""
+        """Compares results in FP8 with those in the layer's own type; allows for FP8's rounding. See `Contenders`."""
         if True not in names:
             return []
         expected = self.operands.results(self._plans[False])

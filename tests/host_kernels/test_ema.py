@@ -17,7 +17,7 @@ from tests.host_kernels.variants import BF16, F16, F32, TYPES
 
 shifts = st.sampled_from((0, 0, 1, 4, 8))
 tensors = st.tuples(sizes, st.sampled_from(TYPES), shifts, shifts)
-"""Draws a case: size, type of the values, and the numbers of elements before the average and before the value."""
+"""Draws a case: size, type of the values, and by how many elements the average and the value are misaligned."""
 
 
 @FEW

@@ -98,7 +98,7 @@ class Copy:
         return self.python(["-m", "pytest", *options, *arguments], limit_s)
 
     def python(self, arguments: Sequence[str], limit_s: int | None = None) -> tuple[int | Verdict, str]:
-        """Runs Python in the copy, as `pytest` does."""
+        """Runs Python in the copy of the repository that has the fault; returns the same as `pytest`."""
         path = os.pathsep.join(
             filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
         )  # so that Python finds the copy of the package before one that the virtual environment may have installed

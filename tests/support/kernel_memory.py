@@ -38,7 +38,7 @@ _OTHERWISE: Final[Mapping[str, str]] = {
     "scale": "target",
     "tally": "loss",
 }
-"""Exceptions to `_WRITTEN`, by kernel.
+"""By kernel, the members of its parameters that it uses in the other way than `_WRITTEN` says.
 
 A kernel reads its members of these names if they are in `_WRITTEN`, and writes them if they are not.
 """

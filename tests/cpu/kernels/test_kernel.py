@@ -30,8 +30,8 @@ def test_parameters_of_another_size_are_an_error(more: int, monkeypatch: pytest.
 
 COMPUTING = {
     *("DYNAMIC_SHARED", "static_assert", "sizeof", "__shfl_sync", "octet_count", "whole_steps", "place_of_sum"),
-    *("of", "index", "last"),  # methods that only compute an index
-    *("sweep", "columns", "a", "addend", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructors
+    *("of", "index", "last"),  # these methods only compute an index
+    *("sweep", "columns", "a", "addend", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructed objects
     *(
         "beside",
         "gate_at",
@@ -43,7 +43,7 @@ COMPUTING = {
         "target_at",
         "gradient_at",
         "ahead",
-    ),  # a matrix of addresses, and names of constructors
+    ),  # the same, and a matrix of addresses
 }
 """Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
 CONSTANT = {"p.chunks[", "p.layers["}
