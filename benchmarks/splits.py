@@ -108,7 +108,7 @@ def by_split(chain: LayerChain, split: Split, choose: Choose = known_algorithm) 
     """Makes plans by the given strategies.
 
     Raises:
-        PlanError: the library refuses one of them.
+        PlanError: cuBLASLt refuses a product of one of the strategies.
     """
     forwards, backwards = iter(split[:2]), iter((split.last, split.through))
     return _plans(

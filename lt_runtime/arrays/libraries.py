@@ -229,7 +229,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 
 
 def _look_of(kind: type) -> Look | None:
-    """The `Look` of a class of arrays; None unless it is CuPy's ndarray, or PyTorch's Tensor or Parameter.
+    """How to read a call's arrays of a class, for CuPy's ndarray and PyTorch's Tensor and Parameter; otherwise None.
 
     Subclasses of these classes also give None, because they may override the attributes that are read.
     """

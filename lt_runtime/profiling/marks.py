@@ -112,7 +112,7 @@ class MarkedCopy:
         self.events, self.frames, self._tail = list[Any](), list[Any](), list[int]()
 
     def take(self, stream: int) -> int:
-        """Returns the number of the present moment, and captures an event if this copy has one at the moment."""
+        """Returns the present moment's number; captures an event on the stream if the copy has one for this moment."""
         if not self.count or self._tail != _tail(stream):
             if self.count in self.moments:
                 for _ in range(1 if self.count else 1 + self.empty):
@@ -123,7 +123,7 @@ class MarkedCopy:
         return self.count - 1
 
     def close(self) -> None:
-        """Frees the copy's graph and events."""
+        """Frees the captured graph and its events."""
         if self.graph is not None:
             self.graph.close()
         _destroy(self.events)

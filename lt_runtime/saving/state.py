@@ -253,7 +253,7 @@ def _check_options(
 def _sources(
     path: AnyPath, kinds: Kinds, shared: Mapping[str, str], objects: Collection[str], keywords: Collection[str]
 ) -> dict[str, str]:
-    """For every key of some keywords in a file, the key under which the file has the array.
+    """Maps the keys of the objects that `keywords` names to the keys under which the file stores their arrays.
 
     Raises:
         CheckpointError: an array belongs to none of the file's objects.

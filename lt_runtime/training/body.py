@@ -352,9 +352,9 @@ class StepBody:
 def _last_linear(block: Block) -> Linear | None:
     """The linear layer whose dz is the gradient of a model's outputs; None if there is none.
 
-    The layer is searched only in blocks that pass the gradient of the outputs unchanged to their last layer. In FP8 a
-    `Residual` is not one of them, because it adds the gradient to another. In another type `MLP` is left out, because
-    the problems that decide about its one-kernel passes have the bias gradient.
+    The last layer is looked for only in blocks that pass the gradient of the outputs on to it unchanged. A `Residual`
+    whose last layer is in FP8 is none of them, because it also adds that gradient to the gradient of its inputs. An
+    `MLP` that is not in FP8 is left out too: tuning compares its layers, with the bias gradient, with a single kernel.
     """
     if type(block) is Chain:
         return _last_linear(block.sequence[-1])

@@ -312,7 +312,8 @@ def test_gradients_are_added_up(gpu: FakeGpu) -> None:
 
 
 def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
-    case = layer_case(dropout=0.5, keep_z=True)  # dropout alone forbids a capture: nothing is allocated
+    # The calls allocate no array, so that only dropout prevents their capture.
+    case = layer_case(dropout=0.5, keep_z=True)
     layer = Layer(gpu, case, gpu.stream)
     for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6)) * 2:
         layer.case = dataclasses.replace(case, rng=rng)

@@ -88,7 +88,7 @@ def test_a_range_decorates_a_function_and_is_heard_from_any_thread() -> None:
         thread.start()
         thread.join()
     assert recorder.seen == 2 * ["+block0.fc1", "-block0.fc1"]
-    assert (double.__name__, double.__doc__) == ("double", "Doubles.")
+    assert (double.__name__, double.__doc__) == ("double", "Doubles a value, and adds a number.")
 
 
 def test_a_range_without_listeners_calls_no_python_function() -> None:

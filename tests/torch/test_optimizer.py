@@ -96,7 +96,7 @@ def test_steps_are_those_of_pytorch(path: str, options: dict[str, Any], clip: fl
     ours, theirs = parameters(), parameters()
     made = in_groups(lambda groups, **more: AdamW(groups, max_norm=clip, **more), **options)(ours)
     twin = in_groups(torch.optim.AdamW, **options)(theirs)
-    # The parameter of number 3 begins at the third step, and that of number 1 leaves out some.
+    # Parameter 3 gets its first gradient in the fourth step, and parameter 1 gets one in every other step only.
     for step in range(6):
         used = lambda i, step=step: (i != 3 or step > 2) and (i != 1 or step % 2 == 0)  # noqa: E731
         train(made, ours, range(step, step + 1), used=used)

@@ -136,7 +136,7 @@ def test_what_a_key_looks_like() -> None:
         KEY.replace('"batch": 1', f'"batch": {2**20}').replace('"batch_stride": 0', f'"batch_stride": {2**40}'),
         MLP.replace('"rows": 8', f'"rows": {2**47}'),
         CHOICE.replace('"rows": 8', f'"rows": {2**47}'),
-        CHOICE.replace('"delayed"', '"rowwise"'),
+        CHOICE.replace('"delayed"', '"columnwise"'),
         CHOICE.replace('"history": 16', '"history": 0'),
         KEY.replace('"bfloat16"', '"bfloat17"'),
         KEY.replace('"bfloat16"', "1"),
