@@ -18,10 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError
 
-pytestmark = [  # warnings of PyTorch's own: of its compiler, and of autograd's thread if its first work is a product
+pytestmark = [  # a warning of PyTorch's own, if the first work of autograd's thread is a product
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
 ]
 
@@ -177,6 +175,7 @@ class Halved(torch.nn.Module):
         return y * 0.5
 
 
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile, raised as errors, would end the compilation
 def test_a_compiled_step_is_captured_after_another_model_was_compiled() -> None:
     """Compiled code of one model's `cost` also fits the other, whose `forward` must then be compiled by itself."""
 
