@@ -81,7 +81,9 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """The function dropout(act(x)) that a layer's cast of x applies first; x is the pre-activation of the layer below.
+    """The activation and dropout of the layer below, which a layer's cast of its inputs x applies before it casts.
+
+    The cast computes dropout(act(x)), where x is the pre-activation of the layer below. The default leaves x as it is.
 
     Attributes:
         dropout: probability with which an element is dropped.
@@ -93,7 +95,7 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Which gradients backward will compute: forward keeps w for dx, and x for dw."""
+    """Which gradients backward will compute: forward keeps the transpose of w in FP8 for dx, that of x for dw."""
 
     dx: bool = True
     dw: bool = True
@@ -101,10 +103,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Problem:
-    """A layer's forward or backward pass in FP8. Plans in the plan cache are for its products, not for the pass.
+    """A layer's forward or backward pass in FP8. The plan cache has plans for its products, none for the pass itself.
 
     Attributes:
-        prologue, needs: have a meaning only for a forward pass.
+        prologue, needs: what the cast of x applies, and which gradients will be computed; for a forward pass only.
     """
 
     layer: ForwardProblem | BackwardProblem
@@ -117,15 +119,15 @@ class Fp8Problem:
 class Fp8LayerProblem:
     """The choice between FP8 and a layer's own type, for the products of its forward and backward pass.
 
-    A measurement of both decides if the choice is open: with packed matrices, without dropout, and with the gradients
-    of the weight and the bias.
+    If the choice is open, a measurement of both types decides it. The measurement has packed matrices and no dropout,
+    and computes the gradients of the weight and the bias.
 
     Attributes:
         dtype: the layer's own type.
         rows, outputs, inputs: M, N and K.
         bias: whether there is a bias.
         dx: whether backward computes dx.
-        recipe: of the products in FP8.
+        recipe: the recipe of the products in FP8.
     """
 
     dtype: DType
@@ -145,7 +147,7 @@ class Fp8LayerProblem:
 
     @property
     def is_open(self) -> bool:
-        """Whether both are possible: the sizes allow FP8, and the recipe does not ask for it in any case."""
+        """Whether both types are possible: the sizes allow FP8, and the recipe's `fallback` allows the own type."""
         return self.fits and self.recipe.fallback
 
 

@@ -24,11 +24,11 @@ class Copy(Protocol):
 
 
 _copies: Final[dict[int, weakref.ref[Copy]]] = {}
-"""All copies, by their `id`. A dict of weak references can be listed while other threads add copies."""
+"""Weak references to all copies, by the copies' `id`. A dict, because `list` of it is safe while threads add copies."""
 
 
 def follow(copy: Copy) -> None:
-    """Lets `copies_of` find a copy as long as somebody else holds it."""
+    """Registers a copy, so that `copies_of` finds the copy as long as another reference keeps the copy alive."""
     key = id(copy)
     _copies[key] = weakref.ref(copy, lambda _: _copies.pop(key, None))
 

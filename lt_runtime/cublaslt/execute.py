@@ -151,7 +151,7 @@ def matrix_transform(
     c_layout: MatrixLayout,
     stream: int,
 ) -> None:
-    """Launches C = α·op(A) + β·op(B) on `stream`, which converts between orders and types, scales and adds.
+    """Launches C = α·op(A) + β·op(B) on `stream`; C may have another order and another type than A and B.
 
     Args:
         handle: see `handle`.

@@ -61,17 +61,17 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
         lambda c: c.version <= 130200 and c.capability == 90 and c.algo_id == 66 and c.largest_pitch > _MAX_INT32,
         "wrong results or a fault where a leading dimension spans more than 2**31 - 1 bytes",
     ),
-    # github.com/NVIDIA/raft issue 3097 (13.6). No version is known to be cured.
+    # github.com/NVIDIA/raft issue 3097 (13.6). No version without the fault is known.
     (
         lambda c: c.version >= 130600 and c.algo_id == 68 and c.largest_span > _MAX_INT32,
         "the launch fails where an operand spans 2**31 elements or more",
     ),
-    # The maintainers saw this fault in several versions of cuBLASLt. No version is known to be cured.
+    # The maintainers saw this fault in several versions of cuBLASLt. No version without the fault is known.
     (
         lambda c: c.k == 1 and (c.epilogue.has_derivative or c.epilogue.has_bias_gradient),
         "reads out of bounds, or faults, where K is 1",
     ),
-    # github.com/NVIDIA/apex issue 1392 (CUDA 11.6). No version is known to be cured.
+    # github.com/NVIDIA/apex issue 1392 (CUDA 11.6). No version without the fault is known.
     (
         lambda c: c.n == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
         "illegal memory access in the sum of an operand with one column",
@@ -83,8 +83,8 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
         lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < 16,
         "a fault where the bias is not aligned to 16 bytes: the heuristic is not told of its alignment",
     ),
-    # The maintainers saw this fault on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32. No version is known to
-    # be cured.
+    # The maintainers saw this fault on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32. No version without
+    # the fault is known.
     (
         lambda c: c.d_alignment < min(c.c_alignment, c.asked_alignment),
         "a misaligned address where D's rows are less aligned than C's, by which the library judges them",

@@ -44,15 +44,15 @@ def fp8_forward(
 ) -> tuple[Any, LinearContext, LinearContext | None]:
     """The layer's y and its context for training; see `lt.linear_fwd`.
 
-    If the layer and the following one are in FP8, the cast of the following layer's x applies the layer's activation
-    and dropout, unless each row has a scale: y is then the pre-activation.
+    If this layer and the following one are in FP8 and each tensor has one scale, y is the pre-activation: the following
+    layer applies this layer's activation and dropout when it casts its inputs.
 
     Args:
         following: the layer that alone reads y; None if there is none.
-        below: the third result of the layer before; None for the first layer.
+        below: the third result of this function for the layer before; None for the first layer.
 
     Returns:
-        y, the context, and the context again if y is the pre-activation.
+        y; the context; and the context again if y is the pre-activation, otherwise None.
     """
     assert layer.scales is not None
     defers = following is not None and type_name(x.dtype) == "bfloat16" and _trains_in_fp8(x, layer, following)
@@ -87,7 +87,7 @@ def fp8_outputs(
 
     Args:
         state: the layer's scales.
-        out: a buffer for the outputs, which excludes FP8.
+        out: a buffer for the outputs; with a buffer the layer runs in its own type.
     """
     w, device = weight.data, device_of("x", x)
     # Casts and product must run on one stream, also where x and w are of libraries with different current streams.

@@ -24,11 +24,11 @@ class KeptWeight:
     """A weight on a GPU in FP8; a `Copy` of the weight and of the scale that it is cast with.
 
     Args:
-        slots: of the layer's `FP8State`.
-        stream: makes the copy. The host waits for it, because later calls may use any stream.
+        slots: the `slots` of the layer's `FP8State`, which have the scale of w.
+        stream: the stream that makes the copy. The host waits for the copy, because later calls may use any stream.
 
     Attributes:
-        sources: see `Copy`.
+        sources: the weight and the slots; see `Copy`.
         w: the weight; None after `drop`.
         w8, inverse: the weight in FP8, and 1 / scale, an FP32 array (1,). The state's own scale may change in training,
             while a graph goes on reading this copy.
@@ -72,8 +72,9 @@ def has_kept(state: FP8State, weight: Parameter) -> bool:
 def keeps_weight(state: FP8State, weight: Parameter, device: int, stream: int) -> bool:
     """Whether a call of inference on a stream reads a kept weight; the layer's first such call has to make it.
 
-    A weight that an optimizer updates is cast in each call, because graphs of its updates run unnoticed. A graph cannot
-    make a kept weight, because calls before its launch would read it.
+    A weight that an optimizer updates is cast in each call: the package does not notice when a captured graph updates
+    the weight, and a kept copy would be stale. A call that is being captured makes no kept weight, because calls before
+    the graph's first launch would read memory that has not been written.
     """
     if device == HOST or weight.owner.is_trained or state.recipe.recipe != "delayed":
         return False

@@ -204,7 +204,11 @@ def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
 
 
 def precision_of(state: FP8State, *rows: int) -> Precision:
-    """The precision of a call that casts the tensors of these rows, which are calibrated if they never were."""
+    """The `Precision` of a call that casts the tensors of the given rows.
+
+    The call computes scales first if one of these tensors has none yet, with the recipe "current" always, and with
+    "rowwise" never.
+    """
     is_found = state.recipe.recipe != "current" and state.calibrated.issuperset(rows)
     return Precision(state.recipe, not (is_found or state.recipe.by_rows))
 
@@ -215,7 +219,7 @@ def fits(x: Any, w: Any) -> bool:
 
 
 def _sizes(x: Any, w: Any) -> tuple[int, int, int]:
-    """M, N and K; zeros if x or w is no matrix, which the ordinary call refuses."""
+    """M, N and K; zeros if x or w is no matrix: the layer then runs in its own type, whose checks raise the error."""
     try:
         *rows, _ = x.shape
         outputs, inputs = w.shape
@@ -245,7 +249,7 @@ def reason_for(
     has_bias: bool,
     device: int,
 ) -> str | None:
-    """`reason_against` for a layer of the given M, N and K; it tells watchers of the `Fp8LayerProblem`."""
+    """`reason_against` for a layer of the given M, N and K; passes the `Fp8LayerProblem` to `ranges.watchers`."""
     reason = None if are_multiples(*sizes) else NO_MULTIPLE
     if device == HOST or not (ranges.watchers or (state.recipe.fallback and reason is None)):
         return reason
@@ -261,7 +265,7 @@ def reason_for(
 
 @functools.cache
 def _timed(recipe: FP8) -> FP8:
-    """A recipe with the defaults of all fields that have no influence on times."""
+    """The recipe with defaults for the fields that have no influence on times: equal times need one measurement."""
     return replace(recipe, history=FP8().history, headroom=FP8().headroom)
 
 
@@ -272,7 +276,7 @@ class _Update(PassOperation):
     required = 2
 
     class Launched:
-        """Makes the `ScalesPass` of a prepared call."""
+        """The launches of a prepared call, which need a `ScalesPass` and no scratch memory."""
 
         scratch_bytes = 0
 
@@ -304,9 +308,9 @@ class _Update(PassOperation):
 def _cast_on_host(
     x: NDArray[Any], row: int, precision: Precision, slots: Any, history: Any
 ) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[Any]]:
-    """x as FP8 represents it, its transpose in FP8, and the slot, or 1 / scale of each row of the transpose.
+    """x rounded to FP8, its transpose in FP8, and the slot; with "rowwise" 1 / scale of the transpose's rows instead.
 
-    The scale in the slot is found first if the call calibrates; see `Cast` and `RowCast`.
+    If the call calibrates, it first computes the scale in the slot from x; see `Cast` and `RowCast`.
     """
     recipe, slot = precision.recipe, slots[row]
     dtype, is_current = recipe.dtypes[row].value, recipe.recipe == "current"
@@ -323,7 +327,7 @@ def _cast_on_host(
 
 
 def _exact(transposed: NDArray[Any], scales: NDArray[Any], precision: Precision) -> NDArray[np.float64]:
-    """The numbers of a transpose in FP8, from the last two results of `_cast_on_host`."""
+    """The values that a transpose in FP8 represents; `transposed` and `scales` are results of `_cast_on_host`."""
     factors: NDArray[np.float64] = scales[:, None] if precision.recipe.by_rows else scales[INVERSE : INVERSE + 1]
     return transposed.astype(np.float64) * factors
 
@@ -513,7 +517,7 @@ class CastGradient(NamedTuple):
     """The gradient of a layer's outputs, cast to FP8 with the scale of the layer's state.
 
     Attributes:
-        rows: (..., N). transposed: (N, M).
+        rows: the gradient (..., N). transposed: its transpose (N, M).
     """
 
     rows: Any
@@ -521,7 +525,7 @@ class CastGradient(NamedTuple):
 
 
 class Fp8CastBackward(Fp8Backward):
-    """`Fp8Backward` of a `CastGradient`, whose transpose is in the place of the saved tensor."""
+    """`Fp8Backward` for a `CastGradient`: its transpose is the call's argument in the place of the saved tensor."""
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
@@ -536,7 +540,7 @@ class Fp8CastBackward(Fp8Backward):
 
 
 def _measured(make: Callable[[], Plan], device: int) -> Plan:
-    """A plan whose products have been measured before, if tuning is on."""
+    """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results."""
     plan = make()
     for each in plan.products.values():
         before_first_use(each.problem, device)
@@ -562,7 +566,7 @@ def forward(
     """`linear_fwd` with its product in FP8, unless there is a `reason_against`.
 
     Args:
-        arrays, options: of the operation `LinearForward`.
+        arrays, options: those of a call of the operation `LinearForward`.
         below: the context of the layer below if that layer has deferred its activation and dropout: x is then its
             pre-activation, and the cast of x applies both. This saves writing and reading the layer's output.
         defers: whether to leave activation and dropout to the next layer, as `below`: y is then the pre-activation. x
@@ -573,7 +577,8 @@ def forward(
     """
     check_instance("precision", state, FP8State, "None or an lt.FP8State")
     (x, w, bias, *_), (activation, _, _, compute, *_) = arrays, options
-    # A measurement in another thread may have changed the choice since the layer below has deferred its activation.
+    # If the layer below has deferred its activation, only FP8 can apply it: the choice is not made again, because a
+    # measurement in another thread may have changed the choice since.
     state.fallback = None if below else reason_against(state, x, w, bias, activation, compute)
     if state.fallback is not None:
         plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)

@@ -65,10 +65,11 @@ _CAST_LOSS: Final = CastLoss()
 
 
 def casts_loss(state: FP8State, target: Any) -> bool:
-    """Whether `cast_loss` can be used for a loss of the outputs of the layer with a state, which has just run forward.
+    """Whether `cast_loss` can be used for a loss of a layer's outputs; the layer has just run forward.
 
     Args:
-        target: BF16.
+        state: the scales of the layer.
+        target: the targets of the loss; they must be BF16.
     """
     is_delayed = state.slots is not None and state.recipe.recipe == "delayed"
     reads_both = state.fallback is None and state.needs_dx and state.needs_dw
@@ -89,11 +90,11 @@ def cast_loss(
 ) -> tuple[Any, Any]:
     """A loss on a GPU, and its gradient in FP8 for the layer that made the prediction, with the layer's bias gradient.
 
-    A layer that has not found the scale of its gradients yet gets the gradient uncast.
+    If the layer has not found the scale of its gradients yet, the gradient is returned in BF16.
 
     Args:
-        state: of the layer, for which `casts_loss` is True.
-        loss: without weights.
+        state: the scales of the layer; `casts_loss` must be True for them.
+        loss: the loss function, without weights.
         db: (N,) buffer of the bias gradient, or None.
         accumulate: whether the bias gradient is added to the values in `db`.
         prediction: (..., N), BF16. target: (..., N), same type.

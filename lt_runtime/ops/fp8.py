@@ -75,7 +75,7 @@ class CastFp8(PassOperation):
 
 
 def _check_options(dtype: str, is_asked: bool, nothing: str) -> None:
-    """Raises `DTypeError` for another type than FP8's, and `ArgumentError` with `nothing` if no result is asked for."""
+    """Raises `DTypeError` unless the type is an FP8 type, and `ArgumentError(nothing)` if no result is asked for."""
     if dtype not in FP8_TYPES:
         raise DTypeError(f"dtype is {dtype}; accepted are {' and '.join(FP8_TYPES)}")
     if not is_asked:
@@ -158,7 +158,7 @@ def cast_fp8(
     need_transposed: bool = True,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """x · scale in FP8, as x lies and transposed, and the largest |x|: all in one read of x.
+    """Casts x · scale to FP8, row-major and transposed, and finds the largest |x|, all in one read of x.
 
     Products in FP8 read both operands along the axis that they sum over, so that training needs many matrices in both
     orientations. The product is computed in FP32, rounded to nearest even and saturated: numbers beyond the type's
@@ -204,7 +204,7 @@ def cast_fp8_rows(
     need_transposed: bool = True,
     stream: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """x in FP8 with a scale for each row, and its transpose with a scale for each of the transpose's rows.
+    """Casts x to FP8 with a scale for each row, and its transpose with a scale for each of the transpose's rows.
 
     So rows of different magnitudes keep their accuracy, in products that multiply by `scale_a` and `scale_b` of
     `lt.matmul`. A row is cast by the largest power of two by which none of its elements exceeds the type's largest

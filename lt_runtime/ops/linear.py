@@ -208,7 +208,7 @@ def linear_bwd(
         KindError: `ctx` or `through` is no context.
         ArgumentError: `accumulate` or `accumulate_dx` without the buffers to add to; `through` without dx, or with
             `accumulate_dx`; `through` is of a layer whose y is not this layer's x.
-        ShapeError: `through` is a layer whose y this one's x cannot be.
+        ShapeError: the y of the layer of `through` has another shape than this layer's x.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     if not isinstance(ctx, LinearContext):

@@ -383,7 +383,7 @@ def matmul(
 def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any]]:
     """α and β as a pair of numbers and as a pair of arrays.
 
-    If α and β are arrays, the numbers are 1, because only the device knows the arrays' values.
+    If α and β are arrays, the pair of numbers is (1, 1), because only the device knows the arrays' values.
 
     Raises:
         KindError: α is a number and β is not, or the other way round.

@@ -30,25 +30,25 @@ from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import AMAX, INVERSE, SCALE, SLOT_WIDTH
 
 X, W, DY = range(3)
-"""The rows of a layer's tensors in the slots and the history of its scales."""
+"""Rows of x, w and dy in the slots (the scales, see `SLOT_WIDTH`) and in the history of largest magnitudes."""
 _WORD: Final = 4  # bytes of an FP32 number
 _SLOT: Final = _WORD * SLOT_WIDTH
 _SCALES: Final = ("scale_a", "scale_b")
 
 
 class Cast:
-    """A tensor of a layer in FP8, as it lies and transposed, by the scale in its slot.
+    """Casts a tensor of a layer to FP8, row-major and transposed, with the scale in the tensor's row of the slots.
 
     Args:
         row: the tensor's row in the slots and the history.
-        out, transposed: whether to make either.
+        out, transposed: whether to make the row-major result, and whether to make the transpose.
         derivative: if not None, the tensor is dz, which the cast computes from dy and the saved tensor, together with
             the bias gradient; see `CastGradientPass`. The source is then dy.
         accumulate: whether the bias gradient is added to the present values of its buffer.
-        prologue: applied to the source before the cast; without a derivative.
+        prologue: the activation and dropout that are applied to the source before the cast; only without a derivative.
 
     Attributes:
-        spec: of the tensor in FP8. transposed: of its transpose.
+        spec, transposed: the specs of the tensor in FP8 and of its transpose.
         partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
     """
 
@@ -84,7 +84,7 @@ class Cast:
             self._cast, self.partial_bytes = fused, fused.partial_bytes
             if precision.calibrates:
                 self._amax = CastGradientPass(dtype, name, replace(derivative, db=None), source, None, None, device)
-        # The scale of a tensor's own values needs no room for larger values.
+        # With the recipe "current" a scale serves only the values that it was computed from: no headroom is needed.
         is_current = precision.recipe.recipe == "current"
         steps, headroom = (1, 1.0) if is_current else (precision.recipe.history, precision.recipe.headroom)
         self._scales = ScalesPass(1, steps, headroom, device) if precision.calibrates else None
@@ -110,7 +110,8 @@ class Cast:
         slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
         scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
         if self._amax is not None and self._scales is not None:
-            # The old scale was chosen for earlier values. With a scale of 0, the update counts no overflow of these.
+            # The old scale was chosen for earlier values. It is set to 0, so that the update counts no overflow where
+            # the present values exceed what the old scale allowed.
             driver_call("cuMemsetD32Async", scale, 0, 1, memory.stream)
             _launch(self._amax, x, (0, 0, 0, amax), backward, memory)
             self._scales.launch(slot, history, 0, memory)
@@ -120,7 +121,7 @@ class Cast:
 
 
 class RowCast:
-    """As a `Cast` of a source as it lies, but with a scale for each row, and for each row of the transpose."""
+    """Like `Cast` without derivative and prologue, but with a scale for each row and for each row of the transpose."""
 
     partial_bytes = 0
 
@@ -135,8 +136,8 @@ class RowCast:
     def put(
         self, x: int, out: int, transposed: int, state: tuple[int, int], memory: StreamMemory, backward: object = None
     ) -> int:
-        """As `Cast.put`, but `state` are the addresses for 1 / scale of the rows of both results; returns the first."""
-        del backward  # it has neither a derivative nor a mask
+        """As `Cast.put`, but `state` has the addresses for 1 / scale of the rows of `out` and of `transposed`."""
+        del backward  # a cast by rows has neither a derivative nor a mask
         self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
         return state[0]
 
@@ -159,15 +160,16 @@ def _launch(
 class Fp8ForwardPlan(Plan):
     """The plan of a layer's forward pass with its product in FP8: two casts, the product, perhaps an epilogue pass.
 
-    The addresses of its calls are those of `ForwardProblem.operands`, then slots and history, then what backward reads:
-    the transposes of x and of w in FP8, and a copy of both tensors' slots with the scales that they were cast with. If
-    each row has a scale, the copy's place is taken by (2, K) reciprocals of the scales of the transposes' rows. The
-    last three are absent without backward, and a transpose that no gradient needs is absent too.
+    A call has the addresses of `ForwardProblem.operands`, then of slots and history, then of three arrays for backward:
+    the transposes of x and of w in FP8, and a copy of the slots of x and w, with the scales of their casts. If each row
+    has a scale, the third array has instead the reciprocals (2, K) of the scales of the transposes' rows. The three
+    arrays are absent without backward, and a transpose that no gradient needs is absent too.
 
-    The dropout masks of its calls are those of y and of the prologue.
+    The two dropout masks of a call are those of y and of the prologue.
 
     Args:
-        prologue: if it is not the identity, x is BF16, `moves_tiles` holds for it, and each tensor has one scale.
+        prologue: is applied to x before the cast. Unless it is the identity, x is BF16, `moves_tiles` holds for x, and
+            each tensor has one scale.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
@@ -251,7 +253,7 @@ def _product(
 
 
 def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
-    """The spec of the pre-activation that is stored besides y: the caller's, or one for backward; None without one."""
+    """The spec of the pre-activation that forward stores: the caller's, or one for backward; None if none is stored."""
     is_read = problem.backward and problem.activation != Activation()
     return problem.preactivation or (Spec(packed(*problem.y.layout.shape)) if is_read else None)
 
@@ -259,8 +261,8 @@ def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
 def casts_dz(problem: BackwardProblem, precision: Precision) -> bool:
     """Whether dz is cast before it is rounded to the layer's type.
 
-    It is if it is not wanted in that type, the type is BF16, and each tensor has one scale. If the operands also allow
-    vectors, one pass then computes dz, its casts and the bias gradient.
+    True if the caller does not want dz itself, the layer's type is BF16, and each tensor has one scale. If the operands
+    also allow vector loads, one pass then computes dz, casts dz, and computes the bias gradient.
     """
     wants_product = problem.dx is not None or problem.dw is not None
     is_possible = problem.dtype is DType.BFLOAT16 and not precision.recipe.by_rows
@@ -270,15 +272,15 @@ def casts_dz(problem: BackwardProblem, precision: Precision) -> bool:
 class Fp8BackwardPlan(Plan):
     """The plan of a layer's gradients with their products in FP8: a cast of dz, and up to two products.
 
-    If the cast cannot compute dz and the bias gradient itself, see `casts_dz`, a pass for them precedes it.
+    If the cast cannot compute dz and the bias gradient (see `casts_dz`), another pass computes them before the cast.
 
-    The addresses of its calls are those of dy, the slots of x and w as forward left them, their transposes in FP8, the
-    saved tensor, dx, dw, db and dz, then slots and history.
+    A call has the addresses of dy, forward's copy of the slots of x and w, the transposes of x and w in FP8, the saved
+    tensor, dx, dw, db and dz, then of slots and history.
 
     Args:
-        problem: without an `input_derivative`; its x and w are not read.
-        is_cast: whether dy has been cast, and is dz. The addresses of its calls are then those of dy in FP8 and of its
-            transpose in the places of dy and the saved tensor, and no bias gradient is made.
+        problem: the layer's gradients, without an `input_derivative`; its x and w are not read.
+        is_cast: whether dy is dz, and is in FP8 already. A call then has the address of dy in FP8 in the place of dy,
+            and that of the transpose in the place of the saved tensor; the plan makes no bias gradient.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
@@ -322,11 +324,11 @@ class Fp8BackwardPlan(Plan):
         self._dz_bytes = aligned(dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
         sums = self._pass or self._cast
         self._partial_bytes = aligned(sums.partial_bytes) if sums else 0
-        # Bytes of dz in FP8, as it lies and transposed.
+        # Bytes of dz in FP8, row-major and transposed.
         self._cast_bytes = (0, 0) if is_cast else (needs_dx * aligned(m * n), needs_dw * aligned(m * n))
         # Bytes of 1 / scale of each row and of each column of dz.
         self._vector_bytes = by_rows * aligned(_WORD * m), by_rows * aligned(_WORD * n)
-        self._pitch = _WORD * k if by_rows else _SLOT  # from the scales of the kept x to those of w
+        self._pitch = _WORD * k if by_rows else _SLOT  # bytes from the scales of the kept x to those of w
         self._scratch_bytes = self._dz_bytes + self._partial_bytes + sum(self._cast_bytes) + sum(self._vector_bytes)
 
     def reserve(self, memory: StreamMemory) -> None:
@@ -355,7 +357,7 @@ class Fp8BackwardPlan(Plan):
             state = (vectors, vectors + self._vector_bytes[0]) if sum(self._vector_bytes) else (slots, history)
             of_derivative = saved, db, partial, call.dropouts[0]
             row_scales = self._cast.put(dz, dz8, dz8_transposed, state, memory, of_derivative)
-        col_scales = row_scales + self._vector_bytes[0]  # the same if dz has one scale
+        col_scales = row_scales + self._vector_bytes[0]  # the same address if dz has one scale
         operands = {
             "dx": (dz8, w_transposed, dx, W, row_scales),
             "dw": (dz8_transposed, x_transposed, dw, X, col_scales),

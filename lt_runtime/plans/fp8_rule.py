@@ -32,7 +32,7 @@ def against_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _slower_in_fp8(problem: Fp8LayerProblem, device: int, generation: object) -> str | None:
-    """See `against_fp8`, for an open choice; each measurement replaces the `generation`."""
+    """`against_fp8` if both types are possible. Every measurement changes `generation`, so that old results expire."""
     entry = known_layer(problem, plan_store(device))
     if entry is None:
         return expected_slower_in_fp8(problem, device)
@@ -47,7 +47,7 @@ def expected_slower_in_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
     """A reason why a layer should be slower in FP8; None if it should be faster, or if peak rates are not known.
 
     Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take. With an
-    activation both types need a pass over dy, and that pass casts dy.
+    activation, a layer in either type needs a pass that computes dz from dy, and in FP8 this pass also casts dz.
     """
     peaks, dtype = hardware(device), problem.dtype
     own, fp8 = peaks.flops_per_s(dtype, problem.compute), peaks.flops_per_s(DType.FLOAT8_E4M3FN, Compute.FLOAT32)
@@ -55,7 +55,7 @@ def expected_slower_in_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
         return None
     m, n, k = problem.rows, problem.outputs, problem.inputs
     # With another recipe than "delayed", each cast first reads its tensor once more to find scales. The pass that
-    # computes dz casts it only if dz has one scale.
+    # computes dz also casts dz only if dz has one scale.
     is_linear, is_current = problem.activation.name == "none", problem.recipe.recipe != "delayed"
     is_linear |= problem.recipe.by_rows
     flops, size = 2 * (2 + problem.dx) * m * n * k, dtype.itemsize

@@ -65,7 +65,7 @@ _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
 """Launch time in microseconds of our narrow kernels for ragged rows and at least `_WIDE` columns, by element size in
 bytes.
 
-It is long because the kernel reads the elements of ragged rows one by one."""
+The launch time is long because the kernel reads the elements of ragged rows one by one."""
 _TILE_US: Final = 2.3
 """Launch time in microseconds of our kernel for ragged rows."""
 _TILES: Final = 180.0
@@ -156,8 +156,8 @@ def copies_us(problem: MatmulProblem, *, k_major: bool = False) -> float:
     """Estimated microseconds by cuBLASLt on padded copies, including the time of copying.
 
     One kernel makes all copies of operands, and another copies the result back without padding. The products dx and dw
-    share a copy of dz, see `sharing_copy`, so that half of its cost counts for each. A product is taken for dx or dw if
-    B is row-major, which it is not in a layer's forward pass.
+    share a copy of dz, see `sharing_copy`, so that half of its cost counts for each. The estimate takes every product
+    with a row-major B for dx or dw, because B is column-major in a layer's forward pass.
     """
     padded = padded_problem(problem, k_major=k_major)
     assert padded is not None, f"nothing is copied for {problem}"

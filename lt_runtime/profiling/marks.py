@@ -78,7 +78,7 @@ class EventMarks:
         return 1e3 * float(call("cuEventElapsedTime", start, end))
 
     def drop(self, mark: Any) -> None:
-        """Takes back an event that has been read, for use at a later moment."""
+        """Takes back an event whose time has been read, to record it again later."""
         if mark is not None:
             self._free.append(mark)
 
@@ -158,7 +158,7 @@ class MarkedGraph:
         times_us: microseconds from each moment to the next, without the cost of events.
 
     Raises:
-        GpuError: the graph could not be captured, or a later capture met another number of moments.
+        GpuError: the graph could not be captured, or a later capture of it has another number of moments.
     """
 
     def __init__(self, capture: Callable[[MarkedCopy], Graph]) -> None:

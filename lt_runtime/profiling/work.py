@@ -155,5 +155,5 @@ def measure(bench: Bench, kind: str) -> float:
         plan, operands = make_plan(problem, bench.device), ProductOperands(bench.memory, problem)
         operands.fill(NORMAL, 0)
         amount, run = 2 * _EXTENT**3, lambda stream: plan.run(operands.call(stream))
-    # the fastest of several rounds: the first also loads the kernel
+    # the fastest of several rounds counts, because the first round also loads the kernel
     return 1e6 * amount / min(bench.clock.once(run) for _ in range(_ROUNDS))

@@ -37,7 +37,7 @@ def cast_fp8(x: NDArray[Any], scale: Any, dtype: str) -> NDArray[Any]:
 
 
 def cast_fp8_rows(x: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """The rows of a matrix in FP8, each by a scale of its own, and 1 / scale of each row.
+    """Casts each row of a matrix to FP8 with a scale of its own; also returns 1 / scale of each row.
 
     A scale is the largest power of two by which no element of the row exceeds the type's largest number, and at most
     2^`SCALE_EXPONENT`. An infinite or NaN element counts as 2^128.
@@ -78,7 +78,8 @@ INVERSE, SCALE, AMAX, LARGEST_NUMBER, OVERFLOWS = range(5)
 
 They hold 1 / scale, by which a product is multiplied; the scale, by which the tensor is multiplied before it is cast;
 the largest absolute value since the last update; the largest number of the tensor's type; and the number of updates
-whose largest absolute value was beyond what the scale allows. A scale of 0 is to be found by the next update.
+whose largest absolute value was beyond what the scale allows. A scale of 0 has not
+been found yet: the next update computes it.
 """
 SLOT_WIDTH: Final = 8
 

@@ -61,7 +61,8 @@ def _mix(state: NDArray[np.uint64], key: tuple[int, int]) -> None:
 def random_lanes(calls: NDArray[np.uint64], third: int, fourth: int, seed: int) -> NDArray[np.uint16]:
     """The 16-bit lanes (n, 8) of the calls of Philox with given numbers (n,); lane 0 is the low half of word 0.
 
-    A call's counter is four words: the low and the high word of its number, the third, the fourth; its key is the seed.
+    The counter of a call has four words: the low and the high word of the call's number, then `third` and `fourth`. The
+    key of all calls is the seed.
     """
     counter = np.empty((calls.size, 4), np.uint64)
     counter[:, 0], counter[:, 1] = calls & _LOW, calls >> _HALF

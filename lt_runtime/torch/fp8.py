@@ -128,7 +128,7 @@ def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, 
 
 
 Record: TypeAlias = tuple[Layer, FP8State, bool]
-"""What backward needs of a layer's call besides tensors; the bool says whether the weight is contiguous."""
+"""A record of a layer's call for backward, without the tensors; the bool says whether the weight is contiguous."""
 
 
 def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: Any) -> tuple[Any, Record, list[Any]]:
@@ -235,8 +235,8 @@ def _follow(scales: FP8State, weight: Tensor) -> None:
 def _update(optimizer: Any, *_: Any) -> None:
     """After an optimizer's step, updates the FP8 scales of the layers that the optimizer trains.
 
-    A layer whose parameters are all frozen follows every optimizer. The update is skipped by the flag `found_inf` of
-    `GradScaler`, where the optimizer gets it.
+    A layer whose parameters are all frozen follows every optimizer. If `GradScaler` sets the optimizer's flag
+    `found_inf`, the scales stay as they are.
     """
     if not _layers:
         return

@@ -99,7 +99,7 @@ def gated(
 ) -> Tensor:
     """y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ + add, a gated feed-forward block; with "silu" SwiGLU.
 
-    Forward does not keep the gated values: backward's kernel that computes their gradient computes them again.
+    Forward does not keep the gated values: the kernel of backward that computes their gradient recomputes the values.
 
     Args:
         x: (..., K). gate, up: (F, K). down: (N, F). gate_bias, up_bias: (F,). down_bias: (N,). add: (..., N).

@@ -33,9 +33,9 @@ class Form(NamedTuple):
 def forms_of(
     activations: tuple[Any, ...], slopes: tuple[float, ...], dropouts: tuple[float, ...], has_add: bool
 ) -> tuple[Form, ...]:
-    """The forms of consecutive layers; `has_add` says whether a tensor is added to the last layer's output.
+    """The `Form` of each of consecutive layers; `has_add` says whether a tensor is added to the last layer's output.
 
-    The output of ReLU determines its derivative, unless a tensor was added to it.
+    For ReLU, backward computes the derivative from the output, unless a tensor was added to the output.
 
     Raises:
         ArgumentError: an unknown activation or slope, or a probability outside [0, 1).

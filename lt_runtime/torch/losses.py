@@ -69,9 +69,9 @@ class CrossEntropy(Operator):
 class LinearCrossEntropy(Operator):
     """Mean cross-entropy of logits x · weightᵀ + bias (M, N), computed in chunks of rows together with its gradients.
 
-    A chunk of 0 rows stands for the default. The outputs besides the loss are the gradients of x, weight and bias,
-    unscaled; those that the option `wanted` leaves out are empty. Gradients of FP16 operands are FP32, because they
-    could underflow before backward multiplies them by the loss scale.
+    The option `chunk` is the number of rows; 0 is the default size. The outputs besides the loss are the gradients of
+    x, weight and bias, unscaled; a gradient that the option `wanted` leaves out is empty. Gradients of FP16 operands
+    are FP32, because they could underflow before backward multiplies them by the loss scale.
     """
 
     name = "linear_cross_entropy"

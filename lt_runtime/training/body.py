@@ -330,7 +330,7 @@ class StepBody:
     def _compute(self, run: Pass, target: Any, weights: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
         """The function of the loss; if possible, one that also does work of the last layer's backward pass.
 
-        It makes the bias gradient and, for a layer in FP8, casts the gradient of the outputs.
+        The latter computes the bias gradient and, for a layer in FP8, casts the gradient of the outputs.
         """
         layer, loss = self._last, self.loss.elementwise
         if layer is None or loss is None or weights:
@@ -350,10 +350,10 @@ class StepBody:
 
 
 def _last_linear(block: Block) -> Linear | None:
-    """The linear layer whose dz is the gradient of a model's outputs; None if there is none.
+    """The last linear layer, if its dz is the gradient of the model's outputs; None if there is no such layer.
 
     The last layer is looked for only in blocks that pass the gradient of the outputs on to it unchanged. A `Residual`
-    whose last layer is in FP8 is none of them, because it also adds that gradient to the gradient of its inputs. An
+    whose last layer is in FP8 is left out, because the block also adds that gradient to the gradient of its inputs. An
     `MLP` that is not in FP8 is left out too: tuning compares its layers, with the bias gradient, with a single kernel.
     """
     if type(block) is Chain:

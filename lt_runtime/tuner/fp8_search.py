@@ -1,4 +1,4 @@
-"""Decides whether a layer's products are computed in FP8: forward and backward with all casts against the own type."""
+"""Measures whether a layer is faster in FP8: forward, backward and all casts, against the layer in its own type."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BUDGET_S = 0.4
 
 
 class _ScalesPlan(Plan):
-    """The update of a layer's scales once a step, by the addresses of slots and history."""
+    """The plan of the update of a layer's scales once a step; a call has the addresses of slots and history."""
 
     def __init__(self, problem: Fp8LayerProblem, device: int) -> None:
         self.problem, self.device = problem, device
@@ -104,7 +104,9 @@ class _Fp8Operands(ChainOperands):
 
 
 def decide_fp8(bench: Bench, problem: Fp8LayerProblem) -> Decided:
-    """Whether a layer is faster in FP8, and the entry for the plan cache. Its products have been decided.
+    """Measures whether a layer is faster in FP8; returns the result and the entry for the plan cache.
+
+    The plans of the layer's products must have been chosen before.
 
     Raises:
         PlanError: cuBLASLt has no algorithm for the layer in its own type.
@@ -126,7 +128,7 @@ class _Precisions:
     """Two contenders: False is the layer in its own type, which stays unless FP8 is clearly faster; True is FP8.
 
     Attributes:
-        rejected: FP8 with the reason, if cuBLASLt refuses it or its results are wrong.
+        rejected: FP8 with the reason for rejection, if cuBLASLt refuses a product or the results are wrong.
     """
 
     def __init__(self, bench: Bench, problem: Fp8LayerProblem) -> None:

@@ -1,5 +1,6 @@
-"""Measures the splits of a part of a chain (see `Part`) against each other, and picks the fastest correct one.
+"""Measures the splits of a part of a chain (see `Part`) against each other, and picks the fastest correct split.
 
+A split divides a part's work between cuBLASLt and our kernels: one plan for each of the part's problems.
 First the plans of each problem are timed alone, with untuned algorithms. Then the products of the promising plans are
 tuned. Finally the best splits, each as a whole, race against the untuned split. The results of the winner must agree
 with those of plain products followed by our kernels.
