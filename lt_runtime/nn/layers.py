@@ -164,7 +164,7 @@ class Gated(Block):
         options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if rng else 0.0, "rng": rng}
         y, context = gated_fwd(h, **options, stream=run.stream)
         run.keep(context)
-        # h, which is kept anyway, stands in for y: half of it has y's shape.
+        # Half of h has y's shape, and is kept for backward anyway: it stands in for a y that backward recomputes.
         return forward_layers([self.down], y, run, add=add, stand_in=h[..., : y.shape[-1]] if self.recompute else None)
 
     def backward(self, dy: Any, run: Pass) -> Any:

@@ -66,22 +66,23 @@ _FIRST: Final = 5
 class FP8State:
     """The scales of one linear layer's tensors x, w and dy, on the device of the layer, for `precision=`.
 
-    The first forward and the first backward call find the scales of their tensors from the tensors themselves, and with
-    another recipe than "delayed" every call does. With the recipe "rowwise" slots and history stay as they are. With
-    "delayed", call `update` once a step, after the step's last backward call; a captured graph may hold that. The
-    arrays are made at the first call, on the device of its x.
+    With the recipe "delayed" the first forward and the first backward call compute scales from the present tensors.
+    Call `update` once a step, after the step's last backward call, to compute the scales of the next step; a captured
+    graph may hold the call of `update`. With another recipe every call computes scales from the present tensors;
+    "rowwise" leaves slots and history as they are. The first call makes both arrays, on the device of its x.
 
     Args:
         recipe: types, scales and accumulation.
 
     Attributes:
-        recipe: see above.
+        recipe: the argument.
         slots: FP32 (3, 8), a row for x, w and dy: 1 / scale, scale, largest magnitude since the last update, largest
             number of the FP8 type, number of overflows; None before the first call.
         history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
-        calibrated: rows of the tensors that have found their scales.
-        needs_dx, needs_dw: whether backward will compute either gradient, both by default, and so needs w or x in FP8,
-            transposed, which forward otherwise does not make. `lt.FP8.fallback` uses `needs_dx` too. Blocks set both.
+        calibrated: the rows of `slots` (0 for x, 1 for w, 2 for dy) whose scales have been computed or loaded.
+        needs_dx, needs_dw: whether backward will compute dx, and dw; both are True by default, and blocks set both. For
+            dx forward makes the transpose of w in FP8, and for dw that of x. The choice by `lt.FP8.fallback` depends on
+            `needs_dx` too.
         fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
         kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
 

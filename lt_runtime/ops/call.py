@@ -398,8 +398,8 @@ def _is_alone() -> bool:
 def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bool]:
     """A function that launches a repeated call kernel by kernel, used while another thread prevents its capture.
 
-    It returns True when a capture should be tried again. It is a closure, because an object with `__call__` costs 60 ns
-    more in each call.
+    The function returns True when a capture should be tried again. A closure is used, because an object with
+    `__call__` costs 60 ns more in each call.
     """
     left, lock, put = _UNTIL_RETRY, memory.lock, plan.put
 

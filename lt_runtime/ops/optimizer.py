@@ -133,8 +133,8 @@ class Optimizer(Fixed):
     def skipped(self) -> Any:
         """Array (1,) of uint32 on the parameters' device: other than 0 if the last step was skipped.
 
-        It is for `FP8State.update(skipped=)`, and is None unless steps may be skipped. Steps write it from its first
-        use on, and graphs only if it was used before their capture.
+        Pass the array to `FP8State.update(skipped=)`. The value is None unless steps may be skipped. Steps write the
+        array only after this property has been read once, and a graph only if that was before the graph's capture.
         """
         self._state.notes_skips = True
         return self._state.skipped

@@ -44,7 +44,7 @@ OnMiss: TypeAlias = Callable[[Problem, int], None]
 calls: Final[dict[Hashable, Any]] = {}
 """Prepared calls, by operation, options and the part of the arrays' signature without addresses; see `generation`."""
 repeats: Final[dict[Hashable, Any]] = {}
-"""Graph launches of repeated calls, by prepared call, stream and addresses; False until a call is captured."""
+"""Functions that launch the graphs of repeated calls, by prepared call, stream and addresses; False before capture."""
 generation = object()
 """An object that is replaced whenever plans are forgotten. A prepared call keeps the object that was current when it
 was made, and is invalid once the object has been replaced.

@@ -43,7 +43,7 @@ class ForwardPlan(Plan):
         # The product is stored in FP32: otherwise our kernel would add the bias to a product rounded to 16 bits.
         self._product_dtype = DType.FLOAT32 if pass_adds else problem.dtype
         is_exact = self._product_dtype is not problem.dtype
-        # A product of the problem's type is written into the buffer of the pre-activation, which saves a copy.
+        # If the product has the problem's type, it is written into the buffer of the pre-activation, to save a copy.
         self._product_is_kept = has_pass and self.kept_spec is not None and not is_exact
         # The product may not lie in y before our kernel has read an addend, because y may be the addend's memory.
         is_apart = problem.addend is not None and has_pass and not self._product_is_kept

@@ -162,7 +162,7 @@ class ChainOperands(Operands):
         return tuple(found.get(place, 0) for place in places)
 
     def results(self) -> dict[str, Buffer]:
-        """Copies of the chain's results, by operand name; a name that is taken gets the layer's index."""
+        """Copies of the chain's results, by operand name; the second of two equal names has its layer added."""
         return {name: self.buffers[tensor].snapshot() for name, tensor in self._results.items()}
 
 
