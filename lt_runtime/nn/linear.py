@@ -275,7 +275,7 @@ def _chain(forwards: Sequence[Any], backwards: Sequence[Any]) -> LayerChain:
 
     fronts = [each for each in forwards if isinstance(each, ForwardProblem)]
     backs: list[BackwardProblem | None] = [each for each in backwards if isinstance(each, BackwardProblem)]
-    backs += [None] * (len(fronts) - len(backs))  # for layers below the lowest trained one
+    backs += [None] * (len(fronts) - len(backs))  # layers below the lowest trained one have no backward
     return LayerChain((*map(Layer, fronts, reversed(backs)),)).plain
 
 

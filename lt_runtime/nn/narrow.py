@@ -31,7 +31,7 @@ class NarrowPasses:
         biases, hidden = tuple(each.bias is not None for each in layers), {each.activation for each in layers[:-1]}
         self._layers, self._problem = layers, MLPProblem(dtype, 1, dims, biases, layers[0].activation)
         is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
-        # None if the fused kernels do not support the model for any number of rows.
+        # `_device` is None if the fused kernels do not support the model, whatever the number of rows.
         self._device = device if is_plain and device is not None and supports(self._problem, device) else None
         self._chosen: dict[tuple[int, bool], bool] = {}
         self._generation: object = None

@@ -273,7 +273,7 @@ def _write_aux(aux: Any, values: Any, problem: MatmulProblem) -> None:
 
 
 def _numbers(scale: Any) -> NDArray[np.float64]:
-    """The numbers of a scale as a vector; one of 1 without a scale."""
+    """The numbers of a scale as a vector; the vector [1] if there is no scale."""
     return np.ones(1) if scale is None else scale.astype(np.float64).reshape(-1)
 
 

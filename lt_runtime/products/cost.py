@@ -129,7 +129,7 @@ def _goes_over_rows(problem: MatmulProblem) -> bool:
 
 
 def library_us(problem: MatmulProblem) -> float:
-    """Estimated microseconds by cuBLASLt on the operands as they are; 0 in FP64 and FP8, where it has no rival."""
+    """Estimated microseconds by cuBLASLt on operands that are not copied; 0 in FP64 and FP8: no method competes."""
     if not on_tensor_cores(problem):
         rates = _FP32_OVER_ROWS if _goes_over_rows(problem) else _FP32
         return rates.us(problem) if problem.dtype is DType.FLOAT32 else 0.0

@@ -54,7 +54,7 @@ _MOST_SHORT: Final = 1 << 21
 _FEWEST_TERMS: Final = {Compute.TF32: (64, 64), Compute.FLOAT32: (32, 8)}
 """The fewest terms that each part of a split K must have in TF32 and FP32: in a gradient, and in a forward product."""
 _LARGE: Final = 1e9
-"""Number of multiply-adds from which `is_large` is true."""
+"""A product with at least this number of multiply-adds counts as large; see `is_large`."""
 MULTIPROCESSORS: Final = 132
 """Multiprocessors of an H200."""
 _LAUNCH_US: Final = 3.0

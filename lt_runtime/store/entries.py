@@ -78,7 +78,7 @@ class _Checked:
 
 
 class _Measured(_Checked):
-    """Base of the entries below."""
+    """Base of the plan cache's entries, which hold measurements."""
 
     __slots__ = ()
 

@@ -160,7 +160,7 @@ class GpuStep:
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._rehearsed_tally = GpuTally(device, stream), GpuTally(device, stream)
-            call("cuStreamSynchronize", stream)  # a step on any stream must find zeros
+            call("cuStreamSynchronize", stream)  # later steps may use any stream, and need tallies of zero
             self._order, self._launch_graph = _order(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
         weakref.finalize(self, _close, device, self._buffers)

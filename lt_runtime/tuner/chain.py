@@ -241,15 +241,14 @@ def saved_kinds(problem: LayerProblem) -> tuple[Saved, ...]:
 def derivative_of(problem: ForwardProblem) -> Derivative:
     """The derivative of a layer's activation and dropout, with the layer's bias gradient.
 
-    The derivative reads the tensor that the plainest strategy saves, in which our pass follows a product without
-    epilogue.
+    The derivative reads the tensor that is saved by the plainest strategy: a product without epilogue, then our pass.
     """
     db, saved = None if problem.bias is None else ALIGNMENT, _plainest(problem)
     return Derivative(problem.activation, saved, _saved_spec(problem, saved), db, problem.dropout)
 
 
 def _plainest(problem: ForwardProblem) -> Saved:
-    """Kind of the tensor that the last strategy saves, in which our pass follows a product without epilogue."""
+    """Kind of the tensor that the last strategy saves, the plainest: a product without epilogue, then our pass."""
     *_, last = forward_strategies(problem)
     return last.saved
 

@@ -151,9 +151,9 @@ class _Search:
         return [*zip(self._layers, split, strict=True)]
 
     def _times(self, plans: _Plans) -> dict[_Split, float]:
-        """Microseconds of each split: the sum of its plans' times alone.
+        """Microseconds of each split: the sum of the times of its plans, each timed alone.
 
-        Splits of which a plan was not timed are left out.
+        A split is left out if one of its plans was not timed.
         """
         timed = (split for split in self._splits(plans) if self._timings.keys() >= {*map(_key, split)})
         return {split: sum(self._timings[_key(plan)].median_us for plan in split) for split in timed}

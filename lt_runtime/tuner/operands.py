@@ -156,7 +156,7 @@ class Buffer:
         scale: factor by which test data are multiplied, a power of two.
 
     Attributes:
-        dtype: see above.
+        dtype: the argument.
         shape: (batch, rows, cols).
         itemsize: bytes of an element; 1 for a mask.
         size: bytes of the memory, including the margin.

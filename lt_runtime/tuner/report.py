@@ -187,7 +187,7 @@ class TuningReport(tuple[Tuned, ...]):
 
     @property
     def summary(self) -> str:
-        """The line under the table: number of problems, gain and duration."""
+        """The line that is printed under the report's table: number of problem groups, gain and duration."""
         rejected = sum(len(each.rejected) for each in self)
         count = f"{len(self)} group{'' if len(self) == 1 else 's'} of problems decided in {self.seconds:.1f} s"
         return f"{count}; {self.gain:.2f}× in the geometric mean; {rejected} candidates rejected"
