@@ -12,7 +12,7 @@ import numpy as np
 Sets = list[tuple[Any, ...]]
 """Type of the operands: for each buffer set its arrays, inputs first and then outputs."""
 
-# Standard normal numbers by the Box-Muller transform, from splitmix64 of seed and index. BF16 is FP32's upper half.
+# Standard normal numbers by the Box-Muller transform, from splitmix64 of seed and index. BF16 is FP32's upper 16 bits.
 DRAW: Final = """
     unsigned long long h = (seed << 40) + i;
     h = (h + 0x9E3779B97F4A7C15ull);

@@ -50,7 +50,7 @@ class HostCase:
     """One row of the suite: a call, as the package and other libraries make it.
 
     Attributes:
-        builders: makes the functions by name that build the contenders' calls, on the same operands.
+        builders: function that makes operands; returns, by contender, a function that builds a call on these operands.
         launches: the most launches that one call of any contender puts on the stream.
         most: the most calls in a turn; small where the GPU needs long for each call.
         context: a context manager that is entered while the row is measured.

@@ -115,7 +115,7 @@ _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
     "AdamW": {"lt": ("AdamW{}", ("torch_eager",))},
     "TrainStep": {"lt": ("TrainStep{}", ("torch_graph",))},
 }
-"""Title and peers of a call by its kind of case and contender.
+"""A call's title and peers (contenders of other libraries), by the case's kind and by contender.
 
 {} in the title stands for the rest of the case's name.
 """

@@ -316,7 +316,7 @@ def adamw_step(model: str, shapes: Shapes, dtype: str, max_norm: float | None = 
 
     Args:
         dtype: of parameters and gradients; BF16 parameters have FP32 masters.
-        max_norm: clips the gradients to this global norm, for which they are read once more.
+        max_norm: the global norm to which gradients are clipped; computing the norm reads all gradients once more.
     """
     is_fp32, clipping = dtype == "float32", ", clipped" if max_norm is not None else ""
     tensors = f"{len(shapes)} tensors" if len(shapes) > 1 else "one tensor"

@@ -37,8 +37,8 @@ NORM_EPSILON: Final = 1e-6
 TAKEN: Final = "taken"
 """Name of DQN's loss: the squared error of the taken actions' values, `loss_of_taken` in examples/dqn.py."""
 _TYPES: Final = {"parameters": "bfloat16", "masters": None, "moments": "bfloat16"}
-_ACTIVATIONS: Final = {"stack": "silu", "feed_forward": "silu", "dqn": "relu"}  # of all other forms: GELU
-_DECAY: Final = 0.995  # of the average of DQN's parameters
+_ACTIVATIONS: Final = {"stack": "silu", "feed_forward": "silu", "dqn": "relu"}  # other forms: GELU
+_DECAY: Final = 0.995  # the decay of the moving average of DQN's parameters
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ModelCase(StepCase):
         return cp.asarray(np.c_[taken, rng.standard_normal(self.rows)].astype(np.float32))
 
     def as_json(self) -> dict[str, Any]:
-        """The case's fields as entries of its row, and the types of what every contender holds."""
+        """The case's fields as entries of its row, and the types of parameters, masters, moments and averages."""
         facts = {"form": self.form, "hidden": self.hidden, "layers": self.layers, "tokens": self.tokens}
         averages = {} if self.decay is None else {"averages": "float32"}
         return super().as_json() | facts | {"types": _TYPES | averages}

@@ -62,7 +62,7 @@ def write(file: Path = FILE) -> Path:
 
 
 def write_losses(file: Path = RESULTS / "plots" / "torch_losses.png") -> list[Path]:
-    """Draws the losses of the row of the suite `torch` that has the most; returns no file without results."""
+    """Draws the losses of that row of the suite `torch` with the most losses; returns no file if there is no row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -134,7 +134,7 @@ class Finding:
         value: None if no row has the needed times.
         target: the limit for the value; None if the figure is only reported.
         rows: how many rows the figure is over.
-        where: the case of a worst value.
+        where: the case that has the value, if the value is the worst of all rows.
         at_most: whether the target is an upper limit rather than a lower one.
     """
 

@@ -110,7 +110,7 @@ class StepCase(Typed):
 
     @property
     def ways(self) -> tuple[str | None, ...]:
-        """PyTorch's ways to hold the parameters: in BF16 steps FP32 under autocast, and BF16; otherwise one way."""
+        """PyTorch's ways to hold parameters. BF16 steps have two: FP32 under autocast, and BF16. Others have one."""
         return ("autocast", "bf16") if self.kind == "bf16" else (None,)
 
     def model(self, device: str = "cuda:0") -> Any:

@@ -154,7 +154,7 @@ def plan_cache(directory: str | None = None, *, keep: bool = False) -> Iterator[
 
     Args:
         directory: an existing directory; an empty temporary one if left out.
-        keep: stay with the present plan cache.
+        keep: whether to stay with the present plan cache, whose path is then yielded.
     """
     from lt_runtime.paths import cache_directory
 

@@ -55,7 +55,7 @@ class Training:
         options = {"lr": torch_tasks.LEARNING_RATE, "weight_decay": torch_tasks.WEIGHT_DECAY}
         self._optimizer = kit.optimizer(self._task.parameters, **options) if self._task.trains else None
         self._cost = self._task.cost if mode is None else torch.compile(self._task.cost, mode=mode, dynamic=False)
-        # It captures every library's step, so that captured contenders differ in nothing but their models' work.
+        # `ltt.capture` captures every library's step, so that captured contenders differ only in their models' work.
         self._captured = ltt.capture(self._step, tune=True)
         self.losses = [self.graph()]  # the first call of a captured step is eager, and tunes the layers
         self._own = torch.cuda.memory_allocated() - before
@@ -73,7 +73,8 @@ class Training:
         """Captures a step, and takes the rest of the first steps; returns the peak bytes of the capture."""
         torch.cuda.empty_cache()
         memory = self._peak_of_next_step()
-        while torch.cuda.is_available() and not self._captured.graphs:  # eager, as torch.compile was used since
+        # A call stays eager if torch.compile was used since the last call.
+        while torch.cuda.is_available() and not self._captured.graphs:
             memory = self._peak_of_next_step()
         while len(self.losses) < self._case.steps:
             self.losses.append(self.graph())
@@ -152,7 +153,7 @@ def _ways(case: TorchCase, options: argparse.Namespace) -> list[Way]:
 
 
 def _turn(case: TorchCase, call: Call) -> Turn:
-    """Times calls by the wall clock: the host's time alone, or that of as many steps as take `_TURN_US`."""
+    """Times calls by the wall clock: the host's time alone, or whole steps, as many as take about `_TURN_US`."""
     device = torch.get_device_module(case.device)
     if case.is_host:
         return HostTurn(call, _HOST_CALLS, device.synchronize)

@@ -25,7 +25,7 @@ LAYERS: Final = (
     *REPRESENTATIVE,
     *((64, 64, 64), (256, 256, 256), (2048, 2048, 2048), (8192, 768, 3072), (2048, 1, 256), (16, 4096, 4096)),
 )
-"""The blocks of the suite: layers of every size, in both types."""
+"""The blocks of the suite: small and large layers, in every type."""
 _BLOCKS: Final = [block for block in blocks() if block.layer in LAYERS and block.activation == "gelu"]
 
 

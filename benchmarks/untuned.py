@@ -1,7 +1,8 @@
 """The suite `untuned`: blocks of every activation in BF16, TF32 and FP32, with untuned plans and with tuned plans.
 
-The shapes are drawn by seeds, as those of the suite `wide` are. The blocks of `FIT` are for fitting the priors: a row
-of theirs also holds the untuned time of each pass by each of its strategies. No fit reads a block of `JUDGE`.
+The shapes are drawn by seeds, as those of the suite `wide` are. The blocks of `FIT` are for fitting the priors: the
+row of such a block also holds the untuned time of each pass by each of the pass's strategies. No fit reads a block of
+`JUDGE`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _by_strategies(problem: Any) -> dict[str, float]:
 
 
 def _products(*of_plans: Any) -> list[list[Any]]:
-    """The products that were measured: shape, epilogue, time by the first algorithm and the best, and which these are.
+    """The measured products: shape, epilogue, times of the first and of the best algorithm, and both algorithms.
 
     A product that several plans share is listed once.
     """

@@ -10,6 +10,6 @@ from typing import Any
 def peer(module: str, name: str, *arguments: Any, **options: Any) -> Callable[[], Any]:
     """Returns a function that imports `benchmarks.peers.MODULE` and then builds one of its contenders.
 
-    The import happens that late so that a library which is not installed leaves out only its own contenders.
+    The library is imported only when a contender is built: if it is not installed, only its own contenders are missing.
     """
     return lambda: getattr(import_module(f"benchmarks.peers.{module}"), name)(*arguments, **options)

@@ -95,7 +95,7 @@ def trained(state: Any, x: jax.Array, target: jax.Array, *, of: Cost, decay: flo
     """One step of AdamW in FP32 arithmetic: the new parameters, moments, moving averages, step number and loss.
 
     Args:
-        state: these five; its list of averages is empty if there are none.
+        state: parameters, moments, moving averages (an empty list if there are none), step number and loss.
     """
     parameters, moments, averages, number, _ = state
     value, gradients = jax.value_and_grad(of)(parameters, x, target)

@@ -195,8 +195,8 @@ def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
 def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
     """PyTorch's fused AdamW on FP32 parameters.
 
-    For BF16 parameters it makes the steps that a script makes around the optimizer: gradients to FP32, clipping, the
-    update, and parameters back to BF16.
+    For BF16 parameters the contender does what a script does around the optimizer: it converts gradients to FP32, clips
+    the gradients, updates the parameters, and converts the parameters back to BF16.
     """
     parameters = _parameters(shapes)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=True)

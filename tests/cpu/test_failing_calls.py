@@ -169,7 +169,7 @@ def unused_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> F
     """Yields a pretended GPU that nothing has used; all modules of its package are imported, for forked processes."""
     gpu = FakeGpu(host, tmp_path_factory.mktemp("unused_gpu"))
     with gpu.active():
-        # PyTorch is pretended as well, and has too little for lt_runtime.torch.
+        # PyTorch is pretended as well, and the pretended PyTorch lacks functions that lt_runtime.torch needs.
         for module in pkgutil.walk_packages(gpu.lt.__path__, "lt_runtime.", onerror=lambda _: None):
             if module.name != "lt_runtime.__main__" and not module.name.startswith("lt_runtime.torch"):
                 importlib.import_module(module.name)
@@ -215,8 +215,8 @@ class _Run:
 
 
 def _lose_memory_in_turn(gpu: FakeGpu, sizes: list[int]) -> None:
-    """Trains on batches of these sizes. In forked processes, one allocation after the other of the last batch's step
-    fails, and the step is repeated: it must end as a step without a failure does.
+    """Trains on batches of the given sizes. Each allocation of the last batch's step fails in a forked process of its
+    own, which then repeats the step: the repeated step must end as a step without a failure does.
     """
     with gpu.active():
         run, rows = _Run(gpu), sizes[-1]

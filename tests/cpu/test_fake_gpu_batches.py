@@ -20,7 +20,7 @@ class _Run:
 
     Attributes:
         calls: the number of calls of the loss.
-        outputs, targets: those of each micro-batch, on the host, as long as the step is no graph.
+        outputs, targets: outputs and targets of each micro-batch, on the host, until the step runs as a graph.
     """
 
     def __init__(self, gpu: FakeGpu, dtype: str = "float32", **options: Any) -> None:
@@ -172,7 +172,7 @@ def test_buffers_are_freed_with_their_graph(gpu: FakeGpu) -> None:
 
 
 def test_a_graph_that_another_thread_has_dropped_is_made_again(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is dropped between the look-up of a graph and its launch."""
+    """A graph is dropped after a step has looked it up and before the step launches it."""
     run = _Run(gpu)
     run(*_batch(gpu, 3))
     steps = run.step._gpu

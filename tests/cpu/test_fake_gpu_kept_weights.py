@@ -29,7 +29,7 @@ def test_outputs_follow_other_arrays_and_loops_of_ones_own(gpu: FakeGpu) -> None
     use.model.backward(use.model.forward(use.x, run), run)
     weight.data.set(np.full((64, 32), 0.5, BF16))  # written in place, as a user's own optimizer does after backward
     assert use.outputs() == use.fresh_outputs()
-    # A copied model has no FP8 copy of the weight, which nothing would renew.
+    # A copied model has no FP8 copy of the weight, because nothing would renew the FP8 copy.
     assert copy.deepcopy(use.model.layers[0].scales.kept) is None
 
 
@@ -46,7 +46,7 @@ def test_inference_casts_only_inputs_until_an_optimizer_is_made(gpu: FakeGpu, ca
     use = Inference(gpu, captured=captured)
     assert casts(gpu, lambda: use.model(inputs(gpu, 2))) == 2
     optimizer = gpu.lt.AdamW(use.model.parameters())
-    assert [layer.scales.kept.w8 is not None for layer in use.model.layers] == 2 * [captured]  # only graphs read it
+    assert [layer.scales.kept.w8 is not None for layer in use.model.layers] == 2 * [captured]  # only graphs read `w8`
     assert casts(gpu, lambda: use.model(inputs(gpu, 3))) == 4
     assert casts(gpu, optimizer.step) == 2 * captured
 

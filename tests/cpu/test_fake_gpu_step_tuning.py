@@ -565,7 +565,7 @@ OF_FP8: dict[str, Any] = {"dims": (32, 64, 48), "dtype": "bfloat16", "precision"
 
 @pytest.mark.parametrize("wins", [True, False])
 def test_layers_are_in_fp8_where_that_was_measured_to_be_faster(process: Process, tmp_path: Path, wins: bool) -> None:
-    """Although the rule without measurements says the contrary. Later steps and processes measure nothing."""
+    """Measurements decide, even against the rule for unmeasured layers; later steps and processes measure nothing."""
     with process() as gpu:
         gpu.streams.costs_us.update(FP8_WINS if wins else BF16_WINS)
         own("plans.fp8_rule").expected_slower_in_fp8 = lambda *_: "slower by the rule" if wins else None

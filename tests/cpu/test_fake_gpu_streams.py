@@ -114,7 +114,7 @@ def test_a_graph_of_freed_memory_races_only_with_later_memory_at_its_address(
         gpu.synchronize_all()
         if stream is gpu.stream:
             call("cuMemFree", address)
-        gpu.settle()  # the fixture calls this when a test ends
+        gpu.settle()  # the fixture `gpu` also calls `settle`, at a test's end
     assert call("cuMemAlloc", 4) == address
     call("cuMemsetD8Async", address, 0, 4, gpu.stream.ptr)
     graph.launch(gpu.other_stream)

@@ -61,8 +61,8 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
     with another.active():
         _check_chain(another)
         another.settle()
-    # Of kernels of ours there are only those of the last layer's bias gradient, and of the lower layer's, which
-    # cuBLASLt was not asked for.
+    # Our own kernels compute only bias gradients: the last layer's, and the lower layer's, which cuBLASLt was not
+    # asked to compute.
     assert another.kernels.launched == first
     assert len(first) <= 2
 

@@ -74,7 +74,7 @@ class World:
 
     Attributes:
         lt: the package.
-        place: function that copies a NumPy array there.
+        place: function that copies a NumPy array to where the functions run.
         arrays: arrays that a refused call must not change.
     """
 

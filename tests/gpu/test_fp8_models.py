@@ -58,7 +58,7 @@ def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any) -> None
 
 
 def test_both_precisions_of_each_layer_are_measured_and_right(gpu: Any) -> None:
-    """The second layer, which has few outputs, and the first may be decided either way."""
+    """Either precision may win in either layer; the second layer has few outputs."""
     rows, model = 8192, lt.MLP([1024, 2048, 64], "gelu", dtype="bfloat16", device="cuda", precision="fp8")
     optimizer = lt.AdamW(model.parameters())
     step = lt.TrainStep(model, optimizer, loss="mse", batch_size=rows, tune=True)

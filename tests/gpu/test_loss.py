@@ -207,7 +207,7 @@ def test_cross_entropy_as_pytorch(shape: tuple[int, int], weights: str, smoothin
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 @pytest.mark.parametrize("shape", [(8192, 4096), (20000, 8), (40, 100_000)], ids=str)
 def test_sums_of_the_gradient(gpu: Any, shape: tuple[int, int], dtype: DType) -> None:
-    """The sums are those of the stored gradient, and have the same bits again."""
+    """The sums equal the column sums of the stored gradient, and a second run gives the same bits."""
     generator, found = np.random.default_rng(0), []
     x, target = (generator.random(shape, np.float32).astype(dtype.numpy) for _ in range(2))
     options = {"grad_scale": cp.full((), 1024.0, cp.float32), "share": 1.0, "out_gradient": None, "stream": None}

@@ -1,6 +1,6 @@
 """Our kernels before and after a product, alone: with K = 0 cuBLASLt is not called, and the bias is the product.
 
-So compute-sanitizer's initcheck, which cannot follow writes of cuBLASLt's kernels, can follow every byte.
+Without cuBLASLt, compute-sanitizer's initcheck can follow every byte: it cannot follow writes of cuBLASLt's kernels.
 """
 
 from __future__ import annotations

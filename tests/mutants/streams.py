@@ -1,4 +1,4 @@
-"""Faults of the order of work on several streams. Most of them only the checker of `tests/support/races.py` sees."""
+"""Faults of the order of work on several streams. Most are found only by the checker in `tests/support/races.py`."""
 
 from __future__ import annotations
 

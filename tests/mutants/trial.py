@@ -92,7 +92,7 @@ class Copy:
                 other work on the machine.
 
         Returns:
-            Its exit status, or the verdict if it was ended, and its output.
+            Pytest's exit status, or the verdict if pytest was ended early; and pytest's output.
         """
         options = ["-n0", "-q", "-p", "no:cacheprovider", "--no-header", "--hypothesis-profile=mutants"]
         return self.python(["-m", "pytest", *options, *arguments], limit_s)
@@ -136,6 +136,6 @@ def verdict_on(status: int | Verdict, output: str) -> Verdict:
         return status
     if status == pytest.ExitCode.OK:
         return Verdict.SURVIVED
-    # With any other status the tests did not run. Neither did tests of a kernel that does not compile.
+    # With any other status the tests did not run. Tests of a kernel that does not compile did not run either.
     ran = status == pytest.ExitCode.TESTS_FAILED and BuildError.__name__ not in output
     return Verdict.KILLED if ran else Verdict.BROKEN

@@ -194,7 +194,7 @@ def test_as_many_calls_are_as_many_steps(pools: list[Any], schedule: bool, warm_
 def test_the_least_recently_used_shape_is_dropped_and_graphs_share_their_memory(pools: list[Any]) -> None:
     runs: list[int] = []
     run = ltt.capture(lambda x: (runs.append(len(x)), x.sum())[1], keep=2, warm_up=1)
-    for rows in (3, 4, 3, 4, 3, 5, 3, 4):  # 5 drops 4, and then 4 drops 5
+    for rows in (3, 4, 3, 4, 3, 5, 3, 4):  # the capture for 5 drops that for 4, and then 4 drops 5
         assert float(run(torch.full((rows,), 2.0))) == 2.0 * rows
     assert runs == [3, 4, 3, 4, 5, 4]
     assert pools == [None, "the pool"]

@@ -21,7 +21,7 @@ def buffer(gpu: FakeGpu) -> Any:
 
 @pytest.fixture
 def clock(gpu: FakeGpu, buffer: Any) -> Iterator[Any]:
-    """A clock; fails if an event or graph of it is left at the end of the test."""
+    """A clock; the test fails if an event or graph of the clock is left at the end."""
     made = own("gpu.clock").Clock(0)
     before = gpu.calls.open()
     yield made
@@ -71,7 +71,7 @@ def test_a_thread_beside_captures_may_allocate(gpu: FakeGpu) -> None:
 
 
 def test_captures_that_a_measurement_would_disturb(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured is CuPy's current stream, or a stream that the default stream waits for."""
+    """The captured stream is CuPy's current stream, or a stream that the default stream waits for."""
     streams, errors = own("gpu.streams"), own("errors")
     with gpu.stream:
         call("cuStreamBeginCapture", gpu.stream.ptr, MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)

@@ -43,7 +43,7 @@ COMPUTING = {
         "target_at",
         "gradient_at",
         "ahead",
-    ),  # the same, and a matrix of addresses
+    ),  # constructed objects, and a matrix of addresses
 }
 """Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
 CONSTANT = {"p.chunks[", "p.layers["}

@@ -139,7 +139,7 @@ def test_a_refused_sum_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
 
 
 def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
-    # Measured: cuBLASLt's 40.8 µs and one more kernel; 181 µs by our kernel.
+    # Measured: cuBLASLt takes 40.8 µs, and needs one more kernel for the bias; our kernel takes 181 µs.
     ragged = forward(3890, 15, 3247, Epilogue.BIAS)
     assert fastest_first(ragged) == [LIBRARY]
     whole = forward(3890, 16, 3248, Epilogue.BIAS)

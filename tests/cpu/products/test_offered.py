@@ -72,7 +72,7 @@ def test_only_what_was_measured_is_estimated() -> None:
 
 
 def test_a_little_does_not_count() -> None:
-    """Among tiles with equally many waves, the smaller save only some loads, less than a tenth of the time."""
+    """If two tiles take equally many waves, the smaller one saves only some loads, less than a tenth of the time."""
     larger, smaller = offers(((64, 128), 2.0), ((64, 64), 2.0))
     assert most_promising(forward(65536, 24, 16), [larger, smaller]) == 0
     assert most_promising(forward(65536, 24, 4096), [larger, smaller]) == 1
@@ -180,7 +180,7 @@ def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
     assert most_promising(tf32(48, 221, 13830), offered) == 0
     assert most_promising(tf32(21, 24, 640), offered) == 0, "all parts have few terms"
     assert most_promising(forward(21, 24, 3904), offered) == 0
-    full_fp32 = forward(25, 128, 192, **FP32)  # takes 10.2 µs if K is split into 132 parts, 5.6 µs if K is not split
+    full_fp32 = forward(25, 128, 192, **FP32)  # 10.2 µs with K split into 132 parts, 5.6 µs with K not split
     assert most_promising(full_fp32, offered) == 3
 
 
@@ -275,7 +275,7 @@ def test_a_plain_product_takes_no_other_that_cannot_be_launched(monkeypatch: pyt
 def test_what_is_known_to_be_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
     """The last algorithm has a known fault: it drops the tail of 776 = 12·64 + 8 terms.
 
-    It is not chosen at any rank.
+    An algorithm with a known fault is not chosen, wherever the heuristic ranks it.
     """
     Offering(monkeypatch, [(MatmulTile.TILE_64x64, 31.03, 1), (MatmulTile.TILE_64x512, 3.879, 12)])
     monkeypatch.setattr("lt_runtime.products.offered.most_promising", lambda _, found: len(found) - 1)

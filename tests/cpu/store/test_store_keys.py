@@ -54,7 +54,7 @@ DIGESTS = {
     5: "aae09e365ba5fb50",
     6: "aae09e365ba5fb50",
 }
-"""For each version of the file format, a digest of the fields of these dataclasses, without later fields."""
+"""For each version of the file format, a digest of the fields that these dataclasses had in that version."""
 
 
 @given(problems)

@@ -51,7 +51,7 @@ class Run:
 
 def check(run: Run, history: list[Any]) -> None:
     losses = [each.valid_loss for each in history]
-    assert [each.epoch for each in history] == [1, 2, 3, 4]  # epochs 3 and 4 are no better than 2
+    assert [each.epoch for each in history] == [1, 2, 3, 4]  # epochs 3 and 4 are no better than epoch 2
     assert losses[0] > losses[1] == losses[2] < losses[3]
     assert all(each.seconds > 0 and each.accuracy is each.valid_accuracy is None for each in history)
     for name, value in run.state().items():

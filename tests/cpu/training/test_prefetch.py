@@ -285,7 +285,7 @@ _FIRST = itertools.count(1000, 100)
 """Numbers of batches, different in each test, because memory may still hold the batches of an earlier test."""
 
 _PAGEABLE = np.zeros(3, np.float32)
-"""Made before any test: the pretended driver takes memory at an address that was page-locked for page-locked."""
+"""Made before any test: the pretended driver treats an address that was page-locked once as page-locked for ever."""
 
 
 def batch_of(number: int) -> tuple[Array, Array]:

@@ -35,9 +35,9 @@ def gradients(y: Any, leaves: list[Any]) -> list[Any]:
 
 
 def check_as_exact_as_pytorch(ours: list[Any], theirs: list[Any], exact: list[Any]) -> None:
-    """Each result is no farther from float64 than PyTorch's in the same type, times 1.2, and half of a rounding.
+    """Limit of a result's error against float64: 1.2 times the error of PyTorch in the same type, plus half a rounding.
 
-    In FP32 times 2, because there is no rounding but that of the additions, whose order the kernels choose.
+    In FP32 the factor is 2, because only additions round, and the kernels choose the order of the additions.
     """
     for our, their, right in zip(ours, theirs, exact, strict=True):
         assert (our.dtype, our.shape) == (their.dtype, their.shape)
