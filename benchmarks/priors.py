@@ -39,7 +39,8 @@ _LEAST_GAIN: Final = 0.05  # A further branch must reduce the sum of all samples
 _LEAST_SAMPLES: Final = 4  # the fewest samples on either side of a branch
 _LEAST_PROBLEMS: Final = 20  # An activation with fewer samples uses the tree fitted to all activations.
 _MOST_LOSS: Final = 0.3  # A sample's loss is cut off here, because longer times were often disturbed.
-_DISTURBED: Final = 2.5  # A time was disturbed if it is this multiple of the same work's time in the other order.
+# A measured time was disturbed if it is this multiple of the time of the same kernels, launched in the other order.
+_DISTURBED: Final = 2.5
 _EPILOGUES: Final = ("none", "relu", "gelu")
 """Activations whose epilogue cuBLASLt has, and "none", which needs no epilogue."""
 _FORWARD: Final = ("epilogue", "saved")

@@ -41,7 +41,7 @@ def measure(block: Block, options: argparse.Namespace, plans: str, stream: Any) 
 
 
 def measure_second_process(names: Sequence[str], plans: str, _: Any) -> Row:
-    """Builds the plans of the named blocks in a process that finds every problem measured in the folder `plans`."""
+    """Builds plans of blocks, given by name, in a new process, whose plan cache `plans` has all measurements."""
     command = [sys.executable, "-m", "benchmarks.processes", "plans", *names]
     found = last_line(command, os.environ | {CACHE_VARIABLE: plans})
     facts = {name: found[name] for name in ("measurements", "known")} | {"plans_us": found["us"]}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class KeptWeight:
-    """A weight on a GPU in FP8; a `Copy` of the weight and of the scale that it is cast with.
+    """A copy in FP8 of a weight on a GPU, together with the scale of the cast; see `Copy`.
 
     Args:
         slots: the `slots` of the layer's `FP8State`, which have the scale of w.

@@ -157,7 +157,7 @@ class GpuState:
                 call("cuMemsetD32Async", self._scale[0].data.ptr, bits, 1, self._stream)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
             self._launches: list[Launches] = [*norms, *self._updates(tensors, words)]
-            call("cuStreamSynchronize", self._stream)  # waits, because later steps may use any stream
+            call("cuStreamSynchronize", self._stream)  # the host waits, because later steps may use any stream
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
         self.steps, self.skipped_steps = (_word(words, name) for name in ("steps", "skipped"))

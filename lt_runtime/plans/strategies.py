@@ -227,7 +227,7 @@ def _derivative_fuses(problem: BackwardProblem, below: Derivative) -> bool:
 def dz_spec(problem: BackwardProblem) -> Spec:
     """Spec of dz: the caller's buffer, or dy if dz equals dy, or else a new matrix with rows padded to 16 bytes.
 
-    Padded rows let both products use tensor cores for every N.
+    Padded rows let the products of dx and dw use tensor cores for every N.
     """
     if problem.dz is not None:
         return problem.dz

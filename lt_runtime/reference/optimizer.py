@@ -25,9 +25,9 @@ _PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, Roun
 def learning_rate_factor(schedule: AnySchedule, step: int) -> float:
     """The factor of the learning rate in update number `step`, counted from 1.
 
-    A table has it at index `step - 1`, and after its end its last value. Otherwise the factor rises linearly to 1 over
-    `warmup_steps` updates. Then it stays 1, or falls to `final_factor` at `total_steps` along a line or half a cosine,
-    and keeps that value.
+    If the schedule is a table, the factor is its entry `step - 1`, and after the table's end its last entry. Otherwise
+    the factor rises linearly to 1 over `warmup_steps` updates. Then it stays 1, or falls to `final_factor` at
+    `total_steps` along a line or half a cosine, and keeps that value.
     """
     if isinstance(schedule, Table):
         return schedule.values[min(step, len(schedule.values)) - 1]

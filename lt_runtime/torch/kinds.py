@@ -194,7 +194,7 @@ class Kind(NamedTuple):
     method: str = "forward"
 
     def function(self, module: Any) -> Function:
-        """The function for a module's method, or a reason.
+        """The function that replaces a module's method; or, as a string, the reason why there is none.
 
         Where a call of the function returns None, the method must run.
         """
