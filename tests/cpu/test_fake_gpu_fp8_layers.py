@@ -91,6 +91,7 @@ def test_passes_of_backward(gpu: FakeGpu, case: Fp8Case, passes: list[str]) -> N
     """In BF16 a single kernel computes dz, its casts to FP8 and the bias gradient."""
     layer = Fp8Layer(case, gpu.lt, gpu)
     layer.step(0)
+    gpu.synchronize_all()  # before the list is cleared: the pretended GPU runs work when it is waited for
     gpu.kernels.launched.clear()
     layer.step(1, update=False)
     forward = len(gpu.kernels.launched) - len(passes)

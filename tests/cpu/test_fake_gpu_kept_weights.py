@@ -35,6 +35,7 @@ def test_outputs_follow_other_arrays_and_loops_of_ones_own(gpu: FakeGpu) -> None
 
 def casts(gpu: FakeGpu, run: Callable[[], object]) -> int:
     """The number of casts to FP8 that a call launches."""
+    gpu.synchronize_all()  # before the list is cleared: the pretended GPU runs work when it is waited for
     gpu.kernels.launched.clear()
     run()
     gpu.synchronize_all()
