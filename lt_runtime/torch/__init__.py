@@ -19,6 +19,7 @@ from lt_runtime.torch.losses import cross_entropy, linear_cross_entropy
 from lt_runtime.torch.modules import MLP, FeedForward, LayerNorm, Linear, RMSNorm
 from lt_runtime.torch.optimizer import AdamW
 from lt_runtime.torch.replace import replace, restore
+from lt_runtime.torch.tuning import tune
 
 __all__ = ["MLP", "AdamW", "FeedForward", "LayerNorm", "Linear", "RMSNorm"]
-__all__ += ["capture", "cross_entropy", "functional", "linear_cross_entropy", "replace", "restore"]
+__all__ += ["capture", "cross_entropy", "functional", "linear_cross_entropy", "replace", "restore", "tune"]

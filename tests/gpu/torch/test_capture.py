@@ -95,6 +95,16 @@ def test_a_captured_step_is_tuned_once_and_draws_new_masks() -> None:
     assert len(set(losses)) == 8
 
 
+def test_a_model_is_tuned_once_for_a_shape() -> None:
+    model = ltt.MLP([64, 208, 48], "gelu", device="cuda", dtype=torch.bfloat16)
+    x = torch.ones(336, 64, device="cuda", dtype=torch.bfloat16)
+    first, again = ltt.tune(model, x, progress=False), ltt.tune(model, x, progress=False)
+    shapes = {(each.x.layout.rows, each.w.layout.rows) for tuned in first for each in tuned.problems}
+    assert shapes >= {(336, 208), (336, 48)}
+    assert [each.after_us for each in again] == [each.after_us for each in first]
+    assert all(each.grad is None for each in model.parameters())
+
+
 def test_a_grad_scaler_moves_within_the_graph() -> None:
     found = []
     for captures in (False, True):
