@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lt_runtime import cublaslt, errors, raw, rules, schedules
     from lt_runtime.arrays.libraries import contiguous
     from lt_runtime.binding import bind
+    from lt_runtime.distributed.group import Group, group
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.fitting import Epoch, fit
     from lt_runtime.fp8 import FP8
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "arrays.libraries": "contiguous",
     "binding": "bind",
+    "distributed.group": "Group group",
     "epilogue": "Epilogue",
     "fitting": "Epoch fit",
     "fp8": "FP8",
@@ -100,6 +102,7 @@ __all__ += ["RMSNorm", "ReGLU", "Residual", "SwiGLU"]
 __all__ += ["EMA", "FP8", "AdamW", "FP8State", "GradScaler", "Optimizer", "Parameter", "Schedule"]
 __all__ += ["Epoch", "Metrics", "Prefetcher", "TrainStep", "evaluate", "fit", "prefetch"]
 __all__ += ["load", "load_checkpoint", "load_model", "save", "save_checkpoint", "save_model"]
+__all__ += ["Group", "group"]
 __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tune", "tuning"]
 __all__ += ["ACTIVATIONS", "Activation", "Epilogue", "cublaslt", "errors", "raw", "rules", "schedules"]
 

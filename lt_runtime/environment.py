@@ -12,6 +12,9 @@ TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
 VARIABLES: Final = ("LT_RUNTIME_CACHE_DIR", "LT_RUNTIME_CUBLASLT", RECORD_VARIABLE, TUNE_VARIABLE)
 """The names of all environment variables that lt_runtime reads."""
 
+LOCAL_RANKS: Final = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+"""Variables of torchrun, MPICH, Open MPI and Slurm that hold a process's number among those on its machine."""
+
 _MODES: Final = ("off", "first-use")
 _SWITCHES: Final = ("0", "1", "false", "true", "no", "yes", "off", "on")
 
@@ -38,3 +41,9 @@ def setting(name: str) -> str | None:
 @functools.cache
 def _warn(fault: str) -> None:
     warnings.warn(f"{fault}; it has no effect", stacklevel=3)
+
+
+def local_rank() -> int:
+    """The number of this process among those that a launcher has started on this machine; 0 without a launcher."""
+    found = (os.environ.get(name, "") for name in LOCAL_RANKS)
+    return next((int(value) for value in found if value.isdecimal()), 0)

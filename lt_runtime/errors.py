@@ -17,6 +17,7 @@
     ├── FileError (OSError)             a file cannot be read or written
     │   └── MissingFileError (FileNotFoundError)    there is none
     ├── MissingLibraryError (ImportError)   a library that this call needs is not installed
+    ├── GroupError (RuntimeError)       the processes of a group differ, or one of them is missing
     ├── CaptureError (RuntimeError)     the call cannot be made while a stream is being captured
     └── GpuError (RuntimeError)         the driver, the compiler or cuBLASLt reported a failure
         ├── DriverError                 a CUDA driver call failed
@@ -107,6 +108,10 @@ class MissingFileError(FileError, FileNotFoundError):
 
 class MissingLibraryError(LtError, ImportError):
     """A library that this call needs is not installed; the message says what to install."""
+
+
+class GroupError(LtError, RuntimeError):
+    """The processes of a group differ in something that must be equal, or cannot work together."""
 
 
 class CaptureError(LtError, RuntimeError):

@@ -14,6 +14,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from lt_runtime.arguments import shown
+from lt_runtime.environment import local_rank
 from lt_runtime.errors import ArgumentError, GpuError, LtError
 from lt_runtime.gpu.driver import call
 
@@ -66,8 +67,9 @@ def parse_device(device: object) -> int | None:
     """The ordinal of a GPU from any way of naming it; None for the host.
 
     Args:
-        device: a GPU's ordinal N; "cpu", "cuda" (the first GPU), "cuda:N" or "N"; "auto", which is the first GPU if
-            there is one and the host otherwise; or an object with `type` and `index`, such as a `torch.device`.
+        device: a GPU's ordinal N; "cpu", "cuda" (the first GPU), "cuda:N" or "N"; "auto", which is the host if
+            there is no GPU, and otherwise the first GPU, or for a process of mpiexec, srun or torchrun the GPU of its
+            number on this machine; or an object with `type` and `index`, such as a `torch.device`.
 
     Raises:
         ArgumentError: another value, or a GPU that this machine does not have.
@@ -77,7 +79,7 @@ def parse_device(device: object) -> int | None:
         return None
     count = device_count()
     if name == "auto":
-        return 0 if count else None
+        return local_rank() % count if count else None
     match = re.fullmatch(r"cuda|(?:cuda:)?(-?\d{1,9})", name)
     if match is None:
         others = "a GPU's ordinal, and a torch.device"

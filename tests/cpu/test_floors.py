@@ -28,7 +28,7 @@ FLOORS = (
     {"plans"},
     {"tuner"},
     {"ops"},
-    {"nn"},
+    {"distributed", "nn"},
     {"binding", "profiling", "training"},
     {"saving"},
     {"fitting"},

@@ -351,6 +351,7 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
         {"batches": [(w.ones(M, K), w.ones(M, dtype=np.int32))]},
     ),
     "TrainStep.metrics": lambda w: (w.lt.TrainStep(*w.trained()).metrics, {}),
+    "group": plain("group"),
     "EMA": lambda w: (w.lt.EMA, {"model": w.model()}),
     "EMA.update": lambda w: (averages(w).update, {}),
     "EMA.copy_to": lambda w: (averages(w).copy_to, {}),
@@ -442,6 +443,7 @@ SHOWN_AS: Final[Mapping[str, Mapping[str, str]]] = {
 
 OF_BLOCKS: Final = ("parameters", "state_dict", "load_state_dict")
 """The methods of blocks that users call."""
+OF_GROUPS: Final = ("abort", "agree", "barrier", "close", "engine", "from_first", "gather", "patience", "sum")
 ELSEWHERE: Final = {
     "cublaslt": "bindings, which have checks and tests of their own",
     "errors": "exceptions",
@@ -452,6 +454,7 @@ ELSEWHERE: Final = {
     "FP8State.load_state_dict": "tests/cpu/test_fake_gpu_fp8_layers.py has what it refuses",
     **dict.fromkeys(("Epoch", "GatedContext", "LinearContext", "Loss", "Metrics", "NormContext"), "classes of results"),
     **dict.fromkeys(("Prefetcher", "Prefetcher.close"), "the class of what prefetch returns"),
+    **dict.fromkeys(("Group", *(f"Group.{name}" for name in OF_GROUPS)), "the class of what group returns"),
     **dict.fromkeys(("Block", "Chain", "Parallel"), "tests/cpu/nn/test_blocks.py has what they refuse"),
     **dict.fromkeys(("SwiGLU", "GEGLU", "ReGLU"), "Gated with another default"),
     "Optimizer.load_state_dict": "tests/cpu/ops/test_rules.py has what it refuses",

@@ -1,0 +1,285 @@
+"""`Group`: the processes that train one model together, and the protocols of what carries their values."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any, Final, Protocol
+
+from lt_runtime.arguments import Fixed, check_instance, number, shown
+from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.environment import local_rank
+from lt_runtime.errors import ArgumentError, GroupError
+
+_MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Wire(Protocol):
+    """Exchanges small values of the host between all processes, and ends all of them.
+
+    Attributes:
+        limit: seconds after which a call that waits for another process ends all processes, with a message that names
+            the missing ones.
+    """
+
+    rank: int
+    size: int
+    limit: float
+
+    def gather(self, value: bytes, what: str) -> list[bytes]:
+        """The values of all processes, in the order of their ranks.
+
+        Args:
+            what: the purpose of the call, for errors.
+        """
+
+    def host_engine(self) -> Engine:
+        """The engine for NumPy arrays. Raises `GroupError` if there is none."""
+
+    def abort(self, why: str) -> None:
+        """Ends all processes of the group, this one included. `why` is printed."""
+
+    def close(self) -> None:
+        """Frees what the wire holds. All processes call it."""
+
+
+class Engine(Protocol):
+    """Collective operations on arrays of one device. All processes call the same operations in the same order.
+
+    The arrays of a call have the same number, order, shapes and types in all processes, and no gaps between elements.
+    On a GPU the operations are put on `stream`, a handle, and may be captured; NumPy arrays have been written when the
+    call returns, and their `stream` is None. Results have equal bits in all processes.
+    """
+
+    def sum(self, arrays: Sequence[Any], stream: int | None, out: Sequence[Any] | None = None) -> None:
+        """Adds up each array over all processes, into `out` or, if it is None, in place."""
+
+    def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:
+        """Replaces each element by its maximum over all processes."""
+
+    def reduce(self, arrays: Sequence[Any], owner: int, stream: int | None) -> None:
+        """Adds up each array in place in the process `owner`. Elsewhere the arrays' contents are undefined then."""
+
+    def broadcast(self, arrays: Sequence[Any], root: int, stream: int | None) -> None:
+        """Copies the arrays of the process `root` into those of all processes."""
+
+    def abort(self) -> None:
+        """Ends operations that are waiting for another process, as far as the library can do that."""
+
+    def close(self) -> None:
+        """Frees what the engine holds. All processes call it, after graphs with its operations have been freed."""
+
+
+class Alone:
+    """Wire and engine of a process that no launcher has started: nothing has to be exchanged."""
+
+    rank, size = 0, 1
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def gather(self, value: bytes, what: str) -> list[bytes]:
+        """The value itself."""
+        return [value]
+
+    def host_engine(self) -> Engine:
+        """The wire itself."""
+        return self
+
+    def sum(self, arrays: Sequence[Any], stream: int | None, out: Sequence[Any] | None = None) -> None:
+        """Copies the arrays into `out`, if it is given."""
+        for array, target in zip(arrays, out or (), strict=bool(out)):
+            target[...] = array
+
+    def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:
+        """Does nothing."""
+
+    def reduce(self, arrays: Sequence[Any], owner: int, stream: int | None) -> None:
+        """Does nothing."""
+
+    def broadcast(self, arrays: Sequence[Any], root: int, stream: int | None) -> None:
+        """Does nothing."""
+
+    def abort(self, why: str = "") -> None:
+        """Does nothing: the caller's exception ends the process."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Group(Fixed):
+    """The processes that train one model together, each with the whole model on a device of its own.
+
+    `lt.group` makes it. Its methods are collective: all processes call the same methods in the same order. A process
+    that waits longer than the group's timeout for another one prints which processes are missing, and ends all.
+
+    Attributes:
+        rank: number of this process, from 0 to size - 1.
+        size: the number of processes.
+        local_rank: number of this process on its machine.
+        timeout: seconds that a process waits for another one.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self._engines = wire, dict[int, Engine]()
+        self.rank: Final = wire.rank
+        self.size: Final = wire.size
+        self.local_rank: Final = local_rank()
+        self.timeout: Final = wire.limit
+        self._is_made = True
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
+
+    def engine(self, device: int | None) -> Engine:
+        """The engine for arrays on a device, an ordinal or None for the host; the first call makes it together.
+
+        Raises:
+            GroupError: two processes have the same GPU, or nothing carries arrays of this kind.
+            MissingLibraryError: NCCL is not installed.
+        """
+        key = HOST if device is None else device
+        if key not in self._engines:
+            if device is None or isinstance(self._wire, Alone):
+                self._engines[key] = self._wire.host_engine()
+            else:
+                # imported late, because only GPUs need it
+                self._engines[key] = import_module("lt_runtime.distributed.nccl").NcclEngine(self, device)
+        return self._engines[key]
+
+    def sum(self, *arrays: Any, stream: int | None = None) -> None:
+        """Adds up each array over all processes, in place.
+
+        Args:
+            arrays: NumPy arrays, or arrays on one GPU, without gaps between their elements.
+            stream: handle of the stream for arrays on a GPU.
+        """
+        device = device_of("the first array", arrays[0])
+        self.engine(None if device == HOST else device).sum(arrays, stream)
+
+    def gather(self, value: bytes, what: str) -> list[bytes]:
+        """The bytes of all processes, in the order of their ranks.
+
+        Args:
+            what: the purpose of the call, for errors.
+        """
+        return self._wire.gather(value, what)
+
+    def from_first(self, value: bytes, what: str) -> bytes:
+        """The bytes that process 0 gives; those of the other processes are ignored."""
+        return self.gather(value if self.rank == 0 else b"", what)[0]
+
+    def barrier(self, what: str = "a barrier") -> None:
+        """Waits until all processes have called this."""
+        self.gather(b"", what)
+
+    def agree(self, value: Any, what: str) -> None:
+        """Checks that all processes give the same value.
+
+        Args:
+            value: of types that JSON has. Of mappings, errors show only the entries that differ.
+            what: the meaning of the value, for errors.
+
+        Raises:
+            GroupError: the values differ. All processes raise it, and it names those that differ from most others.
+        """
+        texts = [each.decode() for each in self.gather(json.dumps(value, sort_keys=True).encode(), what)]
+        usual = Counter(texts).most_common(1)[0][0]
+        others = [rank for rank, text in enumerate(texts) if text != usual]
+        if others:
+            theirs, ours = _difference(json.loads(texts[others[0]]), json.loads(usual))
+            named, like = f"rank {others[0]}", texts.index(usual)
+            more = f" (and {len(others) - 1} other ranks differ)" if len(others) > 1 else ""
+            raise GroupError(f"{named} differs from rank {like} in {what}: {theirs} on {named}, {ours} there{more}")
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Within a `with` block, calls wait for other processes without a limit of time."""
+        self._wire.limit, before = math.inf, self._wire.limit
+        try:
+            yield
+        finally:
+            self._wire.limit = before
+
+    def abort(self, why: str) -> None:
+        """Ends all processes of the group, this one included.
+
+        Args:
+            why: the reason, which is printed with this process's rank.
+        """
+        for engine in self._engines.values():
+            engine.abort()
+        self._wire.abort(why)
+
+    def close(self) -> None:
+        """Frees the communicators. All processes call it, after steps that use the group have been deleted."""
+        while self._engines:
+            self._engines.popitem()[1].close()
+        self._wire.close()
+
+
+def _difference(theirs: Any, ours: Any) -> tuple[str, str]:
+    """Two values that differ, as texts; of mappings only the first entry that differs."""
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return shown(theirs), shown(ours)
+    key = next(key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key))
+    their, our = _difference(theirs.get(key), ours.get(key))
+    return f"{key} = {their}", f"{key} = {our}"
+
+
+def group(*, timeout: float = 60.0) -> Group:
+    """The group of all processes that mpiexec, srun or torchrun has started; of this process alone without a launcher.
+
+    From then on, an exception that nothing catches in one process ends all of them.
+
+    Args:
+        timeout: seconds that a process waits for another one. Tuning and the first capture of a step do not count.
+
+    Raises:
+        ArgumentError: the timeout is not positive.
+        MissingLibraryError: mpi4py or, for torchrun, PyTorch is not installed.
+    """
+    timeout = number("timeout", timeout)
+    if not timeout > 0:
+        raise ArgumentError(f"timeout is {shown(timeout)}; it must be positive")
+    made = Group(_wire(timeout))
+    _abort_after_exceptions(made)
+    return made
+
+
+def _wire(limit: float) -> Wire:
+    if any(name in os.environ for name in _MPI):
+        from lt_runtime.distributed.mpi import MpiWire
+
+        return MpiWire(limit)
+    if all(name in os.environ for name in _TORCHRUN):
+        from lt_runtime.distributed.torchrun import StoreWire
+
+        return StoreWire(limit)
+    return Alone(limit)
+
+
+def _abort_after_exceptions(made: Group) -> None:
+    """Makes an exception that nothing catches end all processes, after Python has printed it.
+
+    Otherwise the other processes would wait for this one, and MPI's end of this process would wait for them.
+    """
+    print_exception = sys.excepthook
+
+    def end_all(kind: Any, value: Any, trace: Any) -> None:
+        print_exception(kind, value, trace)
+        made.abort(f"an exception: {kind.__name__}")
+
+    sys.excepthook = end_all
+
+
+def check_group(value: object) -> None:
+    """Raises `KindError` unless an argument is None or a `Group`."""
+    check_instance("group", value, (Group, type(None)), "None or what lt.group() returns")
