@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from runpy import run_path
 from typing import Any
 
 import cupy as cp
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 
 import lt_runtime as lt
+from tests.programs.checks import EXAMPLES
 from tests.support.block_trees import Tree, trees
 from tests.support.real_gpu import RealGpu
 from tests.support.strategies import COMPILING
 from tests.support.tree_checks import SMOOTH, check_steps
 
 WIDTH, HIDDEN, ROWS, OUTPUTS = 256, 384, 512, 64
+(MIXTURE,) = (path for path in EXAMPLES if path.stem == "mixture")
 
 
 def _model(device: str, dtype: str) -> lt.Block:
@@ -60,3 +63,22 @@ def test_a_captured_step_has_the_bits_of_single_launches_and_the_host_s_values(d
 def test_random_trees(gpu: RealGpu, dtype: str, tolerance: float, tree: Tree, examples: Counter[str]) -> None:
     check_steps(gpu, tree, dtype, tolerance, cp.get_default_memory_pool().used_bytes)
     examples["trees of blocks on the GPU"] += 1
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 1e-2), ("bfloat16", 5e-2)])
+def test_the_kernels_of_the_example_of_a_mixture_compute_its_formulas(dtype: str, tolerance: float) -> None:
+    rng, mixture = np.random.default_rng(0), run_path(str(MIXTURE))["Mixture"]
+    kind = lt.Linear(1, 1, dtype=dtype, device="cpu").weight.data.dtype
+    x, dy = (rng.standard_normal((2, 19, width)).astype(kind) for width in (16, 20))
+
+    def results(device: str, place: Any, back: Any) -> list[Any]:
+        layers = [lt.Linear(16, width, seed=width, dtype=dtype, device=device) for width in (3, 20, 20, 20)]
+        model, run = mixture(*layers), lt.Pass()
+        arrays = [model.forward(place(x), run), model.backward(place(dy), run)]
+        run.finish()
+        return [back(each).astype(np.float32) for each in [*arrays, *(each.grad for each in model.parameters())]]
+
+    for found, expected in zip(
+        results("cuda", cp.asarray, cp.asnumpy), results("cpu", np.asarray, np.asarray), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
