@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lt_runtime.nn.linear import Linear
     from lt_runtime.nn.mlp import MLP
     from lt_runtime.nn.run import Pass
-    from lt_runtime.ops._fp8_linear import FP8State
+    from lt_runtime.ops._fp8_state import FP8State
     from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops.add import add
     from lt_runtime.ops.dropout import dropout
@@ -64,7 +64,7 @@ _EXPORTS = {
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
     "ops.fp8": "cast_fp8 cast_fp8_rows",
-    "ops._fp8_linear": "FP8State",
+    "ops._fp8_state": "FP8State",
     "ops.gated": "GatedContext gated_bwd gated_fwd",
     "ops.linear": "linear linear_bwd linear_fwd",
     "ops.losses": "Loss bce_with_logits cross_entropy huber_loss mse_loss",

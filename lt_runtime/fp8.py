@@ -33,8 +33,9 @@ class FP8:
         history: steps whose largest magnitudes decide a delayed scale, in [1, 1024].
         headroom: at least 1; a delayed scale leaves room for this multiple of the largest magnitude.
         fast_accumulation: which products are summed with about 14 bits: "forward", "always" or "never".
-        fallback: whether a layer on a GPU is computed in its own type where FP8 is slower, as measured or else as
-            expected, which `FP8State.fallback` tells; `precision="fp8"` of a model asks for it.
+        fallback: whether layers on a GPU are computed in their own type where FP8 is slower, as measured or else as
+            expected, or where the GPU lacks scales for rows; `FP8State.fallback` tells why. `precision="fp8"` of a
+            model asks for it.
 
     Raises:
         ArgumentError: an attribute has a value that is not described above.
@@ -116,34 +117,34 @@ class Fp8Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8LayerProblem:
-    """The choice between FP8 and a layer's own type, for the products of its forward and backward pass.
+class Fp8ChainProblem:
+    """The choice between FP8 and the layers' own type, for forward and backward of consecutive linear layers.
 
     If the choice is open, a measurement of both types decides it. The measurement has packed matrices and no dropout,
-    and computes the gradients of the weight and the bias.
+    and computes the gradients of all weights and biases.
 
     Attributes:
-        dtype: the layer's own type.
-        rows, outputs, inputs: M, N and K.
-        bias: whether there is a bias.
-        dx: whether backward computes dx.
+        dtype: the layers' own type.
+        rows: M of each layer.
+        dims: inputs of the first layer, then outputs of each.
+        activations, biases: the activation of each layer, and whether it has a bias.
+        dx: whether backward computes the gradient with respect to the inputs of the first layer.
         recipe: the recipe of the products in FP8.
     """
 
     dtype: DType
     compute: Compute
     rows: int
-    outputs: int
-    inputs: int
-    activation: Activation
-    bias: bool
+    dims: tuple[int, ...]
+    activations: tuple[Activation, ...]
+    biases: tuple[bool, ...]
     dx: bool
     recipe: FP8
 
     @property
     def fits(self) -> bool:
         """Whether the sizes allow products in FP8."""
-        return are_multiples(self.rows, self.outputs, self.inputs)
+        return are_multiples(self.rows, *self.dims)
 
     @property
     def is_open(self) -> bool:

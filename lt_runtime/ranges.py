@@ -37,8 +37,8 @@ class Listener(Protocol):
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Functions that are called inside an operation's range with the `PreparedCall` or the `Optimizer` that it runs. If a
-layer may be in FP8, they are called with its `Fp8LayerProblem` before its work.
+"""Functions that are called inside an operation's range with the `PreparedCall` or the `Optimizer` that it runs. If
+layers may be in FP8, they are called with their `Fp8ChainProblem` before their work.
 """
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of a model whose products are computed in FP8: forward in training, and inference."""
+"""Inference of linear layers whose products are computed in FP8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.kept_weight import KeptWeight, has_kept, keeps_weight
-from lt_runtime.ops._fp8_linear import FP8State, fits, forward, forward_in_fp8, reason_against
+from lt_runtime.ops._fp8_choice import fits
+from lt_runtime.ops._fp8_linear import LinearCall, forward_in_fp8
+from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.fp8 import cast_fp8
 from lt_runtime.ops.linear import linear
@@ -16,57 +18,16 @@ from lt_runtime.ops.matmul import matmul
 from lt_runtime.plans.fp8 import W, X
 from lt_runtime.plans.fp8_rule import slower_for_inference
 from lt_runtime.problem import Compute, DType, type_name
+from lt_runtime.products.matmul import lacks_scale_vectors
 from lt_runtime.reference.fp8 import INVERSE, SCALE
 
 if TYPE_CHECKING:
-    from lt_runtime.nn.linear import Linear
-    from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops._parameters import Parameter
-    from lt_runtime.problem import Activation, Philox
+    from lt_runtime.problem import Activation
 
 _ACTIVATIONS: Final = ("none", "relu", "gelu")
 """The activations that a product in FP8 computes in its epilogue, which has the same name."""
 _TYPES: Final = ("bfloat16", "float16")
-
-
-def fp8_forward(
-    layer: Linear,
-    following: Linear | None,
-    x: Any,
-    below: LinearContext | None,
-    rng: Philox | None,
-    *,
-    activation: Activation,
-    compute: Any,
-    stream: Any,
-    add: Any = None,
-    out: Any = None,
-) -> tuple[Any, LinearContext, LinearContext | None]:
-    """The layer's y and its context for training; see `lt.linear_fwd`.
-
-    If this layer and the following one are in FP8 and each tensor has one scale, y is the pre-activation: the following
-    layer applies this layer's activation and dropout when it casts its inputs.
-
-    Args:
-        following: the layer that alone reads y; None if there is none.
-        below: the third result of this function for the layer before; None for the first layer.
-
-    Returns:
-        y; the context; and the context again if y is the pre-activation, otherwise None.
-    """
-    assert layer.scales is not None
-    defers = following is not None and type_name(x.dtype) == "bfloat16" and _trains_in_fp8(x, layer, following)
-    defers = defers and not (following and following.scales and following.scales.recipe.by_rows)
-    arrays = x, layer.weight.data, layer.bias and layer.bias.data, out, None, add
-    options = activation, activation.negative_slope, layer.dropout, compute, False, True
-    y, context = forward(layer.scales, arrays, options, rng, stream, below=below, defers=defers)
-    return y, context, context if defers else None
-
-
-def _trains_in_fp8(x: Any, *layers: Linear) -> bool:
-    """Whether training computes the products of all layers, of which the first one has inputs x, in FP8."""
-    options = ((each.scales, x, each.weight.data, each.bias, each.activation, each.compute) for each in layers)
-    return all(state is not None and reason_against(state, *rest) is None for state, *rest in options)
 
 
 def fp8_outputs(
@@ -99,7 +60,7 @@ def fp8_outputs(
         return linear(x, w, bias, activation=activation, compute=compute, add=add, out=out, stream=stream)
     if state.recipe.recipe != "delayed" or not state.calibrated.issuperset((X, W)):
         options = activation, activation.negative_slope, 0.0, compute, False, False
-        return forward_in_fp8(state, (x, w, bias, None, None, add), options, None, stream)[0]
+        return forward_in_fp8(state, LinearCall((x, w, bias, None, None, add), options, None, stream))[0]
     if keeps and not has_kept(state, weight):
         state.kept = KeptWeight(w, state.slots, stream)
     x8, w8 = _cast(state, X, x, stream), state.kept.w8 if keeps else _cast(state, W, w, stream)
@@ -126,11 +87,13 @@ def _cast(state: FP8State, row: int, array: Any, stream: Any) -> Any:
 
 
 def _is_slower(state: FP8State, x: Any, w: Any, compute: Any, device: int, *, keeps: bool) -> bool:
-    """Whether a GPU is expected to compute y more slowly in FP8.
+    """Whether a GPU is expected to compute y more slowly in FP8, or cannot compute it by the recipe.
 
     Args:
         keeps: whether the weight is in FP8 already.
     """
     kind, sizes = DType.parse("x", x.dtype), (math.prod(x.shape[:-1]), *w.shape)
     options = {"keeps_w": keeps, "is_current": state.recipe.recipe != "delayed"}
+    if device != HOST and state.recipe.by_rows and lacks_scale_vectors(device):
+        return True
     return device != HOST and slower_for_inference(sizes, kind, Compute.parse(compute, kind), device, **options)

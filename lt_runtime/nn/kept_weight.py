@@ -16,7 +16,7 @@ from lt_runtime.plans.fp8 import W
 from lt_runtime.reference.fp8 import INVERSE, SCALE, SLOT_WIDTH
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_linear import FP8State
+    from lt_runtime.ops._fp8_state import FP8State
     from lt_runtime.ops._parameters import Parameter
 
 

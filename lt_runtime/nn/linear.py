@@ -39,7 +39,8 @@ from lt_runtime.problem import (
 from lt_runtime.ranges import range_of
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_linear import FP8State
+    from lt_runtime.ops._fp8_choice import Candidate
+    from lt_runtime.ops._fp8_state import FP8State
     from lt_runtime.tuner.chain import LayerChain
 
 _seeds: Final = itertools.count()
@@ -140,6 +141,14 @@ class Linear(Block):
         """The recipe of the layer's products in FP8; None for a layer in its own type."""
         return None if self.scales is None else self.scales.recipe
 
+    @property
+    def candidate(self) -> Candidate:
+        """The layer as the choice between FP8 and its own type reads it."""
+        from lt_runtime.ops._fp8_choice import Candidate  # imported late, as in `scales_of`
+
+        outputs, inputs = self.weight.data.shape
+        return Candidate(self.scales, outputs, inputs, self.bias is not None, self.activation, self.compute)
+
     def __repr__(self) -> str:
         bias, what = self.bias is not None, f"{self.inputs} to {self.outputs}, {self.activation.name}"
         return f"Linear({self.name}, {what}, {bias=}, dropout={self.dropout})"
@@ -159,6 +168,10 @@ def forward_layers(
     below: LinearContext | None = None
     start = len(met.problems) if met else 0
     _set_needs(layers, run, needs_dx=needs_dx)
+    if run.trains and any(layer.scales for layer in layers):
+        from lt_runtime.ops._fp8_choice import choose  # imported late, as in `scales_of`
+
+        choose(x, [layer.candidate for layer in layers])
     for i, layer in enumerate(layers, 1):
         bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
@@ -171,10 +184,13 @@ def forward_layers(
             elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             elif layer.scales is not None:
-                from lt_runtime.nn.fp8 import fp8_forward  # imported late, as in `scales_of`
+                from lt_runtime.ops import _fp8_linear  # imported late, as in `scales_of`
 
-                following = layers[i] if i < len(layers) else None
-                x, context, below = fp8_forward(layer, following, x, below, rng, **options)
+                following = layers[i].scales if i < len(layers) else None
+                arrays = x, layer.weight.data, bias, options.get("out"), None, options.get("add")
+                chosen = layer.activation, layer.activation.negative_slope, layer.dropout, layer.compute, False, True
+                given = _fp8_linear.LinearCall(arrays, chosen, rng, run.stream)
+                x, context, below = _fp8_linear.forward_of_several(layer.scales, following, given, below)
                 contexts.append(context)
             else:
                 options |= {"dropout": layer.dropout, "rng": rng}
@@ -287,7 +303,7 @@ def scales_of(precision: object) -> FP8State | None:
     """
     if precision is None:
         return None
-    from lt_runtime.ops._fp8_linear import FP8State  # imported late, because few models have a precision
+    from lt_runtime.ops._fp8_state import FP8State  # imported late, because few models have a precision
 
     if isinstance(precision, Mapping) and precision.keys() == {each.name for each in fields(FP8)}:
         return FP8State(FP8(**precision))

@@ -65,21 +65,18 @@ class NarrowPasses:
         """Whether a layer's products are computed in FP8. In training, the layers' states tell why they are not."""
         if self._device is None or self._layers[0].scales is None:
             return False
-        from lt_runtime.ops._fp8_linear import reason_for  # imported late, because few models have a precision
+        from lt_runtime.ops._fp8_choice import reasons  # imported late, because few models have a precision
 
-        reasons = []
-        for number, layer in enumerate(self._layers):
-            state = layer.scales
-            assert state is not None, layer
-            if problem.backward:
+        states = [layer.scales for layer in self._layers if layer.scales is not None]
+        if problem.backward:
+            for number, state in enumerate(states):
                 state.needs_dx = number > 0
-            inputs, outputs = problem.dims[number : number + 2]
-            sizes = problem.rows, outputs, inputs
-            options = layer.activation, layer.compute, problem.biases[number]
-            reasons.append(reason_for(state, sizes, problem.dtype.numpy, *options, self._device))
-            if problem.backward:
-                state.fallback = reasons[-1]
-        return None in reasons
+        candidates = [each.candidate for each in self._layers]
+        found = [*reasons(candidates, problem.rows, problem.dtype.numpy, self._device)]
+        if problem.backward:
+            for state, reason in zip(states, found, strict=True):
+                state.fallback = reason
+        return None in found
 
     def outputs(self, x: Any, stream: Any) -> Any:
         """The outputs for inputs x, without dropout."""

@@ -14,7 +14,7 @@ from lt_runtime.arguments import check_instance, flag, integer, shown
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import ArgumentError, CaptureError
-from lt_runtime.fp8 import Fp8LayerProblem, Fp8Problem
+from lt_runtime.fp8 import Fp8ChainProblem, Fp8Problem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.streams import stream_handle
@@ -49,7 +49,7 @@ class Met:
     def __init__(self, *, all_threads: bool = False) -> None:
         self.problems: list[Any] = []
         self.chains: list[LayerChain] = []
-        self.choices: list[Fp8LayerProblem] = []
+        self.choices: list[Fp8ChainProblem] = []
         self._thread = None if all_threads else threading.get_ident()
 
     def __enter__(self) -> Self:
@@ -62,7 +62,7 @@ class Met:
     def _note(self, work: Any) -> None:
         if self._thread not in (None, threading.get_ident()):
             return
-        if isinstance(work, Fp8LayerProblem):
+        if isinstance(work, Fp8ChainProblem):
             self.choices.append(work)
         if isinstance(work, PreparedCall):
             problem = work.request.problem

@@ -1,26 +1,23 @@
-"""Linear layers whose products are computed in FP8, and the state of their scales."""
+"""Linear layers whose products are computed in FP8."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime import ranges, reference
+from lt_runtime import reference
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
-from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
-from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store
-from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError, ShapeError
-from lt_runtime.fp8 import FP8, UNIT, Fp8LayerProblem, Fp8Problem, Needs, Precision, Prologue, are_multiples
-from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.fp8 import ScalesPass
+from lt_runtime.arrays.operand import HOST, Operand
+from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError
+from lt_runtime.fp8 import UNIT, Fp8Problem, Needs, Precision, Prologue
 from lt_runtime.layout import packed
+from lt_runtime.ops._fp8_choice import Candidate, choose
+from lt_runtime.ops._fp8_state import FP8State, arrays_of, precision_of
 from lt_runtime.ops._linear import (
     FORWARD,
     BackwardOptions,
@@ -32,24 +29,21 @@ from lt_runtime.ops._linear import (
     derivative_of,
     wanted_gradients,
 )
-from lt_runtime.ops.call import New, Operation, PassOperation, PreparedCall, Request, perform, result_spec
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
 from lt_runtime.ops.first_use import before_first_use
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
-from lt_runtime.plans.fp8_rule import NO_MULTIPLE, against_fp8
 from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Philox, Saved, Spec, activation_of
+from lt_runtime.problem import Activation, BackwardProblem, Compute, Philox, Saved, Spec, type_name
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import (
     AMAX,
     FP8_TYPES,
     INVERSE,
-    OVERFLOWS,
     SCALE,
     SLOT_WIDTH,
     amax_of,
     cast_fp8,
     cast_fp8_rows,
-    fp8_slots,
     update_fp8_scales,
 )
 from lt_runtime.reference.products import rows_of
@@ -57,253 +51,9 @@ from lt_runtime.reference.products import rows_of
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 # Indices of a forward call's arrays.
 _KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST = 4, 6, 7, 8, 9, 10
-_TENSORS: Final = ("x", "w", "dy")
 _OUTPUTS: Final = ("dx", "dw", "db", "dz")
 # Index of the first output among the arrays of a backward call.
 _FIRST: Final = 5
-
-
-class FP8State:
-    """The scales of one linear layer's tensors x, w and dy, on the device of the layer, for `precision=`.
-
-    With the recipe "delayed" the first forward and the first backward call compute scales from the present tensors.
-    Call `update` once a step, after the step's last backward call, to compute the scales of the next step; a captured
-    graph may hold the call of `update`. With another recipe every call computes scales from the present tensors;
-    "rowwise" leaves slots and history as they are. The first call makes both arrays, on the device of its x.
-
-    Args:
-        recipe: types, scales and accumulation.
-
-    Attributes:
-        recipe: the argument.
-        slots: FP32 (3, 8), a row for x, w and dy: 1 / scale, scale, largest magnitude since the last update, largest
-            number of the FP8 type, number of overflows; None before the first call.
-        history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
-        calibrated: the rows of `slots` (0 for x, 1 for w, 2 for dy) whose scales have been computed or loaded.
-        needs_dx, needs_dw: whether backward will compute dx, and dw; both are True by default, and blocks set both. For
-            dx forward makes the transpose of w in FP8, and for dw that of x. The choice by `lt.FP8.fallback` depends on
-            `needs_dx` too.
-        fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
-        kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
-
-    Raises:
-        KindError: `recipe` is no `FP8`.
-    """
-
-    def __init__(self, recipe: FP8 = FP8()) -> None:  # noqa: B008  # it is frozen
-        check_instance("recipe", recipe, FP8, "an lt.FP8")
-        self.recipe = recipe
-        self.slots: Any = None
-        self.history: Any = None
-        self.calibrated: set[int] = set()
-        self.needs_dx = self.needs_dw = True
-        self.fallback: str | None = None
-        self.kept: Any = None
-
-    def __repr__(self) -> str:
-        return f"FP8State({self.recipe})"
-
-    def update(self, *, skipped: Any = None, stream: Any = None) -> None:
-        """Sets the scales for the next step by the largest magnitudes of the last steps, and counts overflows.
-
-        It does nothing with another recipe than "delayed", or before the first call of the layer.
-
-        Args:
-            skipped: one uint32 on the device; unless it is 0, scales and history stay.
-            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
-        """
-        if self.slots is not None and self.recipe.recipe == "delayed":
-            arrays = self.slots, self.history, skipped
-            perform(_UPDATE, arrays, (*self.history.shape, self.recipe.headroom), None, stream)
-
-    @property
-    def scales(self) -> dict[str, float]:
-        """The scales of x, w and dy, by which they are multiplied before they are cast. Waits for the stream."""
-        return self._column(SCALE)
-
-    @property
-    def overflows(self) -> dict[str, int]:
-        """For x, w and dy, how many updates found a saturated, infinite or NaN element. Waits for the stream.
-
-        They are 0 before the first call, and of a layer that stays in its own type.
-        """
-        counts = dict.fromkeys(_TENSORS, 0.0) if self.slots is None else self._column(OVERFLOWS)
-        return {name: int(value) for name, value in counts.items()}
-
-    def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Copies of the state on the host, from which `load_state_dict` continues bit for bit. Waits for the stream.
-
-        It is empty before the first call.
-        """
-        if self.slots is None:
-            return {}
-        arrays = {"slots": self.slots, "history": self.history}
-        calibrated = np.isin(np.arange(3), list(self.calibrated))
-        return {name: _host(name, array).copy() for name, array in arrays.items()} | {"calibrated": calibrated}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, like: Any = None) -> None:
-        """Replaces scales and history by those of a `state_dict`.
-
-        Args:
-            like: an array on the device of the layer, needed before the first call of the layer.
-
-        Raises:
-            KindError: `state` is no mapping.
-            ArgumentError: an entry is missing or unknown, or `like` is needed.
-            OperandError: an entry is no array, or is of another recipe.
-        """
-        check_instance("state", state, Mapping, "a state_dict")
-        if state.keys() != {"slots", "history", "calibrated"}:
-            raise ArgumentError(f"state has the entries {sorted(state)}; it must have calibrated, history and slots")
-        if self.slots is None:
-            if like is None:
-                raise ArgumentError("like is None, and there was no call that tells the device; pass an array on it")
-            arrays_of(self, like)
-        writes = []
-        for name, array in (("slots", self.slots), ("history", self.history)):
-            device = device_of(name, array)
-            stream = 0 if device == HOST else library_of(array).current_stream(device)
-            operand = read(name, array, stream)
-            values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
-            check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
-            writes.append((operand, values, stream))
-        replace_all(writes)
-        self.calibrated = {int(each) for each in np.flatnonzero(state["calibrated"])}
-
-    def _column(self, column: int) -> dict[str, float]:
-        if self.slots is None:
-            raise ArgumentError("the state has no scales yet: pass it to lt.linear_fwd(..., precision=state) first")
-        return dict(zip(_TENSORS, map(float, _host("slots", self.slots)[:, column]), strict=True))
-
-
-def _host(name: str, array: Any) -> NDArray[Any]:
-    """The values of one of the state's arrays, once the current stream has computed them."""
-    device = device_of(name, array)
-    stream = 0 if device == HOST else CUPY.current_stream(device)
-    return fetch(read(name, array, stream), stream)
-
-
-def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
-    """Slots and history of a state. The first call makes them on the device of x, and waits for the copies."""
-    if state.slots is not None:
-        return state.slots, state.history
-    device = device_of("x", x)
-    slots = fp8_slots([each.value for each in state.recipe.dtypes])
-    steps = state.recipe.history if state.recipe.recipe == "delayed" else 1
-    made = []
-    for values in (slots, np.zeros((len(slots), steps), np.float32)):
-        if device == HOST:
-            array = host_zeros(values.size, values.dtype).reshape(values.shape)
-            array[...] = values
-        else:
-            stream = CUPY.current_stream(device)
-            array = CUPY.empty(values.shape, values.dtype, device, stream)
-            store(read("the scales", array, stream), values, stream)
-        made.append(array)
-    state.slots, state.history = made
-    return state.slots, state.history
-
-
-def precision_of(state: FP8State, *rows: int) -> Precision:
-    """The `Precision` of a call that casts the tensors of the given rows.
-
-    The call computes scales first if one of these tensors has none yet, with the recipe "current" always, and with
-    "rowwise" never.
-    """
-    is_found = state.recipe.recipe != "current" and state.calibrated.issuperset(rows)
-    return Precision(state.recipe, not (is_found or state.recipe.by_rows))
-
-
-def fits(x: Any, w: Any) -> bool:
-    """Whether the tensor cores can multiply a layer's matrices in FP8: M, N and K are positive multiples of 16."""
-    return are_multiples(*_sizes(x, w))
-
-
-def _sizes(x: Any, w: Any) -> tuple[int, int, int]:
-    """M, N and K; zeros if x or w is no matrix: the layer then runs in its own type, whose checks raise the error."""
-    try:
-        *rows, _ = x.shape
-        outputs, inputs = w.shape
-        return math.prod(rows), outputs, inputs
-    except (AttributeError, TypeError, ValueError):
-        return 0, 0, 0
-
-
-def reason_against(state: FP8State, x: Any, w: Any, bias: Any, activation: Any, compute: Any) -> str | None:
-    """Why a layer is computed in its own type; None if its products are to be computed in FP8.
-
-    Args:
-        x: inputs of the layer, or of the layer below it, whose rows are as many. The number of columns is not read.
-    """
-    sizes = _sizes(x, w)
-    device = device_of("x", x) if any(sizes) else HOST
-    options = activation, compute, bias is not None
-    return reason_for(state, sizes, getattr(x, "dtype", None), *options, device)
-
-
-def reason_for(
-    state: FP8State,
-    sizes: tuple[int, int, int],
-    dtype: Any,
-    activation: Any,
-    compute: Any,
-    has_bias: bool,
-    device: int,
-) -> str | None:
-    """`reason_against` for a layer of the given M, N and K; passes the `Fp8LayerProblem` to `ranges.watchers`."""
-    reason = None if are_multiples(*sizes) else NO_MULTIPLE
-    if device == HOST or not (ranges.watchers or (state.recipe.fallback and reason is None)):
-        return reason
-    kind, recipe = DType.parse("x", dtype), _timed(state.recipe)
-    types, function = (kind, Compute.parse(compute, kind)), activation_of("activation", activation)
-    problem = Fp8LayerProblem(*types, *sizes, function, has_bias, state.needs_dx, recipe)
-    if ranges.watchers:
-        ranges.tell(problem)
-    if problem.is_open:
-        before_first_use(problem, device)
-    return against_fp8(problem, device)
-
-
-@functools.cache
-def _timed(recipe: FP8) -> FP8:
-    """The recipe with defaults for the fields that have no influence on times: equal times need one measurement."""
-    return replace(recipe, history=FP8().history, headroom=FP8().headroom)
-
-
-class _Update(PassOperation):
-    """The scales of a layer's tensors for the next step; a call's options are those of `ScalesPass`."""
-
-    names = ("slots", "history", "skipped")
-    required = 2
-
-    class Launched:
-        """The launches of a prepared call, which need a `ScalesPass` and no scratch memory."""
-
-        scratch_bytes = 0
-
-        def __init__(self, tensors: int, length: int, headroom: float, device: int) -> None:
-            self._pass = ScalesPass(tensors, length, headroom, device)
-
-        def launch(self, call: Call, memory: Any) -> None:
-            """See `Pass`."""
-            slots, history, skipped = call.addresses
-            self._pass.launch(slots, history, skipped, memory)
-
-    make_pass = Launched
-
-    def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
-        """See `Operation`."""
-        _, _, skipped = operands
-        if skipped is not None:
-            check_type(skipped, "uint32")
-            if skipped.shape not in ((), (1,)):
-                raise ShapeError(f"skipped has shape {skipped.shape}; accepted are () and (1,)")
-        return Request(options, (0, 1), {})
-
-    def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
-        """See `Operation`."""
-        slots, history, skipped = arrays
-        update_fp8_scales(slots, history, request.problem[2], skip=skipped is not None and bool(skipped.item()))
 
 
 def _cast_on_host(
@@ -551,61 +301,78 @@ def _measured(make: Callable[[], Plan], device: int) -> Plan:
 _FORWARD: Final = Fp8Forward()
 _BACKWARD: Final = Fp8Backward()
 _CAST_BACKWARD: Final = Fp8CastBackward()
-_UPDATE: Final = _Update()
 
 
-def forward(
-    state: FP8State,
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    rng: Philox | None,
-    stream: Any,
-    *,
-    below: LinearContext | None = None,
-    defers: bool = False,
-) -> tuple[Any, LinearContext]:
-    """`linear_fwd` with its product in FP8, unless there is a `reason_against`.
+class LinearCall(NamedTuple):
+    """The arguments of a call of the operation `LinearForward`.
 
-    Args:
-        arrays, options: those of a call of the operation `LinearForward`.
-        below: the context of the layer below if that layer has deferred its activation and dropout: x is then its
-            pre-activation, and the cast of x applies both. This saves writing and reading the layer's output.
-        defers: whether to leave activation and dropout to the next layer, as `below`: y is then the pre-activation. x
-            is BF16, and there is neither a buffer for y nor an addend.
+    Attributes:
+        arrays, options: the operation's.
+        rng: source of the dropout mask.
+    """
+
+    arrays: tuple[Any, ...]
+    options: tuple[Any, ...]
+    rng: Philox | None
+    stream: Any
+
+
+def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
+    """`linear_fwd` with its product in FP8, unless the layer alone is in its own type, see `choose`.
 
     Raises:
         KindError: `state` is no `FP8State`.
     """
     check_instance("precision", state, FP8State, "None or an lt.FP8State")
-    (x, w, bias, *_), (activation, _, _, compute, *_) = arrays, options
-    # If the layer below has deferred its activation, only FP8 can apply it: the choice is not made again, because a
-    # measurement in another thread may have changed the choice since.
-    state.fallback = None if below else reason_against(state, x, w, bias, activation, compute)
-    if state.fallback is not None:
-        plain: tuple[Any, LinearContext] = perform(FORWARD, arrays, options, (rng, None), stream)
-        return plain
-    return forward_in_fp8(state, arrays, options, rng, stream, below=below, defers=defers)
+    (x, w, bias, *_), (activation, _, _, compute, *_) = given.arrays, given.options
+    outputs, inputs = w.shape if len(getattr(w, "shape", ())) == 2 else (0, 0)
+    choose(x, [Candidate(state, outputs, inputs, bias is not None, activation, compute)])
+    y, context, _ = forward_of_several(state, None, given)
+    return y, context
+
+
+def forward_of_several(
+    state: FP8State | None, following: FP8State | None, given: LinearCall, below: LinearContext | None = None
+) -> tuple[Any, LinearContext, LinearContext | None]:
+    """One of consecutive layers for which `choose` has been called: y and the context.
+
+    If this layer and the next one are in FP8, the layer's type is BF16, and each tensor has one scale, y is the
+    pre-activation: the next layer applies this layer's activation and dropout when it casts its inputs.
+
+    Args:
+        following: the state of the layer that alone reads y; None if there is none. `given` has neither a buffer for y
+            nor an addend if there is one.
+        below: the third result of this function for the layer before; None for the first layer.
+
+    Returns:
+        y; the context; and the context again if y is the pre-activation, otherwise None.
+    """
+    if state is None or state.fallback is not None:
+        return *perform(FORWARD, given.arrays, given.options, (given.rng, None), given.stream), None
+    defers = following is not None and following.fallback is None and not following.recipe.by_rows
+    defers = defers and type_name(given.arrays[0].dtype) == "bfloat16"
+    y, context = forward_in_fp8(state, given, below=below, defers=defers)
+    return y, context, context if defers else None
 
 
 def forward_in_fp8(
-    state: FP8State,
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    rng: Philox | None,
-    stream: Any,
-    *,
-    below: LinearContext | None = None,
-    defers: bool = False,
+    state: FP8State, given: LinearCall, *, below: LinearContext | None = None, defers: bool = False
 ) -> tuple[Any, LinearContext]:
-    """`forward` of a layer whose products are to be computed in FP8."""
-    x = arrays[0]
-    given = *arrays, *arrays_of(state, x), None, None, None
+    """y and the context of a layer whose product is computed in FP8.
+
+    Args:
+        below: the context of the layer below if that layer has deferred its activation and dropout: x is then its
+            pre-activation, and the cast of x applies both. This saves writing and reading the layer's output.
+        defers: whether to leave activation and dropout to the next layer, as `below`.
+    """
+    arrays = *given.arrays, *arrays_of(state, given.arrays[0]), None, None, None
     prologue = Prologue() if below is None else Prologue(below.layer.activation, below.layer.dropout)
     how = precision_of(state, X, W), prologue, Needs(state.needs_dx, state.needs_dw), defers
-    y, ctx = perform(_FORWARD, given, (*options, *how), (rng, below and below.rng), stream)
+    rngs = given.rng, below and below.rng
+    y, context = perform(_FORWARD, arrays, (*given.options, *how), rngs, given.stream)
     state.calibrated |= {X, W}
-    ctx.state = state
-    return y, ctx
+    context.state = state
+    return y, context
 
 
 def backward(

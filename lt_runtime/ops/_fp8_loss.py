@@ -13,7 +13,8 @@ from lt_runtime.arrays.operand import read
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import LossCastPass, moves_tiles
 from lt_runtime.kernels.losses import ElementwiseLoss
-from lt_runtime.ops._fp8_linear import CastGradient, FP8State
+from lt_runtime.ops._fp8_linear import CastGradient
+from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform
 from lt_runtime.plans.fp8 import DY
 from lt_runtime.problem import DType

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from lt_runtime.environment import TUNE_VARIABLE, VARIABLES, setting
 from lt_runtime.errors import LtError
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
@@ -99,7 +99,7 @@ def before_first_use(problem: Remembered, device: int) -> None:
             from lt_runtime.tuner.chain import LayerChain
 
             given: Tunable = (
-                problem if isinstance(problem, MatmulProblem | Fp8LayerProblem) else LayerChain.of_problem(problem)
+                problem if isinstance(problem, MatmulProblem | Fp8ChainProblem) else LayerChain.of_problem(problem)
             )
             _measure([given], device, str(problem))
         _seen.add((problem, device))
@@ -147,7 +147,7 @@ def _is_known(chain: Tunable, device: int) -> bool:
     """Whether all problems of a chain have been measured; for a narrow MLP also the choice whether to fuse it."""
     from lt_runtime.tuner.chain import LayerChain, as_decided
 
-    if isinstance(chain, Fp8LayerProblem) and not chain.is_open:
+    if isinstance(chain, Fp8ChainProblem) and not chain.is_open:
         return True
     if not isinstance(chain, LayerChain):
         return is_measured(chain, device)

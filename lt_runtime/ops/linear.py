@@ -12,7 +12,7 @@ from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ActivationName, ComputeName, Philox
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_linear import FP8State
+    from lt_runtime.ops._fp8_state import FP8State
 
 
 def linear_fwd(
@@ -78,9 +78,9 @@ def linear_fwd(
     """
     options = (activation, negative_slope, dropout, compute, propagate_nan, True)
     if precision is not None:
-        from lt_runtime.ops._fp8_linear import forward
+        from lt_runtime.ops._fp8_linear import LinearCall, forward
 
-        return forward(precision, (x, w, bias, out, out_z, add), options, rng, stream)
+        return forward(precision, LinearCall((x, w, bias, out, out_z, add), options, rng, stream))
     made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z, add), options, (rng, None), stream)
     return made
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, get_args
 
 from lt_runtime.arguments import by_layer, check_instance, flag, integer, integers, shown
 from lt_runtime.errors import ArgumentError, DeviceError
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.devices import current_device, device_count, parse_device
 from lt_runtime.problem import (
     Activation,
@@ -93,10 +93,10 @@ def tune(
     shows = flag("progress", progress)
     options = activation, output_activation, dtype, compute, dropout, bias, input_gradient
     given, ordinal = _given(dims, rows, device, *options)
-    chains = [*(each for each in given if isinstance(each, Fp8LayerProblem | LayerChain)), *chains_of(given)]
+    chains = [*(each for each in given if isinstance(each, Fp8ChainProblem | LayerChain)), *chains_of(given)]
     with progress_bar(shown=shows) as show:
         tuned = [*search.tune_chains(chains, ordinal, progress=show)]
-        if any(isinstance(each, Fp8LayerProblem) and each.is_open for each in chains):
+        if any(isinstance(each, Fp8ChainProblem) and each.is_open for each in chains):
             # The layers may have got another precision, in which they run other problems.
             again, _ = _given(dims, rows, device, *options)
             tuned += search.tune_chains([each for each in again if each not in chains], ordinal, progress=show)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 from lt_runtime.errors import CaptureError, PlanError
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.driver import is_capturing
 from lt_runtime.plans.layers import BackwardPlan, ForwardPlan
 from lt_runtime.plans.priors import backward_priors, forward_priors
@@ -35,8 +35,8 @@ Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
 FUSED_MLP: Final = "fused_mlp"
 """Key of an MLP's strategy in the plan cache: True if each pass is one kernel, False if each layer runs by itself."""
 IN_FP8: Final = "fp8"
-"""Key of an `Fp8LayerProblem`'s strategy in the plan cache: True if the products are in FP8, False in the own type."""
-_YES_OR_NO: Final = {MLPProblem: FUSED_MLP, Fp8LayerProblem: IN_FP8}
+"""Key of an `Fp8ChainProblem`'s strategy in the plan cache: True if the products are in FP8, False in the own type."""
+_YES_OR_NO: Final = {MLPProblem: FUSED_MLP, Fp8ChainProblem: IN_FP8}
 
 OnMiss: TypeAlias = Callable[[Problem, int], None]
 """Hook that runs before a plan is made for a problem and a device; it may measure the problem."""
@@ -168,7 +168,7 @@ def known_entry(problem: Remembered, store: PlanStore) -> Entry | None:
     return store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
 
 
-def known_layer(problem: LayerProblem | MLPProblem | Fp8LayerProblem, store: PlanStore) -> LayerEntry | None:
+def known_layer(problem: LayerProblem | MLPProblem | Fp8ChainProblem, store: PlanStore) -> LayerEntry | None:
     """The entry of a layer or of an MLP in the plan cache; None if it was not measured, or if the entry is damaged.
 
     An entry is damaged if the problem does not allow its strategy. For a layer a warning is then given once, and the
@@ -176,7 +176,7 @@ def known_layer(problem: LayerProblem | MLPProblem | Fp8LayerProblem, store: Pla
     """
     key = problem_key(problem)
     entry = store.layer(key)
-    if isinstance(problem, MLPProblem | Fp8LayerProblem):
+    if isinstance(problem, MLPProblem | Fp8ChainProblem):
         name = _YES_OR_NO[type(problem)]
         return entry if entry is not None and entry.strategy in ({name: True}, {name: False}) else None
     if entry is not None:

@@ -1,15 +1,17 @@
-"""Decides whether a layer runs in FP8 or in its own type: by a measurement, or else by a rule from peak rates."""
+"""Decides whether layers run in FP8 or in their own type: by a measurement, or else by a rule from peak rates."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Final
 
-from lt_runtime.fp8 import UNIT, Fp8LayerProblem
+from lt_runtime.fp8 import UNIT, Fp8ChainProblem
 from lt_runtime.gpu.peaks import hardware
 from lt_runtime.plans import cache
 from lt_runtime.plans.cache import IN_FP8, known_layer
 from lt_runtime.problem import Compute, DType
+from lt_runtime.products.matmul import lacks_scale_vectors
 from lt_runtime.store.plan_store import plan_store
 
 # Fractions of the peak rates that are reached on an H200 by products of 16-bit matrices, products in FP8, and casts.
@@ -23,16 +25,18 @@ _LAUNCH_US: Final = 1.5
 NO_MULTIPLE: Final = f"M, N or K is no positive multiple of {UNIT}"
 
 
-def against_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
-    """Why a layer is computed in its own type; None if its products are to be computed in FP8."""
+def against_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
+    """Why layers are computed in their own type; None if their products are to be computed in FP8."""
     if not problem.fits:
         return NO_MULTIPLE
     return _slower_in_fp8(problem, device, cache.generation) if problem.recipe.fallback else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _slower_in_fp8(problem: Fp8LayerProblem, device: int, generation: object) -> str | None:
+def _slower_in_fp8(problem: Fp8ChainProblem, device: int, generation: object) -> str | None:
     """`against_fp8` if both types are possible. Every measurement changes `generation`, so that old results expire."""
+    if problem.recipe.by_rows and (lack := lacks_scale_vectors(device)):
+        return lack
     entry = known_layer(problem, plan_store(device))
     if entry is None:
         return expected_slower_in_fp8(problem, device)
@@ -40,35 +44,48 @@ def _slower_in_fp8(problem: Fp8LayerProblem, device: int, generation: object) ->
         return None
     found = [f"FP8 takes {each.us:.1f} µs, and {problem.dtype.value} {entry.us:.1f}" for each in entry.alternatives]
     found += [f"FP8 is {each.reason}" for each in entry.rejected]
-    return f"{_sizes(problem)} {'; '.join(found) or 'FP8 was measured to be slower'}"
+    return f"{_sizes(problem)}: {'; '.join(found) or 'FP8 was measured to be slower'}"
 
 
-def expected_slower_in_fp8(problem: Fp8LayerProblem, device: int) -> str | None:
-    """A reason why a layer should be slower in FP8; None if it should be faster, or if peak rates are not known.
+def expected_slower_in_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
+    """A reason why layers should be slower in FP8; None if they should be faster, or if peak rates are not known.
 
-    Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take. With an
-    activation, a layer in either type needs a pass that computes dz from dy, and in FP8 this pass also casts dz.
+    Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take.
     """
     peaks, dtype = hardware(device), problem.dtype
     own, fp8 = peaks.flops_per_s(dtype, problem.compute), peaks.flops_per_s(DType.FLOAT8_E4M3FN, Compute.FLOAT32)
     if not (own and fp8 and peaks.bytes_per_s):
         return None
-    m, n, k = problem.rows, problem.outputs, problem.inputs
-    # With another recipe than "delayed", each cast first reads its tensor once more to find scales. The pass that
-    # computes dz also casts dz only if dz has one scale.
-    is_linear, is_current = problem.activation.name == "none", problem.recipe.recipe != "delayed"
-    is_linear |= problem.recipe.by_rows
-    flops, size = 2 * (2 + problem.dx) * m * n * k, dtype.itemsize
-    moved = (size + 2) * (m * k + n * k + m * n * is_linear) + is_current * size * (m * k + n * k + m * n)
+    is_current, dx = problem.recipe.recipe != "delayed", problem.dx
+    flops = moved = launches = 0
+    for (k, n), activation in zip(itertools.pairwise(problem.dims), problem.activations, strict=True):
+        flops += 2 * (2 + dx) * problem.rows * n * k
+        moved += _cast_bytes(problem, n, k, casts_dz=activation.name == "none" or problem.recipe.by_rows)
+        launches += _LAUNCHES + _CALIBRATION * is_current
+        dx = True
     saved_us = 1e6 * flops * (1 / (_OWN * own) - 1 / (_FP8 * fp8))
-    casts_us = 1e6 * moved / (_CASTS * peaks.bytes_per_s) + _LAUNCH_US * (_LAUNCHES + _CALIBRATION * is_current)
+    casts_us = 1e6 * moved / (_CASTS * peaks.bytes_per_s) + _LAUNCH_US * launches
     if saved_us > casts_us:
         return None
-    return f"{_sizes(problem)} FP8 is expected to save {saved_us:.1f} µs of products and to add {casts_us:.1f} of casts"
+    words = f"to save {saved_us:.1f} µs of products and to add {casts_us:.1f} of casts"
+    return f"{_sizes(problem)}: FP8 is expected {words}"
 
 
-def _sizes(problem: Fp8LayerProblem) -> str:
-    return f"with M, N, K = {(problem.rows, problem.outputs, problem.inputs)}"
+def _cast_bytes(problem: Fp8ChainProblem, n: int, k: int, *, casts_dz: bool) -> int:
+    """Bytes that a layer in FP8 reads and writes more than in its own type.
+
+    With another recipe than "delayed", each cast first reads its tensor once more to find scales.
+
+    Args:
+        casts_dz: whether a pass of its own casts dz. With an activation, a layer in either type needs a pass that
+            computes dz from dy; if dz has one scale, this pass also casts dz.
+    """
+    m, size, reads_twice = problem.rows, problem.dtype.itemsize, problem.recipe.recipe != "delayed"
+    return (size + 2) * (m * k + n * k + m * n * casts_dz) + reads_twice * size * (m * k + n * k + m * n)
+
+
+def _sizes(problem: Fp8ChainProblem) -> str:
+    return f"{problem.rows} rows of {'-'.join(map(str, problem.dims))}"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -98,16 +98,17 @@ def _changes_16_bits(problem: MatmulProblem) -> bool:
     return epilogue is not Epilogue.NONE and not epilogue.sums_operand and problem.d_dtype.itemsize == 2
 
 
-def _check_scale_vectors(device: int) -> None:
-    """Raises `GpuError` unless cuBLASLt multiplies FP8 matrices with vectors of scales on the GPU.
+def lacks_scale_vectors(device: int) -> str | None:
+    """Why cuBLASLt does not multiply FP8 matrices with vectors of scales on the GPU; None if it does.
 
     The documentation of cublasLtMatmul lists the scaling mode OUTER_VEC_32F for compute capability 9.0 alone.
     """
     info, version = device_info(device), cublaslt.get_version()
-    if info.capability != _VECTORS_CAPABILITY or version < _VECTORS_VERSION:
-        has = f"GPU {device} ({info.name}) has compute capability {info.capability / 10} and cuBLASLt is "
-        needs = f"vectors of scales need compute capability {_VECTORS_CAPABILITY / 10} and cuBLASLt "
-        raise GpuError(f"{has}{version_text(version)}; {needs}{version_text(_VECTORS_VERSION)} or newer")
+    if info.capability == _VECTORS_CAPABILITY and version >= _VECTORS_VERSION:
+        return None
+    has = f"GPU {device} ({info.name}) has compute capability {info.capability / 10} and cuBLASLt is "
+    needs = f"vectors of scales need compute capability {_VECTORS_CAPABILITY / 10} and cuBLASLt "
+    return f"{has}{version_text(version)}; {needs}{version_text(_VECTORS_VERSION)} or newer"
 
 
 class MatmulPlan(AlgorithmPlan):
@@ -156,8 +157,8 @@ class MatmulPlan(AlgorithmPlan):
         self.algorithm = None
         if not problem.is_empty:
             self._refuse_inaccurate()
-            if problem.scale_vectors:
-                _check_scale_vectors(device)
+            if problem.scale_vectors and (lack := lacks_scale_vectors(device)):
+                raise GpuError(lack)
             self._describe()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
             self._prepared = self._prepare(self.algorithm)

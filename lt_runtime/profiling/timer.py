@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from lt_runtime import ranges
 from lt_runtime.errors import GpuError
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
@@ -167,7 +167,7 @@ class Timer:
 
     def ran(self, work: Any) -> None:
         """Adds an operation's work to the innermost open range; `ranges.tell` calls this."""
-        if self._thread.open and not isinstance(work, Fp8LayerProblem):
+        if self._thread.open and not isinstance(work, Fp8ChainProblem):
             self._thread.open[-1].works.append(work)
 
     def end_step(self) -> None:

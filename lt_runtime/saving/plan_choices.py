@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lt_runtime.errors import LtError, printable
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.nn.block import Block
 from lt_runtime.plans.cache import make_plan
@@ -83,7 +83,7 @@ def _problems(model: Block, device: int, store: PlanStore) -> Iterator[Remembere
         if isinstance(given, MatmulProblem):
             yield from (given, plain_product(given))
             continue
-        if isinstance(given, Fp8LayerProblem):
+        if isinstance(given, Fp8ChainProblem):
             yield given
             continue
         yield from given.narrow(device)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 from lt_runtime.files import parse_json
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import ALIGNMENT, LATER, BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
 
@@ -30,9 +30,9 @@ SCHEMA: Final = 6
 """Version of keys, entries and files. Files of another version are not read."""
 
 Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem
-Remembered: TypeAlias = Problem | MLPProblem | Fp8LayerProblem
-"""A problem that can have an entry in the plan cache: a layer's pass, a matrix product, a whole MLP, or the choice of a
-layer's precision."""
+Remembered: TypeAlias = Problem | MLPProblem | Fp8ChainProblem
+"""A problem that can have an entry in the plan cache: a layer's pass, a matrix product, a whole MLP, or the choice of
+the precision of layers."""
 
 Json: TypeAlias = dict[str, Any]
 _Record = TypeVar("_Record")
@@ -67,11 +67,8 @@ def parse_key(key: str) -> Remembered:
         if isinstance(problem, MatmulProblem):
             specs = (problem.a, problem.b, problem.c, problem.d, problem.aux)
             _require_small(max(problem.batch * each.batch_stride for each in specs if each is not None))
-        if isinstance(problem, MLPProblem):
+        if isinstance(problem, MLPProblem | Fp8ChainProblem):
             _require_small(max(problem.dims) * max(problem.rows, *problem.dims))
-        if isinstance(problem, Fp8LayerProblem):
-            sizes = sorted((problem.rows, problem.outputs, problem.inputs))
-            _require_small(sizes[1] * sizes[2])
         if problem_key(problem) != key:  # for example with 1.0 in place of 1
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:

@@ -15,7 +15,8 @@ from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.errors import LtError
 from lt_runtime.fp8 import FP8
 from lt_runtime.nn.linear import scales_of
-from lt_runtime.ops._fp8_linear import FP8State, fits
+from lt_runtime.ops._fp8_choice import fits
+from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops._linear import Layer, LinearContext
 from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd

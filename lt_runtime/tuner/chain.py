@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.kernels.mlp import supports
 from lt_runtime.layout import packed
 from lt_runtime.plans.cache import LayerProblem, known_layer, strategies_of
@@ -110,10 +110,10 @@ class LayerChain:
         return cls(tuple(map(Layer, forwards, backwards)))
 
     @classmethod
-    def of_fp8(cls, problem: Fp8LayerProblem) -> LayerChain:
-        """The layer of a choice by itself, in its own type."""
-        sizes, types = (problem.rows, (problem.inputs, problem.outputs)), (problem.dtype, problem.compute)
-        return cls.of_mlp(*sizes, [problem.activation], *types, bias=[problem.bias], input_gradient=problem.dx)
+    def of_fp8(cls, problem: Fp8ChainProblem) -> LayerChain:
+        """The layers of a choice, in their own type."""
+        given = problem.rows, problem.dims, problem.activations, problem.dtype, problem.compute
+        return cls.of_mlp(*given, bias=problem.biases, input_gradient=problem.dx)
 
     @classmethod
     def of_problem(cls, problem: LayerProblem | MLPProblem) -> LayerChain:
@@ -218,7 +218,7 @@ class LayerChain:
         return LayerChain((Layer(forward), Layer(None, backward)))
 
 
-Tunable: TypeAlias = LayerChain | MatmulProblem | Fp8LayerProblem
+Tunable: TypeAlias = LayerChain | MatmulProblem | Fp8ChainProblem
 """What the tuner decides: layers, a product, or whether a layer is in FP8."""
 
 

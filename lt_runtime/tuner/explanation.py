@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.peaks import hardware
 from lt_runtime.plans.cache import FUSED_MLP, IN_FP8, known_layer, make_layer_plan
@@ -137,7 +137,7 @@ def explain_problem(problem: Remembered, device: int) -> Explanation:
     with activated(device):
         if isinstance(problem, MatmulProblem):
             return _explain_product(problem, device, least)
-        if isinstance(problem, Fp8LayerProblem):
+        if isinstance(problem, Fp8ChainProblem):
             reason = against_fp8(problem, device)
             chosen: Json = {IN_FP8: reason is None}
             reason = reason or ("by the rule over peak rates" if problem.is_open else "as asked for")

@@ -1,15 +1,16 @@
-"""Measures whether a layer is faster in FP8: forward, backward and all casts, against the layer in its own type."""
+"""Measures whether layers are faster in FP8: forward, backward and all casts, against the layers in their own type."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from lt_runtime.errors import PlanError
-from lt_runtime.fp8 import FP8, Fp8LayerProblem, Needs, Precision, Prologue
+from lt_runtime.errors import GpuError
+from lt_runtime.fp8 import Fp8ChainProblem, Needs, Precision, Prologue
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
@@ -17,7 +18,7 @@ from lt_runtime.layout import packed
 from lt_runtime.plans.cache import IN_FP8, make_layer_plan
 from lt_runtime.plans.fp8 import Fp8BackwardPlan, Fp8ForwardPlan
 from lt_runtime.plans.fp8_rule import expected_slower_in_fp8
-from lt_runtime.problem import DType, Saved, Spec
+from lt_runtime.problem import Activation, DType, Saved, Spec
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import SLOT_WIDTH, fp8_slots
 from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy
@@ -30,12 +31,16 @@ from lt_runtime.tuner.timing import Bench, Timing, race
 
 _ROUNDS = 9
 _BUDGET_S = 0.4
+_LEAST_GAIN = 0.02
+"""Fraction of the time that FP8 must save, because a step also runs what is not measured."""
+_LAYERS = 2
+"""Number of layers for whose rounding results may differ at most: more would let results of 0 pass."""
 
 
 class _ScalesPlan(Plan):
     """The plan of the update of a layer's scales once a step; a call has the addresses of slots and history."""
 
-    def __init__(self, problem: Fp8LayerProblem, device: int) -> None:
+    def __init__(self, problem: Fp8ChainProblem, device: int) -> None:
         self.problem, self.device = problem, device
         self._pass = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, device)
 
@@ -45,47 +50,70 @@ class _ScalesPlan(Plan):
         self._pass.launch(slots, history, 0, memory)
 
 
-def fp8_plans(problem: Fp8LayerProblem, device: int) -> list[Plan]:
-    """The plans of a step of a layer in FP8: forward, backward and, with delayed scales, their update.
+def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
+    """The plans of a step of layers in FP8: forward, backward and, with delayed scales, their update.
+
+    Returns:
+        The plans in the order in which they run, each with the index of its layer.
 
     Raises:
-        PlanError: cuBLASLt has no algorithm for one of the products.
+        GpuError: the GPU lacks FP8 or the recipe's scales, or cuBLASLt has no algorithm for one of the products.
     """
-    kept = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
-    ((forward, backward),) = LayerChain.of_fp8(problem).keeping({0: kept}).layers
-    assert forward is not None
-    assert backward is not None
-    recipe = problem.recipe.recipe
-    precision, needs = Precision(problem.recipe, recipe == "current"), Needs(problem.dx)
-    plans = [
-        Fp8ForwardPlan(forward, precision, Prologue(), needs, device),
-        Fp8BackwardPlan(backward, precision, device),
-    ]
-    return [*plans, *([_ScalesPlan(problem, device)] if recipe == "delayed" else [])]
+    precision, prologue = Precision(problem.recipe, problem.recipe.recipe == "current"), Prologue()
+    forwards, backwards, updates = list[tuple[int, Plan]](), list[tuple[int, Plan]](), list[tuple[int, Plan]]()
+    for i, activation in enumerate(problem.activations):
+        kept = Saved.NOTHING if activation.name == "none" else Saved.PREACTIVATION
+        ((forward, backward),) = LayerChain.of_fp8(_layer_of(problem, i)).keeping({0: kept}).layers
+        assert forward is not None
+        assert backward is not None
+        needs, of_layer, prologue = Needs(backward.dx is not None), prologue, Prologue()
+        if _defers(problem, i):
+            forward, prologue = replace(forward, activation=Activation()), Prologue(activation)
+        forwards.append((i, Fp8ForwardPlan(forward, precision, of_layer, needs, device)))
+        backwards.append((i, Fp8BackwardPlan(backward, precision, device)))
+        updates += [(i, _ScalesPlan(problem, device))] if problem.recipe.recipe == "delayed" else []
+    return [*forwards, *reversed(backwards), *updates]
+
+
+def _layer_of(problem: Fp8ChainProblem, i: int) -> Fp8ChainProblem:
+    """One of the layers by itself."""
+    activations, biases = problem.activations[i : i + 1], problem.biases[i : i + 1]
+    dims, dx = problem.dims[i : i + 2], problem.dx or i > 0
+    return replace(problem, dims=dims, activations=activations, biases=biases, dx=dx)
+
+
+def _defers(problem: Fp8ChainProblem, i: int) -> bool:
+    """Whether layer `i` leaves its activation to the next layer's cast, as in `forward_of_several`."""
+    is_last = i + 1 == len(problem.activations)
+    return not (is_last or problem.recipe.by_rows) and problem.dtype is DType.BFLOAT16
 
 
 class _Fp8Operands(ChainOperands):
-    """The operands of a layer in its own type and in FP8, which share inputs and results."""
+    """The operands of layers in their own type and in FP8, which share inputs and results.
 
-    def __init__(self, memory: Memory, chain: LayerChain, recipe: FP8) -> None:
+    The results that are compared are the outputs, and the gradients of inputs and parameters: those between the layers
+    differ, because a layer in FP8 may leave its activation to the next one.
+    """
+
+    def __init__(self, memory: Memory, chain: LayerChain, problem: Fp8ChainProblem) -> None:
         super().__init__(memory, chain)
-        forward = chain.forwards[0]
-        (m, k), n = forward.x.layout.shape, forward.w.layout.rows
-        e4m3, full = DType.FLOAT8_E4M3FN, DType.FLOAT32
-        sizes: dict[str, tuple[int, int, DType]] = {
-            "slots": (3, SLOT_WIDTH, full), "history": (3, recipe.history, full),
-            "cast_slots": (2, k if recipe.by_rows else SLOT_WIDTH, full),
-            "x8": (k, m, e4m3), "w8": (k, n, e4m3), "kept": (m, n, forward.dtype),
-        }  # fmt: skip
-        self._added = {name: Buffer(memory, Spec(packed(*size)), dtype) for name, (*size, dtype) in sizes.items()}
-        values = {"slots": fp8_slots([each.value for each in recipe.dtypes])}
-        values["history"] = np.zeros(sizes["history"][:2], np.float32)
-        for name, array in values.items():
-            memory.write(self._added[name].address, array)
+        last = len(problem.activations) - 1
+        compared = ("output", last), ("gradient", -1)
+        self._results = {
+            name: each
+            for name, each in self._results.items()
+            if (each.role, each.layer) in compared or each.role in ("weight gradient", "bias gradient")
+        }
+        outputs = {tensor.layer: buffer for tensor, buffer in self.buffers.items() if tensor.role == "output"}
+        self._added = []
+        for i in range(last + 1):
+            self._added.append(added := _buffers_of(memory, _layer_of(problem, i)))
+            if _defers(problem, i):
+                added["kept"] = outputs[i]
 
     def call(self, layer: int, plan: Any, stream: int) -> Call:
         """See `ChainOperands`."""
-        addresses = {name: each.address for name, each in self._added.items()}
+        addresses = {name: each.address for name, each in self._added[layer].items()}
         state, kept = ("slots", "history"), ("x8", "w8")
         if isinstance(plan, _ScalesPlan):
             return Call(tuple(map(addresses.__getitem__, state)), stream)
@@ -103,17 +131,32 @@ class _Fp8Operands(ChainOperands):
         return Call(tuple(addresses.get(name, 0) for name in names), stream)
 
 
-def decide_fp8(bench: Bench, problem: Fp8LayerProblem) -> Decided:
-    """Measures whether a layer is faster in FP8; returns the result and the entry for the plan cache.
+def _buffers_of(memory: Memory, layer: Fp8ChainProblem) -> dict[str, Buffer]:
+    """The arrays that a layer has in FP8 only, by name; slots and history are as before the first step."""
+    m, (k, n), recipe = layer.rows, layer.dims, layer.recipe
+    e4m3, full = DType.FLOAT8_E4M3FN, DType.FLOAT32
+    sizes: dict[str, tuple[int, int, DType]] = {
+        "slots": (3, SLOT_WIDTH, full), "history": (3, recipe.history, full),
+        "cast_slots": (2, k if recipe.by_rows else SLOT_WIDTH, full),
+        "x8": (k, m, e4m3), "w8": (k, n, e4m3), "kept": (m, n, layer.dtype),
+    }  # fmt: skip
+    made = {name: Buffer(memory, Spec(packed(*size)), dtype) for name, (*size, dtype) in sizes.items()}
+    memory.write(made["slots"].address, fp8_slots([each.value for each in recipe.dtypes]))
+    memory.write(made["history"].address, np.zeros(sizes["history"][:2], np.float32))
+    return made
 
-    The plans of the layer's products must have been chosen before.
+
+def decide_fp8(bench: Bench, problem: Fp8ChainProblem) -> Decided:
+    """Measures whether layers are faster in FP8; returns the result and the entry for the plan cache.
+
+    The plans of the layers' products must have been chosen before.
 
     Raises:
-        PlanError: cuBLASLt has no algorithm for the layer in its own type.
+        PlanError: cuBLASLt has no algorithm for the layers in their own type.
         MemoryError: the GPU has not enough memory for the operands.
     """
     search = _Precisions(bench, problem)
-    is_fp8, timings = race(search)
+    is_fp8, timings = race(search, _LEAST_GAIN)
     slower = tuple(
         Alternative({IN_FP8: name}, timings[name].median_us) for name in search.names() if name is not is_fp8
     )
@@ -125,24 +168,24 @@ def decide_fp8(bench: Bench, problem: Fp8LayerProblem) -> Decided:
 
 
 class _Precisions:
-    """Two contenders: False is the layer in its own type, which stays unless FP8 is clearly faster; True is FP8.
+    """Two contenders: False are the layers in their own type, which stay unless FP8 is clearly faster; True is FP8.
 
     Attributes:
         rejected: FP8 with the reason for rejection, if cuBLASLt refuses a product or the results are wrong.
     """
 
-    def __init__(self, bench: Bench, problem: Fp8LayerProblem) -> None:
+    def __init__(self, bench: Bench, problem: Fp8ChainProblem) -> None:
         chain, device = LayerChain.of_fp8(problem), bench.device
         plans = {index: make_layer_plan(each, device) for index, each in chain.forwards.items()}
         chain = chain.keeping({index: plan.strategy.saved for index, plan in plans.items()})
         self._plans: dict[bool, Placed] = {False: [(at, make_layer_plan(each, device)) for at, each in chain.runs]}
         self.rejected: list[RejectedStrategy] = []
         try:
-            self._plans[True] = [(0, plan) for plan in fp8_plans(problem, device)]
-        except PlanError as error:
+            self._plans[True] = fp8_plans(problem, device)
+        except GpuError as error:
             self.rejected.append(RejectedStrategy({IN_FP8: True}, f"refused: {error}"))
-        self._recipe, self._least_us = problem.recipe, floor_us([problem], device)
-        self.operands = OperandSets(bench, chain, partial(_Fp8Operands, recipe=problem.recipe))
+        self._problem, self._least_us = problem, floor_us([problem], device)
+        self.operands = OperandSets(bench, chain, partial(_Fp8Operands, problem=problem))
 
     def names(self) -> list[bool]:
         """See `Contenders`."""
@@ -154,11 +197,12 @@ class _Precisions:
         return self.operands.take_times(plans, _BUDGET_S, _ROUNDS, in_a_loop=True, least_us=self._least_us)
 
     def reject_wrong(self, names: Collection[bool]) -> list[bool]:
-        """Compares results in FP8 with those in the layer's own type; allows for FP8's rounding. See `Contenders`."""
+        """Compares results in FP8 with those in the layers' own type; allows for FP8's rounding. See `Contenders`."""
         if True not in names:
             return []
         expected = self.operands.results(self._plans[False])
-        wrong = disagreement(self.operands.results(self._plans[True]), expected, self._recipe.dtypes[2], 1)
+        tolerance = self._problem.recipe.dtypes[2], min(len(self._problem.activations), _LAYERS)
+        wrong = disagreement(self.operands.results(self._plans[True]), expected, *tolerance)
         if wrong is None:
             return []
         del self._plans[True]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.compiler import watchers
 from lt_runtime.plans.cache import FUSED_MLP, IN_FP8
 from lt_runtime.plans.strategies import MadeBy
@@ -55,9 +55,10 @@ def describe(problem: Remembered) -> str:
     if isinstance(problem, MLPProblem):
         kind = "training" if problem.backward else "inference"
         return f"{kind} {problem.rows}x{'-'.join(map(str, problem.dims))} {dtype} {problem.activation.name}"
-    if isinstance(problem, Fp8LayerProblem):
-        sizes = f"{problem.rows}x{problem.outputs}x{problem.inputs}"
-        return f"precision {sizes} {dtype} {problem.activation.name}{'' if problem.dx else ' without dx'}"
+    if isinstance(problem, Fp8ChainProblem):
+        activations = ", ".join(dict.fromkeys(each.name for each in problem.activations))
+        sizes = f"{problem.rows}x{'-'.join(map(str, problem.dims))}"
+        return f"precision {sizes} {dtype} {activations}{'' if problem.dx else ' without dx'}"
     if isinstance(problem, ForwardProblem):
         added = "" if problem.addend is None else " and an addend"
         kind, out, words = "forward", problem.y, f"{problem.activation.name}{added}"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.peaks import Hardware, hardware
 from lt_runtime.plans.cache import LayerProblem
 from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem, MLPProblem, Spec
@@ -43,7 +43,7 @@ def least_us(problem: Remembered, hardware: Hardware) -> float | None:
 
     None if the peak rates are not known.
     """
-    is_fp8 = isinstance(problem, Fp8LayerProblem)
+    is_fp8 = isinstance(problem, Fp8ChainProblem)
     types = (DType.FLOAT8_E4M3FN, Compute.FLOAT32) if is_fp8 else (problem.dtype, problem.compute)
     peak = hardware.flops_per_s(*types)
     if not peak or not hardware.bytes_per_s:
@@ -54,7 +54,7 @@ def least_us(problem: Remembered, hardware: Hardware) -> float | None:
 
 def work_of(problem: Remembered) -> Work:
     """The work of a problem; it does not depend on the strategy."""
-    if isinstance(problem, Fp8LayerProblem):
+    if isinstance(problem, Fp8ChainProblem):
         runs = [work_of(each) for _, each in LayerChain.of_fp8(problem).runs]
         return Work(*map(sum, zip(*runs, strict=True)))
     if isinstance(problem, MLPProblem):

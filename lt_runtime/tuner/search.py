@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from lt_runtime.errors import PlanError
-from lt_runtime.fp8 import Fp8LayerProblem
+from lt_runtime.errors import GpuError, PlanError
+from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.cache import FUSED_MLP, LayerProblem, forget, known_layer, make_layer_plan
 from lt_runtime.plans.mlp import mlp_plans
@@ -38,7 +38,7 @@ def tune_chains(chains: Iterable[Tunable], device: int, *, progress: Progress | 
 
     A group is a layer's forward problem with the backward problem that reads its saved tensor, one of these alone, or a
     product. For a narrow MLP, the choice between fused kernels and layers follows after its layers were decided. The
-    choice of a layer's precision follows after the layer in its own type and the products in FP8.
+    choice of the precision of layers follows after the layers in their own type and the products in FP8.
 
     Problems in the plan cache are not measured again, and empty problems are left out. If the GPU has not enough memory
     for a problem, a warning is given and the problem stays untuned. Later plans use the results. The memory of the
@@ -86,9 +86,9 @@ class _Session:
         """The groups of the problems of a chain or a choice; a single product is one group."""
         if isinstance(given, MatmulProblem):
             return [([given], partial(self._tune_product, given))]
-        if isinstance(given, Fp8LayerProblem) and not given.is_open:
+        if isinstance(given, Fp8ChainProblem) and not given.is_open:
             return []
-        if isinstance(given, Fp8LayerProblem):
+        if isinstance(given, Fp8ChainProblem):
             parts: list[Tunable] = [LayerChain.of_fp8(given), *self._products_in_fp8(given)]
             before = [group for part in parts for group in self.groups(part)]
             return [*before, ([given], partial(self._tune_fp8, given))]
@@ -114,7 +114,7 @@ class _Session:
         return known or self._measure(cut.problems, lambda bench: decide_part(bench, self._store, cut))
 
     def _known(
-        self, shown: Sequence[Remembered], decided: Sequence[LayerProblem | MLPProblem | Fp8LayerProblem]
+        self, shown: Sequence[Remembered], decided: Sequence[LayerProblem | MLPProblem | Fp8ChainProblem]
     ) -> Tuned | None:
         """The result for problems from the plan cache; None if the cache lacks one of them.
 
@@ -145,15 +145,15 @@ class _Session:
         known = self._known([problem], [problem])
         return known or self._measure([problem], lambda bench: decide_mlp(bench, chain, problem))
 
-    def _products_in_fp8(self, problem: Fp8LayerProblem) -> list[MatmulProblem]:
-        """The products of a layer in FP8; none if cuBLASLt refuses one of them."""
-        with activated(self._device), contextlib.suppress(PlanError):
+    def _products_in_fp8(self, problem: Fp8ChainProblem) -> list[MatmulProblem]:
+        """The products of layers in FP8; none if the GPU or cuBLASLt refuses one of them."""
+        with activated(self._device), contextlib.suppress(GpuError):
             plans = fp8_plans(problem, self._device)
-            return [product.problem for plan in plans for product in plan.products.values()]
+            return [product.problem for _, plan in plans for product in plan.products.values()]
         return []
 
-    def _tune_fp8(self, problem: Fp8LayerProblem) -> Tuned:
-        """Decides whether a layer's products are computed in FP8 or in its own type."""
+    def _tune_fp8(self, problem: Fp8ChainProblem) -> Tuned:
+        """Decides whether the products of layers are computed in FP8 or in their own type."""
         known = self._known([problem], [problem])
         return known or self._measure([problem], lambda bench: decide_fp8(bench, problem))
 

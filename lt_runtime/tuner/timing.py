@@ -231,15 +231,17 @@ def _repeat(launch: Launch, launches: int, sets: int, stream: int) -> None:
         launch(number % sets, stream)
 
 
-def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
+def fastest(timings: Mapping[Name, Timing], first: Name, least_gain: float = _LEAST_GAIN) -> Name:
     """The name of the fastest contender, or `first` if no other is clearly faster than `first`.
 
-    Another contender must gain more than 1 %, and more than the sum of both spreads, which is the noise. If `first` was
-    dropped or not timed, the fastest is returned; if all were dropped, the contender with the fastest single launch.
+    Another contender must gain more than `least_gain`, and more than the sum of both spreads, which is the noise. If
+    `first` was dropped or not timed, the fastest is returned; if all were dropped, the contender with the fastest
+    single launch.
 
     Args:
         timings: times of at least one contender.
         first: name of the present choice.
+        least_gain: fraction of the present choice's time.
     """
     timed = {name: timing for name, timing in timings.items() if not timing.dropped}
     if first not in timed:
@@ -247,7 +249,7 @@ def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
     present, winners = timed[first], dict[Name, float]()
     for name, timing in timed.items():
         noise = math.hypot(timing.spread_us, present.spread_us)
-        if present.median_us - timing.median_us > max(_LEAST_GAIN * present.median_us, noise):
+        if present.median_us - timing.median_us > max(least_gain * present.median_us, noise):
             winners[name] = timing.median_us
     return min(winners, key=winners.__getitem__, default=first)
 
@@ -275,7 +277,7 @@ class Outcome(NamedTuple, Generic[Name]):
     timings: Mapping[Name, Timing]
 
 
-def race(contenders: Contenders[Name]) -> Outcome[Name]:
+def race(contenders: Contenders[Name], least_gain: float = _LEAST_GAIN) -> Outcome[Name]:
     """Decides a race: the fastest contender whose results are right.
 
     The first contender, the present choice, is verified too, and stays unless another one is clearly faster (see
@@ -289,10 +291,10 @@ def race(contenders: Contenders[Name]) -> Outcome[Name]:
     while names := [*contenders.names()]:
         present = names[0]
         timings |= contenders.take_times(names)
-        winner = fastest({name: timings[name] for name in names if name in timings}, present)
+        winner = fastest({name: timings[name] for name in names if name in timings}, present, least_gain)
         if winner != present:
             timings |= contenders.take_times([present, winner])
-            winner = fastest({name: timings[name] for name in (present, winner)}, present)
+            winner = fastest({name: timings[name] for name in (present, winner)}, present, least_gain)
         if winner not in contenders.reject_wrong(list(dict.fromkeys((winner, present)))):
             return Outcome(winner, timings)
     raise PlanError("every contender is rejected")

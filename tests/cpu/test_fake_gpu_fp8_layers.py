@@ -206,7 +206,7 @@ def test_a_layer_that_is_slower_in_fp8_stays_in_its_type(gpu: FakeGpu) -> None:
         assert ctx.state is None
         if state is not None:
             assert state.slots is None
-            assert "with M, N, K = (48, 64, 32) FP8 is expected to save" in state.fallback
+            assert "48 rows of 32-64: FP8 is expected to save" in state.fallback
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

@@ -154,15 +154,15 @@ def test_small_layers_of_a_model_stay_in_its_type(gpu: FakeGpu) -> None:
     gpu.synchronize_all()
     states = [layer.scales for layer in model.layers]
     assert [state.slots for state in states] == [None] * 3
-    assert all("M, N, K = (32, " in state.fallback for state in states[:2])
+    assert all("32 rows of 32-64-48: FP8" in state.fallback for state in states[:2])
     assert [state.needs_dx for state in states] == [False, True, True]
 
 
 @pytest.mark.parametrize(
     ("asks", "words"),
     [
-        (True, ["products in FP8 (as asked for)"] * 2),
-        (False, [f"own type (with M, N, K = {sizes} FP8 is exp" for sizes in ("(32, 64, 32)", "(32, 48, 64)")]),
+        (True, ["products in FP8 (as asked for)"]),
+        (False, ["own type (32 rows of 32-64-48: FP8 is exp"]),
     ],
 )
 def test_explain_says_which_layers_are_in_fp8_and_why(gpu: FakeGpu, asks: bool, words: list[str]) -> None:
@@ -170,6 +170,35 @@ def test_explain_says_which_layers_are_in_fp8_and_why(gpu: FakeGpu, asks: bool, 
     explained = [each.strategy for each in gpu.lt.explain(model, ROWS) if str(each).startswith("precision")]
     words = [*words, "own type (M, N or K is no positive multiple of 16)"]
     assert [found[: len(wanted)] for found, wanted in zip(explained, words, strict=True)] == words
+
+
+def test_neighbours_share_a_choice(gpu: FakeGpu) -> None:
+    """A choice has at most four layers, all of one recipe and of sizes that allow FP8."""
+    precisions = [gpu.lt.FP8(fallback=True)] * 6 + [None] + [gpu.lt.FP8(recipe="current")] * 2
+    outputs = [64, 64, 64, 64, 64, 48, 48, 48, 10]
+    layers = [
+        gpu.lt.Linear(*sizes, dtype="bfloat16", device="cuda", precision=precision)
+        for sizes, precision in zip(itertools.pairwise([32, *outputs]), precisions, strict=True)
+    ]
+    choices = [each for each in gpu.lt.Chain(*layers).rehearse(ROWS) if type(each).__name__ == "Fp8ChainProblem"]
+    assert [each.dims for each in choices] == [(32, 64, 64, 64, 64), (64, 64, 48), (48, 48), (48, 10)]
+    assert [each.is_open for each in choices] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_scales_for_rows_fall_back_where_the_gpu_lacks_them(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tune: bool
+) -> None:
+    monkeypatch.setattr("lt_runtime.gpu.devices.DeviceInfo.capability", 100)
+    made = []
+    for precision in (gpu.lt.FP8(recipe="rowwise", fallback=True), None):
+        model = gpu.lt.MLP([32, 64, 16], "gelu", dtype="bfloat16", seed=4, device="cuda", precision=precision)
+        step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", batch_size=ROWS, tune=tune)
+        x, target = (gpu.cp.asarray(np.ones((ROWS, cols), BF16)) for cols in (32, 16))
+        made.append((float(step(x, target).get()), outputs(gpu, model, x).tobytes()))
+        if precision is not None:
+            assert all("vectors of scales need" in layer.scales.fallback for layer in model.layers)
+    assert made[0] == made[1]
 
 
 NARROW = {"expected to be slower": ("fp8", [32, 64, 16]), "no multiples of 16": (lt.FP8(), [10, 33, 5])}

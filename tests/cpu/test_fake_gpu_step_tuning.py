@@ -575,15 +575,16 @@ def test_layers_are_in_fp8_where_that_was_measured_to_be_faster(process: Process
         sys.modules[TUNER].tune_chains = None  # type: ignore[attr-defined]
         assert Run(gpu, **OF_FP8).train(32) == first
         assert wins or Run(gpu, **OF_FP8 | {"precision": None}).train(32) == first
-        assert own("saving.plan_choices").choices_of(run.model).count("Fp8LayerProblem") == 2
-        (one, other, *_) = gpu.lt.explain(run.model, 32)
-    for each, of_layer in ((one, "32x64x32 bfloat16 gelu without dx"), (other, "32x48x64 bfloat16 none")):
-        assert str(each).startswith(f"precision {of_layer}\n  strategy  {'products in FP8' if wins else 'own type'}\n")
-        ((words, slower_us),) = each.alternatives
-        assert words == ("own type" if wins else "products in FP8")
-        assert slower_us > each.us
-    expected = None if wins else f"with M, N, K = (32, 64, 32) FP8 takes {one.alternatives[0][1]:.1f} µs, and bfloat16 "
-    assert reasons[0] is None if wins else reasons[0].startswith(expected)
+        assert own("saving.plan_choices").choices_of(run.model).count("Fp8ChainProblem") == 1
+        found, *_ = gpu.lt.explain(run.model, 32)
+    words = "precision 32x32-64-48 bfloat16 gelu, none without dx\n  strategy  "
+    assert str(found).startswith(f"{words}{'products in FP8' if wins else 'own type'}\n")
+    ((words, slower_us),) = found.alternatives
+    assert words == ("own type" if wins else "products in FP8")
+    assert slower_us > found.us
+    (reason,) = {*reasons}
+    expected = f"32 rows of 32-64-48: FP8 takes {slower_us:.1f} µs, and bfloat16 {found.us:.1f}"
+    assert reason == (None if wins else expected)
     with process() as gpu:
         assert Run(gpu, **OF_FP8, tune=False).train(32) == first
         assert TUNER not in sys.modules

@@ -57,13 +57,16 @@ def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any) -> None
     assert np.mean(in_fp8[-40:]) < 1.15 * np.mean(in_bf16[-40:]) < 0.5 * in_bf16[0]
 
 
-def test_both_precisions_of_each_layer_are_measured_and_right(gpu: Any) -> None:
-    """Either precision may win in either layer; the second layer has few outputs."""
-    rows, model = 8192, lt.MLP([1024, 2048, 64], "gelu", dtype="bfloat16", device="cuda", precision="fp8")
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("dims", [[1024, 2048, 64], [512, 1024, 1024, 1024, 512]])
+def test_both_precisions_of_a_model_are_measured_and_right(gpu: Any, recipe: Any, dims: list[int]) -> None:
+    """Either precision may win."""
+    rows, precision = 8192, lt.FP8(recipe, fallback=True)
+    model = lt.MLP(dims, "gelu", dtype="bfloat16", device="cuda", precision=precision)
     optimizer = lt.AdamW(model.parameters())
     step = lt.TrainStep(model, optimizer, loss="mse", batch_size=rows, tune=True)
-    step(*(gpu.cp.ones((rows, cols), BF16) for cols in (1024, 64)))
-    for layer, found in zip(model.layers, lt.explain(model, rows), strict=False):
-        assert len(found.alternatives) == 1
-        assert found.rejected == ()
-        assert (found.strategy == "products in FP8") == (layer.scales.fallback is None)
+    step(*(gpu.cp.ones((rows, cols), BF16) for cols in (dims[0], dims[-1])))
+    found, *_ = lt.explain(model, rows)
+    assert len(found.alternatives) == 1
+    assert found.rejected == ()
+    assert {layer.scales.fallback is None for layer in model.layers} == {found.strategy == "products in FP8"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.fp8 import FP8, Fp8LayerProblem
+from lt_runtime.fp8 import FP8, Fp8ChainProblem
 from lt_runtime.gpu.peaks import Hardware
 from lt_runtime.plans import fp8_rule
 from lt_runtime.plans.fp8_rule import expected_slower_in_fp8, slower_for_inference
@@ -35,9 +35,9 @@ def reason(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options
     given |= options
     monkeypatch.setattr(fp8_rule, "hardware", lambda _: H200._replace(capability=given["capability"]))
     recipe = FP8("current" if given["is_current"] else "delayed")
-    types, activation = (given["dtype"], Compute.FLOAT32), Activation("none" if given["is_linear"] else "gelu")
-    problem = Fp8LayerProblem(*types, *shape, activation, True, given["needs_dx"], recipe)  # type: ignore[arg-type]
-    return expected_slower_in_fp8(problem, 0)
+    (m, n, k), activation = shape, Activation("none" if given["is_linear"] else "gelu")
+    layer = m, (k, n), (activation,), (True,), given["needs_dx"], recipe
+    return expected_slower_in_fp8(Fp8ChainProblem(given["dtype"], Compute.FLOAT32, *layer), 0)
 
 
 @pytest.mark.parametrize(("shape", "options"), FASTER.values(), ids=FASTER)
@@ -47,7 +47,21 @@ def test_faster(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], op
 
 @pytest.mark.parametrize(("shape", "options"), SLOWER.values(), ids=SLOWER)
 def test_slower(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> None:
-    assert f"with M, N, K = {shape} FP8 is expected to save" in str(reason(monkeypatch, shape, options))
+    m, n, k = shape
+    assert f"{m} rows of {k}-{n}: FP8 is expected to save" in str(reason(monkeypatch, shape, options))
+
+
+def test_a_chain_is_faster_if_its_layers_are_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer alone would be slower by 25 µs; the first gains more."""
+    monkeypatch.setattr(fp8_rule, "hardware", lambda _: H200)
+    given = DType.BFLOAT16, Compute.FLOAT32, 4096
+
+    def slower(*dims: int) -> str | None:
+        activations, biases = (Activation("gelu"),) * (len(dims) - 1), (True,) * (len(dims) - 1)
+        return expected_slower_in_fp8(Fp8ChainProblem(*given, dims, activations, biases, True, FP8()), 0)
+
+    assert (slower(8192, 8192), slower(8192, 8192, 128)) == (None, None)
+    assert slower(8192, 128) is not None
 
 
 INFERENCE = {

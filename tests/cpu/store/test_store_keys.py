@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from lt_runtime.fp8 import FP8, Fp8LayerProblem
+from lt_runtime.fp8 import FP8, Fp8ChainProblem
 from lt_runtime.layout import Layout, packed
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import (
@@ -36,7 +36,9 @@ KEY = problem_key(PROBLEM)
 LEAKY = problem_key(ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("leaky_relu"), SPEC, SPEC, SPEC))
 MLP = problem_key(MLPProblem(DType.FLOAT32, 8, (16, 16, 4), (True, True), Activation("relu")))
 CHOICE = problem_key(
-    Fp8LayerProblem(DType.BFLOAT16, Compute.FLOAT32, 8, 16, 32, Activation("gelu"), True, False, FP8(fallback=True))
+    Fp8ChainProblem(
+        DType.BFLOAT16, Compute.FLOAT32, 8, (16, 32), (Activation("gelu"),), (True,), False, FP8(fallback=True)
+    )
 )
 
 WRITTEN = (

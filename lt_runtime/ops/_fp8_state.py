@@ -1,0 +1,212 @@
+"""The scales of a linear layer whose products are computed in FP8, and their update once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.arguments import check_instance
+from lt_runtime.arrays.checks import check_shape, check_type
+from lt_runtime.arrays.operand import CUPY, HOST, device_of, library_of, read
+from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store
+from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.fp8 import FP8, Precision
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.fp8 import ScalesPass
+from lt_runtime.ops.call import PassOperation, Request, perform
+from lt_runtime.reference.fp8 import OVERFLOWS, SCALE, fp8_slots, update_fp8_scales
+
+_TENSORS: Final = ("x", "w", "dy")
+
+
+class FP8State:
+    """The scales of one linear layer's tensors x, w and dy, on the device of the layer, for `precision=`.
+
+    With the recipe "delayed" the first forward and the first backward call compute scales from the present tensors.
+    Call `update` once a step, after the step's last backward call, to compute the scales of the next step; a captured
+    graph may hold the call of `update`. With another recipe every call computes scales from the present tensors;
+    "rowwise" leaves slots and history as they are. The first call makes both arrays, on the device of its x.
+
+    Args:
+        recipe: types, scales and accumulation.
+
+    Attributes:
+        recipe: the argument.
+        slots: FP32 (3, 8), a row for x, w and dy: 1 / scale, scale, largest magnitude since the last update, largest
+            number of the FP8 type, number of overflows; None before the first call.
+        history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
+        calibrated: the rows of `slots` (0 for x, 1 for w, 2 for dy) whose scales have been computed or loaded.
+        needs_dx, needs_dw: whether backward will compute dx, and dw; both are True by default, and blocks set both. For
+            dx forward makes the transpose of w in FP8, and for dw that of x. The choice by `lt.FP8.fallback` depends on
+            `needs_dx` too.
+        fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
+        kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
+
+    Raises:
+        KindError: `recipe` is no `FP8`.
+    """
+
+    def __init__(self, recipe: FP8 = FP8()) -> None:  # noqa: B008  # it is frozen
+        check_instance("recipe", recipe, FP8, "an lt.FP8")
+        self.recipe = recipe
+        self.slots: Any = None
+        self.history: Any = None
+        self.calibrated: set[int] = set()
+        self.needs_dx = self.needs_dw = True
+        self.fallback: str | None = None
+        self.kept: Any = None
+
+    def __repr__(self) -> str:
+        return f"FP8State({self.recipe})"
+
+    def update(self, *, skipped: Any = None, stream: Any = None) -> None:
+        """Sets the scales for the next step by the largest magnitudes of the last steps, and counts overflows.
+
+        It does nothing with another recipe than "delayed", or before the first call of the layer.
+
+        Args:
+            skipped: one uint32 on the device; unless it is 0, scales and history stay.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
+        """
+        if self.slots is not None and self.recipe.recipe == "delayed":
+            arrays = self.slots, self.history, skipped
+            perform(_UPDATE, arrays, (*self.history.shape, self.recipe.headroom), None, stream)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scales of x, w and dy, by which they are multiplied before they are cast. Waits for the stream."""
+        return self._column(SCALE)
+
+    @property
+    def overflows(self) -> dict[str, int]:
+        """For x, w and dy, how many updates found a saturated, infinite or NaN element. Waits for the stream.
+
+        They are 0 before the first call, and of a layer that stays in its own type.
+        """
+        counts = dict.fromkeys(_TENSORS, 0.0) if self.slots is None else self._column(OVERFLOWS)
+        return {name: int(value) for name, value in counts.items()}
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Copies of the state on the host, from which `load_state_dict` continues bit for bit. Waits for the stream.
+
+        It is empty before the first call.
+        """
+        if self.slots is None:
+            return {}
+        arrays = {"slots": self.slots, "history": self.history}
+        calibrated = np.isin(np.arange(3), list(self.calibrated))
+        return {name: _host(name, array).copy() for name, array in arrays.items()} | {"calibrated": calibrated}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, like: Any = None) -> None:
+        """Replaces scales and history by those of a `state_dict`.
+
+        Args:
+            like: an array on the device of the layer, needed before the first call of the layer.
+
+        Raises:
+            KindError: `state` is no mapping.
+            ArgumentError: an entry is missing or unknown, or `like` is needed.
+            OperandError: an entry is no array, or is of another recipe.
+        """
+        check_instance("state", state, Mapping, "a state_dict")
+        if state.keys() != {"slots", "history", "calibrated"}:
+            raise ArgumentError(f"state has the entries {sorted(state)}; it must have calibrated, history and slots")
+        if self.slots is None:
+            if like is None:
+                raise ArgumentError("like is None, and there was no call that tells the device; pass an array on it")
+            arrays_of(self, like)
+        writes = []
+        for name, array in (("slots", self.slots), ("history", self.history)):
+            device = device_of(name, array)
+            stream = 0 if device == HOST else library_of(array).current_stream(device)
+            operand = read(name, array, stream)
+            values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
+            check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
+            writes.append((operand, values, stream))
+        replace_all(writes)
+        self.calibrated = {int(each) for each in np.flatnonzero(state["calibrated"])}
+
+    def _column(self, column: int) -> dict[str, float]:
+        if self.slots is None:
+            raise ArgumentError("the state has no scales yet: pass it to lt.linear_fwd(..., precision=state) first")
+        return dict(zip(_TENSORS, map(float, _host("slots", self.slots)[:, column]), strict=True))
+
+
+def _host(name: str, array: Any) -> NDArray[Any]:
+    """The values of one of the state's arrays, once the current stream has computed them."""
+    device = device_of(name, array)
+    stream = 0 if device == HOST else CUPY.current_stream(device)
+    return fetch(read(name, array, stream), stream)
+
+
+def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
+    """Slots and history of a state. The first call makes them on the device of x, and waits for the copies."""
+    if state.slots is not None:
+        return state.slots, state.history
+    device = device_of("x", x)
+    slots = fp8_slots([each.value for each in state.recipe.dtypes])
+    steps = state.recipe.history if state.recipe.recipe == "delayed" else 1
+    made = []
+    for values in (slots, np.zeros((len(slots), steps), np.float32)):
+        if device == HOST:
+            array = host_zeros(values.size, values.dtype).reshape(values.shape)
+            array[...] = values
+        else:
+            stream = CUPY.current_stream(device)
+            array = CUPY.empty(values.shape, values.dtype, device, stream)
+            store(read("the scales", array, stream), values, stream)
+        made.append(array)
+    state.slots, state.history = made
+    return state.slots, state.history
+
+
+def precision_of(state: FP8State, *rows: int) -> Precision:
+    """The `Precision` of a call that casts the tensors of the given rows.
+
+    The call computes scales first if one of these tensors has none yet, with the recipe "current" always, and with
+    "rowwise" never.
+    """
+    is_found = state.recipe.recipe != "current" and state.calibrated.issuperset(rows)
+    return Precision(state.recipe, not (is_found or state.recipe.by_rows))
+
+
+class _Update(PassOperation):
+    """The scales of a layer's tensors for the next step; a call's options are those of `ScalesPass`."""
+
+    names = ("slots", "history", "skipped")
+    required = 2
+
+    class Launched:
+        """The launches of a prepared call, which need a `ScalesPass` and no scratch memory."""
+
+        scratch_bytes = 0
+
+        def __init__(self, tensors: int, length: int, headroom: float, device: int) -> None:
+            self._pass = ScalesPass(tensors, length, headroom, device)
+
+        def launch(self, call: Call, memory: Any) -> None:
+            """See `Pass`."""
+            slots, history, skipped = call.addresses
+            self._pass.launch(slots, history, skipped, memory)
+
+    make_pass = Launched
+
+    def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
+        """See `Operation`."""
+        _, _, skipped = operands
+        if skipped is not None:
+            check_type(skipped, "uint32")
+            if skipped.shape not in ((), (1,)):
+                raise ShapeError(f"skipped has shape {skipped.shape}; accepted are () and (1,)")
+        return Request(options, (0, 1), {})
+
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
+        """See `Operation`."""
+        slots, history, skipped = arrays
+        update_fp8_scales(slots, history, request.problem[2], skip=skipped is not None and bool(skipped.item()))
+
+
+_UPDATE: Final = _Update()
