@@ -74,11 +74,11 @@ def case(dims: tuple[int, ...], rows: int, told: str = "", *, master: bool = Fal
 
 
 COMPARED: Final = (case(_WIDE, 4096), case((768, 3072, 768), 8192), case(_WIDE, 4096, " FP32 masters", master=True))
-"""Training steps that other libraries' contenders make as well."""
+"""Cases of training steps in which lt_runtime is compared with other libraries."""
 GRID: Final = tuple(
     case((width, 4 * width, width), rows, f" batch {rows}") for width, rows in itertools.product(_WIDTHS, _BATCHES)
 )
-"""Training steps of lt_runtime alone, which show for which sizes FP8 is faster than BF16."""
+"""Cases of training steps of lt_runtime alone, which show for which sizes FP8 is faster than BF16."""
 INFERENCE: Final = tuple(case(_WIDE, rows, f" inference {rows}") for rows in _INFERENCE_ROWS)
 
 

@@ -435,10 +435,10 @@ def _inference(shape: tuple[int, int, int], sets: int) -> Builders:
 
 _WIDTH: Final = 768
 _GPT2_BLOCK: Final[Shapes] = (
-    *((_WIDTH,), (_WIDTH,)),  # layer norm
-    *((3 * _WIDTH, _WIDTH), (3 * _WIDTH,), (_WIDTH, _WIDTH), (_WIDTH,)),  # attention
-    *((_WIDTH,), (_WIDTH,)),  # layer norm
-    *((4 * _WIDTH, _WIDTH), (4 * _WIDTH,), (_WIDTH, 4 * _WIDTH), (_WIDTH,)),  # MLP
+    *((_WIDTH,), (_WIDTH,)),  # Parameters of a block of GPT-2: the layer norm,
+    *((3 * _WIDTH, _WIDTH), (3 * _WIDTH,), (_WIDTH, _WIDTH), (_WIDTH,)),  # the attention,
+    *((_WIDTH,), (_WIDTH,)),  # another layer norm,
+    *((4 * _WIDTH, _WIDTH), (4 * _WIDTH,), (_WIDTH, 4 * _WIDTH), (_WIDTH,)),  # and the MLP.
 )
 GPT2: Final[Shapes] = ((50257, _WIDTH), (1024, _WIDTH), *(_GPT2_BLOCK * 12), (_WIDTH,), (_WIDTH,))
 """The tensors of GPT-2 with 124 million parameters."""

@@ -47,7 +47,7 @@ FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # approximate
 BYTES_PER_US: Final = 4.2e6
 _REPLAY_US: Final = 400.0  # the least time of a replay, because an event's resolution is half a microsecond
 _MOST_REPETITIONS: Final = 48
-_LAUNCHES_US: Final = 18.0  # the least time of a dozen kernels
+_LAUNCHES_US: Final = 18.0  # lower bound of a block's time: its dozen kernels cannot take less
 _CACHES: Final = 3  # Rotating buffers take at least this many times the size of the L2 cache.
 _MOST_SETS: Final = 16
 _NEAR: Final = 1.25  # Candidates that were slower than this multiple of the best in tuning are not measured again.
@@ -176,7 +176,7 @@ class Arrays(NamedTuple):
 def arrays(block: Block, make: Callable[[tuple[int, ...], str], Any] = normal) -> Arrays:
     """Fills operands and results with random numbers."""
     m, n, k = block.layer
-    padded = -(-n // 8) * 8  # cuBLASLt needs such rows for a saved pre-activation; a mask needs fewer bytes.
+    padded = -(-n // 8) * 8  # cuBLASLt needs a saved pre-activation's rows to be a multiple of 8; a mask is smaller.
     w1, w2 = (n, k), (k, n)
     shapes = ((m, k), w1, (n,), w2, (k,), (m, k), (m, n), (m, k), (m, padded), (m, k), w1, (n,), (m, n), w2, (k,))
     return Arrays(*(make(shape, block.dtype) for shape in shapes))

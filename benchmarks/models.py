@@ -37,8 +37,8 @@ NORM_EPSILON: Final = 1e-6
 TAKEN: Final = "taken"
 """Name of DQN's loss: the squared error of the taken actions' values, `loss_of_taken` in examples/dqn.py."""
 _TYPES: Final = {"parameters": "bfloat16", "masters": None, "moments": "bfloat16"}
-_ACTIVATIONS: Final = {"stack": "silu", "feed_forward": "silu", "dqn": "relu"}  # other forms: GELU
-_DECAY: Final = 0.995  # the decay of the moving average of DQN's parameters
+_ACTIVATIONS: Final = {"stack": "silu", "feed_forward": "silu", "dqn": "relu"}  # Models of other forms use GELU.
+_DECAY: Final = 0.995  # The decay of the moving average of DQN's parameters.
 
 
 @dataclass(frozen=True)

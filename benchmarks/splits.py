@@ -119,9 +119,12 @@ def by_split(chain: LayerChain, split: Split, choose: Choose = known_algorithm) 
 
 
 def fused_first(chain: LayerChain) -> tuple[Plans, list[str]]:
-    """Plans that fuse everything that cuBLASLt can fuse, by its first algorithms, as a library of bindings alone would.
+    """Makes plans that use cuBLASLt's epilogues wherever possible, with the algorithms that its heuristic offers first.
 
-    Returns the refused strategies as well; the plans fuse less in their place.
+    A library that only binds cuBLASLt would run the block in this way.
+
+    Returns:
+        The plans, and the strategies that cuBLASLt has refused; the plans use strategies with fewer epilogues instead.
     """
     refused: list[str] = []
 
@@ -212,7 +215,10 @@ def entries_of(chain: LayerChain) -> Entries:
 
 
 def roles(chain: LayerChain) -> Iterator[tuple[str, LayerProblem]]:
-    """A block's problems by role; backward through the first layer has a role for each kind of saved tensor."""
+    """The problems of a block of two layers, each with a name for its place in the block.
+
+    The problem named "backward KIND" goes back through the first layer's activation, from a saved tensor of that kind.
+    """
     first, second = (layer.forward for layer in chain.layers)
     yield "forward", first
     yield "last forward", second

@@ -373,7 +373,10 @@ def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
 
 
 def without_any(left_out: Mapping[str, str], timings: Mapping[str, Timing]) -> dict[str, str]:
-    """Why contenders have no time, by common name. One of PyTorch's ways to hold parameters suffices for a time."""
+    """The reasons for contenders without a time.
+
+    PyTorch's two ways to hold parameters count as one contender, which has a time if one of the ways has.
+    """
     return {base: why for name, why in left_out.items() if (base := _base(name)) not in timings}
 
 

@@ -147,7 +147,7 @@ def steps() -> str:
     lines = []
     for row in rows_of("steps"):
         if "lt" not in row["us"]:
-            continue  # the row of prefetched training has no time under "lt"
+            continue  # the row that measures prefetching has other contenders
         masters = ", FP32 masters" if row["type"] == "bf16" and row["master"] else ""
         of_layers = f"{_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}"
         what = f"{'-'.join(map(str, row['dims']))}, batch {row['rows']}, {of_layers}, {row['type'].upper()}{masters}"

@@ -126,13 +126,13 @@ class Task(NamedTuple):
 
 
 def _model(kit: Kit, model: nn.Module) -> Any:
-    """Adapts a PyTorch model by the library's kit, and sets its training mode."""
+    """Replaces modules of a PyTorch model by those of a library (its kit), and sets the model's training mode."""
     kit.adapt(model)
     return model.train()
 
 
 def gpt2(kit: Kit, batch: int = 8, tokens: int = 1024, chunked: bool = False, **sizes: int) -> Task:
-    """GPT-2 without dropout. With `chunked`, the last layer and the loss are computed together by the kit's `head`."""
+    """GPT-2 without dropout. With `chunked`, the library's `head` computes the last layer together with the loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

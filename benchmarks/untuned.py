@@ -61,7 +61,10 @@ def _shape(generator: random.Random, stratum: str) -> Shape:
 
 
 def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
-    """Times a block with untuned and with tuned plans; for a block of `FIT`, also times each pass by each strategy."""
+    """Times a block of two layers with untuned and with tuned plans.
+
+    For a block to which priors are fitted (`FIT`), each pass is also timed by each strategy.
+    """
     from benchmarks import splits
 
     sets = block.sets(timing.cache_size())

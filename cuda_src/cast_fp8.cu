@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) cast_fp8(const lt
   Octet sums{};
   for (uint32 block_row = blockIdx.y * kTile; block_row < p.fp8.rows; block_row += gridDim.y * kTile) {
     const uint32 row = block_row + threadIdx.y * kOctet;
-#pragma unroll 1  // unrolled, it would load all rows first, and spill registers
+#pragma unroll 1  // If the loop were unrolled, the compiler would load all rows first, and spill registers.
     for (int first = 0; first < kOctet; first += kInFlight) {
       Raw x[kInFlight], saved[kInFlight];
 #pragma unroll

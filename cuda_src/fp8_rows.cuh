@@ -14,7 +14,7 @@ namespace lt {
 // number, 1.75 · 2^kLargestExponent, and at least 2^-126. An infinite or NaN element counts as 2^128.
 __device__ inline uint32 inverse_scale(uint32 amax_bits) {
   constexpr uint32 kMantissaBits = 23, kInfinity = 0x7F800000;
-  constexpr uint32 kBeyond = 0x1FFFFF;  // added to a mantissa above 1.75, it carries into the exponent
+  constexpr uint32 kBeyond = 0x1FFFFF;  // its addition to the bits rounds a mantissa above 1.75 up to the next exponent
   constexpr int kLargestExponent = E5M2 ? 15 : 8;
   const uint32 bits = amax_bits < kInfinity ? amax_bits : kInfinity;
   const int exponent = static_cast<int>((bits + kBeyond) >> kMantissaBits) - kLargestExponent;
@@ -24,13 +24,14 @@ __device__ inline uint32 inverse_scale(uint32 amax_bits) {
 // The reciprocal of a power of two between 2^-126 and 2^126.
 __device__ inline float reciprocal(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 
-// Raises the stored 1 / scale of rows and columns to that of the elements passed to `take`. It has the interface of
-// `Fp8Writer`.
+// Finds 1 / scale of every row and column of a matrix: raises the stored numbers to those that the elements passed to
+// `take` need. It has the interface of `Fp8Writer`, which casts with known scales.
 class Fp8ScaleFinder {
  public:
   __device__ explicit Fp8ScaleFinder(const Fp8Output& out) : out_(out) {}
 
-  // As `Fp8Writer::take`; copies in rows and columns beyond the matrix must be of elements of the same row or column.
+  // Has the arguments of `Fp8Writer::take`. In rows and columns beyond the matrix, `numbers` must hold zeros or copies
+  // of elements of the same row or column, since other elements could raise a maximum.
   __device__ void take(uint32 block_row, int i, const Octet& numbers) {
     float of_row = 0.0f;
 #pragma unroll
@@ -48,7 +49,7 @@ class Fp8ScaleFinder {
 
   __device__ void store(uint32) const {}
 
-  // Raises the columns' values. Every thread of the block must call it.
+  // Raises 1 / scale of the block's columns in global memory. Every thread of the block must call it.
   __device__ void store_amax() const {
     __shared__ float largest[kTileBlock][kTile];
     if (!out_.col_scales) return;

@@ -62,8 +62,8 @@ struct NormBwdParams {
   Matrix add;  // addend of dx; may be null
   Matrix dx;   // the gradient of x; its data is null if the gradient is not wanted
   const WEIGHT* weight;
-  const float* mean;  // (rows); not read if MEAN is 0
-  const float* rstd;  // (rows)
+  const float* mean;  // (rows) means of the rows of x; not read if MEAN is 0
+  const float* rstd;  // (rows) reciprocal standard deviations, or reciprocal root mean squares if MEAN is 0
   float* partial;     // (gridDim.x, kSums, pitch) sums over each block's rows; null if none is wanted
   int64 rows;
   int64 cols;
@@ -98,7 +98,7 @@ template <int kOctets>
 struct Place {
   int64 row;
   Index first;  // column of the thread's first octet
-  Index cols;   // 0 if the row does not exist
+  Index cols;   // number of the matrix's columns; 0 if the row does not exist
 
   template <class Params>
   __device__ Place(const Params& p, int64 row_, Index part)
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, lt::kForwardBlocks
   const float share = 1.0f / static_cast<float>(p.cols);
   uint32 turn = 0;
   float shift = 0.0f, sums[1 + kCorrects] = {};
-  Octet x[kForwardOctets];  // first the elements, then their differences to `shift`
+  Octet x[kForwardOctets];  // the row's elements; after the first sum, their differences to `shift`
   wait_for_predecessor();
   const auto load = [&](const Matrix& m, const Forward& at, bool adds) {  // `adds`: whether p.add is added and the sum stored
     Held<SCALAR, kForwardOctets> now, other;

@@ -82,10 +82,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freezes the collected tests, which live as long as the process, and makes garbage collection less frequent.
+    """Excludes the collected tests from garbage collection, and makes garbage collection less frequent.
 
-    Otherwise each full garbage collection would visit the collected tests, which took a tenth of the tests' time;
-    visiting the packages that the pretended GPUs import took another tenth.
+    Full garbage collections took a tenth of the tests' time for visiting the collected tests, which live as long as the
+    process, and another tenth for visiting the packages that the pretended GPUs import.
     """
     gc.collect()
     gc.freeze()

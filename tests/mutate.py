@@ -140,7 +140,7 @@ def kernel_mutants_of(path: str, text: str) -> Iterator[Mutant]:
 
 
 def kernel_tests(root: Path, path: str) -> list[str]:
-    """Finds the tests' files of the kernels that include a file, directly or not."""
+    """Finds the test files of the kernels whose sources include a header, directly or through another header."""
     texts, names = {file.name: file.read_text() for file in (root / "cuda_src").iterdir()}, {Path(path).name}
     while more := {name for name, text in texts.items() if any(f'#include "{each}"' in text for each in names)} - names:
         names |= more

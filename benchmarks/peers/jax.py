@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-# Allocates nothing in advance: other contenders need memory.
+# By default JAX allocates most of the GPU's memory when it starts, which other contenders need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import cupy as cp

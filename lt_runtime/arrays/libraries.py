@@ -229,9 +229,9 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 
 
 def _look_of(kind: type) -> Look | None:
-    """How to read a call's arrays of a class, for CuPy's ndarray and PyTorch's Tensor and Parameter; otherwise None.
+    """The functions that read an array of a class: of CuPy's ndarray, or of PyTorch's Tensor or Parameter.
 
-    Subclasses of these classes also give None, because they may override the attributes that are read.
+    For any other class the result is None; also for a subclass of these, which may override the attributes.
     """
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:

@@ -88,7 +88,8 @@ def train(options: argparse.Namespace, progress: Progress | None, profiled: Prof
         profiled: a profile in which the last epoch runs; None for no profile.
     """
     digits = load_digits()
-    # Number of batches in an epoch; samples that do not fill a batch are left out, others in each epoch.
+    # Number of batches in an epoch. The samples left over after the last full batch are not used in that epoch; each
+    # epoch leaves out different ones.
     batches = len(digits.labels) // _BATCH
     settings = {name: getattr(options, name) for name in ("dtype", "dropout", "seed", "device")}
     model, total = MLP(_DIMS, **settings), options.epochs * batches

@@ -57,7 +57,7 @@ def writable(option: str, path: Path) -> Path:
 
 
 class _Probed(Exception):  # noqa: N818  # no error
-    """Leaves `replacing` in `writable` before the file is replaced."""
+    """Raised within `replacing`, so that `replacing` removes its temporary file and keeps the old file."""
 
 
 @contextlib.contextmanager

@@ -76,7 +76,8 @@ def nodes_of(graph: Any) -> list[int]:
 def host_values(node: int) -> tuple[bytes, ...]:
     """The values that a captured node keeps from the host: a kernel's arguments or a memset's value.
 
-    The result is empty for nodes of other types, and for a kernel whose arguments the driver does not reveal.
+    The result is empty for a node that is neither a kernel nor a memset, and for a kernel whose arguments the driver
+    does not reveal.
     """
     kind = node_type(node)
     if kind == "MEMSET":
@@ -196,7 +197,7 @@ class CapturedNodes:
         graph, capture = graph_under_capture(self._stream)
         if not graph:
             return
-        if capture != self._capture:  # a second attempt after an abandoned capture
+        if capture != self._capture:  # the stream is captured anew: nodes of the abandoned capture do not count
             self._seen.clear()
             self.paths.clear()
             self._capture = capture

@@ -40,8 +40,8 @@ _KEPT_BATCHES: Final = 1
 _SPREAD: Final = 2
 # Number of classes up to which one thread keeps a row in registers; few_classes.cuh has the same number.
 _FEW_CLASSES: Final = 16
-# With few classes, a single block computes up to so many rows, one thread for each row: it counts the labels itself,
-# and waits for no other block.
+# Largest number of rows that a single block computes if there are few classes, with one thread for each row. A single
+# block counts the labels itself, and waits for no other block.
 _ROWS_OF_ONE_BLOCK: Final = 1024
 # Threads that share a row of column-major logits. They are few, so that a warp reads several rows of a column.
 _COLUMN_LANES: Final = 8

@@ -240,7 +240,7 @@ def loss_fp8_macros(scalar: DType, dtype: str, loss: str) -> Macros:
 class LossCastPass:
     """The mean of a loss, the sums of its gradient's columns, and the gradient, cast to FP8 and transposed, or uncast.
 
-    `moves_tiles` holds for all matrices.
+    The caller has checked by `moves_tiles` that the layouts of all matrices are supported.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.

@@ -92,7 +92,9 @@ class Matrix(Struct):
 
     @classmethod
     def of(cls, matrix: Layout | Spec | None, *, is_mask: bool = False) -> Matrix:
-        """The struct for a matrix with address 0, which the caller sets; all zeros for None, an absent matrix.
+        """The struct for a matrix of this layout, whose address is 0 until the caller sets it.
+
+        All fields are 0 for None, an absent matrix.
 
         Args:
             is_mask: whether the layout is a bit mask's and counts bits. Kernels read a mask in bytes of eight columns.

@@ -50,7 +50,8 @@ class MatmulPass:
         # ReLU's mask.
         self._flips = problem.d.layout.order is Order.COLUMN and not epilogue.is_derivative
         product_dtype, function = DType.FLOAT32 if product else problem.d_dtype, ACTIVATION_NAMES[epilogue.activation]
-        operand = problem.dtype if epilogue.sums_operand else problem.d_dtype  # read only by operand_sum
+        # The macro OPERAND matters only to the kernel operand_sum; for other kernels one value saves compilations.
+        operand = problem.dtype if epilogue.sums_operand else problem.d_dtype
         macros = define(SCALAR=problem.d_dtype, PRODUCT=product_dtype, OPERAND=operand, ACTIVATION=function)
         if epilogue.sums_operand:
             entry, params, self._write = OPERAND_SUM, self._operand_sum_params(), self._write_operand_sum

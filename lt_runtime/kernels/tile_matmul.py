@@ -22,7 +22,7 @@ TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
 _SIDE: Final = 64
 # Blocks that a multiprocessor holds.
 _BLOCKS: Final = 3
-# If K is split into at most so many parts, one block adds up all partial sums; with more, in two levels.
+# Largest number of parts of K whose partial sums a single block adds up. More parts are added up in groups first.
 _ONE_GROUP: Final = 16
 # Products with more multiply-adds are left to cuBLASLt.
 _MOST: Final = 1 << 30

@@ -60,7 +60,11 @@ class Block:
     """Whether profiles show forward and backward as ranges; False for blocks that only call other blocks."""
 
     def __init_subclass__(cls, *, surrounded: bool = True) -> None:
-        """Wraps forward and backward in the checks of `Pass`. With `surrounded=False` the class does so itself."""
+        """Wraps a derived class's forward and backward in the checks of `Pass`.
+
+        Args:
+            surrounded: False for a class that makes these checks itself.
+        """
         if not surrounded:
             return
         for name, wrap in (("forward", _forward), ("backward", _backward)):
@@ -226,8 +230,8 @@ def _flat(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a block's forward so that it runs within `Pass.forward_of`.
 
-    The wrapper accepts `add`, an array to add to the outputs, such as a residual. The block's own forward adds it if it
-    has a parameter `add`; otherwise a separate pass does.
+    The wrapped method has an additional parameter `add`: an array to add to the outputs, such as a residual. If the
+    block's own forward has a parameter `add`, it adds the array; otherwise a separate pass does.
     """
     adds = "add" in inspect.signature(own).parameters
 

@@ -144,7 +144,7 @@ class Linear(Block):
     @property
     def candidate(self) -> Candidate:
         """The layer as the choice between FP8 and its own type reads it."""
-        from lt_runtime.ops._fp8_choice import Candidate  # imported late, as in `scales_of`
+        from lt_runtime.ops._fp8_choice import Candidate  # imported late: few models use FP8
 
         outputs, inputs = self.weight.data.shape
         return Candidate(self.scales, outputs, inputs, self.bias is not None, self.activation, self.compute)
@@ -169,7 +169,7 @@ def forward_layers(
     start = len(met.problems) if met else 0
     _set_needs(layers, run, needs_dx=needs_dx)
     if run.trains and any(layer.scales for layer in layers):
-        from lt_runtime.ops._fp8_choice import choose  # imported late, as in `scales_of`
+        from lt_runtime.ops._fp8_choice import choose  # imported late: few models use FP8
 
         choose(x, [layer.candidate for layer in layers])
     for i, layer in enumerate(layers, 1):
@@ -178,13 +178,13 @@ def forward_layers(
         options |= {"add": add, "out": out} if i == len(layers) else {}
         with range_of(f"forward/{layer.name}"):
             if rng is None and layer.scales is not None:
-                from lt_runtime.nn.fp8 import fp8_outputs  # imported late, as in `scales_of`
+                from lt_runtime.nn.fp8 import fp8_outputs  # imported late: few models use FP8
 
                 x = fp8_outputs(layer.scales, x, layer.weight, bias, **options)
             elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             elif layer.scales is not None:
-                from lt_runtime.ops import _fp8_linear  # imported late, as in `scales_of`
+                from lt_runtime.ops import _fp8_linear  # imported late: few models use FP8
 
                 following = layers[i].scales if i < len(layers) else None
                 arrays = x, layer.weight.data, bias, options.get("out"), None, options.get("add")

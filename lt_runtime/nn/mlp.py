@@ -324,7 +324,7 @@ class MLP(Block, surrounded=False):
         arenas = [host_zeros(arena_size(shapes, kind.itemsize), kind) for kind in kinds]
         values, _, *masters = [arena_views(arena, shapes) for arena in arenas]
         for place, (name, shape) in enumerate(named.items()):
-            if name.endswith("weight"):  # `bound` also holds for the bias that follows the weight
+            if name.endswith("weight"):  # the bias, which comes next, is drawn from the same range as its weight
                 bound = 1.0 / math.sqrt(shape[1])
             for start in range(0, math.prod(shape), _DRAWN):  # initial values are drawn in pieces, to limit memory
                 drawn = generator.uniform(-bound, bound, min(_DRAWN, math.prod(shape) - start)).astype(np.float32)
@@ -369,10 +369,15 @@ def check_model_type(model: Block, operand: Operand) -> None:
 
 
 def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) -> _Value | tuple[_Value, ...]:
-    """The hidden layers' value if they share it and the last layer's is `last`; otherwise the values of all layers.
+    """The shortest argument of `MLP` that gives the layers these values of an option.
 
     Args:
-        single: if there are no hidden layers, the value that was given for hidden layers; None if it is unknown.
+        values: the option's value in each layer.
+        single: the value that the caller gave for hidden layers, used if there are none; None if it is unknown.
+        last: the value that the last layer gets if `MLP` is given a single value.
+
+    Returns:
+        The hidden layers' value if they share it and the last layer's is `last`; otherwise the values of all layers.
     """
     hidden: set[_Value | None] = {*values[:-1]} or {single}
     (first, *others) = hidden

@@ -285,7 +285,7 @@ class Pass:
             if self._is_refused(error):
                 rule = "a block must neither wait for the GPU, nor read its values, nor call cudaMalloc"
                 raise CaptureError(f"{block.title} failed during the capture of a step: {error}; {rule}") from error
-            if not hasattr(error, "__notes__"):  # only the innermost block adds a note
+            if not hasattr(error, "__notes__"):  # only the innermost block adds its name to an error
                 error.add_note(f"in {block.title}")
             raise
         finally:

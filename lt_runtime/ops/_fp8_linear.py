@@ -178,7 +178,7 @@ class Fp8Forward(LinearForward):
         *of_layer, _, _, x8, w8, cast_slots = arrays
         y, ctx = context_of(prepared.request.detail, of_layer, scalars)
         ctx.x, ctx.w, ctx.cast_slots = x8, w8, cast_slots
-        if ctx.saved is None and ctx.layer.saved_as is Saved.PREACTIVATION:  # the activation is deferred
+        if ctx.saved is None and ctx.layer.saved_as is Saved.PREACTIVATION:  # the next layer applies the activation
             ctx.saved = y
         return y, ctx
 

@@ -20,8 +20,8 @@ from lt_runtime.plans.fp8 import DY
 from lt_runtime.problem import DType
 from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE, SLOT_WIDTH
 
-_LOSS, _SUMS, _GRADIENT, _ROWS, _TRANSPOSED, _SLOTS = range(3, 9)  # indices of a call's arrays
-_WORD: Final = 4  # bytes of an FP32 number
+_LOSS, _SUMS, _GRADIENT, _ROWS, _TRANSPOSED, _SLOTS = range(3, 9)  # Indices of the results among a call's arrays.
+_WORD: Final = 4  # Bytes of an FP32 number.
 
 
 class CastLoss(PassOperation):

@@ -65,7 +65,7 @@ class FP8State:
     def update(self, *, skipped: Any = None, stream: Any = None) -> None:
         """Sets the scales for the next step by the largest magnitudes of the last steps, and counts overflows.
 
-        It does nothing with another recipe than "delayed", or before the first call of the layer.
+        The method does nothing with another recipe than "delayed", or before the layer's first call.
 
         Args:
             skipped: one uint32 on the device; unless it is 0, scales and history stay.
@@ -84,7 +84,7 @@ class FP8State:
     def overflows(self) -> dict[str, int]:
         """For x, w and dy, how many updates found a saturated, infinite or NaN element. Waits for the stream.
 
-        They are 0 before the first call, and of a layer that stays in its own type.
+        The counts are 0 before the layer's first call, and stay 0 for a layer that computes in its own type.
         """
         counts = dict.fromkeys(_TENSORS, 0.0) if self.slots is None else self._column(OVERFLOWS)
         return {name: int(value) for name, value in counts.items()}
@@ -92,7 +92,7 @@ class FP8State:
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Copies of the state on the host, from which `load_state_dict` continues bit for bit. Waits for the stream.
 
-        It is empty before the first call.
+        The mapping is empty before the layer's first call.
         """
         if self.slots is None:
             return {}

@@ -246,9 +246,10 @@ class GpuState:
         return int(self._table[1].data.ptr)
 
     def _updates(self, tensors: Sequence[kernels.Tensor], words: Any) -> Iterator[Launches]:
-        """The launches of all groups.
+        """The launches of an update, one for each group.
 
-        Only the last one counts its blocks, and so advances step number and loss scale.
+        Only the last group's launch counts its finished blocks; the last of these blocks advances the step number and
+        the loss scale, which all launches read.
         """
         options, last = self.options, len(self.options.rules) - 1
         for group, rule in enumerate(options.rules):

@@ -120,10 +120,10 @@ class Parameter:
         write_values([(self, values_for(self, "values", values))])
 
     def renew_copies(self, *, stream: Any = None) -> None:
-        """Makes the copies of `data` in FP8 anew that inference keeps, after something has written into `data` itself.
+        """Casts `data` to FP8 again for the copies that inference keeps; call it after you have written into `data`.
 
-        They are written in place, so that captured graphs of inference go on with the new values. A graph may hold this
-        call; it then renews the copies that there were at its capture. `assign`, functions that load files and
+        The copies are written in place, so that captured graphs of inference go on with the new values. If this call is
+        captured, a replay renews the copies that there were at the capture. `assign`, functions that load files and
         optimizers renew the copies themselves.
 
         Args:

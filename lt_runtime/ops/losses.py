@@ -202,7 +202,7 @@ class SummedLoss(LossOperation):
     """See `summed_loss`. A call's options are the loss and `accumulate`."""
 
     names = ("prediction", "target", *_RESULTS[:-1], "out_db")
-    loss = ""  # the name is in the call's options instead
+    loss = ""  # other operations have a fixed loss; this one takes the loss's name from the call's options
     make_pass = staticmethod(functools.cache(SummedLossPass))
     on_host = Operation.on_host
 

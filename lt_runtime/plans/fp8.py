@@ -357,7 +357,7 @@ class Fp8BackwardPlan(Plan):
             state = (vectors, vectors + self._vector_bytes[0]) if sum(self._vector_bytes) else (slots, history)
             of_derivative = saved, db, partial, call.dropouts[0]
             row_scales = self._cast.put(dz, dz8, dz8_transposed, state, memory, of_derivative)
-        col_scales = row_scales + self._vector_bytes[0]  # the same address if dz has one scale
+        col_scales = row_scales + self._vector_bytes[0]  # equals `row_scales` if dz has one scale for all elements
         operands = {
             "dx": (dz8, w_transposed, dx, W, row_scales),
             "dw": (dz8_transposed, x_transposed, dw, X, col_scales),

@@ -73,7 +73,7 @@ class ForwardPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        if call.computed[1] is not memory:  # only one plan ever runs a given call, so that stored arguments are its own
+        if call.computed[1] is not memory:  # `computed` keeps this plan's arguments: no other plan runs the call
             x, w, bias, y, kept, addend = call.addresses
             product = kept if self._product_is_kept else y
             if self._scratch_bytes:

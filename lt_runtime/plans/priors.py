@@ -41,10 +41,10 @@ _FEW_COLUMNS: Final = OCTET
 
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[strategies.ForwardStrategy]:
-    """Allowed forward strategies in the order in which to try them, the table's choice first.
+    """The forward strategies that a problem allows, in the order in which to try them.
 
-    Then follow the strategies whose epilogue has no auxiliary output. Strategies that add the addend in the product
-    precede all others.
+    Strategies in which the product adds the addend precede all others. Within each of the two groups, the choice of
+    the table of decision trees comes first, then strategies whose epilogue has no auxiliary output, then the rest.
     """
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     wanted: dict[str, Any] = {}

@@ -176,9 +176,9 @@ def _padded(layout: Layout, step: int) -> Layout:
 
 
 def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
-    """The allowed strategies.
+    """The backward strategies that a problem allows.
 
-    The first has no epilogue, so that it works whenever cuBLASLt accepts the plain products.
+    The first strategy has no epilogue, so that it works whenever cuBLASLt accepts the plain products.
     """
     branches = (False, True) if problem.dx is not None and problem.dw is not None else (False,)
     for dw_concurrent, below, db in itertools.product(branches, _makers_below(problem), _makers_of_db(problem)):

@@ -178,9 +178,10 @@ class MatmulPlan(AlgorithmPlan):
             raise PlanError(f"cuBLASLt is not asked for {problem}: {effect}")
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
-        """The candidate with rank `rank`, or the one that `most_promising` chooses.
+        """Chooses one of the algorithms that cuBLASLt's heuristic offers.
 
-        Otherwise it is the first candidate that launches at most two kernels.
+        If `rank` is given, the algorithm is the candidate with this index. Otherwise it is the one that
+        `most_promising` chooses or, if that launches more than two kernels, the first candidate that does not.
 
         The limit of two exists because three kernels, which some algorithms launch for an epilogue, take longer than a
         plain product and a pass of ours. For a plain product small enough to fill the GPU at most once, an algorithm
@@ -224,7 +225,7 @@ class MatmulPlan(AlgorithmPlan):
     def _is_cut_in_two(self, algorithm: cublaslt.Algorithm) -> bool:
         """Whether a second kernel of the algorithm would apply the epilogue to an already rounded 16-bit product.
 
-        With a split K this is not so, because the second kernel reads partial sums in FP32.
+        If the algorithm splits K, the result is False: its second kernel then reads partial sums in FP32.
         """
         return _changes_16_bits(self.problem) and algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) <= 1
 

@@ -50,8 +50,8 @@ _TILE_MARGIN_US: Final = 0.6
 """Handicap of our kernel for ragged rows (`TILE`) without an epilogue: its estimated time is multiplied by the factor,
 and the microseconds are added.
 
-Both are fitted to 30 products of tuned passes: if this kernel is estimated to be faster by less than the handicap, the
-whole pass is often faster without it.
+Factor and microseconds are fitted to 30 products of tuned passes: if the kernel is estimated to be faster than
+cuBLASLt by less than the handicap, the whole pass is often faster with cuBLASLt.
 """
 
 

@@ -135,7 +135,10 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """`most_promising` for offers without the kernels of `_SELDOM_FAST`, or with these kernels alone."""
+    """The choice of `most_promising` among offers of one kind.
+
+    Either none of the offers uses a kernel of `_SELDOM_FAST`, or all of them do.
+    """
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # B is contiguous along K, as in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)

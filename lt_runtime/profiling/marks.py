@@ -49,9 +49,10 @@ class EventMarks:
             self.start = self.take()
 
     def take(self) -> Any:
-        """Records an event and returns it. While the profile captures a copy of a graph, returns a moment's number.
+        """Records an event on the current stream and returns the event.
 
-        Returns None in any other capture, and while another GPU is current.
+        While the profile captures a copy of a graph, the event becomes part of the copy, and the result is its number
+        in the order of capture. The result is None in any other capture, and while another GPU is current.
         """
         if not is_current(self._device):
             return None

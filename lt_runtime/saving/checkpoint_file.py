@@ -212,7 +212,7 @@ def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, s
 def _digest(text: str, kinds: Kinds) -> Any:
     """Begins the file's digest: SHA-256 of the text and of all arrays' names, types and shapes.
 
-    The caller adds their bytes.
+    The caller then adds the bytes of all arrays to the digest.
 
     Args:
         kinds: types and shapes of all arrays, sorted by name, the order in which their bytes are added. The digest does

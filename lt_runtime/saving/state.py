@@ -185,9 +185,11 @@ def _models(owners: Mapping[str, Any]) -> list[Block]:
 
 
 def _read(owners: Mapping[str, Any]) -> tuple[State, dict[str, tuple[Operand, int]], dict[str, str]]:
-    """The state of objects, its arrays with the current streams of their devices, and `_firsts` of the arrays.
+    """Reads objects that are to be saved or loaded, after waiting for all work on their devices.
 
-    Waits for all work on the devices.
+    Returns:
+        The objects' state; each array of the state as an operand, with the current stream of the array's device, by
+        key; and for each key the first key that has the same array.
     """
     state = state_of(owners)
     devices = {key: device_of(key, array) for key, array in state.arrays.items()}

@@ -158,7 +158,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (tuple, Sequence) and isinstance(value, list):
         return tuple([_value(name, inner[0], each) for each in value])
-    if origin is Mapping and isinstance(value, dict):  # items of other types are checked by the class
+    if origin is Mapping and isinstance(value, dict):  # the dataclass itself checks values that are no floats
         return {key: _value(name, float, each) if inner[1] is float else each for key, each in value.items()}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)

@@ -253,8 +253,8 @@ class CapturedStep:
 def _forget_failed(graph: Any, stream: Any) -> None:
     """Ends what PyTorch leaves open after a failed capture: its allocator's pool, and its generator's capture.
 
-    Otherwise later calls that draw random numbers would fail. The generator's capture ends with any capture that
-    succeeds, such as an empty one.
+    If the generator's capture stayed open, later calls that draw random numbers would fail. It ends when any capture
+    succeeds, so that an empty graph is captured here.
     """
     with contextlib.suppress(RuntimeError):  # PyTorch may have ended the pool already
         torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())

@@ -135,7 +135,7 @@ def sequence(module: Any) -> Function:
 
 def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
     """The function of a gated block: down(dropout(activation(gate(x)) ∘ up(x)))."""
-    # Only checks and reads the modules; this run is never called.
+    # The chain is made only to check the modules and to read their parameters and options; nothing calls it.
     run: Any = _chain(gate, activation, up, *dropout, down)
     if isinstance(run, str):
         return run
@@ -170,7 +170,7 @@ def _residual(*parts: Any) -> Function:
 
     def compute(x: Tensor, add: Tensor = None) -> Any:
         add = x if add is None else add
-        # Otherwise the sum has the type of `add`.
+        # The addition is fused only for equal types: PyTorch's sum of two types would have the type of `add`.
         is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)
         total = run(x, add) if is_exact else run(x) + add
         y = normalise(total)

@@ -289,7 +289,8 @@ def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, sc
         options: dict[str, Any] = {"ignore_index": None, **more}
         loss_of(logits, labels, grad_scale=scale, out_gradient=gradient, out_loss=loss, **options)
         return
-    classes, ignored = logits.shape[-1], more.get("ignore_index", 0)  # 0 is accepted as a class anyway
+    # The default of `ignore_index` here, 0, excepts no label, because class 0 is in range.
+    classes, ignored = logits.shape[-1], more.get("ignore_index", 0)
     wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
     if wrong.numel():
         raise ArgumentError(f"a label is {int(wrong[0])}; accepted are 0 to {classes - 1}, or ignore_index")

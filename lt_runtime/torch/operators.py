@@ -102,7 +102,7 @@ class Operator(ABC):
             LtError: see `check`.
         """
         if is_eager(operands):
-            device = operands[0].get_device()  # -1 for the CPU
+            device = operands[0].get_device()  # The result is -1 for the CPU.
             # Calls on a GPU that is not current would be planned anew each time.
             if device >= 0 and device != torch._C._cuda_getDevice():
                 with torch.cuda.device(device):

@@ -188,7 +188,8 @@ class AdamW(torch.optim.AdamW):
             self._check(parameter, active[0])
         updated = {*active}
         for bucket in {self._bucket_of[each] for each in updated & self._bucket_of.keys()}:
-            # Only some of the bucket's parameters have a gradient, so that their numbers of updates will differ.
+            # The parameters of a bucket have had equally many updates. A bucket of which only some have a gradient now
+            # is dissolved, because their numbers of updates will differ.
             if not bucket.states.keys() <= updated:
                 for parameter in bucket.states:
                     del self._bucket_of[parameter]
@@ -207,7 +208,7 @@ class AdamW(torch.optim.AdamW):
         for i, parameter in [(i, each) for i, group in groups for each in group["params"] if each.grad is not None]:
             state = self._complete_state(parameter, self.param_groups[i])
             if parameter in self._bucket_of:
-                state["step"] = self._bucket_of[parameter].step  # the caller may have put a copy of the counter there
+                state["step"] = self._bucket_of[parameter].step  # the caller may have replaced the counter by a copy
             else:
                 found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), {})[parameter] = state
         for (i, *_), states in found.items():

@@ -27,7 +27,7 @@ def as_rows(tensor: Tensor) -> Tensor:
         return tensor
     try:
         layout_of("x", tensor.shape, tensor.stride())
-    except OperandError:  # also raised for a vector with gaps, which has no rows
+    except OperandError:  # no layout that kernels can read; also raised for a vector whose elements are not contiguous
         return tensor.contiguous()
     return tensor
 

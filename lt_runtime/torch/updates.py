@@ -326,7 +326,7 @@ class GpuStep(HostStep):
 def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
     """A copy of a kernel's table that replaces the gradients' address 0 by the addresses of non-empty gradients."""
     rows, column = table.copy(), "gradient" if "gradient" in (table.dtype.names or ()) else "data"
-    # A row with offset 0 is the first row of its tensor.
+    # A tensor has one row for each of its chunks; the row whose address is 0 is its first.
     starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]
     rows[column] += starts
     rows["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)

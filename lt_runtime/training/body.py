@@ -328,9 +328,10 @@ class StepBody:
                     run.finish()
 
     def _compute(self, run: Pass, target: Any, weights: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
-        """The function of the loss; if possible, one that also does work of the last layer's backward pass.
+        """The function that computes the loss and its gradient.
 
-        The latter computes the bias gradient and, for a layer in FP8, casts the gradient of the outputs.
+        If possible, the function also does work of the last layer's backward pass: it computes the layer's bias
+        gradient and, for a layer in FP8, casts the gradient of the outputs to FP8.
         """
         layer, loss = self._last, self.loss.elementwise
         if layer is None or loss is None or weights:
@@ -338,7 +339,7 @@ class StepBody:
         bias = layer.bias if run.trains_parameter(layer.bias) else None
         compute: Callable[..., tuple[Any, Any]] = losses.summed_loss
         if layer.scales is not None:
-            from lt_runtime.ops._fp8_loss import cast_loss, casts_loss  # imported late, as `FP8State`
+            from lt_runtime.ops._fp8_loss import cast_loss, casts_loss  # imported late: few models use FP8
 
             if not casts_loss(layer.scales, target):
                 return self.loss.compute

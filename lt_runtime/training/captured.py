@@ -282,7 +282,7 @@ class GpuStep:
                 self._rehearse(buffers, self._pool, stream)  # allocates the memory that the graph keeps
                 buffers.graph = self._record(buffers)
         except BaseException as error:
-            if not self._buffers:  # no graph holds addresses of the pool
+            if not self._buffers:  # there is no graph, so that nothing uses the pool's memory
                 self._pool.free_all_blocks()
             if isinstance(error, out_of_memory):
                 raise GpuError(f"no memory for batches of {batch[0].shape[0]} rows: {error}") from error
@@ -360,9 +360,9 @@ def _memory_from(pool: Any) -> Iterator[None]:
 
 
 def _device_memory(size: int) -> Any:
-    """Allocator of a pool.
+    """Allocates memory for a CuPy memory pool.
 
-    It raises no error of CuPy's class, after which the pool would free blocks that graphs use.
+    A failure raises `GpuError`: after an error of CuPy's own class the pool would free blocks that graphs still use.
     """
     cuda = cupy().cuda
     try:

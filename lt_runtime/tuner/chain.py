@@ -165,9 +165,11 @@ class LayerChain:
         return list(dict.fromkeys(problem for _, problem in self.runs))
 
     def reader(self, index: int) -> tuple[int, str] | None:
-        """Which layer's backward problem reads the saved tensor of layer `index`, and by which of its fields.
+        """Finds the backward problem that reads the tensor saved by layer `index`.
 
-        The field is "output_derivative" or "input_derivative". None if no backward problem reads the tensor.
+        Returns:
+            The index of the problem's layer, and the field of the problem that describes the derivative computed from
+            the tensor ("output_derivative" or "input_derivative"); None if no backward problem reads the tensor.
         """
         for at, field in ((index + 1, "input_derivative"), (index, "output_derivative")):
             derivative = getattr(self.backwards.get(at), field, None)
@@ -176,9 +178,10 @@ class LayerChain:
         return None
 
     def keeping(self, saved: Mapping[int, Saved | None]) -> LayerChain:
-        """The chain with other kinds of saved tensors, given by the index of the layer that saves them.
+        """A copy of the chain in which layers save other kinds of tensors.
 
-        The kind None leaves a layer unchanged.
+        Args:
+            saved: kind of the saved tensor by the index of the layer; with None the layer saves what it saved before.
         """
         layers = [*self.layers]
         for index, kept in saved.items():

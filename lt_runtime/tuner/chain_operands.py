@@ -203,9 +203,9 @@ class OperandSets:
         return launch
 
     def results(self, plans: Placed) -> dict[str, Buffer]:
-        """The results of plans for the data of `prepare`.
+        """Runs plans on the test data that `prepare` writes; returns copies of their results.
 
-        The plans run in a graph, because only there dw and dx are concurrent.
+        The plans run in a graph, because dw and dx are computed concurrently only in a graph.
         """
         launch = self._launch(plans)
         # Each plan runs once before the capture, because loading a kernel and allocating cannot be captured.
@@ -221,12 +221,13 @@ class OperandSets:
 def disagreement(
     actual: Mapping[str, Buffer], expected: Mapping[str, Buffer], dtype: DType, layers: int = _LAYERS
 ) -> tuple[str, str] | None:
-    """The first output that differs from another strategy's for the same data, and a sentence that says by how much.
-
-    None if all outputs agree.
+    """Compares the outputs of two strategies for the same data.
 
     Args:
         layers: number of layers that the values pass through, each of which may round differently.
+
+    Returns:
+        The name of the first output that differs, and a sentence that says by how much; None if all outputs agree.
     """
     tolerance = _APPROXIMATION + _ROUNDINGS * layers * _HALF_UNIT[dtype]
     for name, wanted in expected.items():

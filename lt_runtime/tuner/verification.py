@@ -95,7 +95,7 @@ class ProductOperands(Operands):
         amax = float(self.memory.read(at, 1, np.float32)[0])
         extent = (problem.batch - 1) * problem.d.batch_stride + problem.d.layout.extent
         stored = self.memory.read(d.address, extent, problem.d_dtype.numpy).astype(np.float64)
-        wanted = float(np.nanmax(np.abs(stored)))  # NaN: memory between the rows
+        wanted = float(np.nanmax(np.abs(stored)))  # the gaps between the rows hold NaN
         limit = _UNIT[problem.d_dtype] * wanted
         is_right = amax >= wanted - limit if wanted == _LARGEST[problem.d_dtype] else abs(amax - wanted) <= limit
         return None if is_right else f"amax_d is {amax:.9g} and the largest element of d {wanted:.9g}"

@@ -149,7 +149,8 @@ def test_a_repeated_call_that_cannot_be_captured_stays_as_it_was(gpu: FakeGpu, m
 
 
 def test_a_second_call_does_no_more_than_its_products(gpu: FakeGpu) -> None:
-    """A second call with one bias sets no attribute of a descriptor; without an activation no kernel computes dz."""
+    """The second call of a product with a bias, and of a layer without activation, makes no library call besides the
+    products: it sets no attribute of a descriptor, and no kernel computes dz, which equals dy."""
     forget_calls()
     product = Product(gpu, matmul_case(epilogue=Epilogue.BIAS), gpu.stream)
     layer = Layer(gpu, layer_case(activation="none", bias=False), gpu.stream)

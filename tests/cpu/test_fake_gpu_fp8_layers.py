@@ -145,7 +145,7 @@ def test_a_scale_follows_the_largest_magnitude_of_the_history() -> None:
     for number, size in enumerate((1.0, 64.0, 1.0, 1.0)):
         layer.step(number, size)
         scales.append(layer.state.scales["x"])
-    assert scales[1] == scales[2] < scales[3]  # the large step leaves the history after two steps
+    assert scales[1] == scales[2] < scales[3]  # the magnitude 64 drops out of the history of two steps
 
 
 def test_a_skipped_step_changes_no_scale(make: Make) -> None:

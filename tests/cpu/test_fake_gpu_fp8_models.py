@@ -96,8 +96,8 @@ def test_passes_of_forward(gpu: FakeGpu, dtype: str, recipe: Any, passes: list[s
     for step in range(2):
         gpu.kernels.launched.clear()
         model.forward(x, step)
-        gpu.synchronize_all()  # before the list is cleared: the pretended GPU runs work when it is waited for
-    assert gpu.kernels.launched == [*passes, "narrow_n"]  # the last layer's product
+        gpu.synchronize_all()  # runs the launches, which the pretended GPU runs only when it is waited for
+    assert gpu.kernels.launched == [*passes, "narrow_n"]  # The kernel narrow_n computes the last layer's product.
 
 
 def test_frozen_layers_keep_no_operands(gpu: FakeGpu) -> None:
@@ -315,7 +315,7 @@ def test_inference_is_in_fp8(gpu: FakeGpu, device: str, activation: str, recipe:
     assert [layer.scales.slots is not None for layer in model.layers] == [activation != "silu", True]
     for found in (first, second):
         assert 20.0 < decibels(found, wanted) < 40.0
-    assert decibels(second, first) > 30.0  # an epilogue need not round the pre-activation, as training does
+    assert decibels(second, first) > 30.0  # training rounds the pre-activation, an epilogue need not
 
 
 def test_inference_stays_in_bf16_where_fp8_is_expected_to_be_slower(gpu: FakeGpu) -> None:

@@ -35,7 +35,7 @@ def test_outputs_follow_other_arrays_and_loops_of_ones_own(gpu: FakeGpu) -> None
 
 def casts(gpu: FakeGpu, run: Callable[[], object]) -> int:
     """The number of casts to FP8 that a call launches."""
-    gpu.synchronize_all()  # before the list is cleared: the pretended GPU runs work when it is waited for
+    gpu.synchronize_all()  # runs earlier launches, which the pretended GPU runs only when it is waited for
     gpu.kernels.launched.clear()
     run()
     gpu.synchronize_all()
@@ -47,7 +47,8 @@ def test_inference_casts_only_inputs_until_an_optimizer_is_made(gpu: FakeGpu, ca
     use = Inference(gpu, captured=captured)
     assert casts(gpu, lambda: use.model(inputs(gpu, 2))) == 2
     optimizer = gpu.lt.AdamW(use.model.parameters())
-    assert [layer.scales.kept.w8 is not None for layer in use.model.layers] == 2 * [captured]  # only graphs read `w8`
+    # After an optimizer was made, only a captured graph goes on reading the FP8 copies of the weights (`w8`).
+    assert [layer.scales.kept.w8 is not None for layer in use.model.layers] == 2 * [captured]
     assert casts(gpu, lambda: use.model(inputs(gpu, 3))) == 4
     assert casts(gpu, optimizer.step) == 2 * captured
 

@@ -10,7 +10,8 @@ from tests.support.layer_checks import Layer, layer_case
 from tests.support.placed import COLUMNS, FLAT, ODD
 from tests.support.strategies import LinearCase
 
-# Rows are aligned for every second activation: tests/host_kernels builds the same kernels.
+# Every second activation has aligned rows, the others unaligned ones, as in tests/host_kernels/variants.py: so these
+# tests reuse the kernels that those tests have compiled.
 _ACTIVATIONS = [layer_case(activation=name, n=32 if index % 2 == 0 else 33) for index, name in enumerate(ACTIVATIONS)]
 _CASES = {
     **{f"activation-{case.activation.name}": case for case in _ACTIVATIONS},

@@ -237,7 +237,7 @@ def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, ro
 def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None:
     gpu, rows = hurried, 19
     model, x = _model(gpu, (16, 16, 4)), _inputs(gpu, rows, 16)
-    model(x)  # this number of rows has run before, and is measured all the same
+    model(x)  # an untuned first call must not keep the MLP from being measured later
     with gpu.lt.tuning():
         outputs = model(x)
     entries = importlib.import_module("lt_runtime.store.plan_store").plan_store(0)._document.raw

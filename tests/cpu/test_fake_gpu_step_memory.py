@@ -77,7 +77,7 @@ def _trained(gpu: FakeGpu, case: _Case) -> tuple[Any, Any]:
 def _step(gpu: FakeGpu, case: _Case) -> Any:
     model, optimizer = _trained(gpu, case)
     step = gpu.lt.TrainStep(model, optimizer, loss=case.loss, batch_size=_ROWS, accumulate=case.parts, tune=False)
-    gpu.streams.synchronize_all()  # the model was made on the default stream
+    gpu.streams.synchronize_all()  # steps run on another stream than the default stream, on which the model was made
     return step
 
 
@@ -123,7 +123,8 @@ def _ones(gpu: FakeGpu, width: int) -> Any:
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_peak_of_gated_blocks(gpu: FakeGpu, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block keeps its normalised input, and gate and value; their product only if it is not computed again."""
+    """From forward to backward each gated block keeps its normalised input, the gate and the value. It keeps the gated
+    product too, unless backward recomputes the product."""
     options = {"dtype": "bfloat16", "device": 0, "master_weights": False}
 
     def block() -> Any:

@@ -330,7 +330,7 @@ def test_on_a_terminal_a_bar_says_so_within_that_of_the_caller(
             Run(gpu, (8, 3)).train(steps=1)
         shown = capsys.readouterr().err
     assert "forward 8x3x8" in shown
-    assert "left:" not in shown[shown.rindex("training") :]  # the line of the measurement is gone at the end
+    assert "left:" not in shown[shown.rindex("training") :]  # at the end the tuner's progress line has disappeared
     assert caplog.records == []
 
 
@@ -592,7 +592,8 @@ def test_layers_are_in_fp8_where_that_was_measured_to_be_faster(process: Process
 
 @pytest.mark.parametrize(("takes", "reason"), [(0, "refused: no algorithm"), (1, "wrong: dw is off by nan")])
 def test_fp8_that_is_refused_or_wrong_is_not_chosen(process: Process, takes: int, reason: str) -> None:
-    """Plans that skip the backward pass are wrong; without any plan, cuBLASLt has refused a product."""
+    """The layer stays in its own type if its FP8 plans lack the backward pass (wrong results), or if there are no FP8
+    plans (cuBLASLt has refused a product)."""
     with process() as gpu:
         gpu.streams.costs_us.update(FP8_WINS)
         plans_of, refused = own("tuner.fp8_search").fp8_plans, own("errors").PlanError("no algorithm")

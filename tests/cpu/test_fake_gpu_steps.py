@@ -63,7 +63,7 @@ def test_metrics_begin_anew_when_they_are_read(gpu: FakeGpu) -> None:
         assert step.metrics(stream=gpu.stream).steps == steps
     step(*_batch(gpu, 0), stream=gpu.stream)
     step.metrics(stream=gpu.stream)
-    step(*_batch(gpu, 0), stream=gpu.other_stream)  # the other stream has not waited for any work
+    step(*_batch(gpu, 0), stream=gpu.other_stream)  # the step must order this stream after the other one by itself
     assert step.metrics(stream=gpu.other_stream).steps == 1
 
 
@@ -103,7 +103,7 @@ def test_objects_that_are_made_on_one_stream_are_used_on_another(gpu: FakeGpu, k
             gpu.lt.EMA(model).update(stream=gpu.stream)
         else:
             gpu.lt.TrainStep(model, optimizer)(*batch, stream=gpu.stream)
-    gpu.synchronize(gpu.other_stream.ptr)  # this stream first: without the tables that it writes, kernels would crash
+    gpu.synchronize(gpu.other_stream.ptr)  # writes the tables of addresses without which the kernels would crash
     gpu.synchronize_all()
 
 

@@ -28,7 +28,7 @@ def _tensor(gpu: FakeGpu, values: NDArray[Any]) -> Any:
 def _layer_calls(gpu: FakeGpu) -> Calls:
     layer, tensor = CheckedLayer(gpu, layer_case(dtype=DType.FLOAT16)), gpu.torch.Tensor
     x, w, bias, dy = (tensor(each) for each in (layer.x.array, layer.w.array, layer.bias, layer.dy.array))
-    gpu.streams.synchronize_all()  # the arrays were made on CuPy's current stream
+    gpu.streams.synchronize_all()  # CuPy's stream makes the arrays, and the calls below run on PyTorch's stream
     with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
         _, ctx = gpu.lt.linear_fwd(x, w, bias, activation="gelu")
     return {
@@ -101,7 +101,8 @@ def test_new_results_are_of_the_calls_stream_each_time(gpu: FakeGpu) -> None:
 def test_a_graph_of_freed_memory_races_only_with_later_memory_at_its_address(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checker of races may take a graph that an earlier test left to the package for a part of a later test."""
+    """A graph of the package may outlive the test that made it, and a later test may reuse the graph's addresses: the
+    checker of races must not take accesses of the old graph for accesses of the later test."""
     buffer = np.empty(1 << 12, np.uint8)
     monkeypatch.setattr(np, "empty", lambda *_: buffer)  # makes every allocation below return the same address
     address = call("cuMemAlloc", 4)
@@ -114,7 +115,7 @@ def test_a_graph_of_freed_memory_races_only_with_later_memory_at_its_address(
         gpu.synchronize_all()
         if stream is gpu.stream:
             call("cuMemFree", address)
-        gpu.settle()  # the fixture `gpu` also calls `settle`, at a test's end
+        gpu.settle()  # what the fixture `gpu` does at the end of each test
     assert call("cuMemAlloc", 4) == address
     call("cuMemsetD8Async", address, 0, 4, gpu.stream.ptr)
     graph.launch(gpu.other_stream)

@@ -167,7 +167,7 @@ def test_a_measured_strategy_is_used_until_it_is_refused(gpu: FakeGpu, measured:
     Layer(gpu, GELU, gpu.stream).check()
     (found,) = gpu.lt.explain([own("store.keys").parse_key(key) for key in measured.raw if key.startswith(FORWARD)])
     assert found.strategy.startswith(epilogue)
-    again = FakeGpu(gpu.kernels._host, gpu.directory)  # stands for another process, whose library has no epilogues
+    again = FakeGpu(gpu.kernels._host, gpu.directory)  # simulates another process, whose cuBLASLt refuses all epilogues
     with again.active():
         again.library.refused = frozenset(range(2, 1024))
         Layer(again, GELU, again.stream).check()
@@ -241,7 +241,7 @@ def test_a_configuration_that_nothing_has_is_barred(gpu: FakeGpu, values: Mappin
 
 
 def test_our_own_kernel_is_verified_as_well(gpu: FakeGpu, merge: Merge) -> None:
-    def change(_: str, entry: Any) -> Entry:  # claims our narrow kernel for products that it does not support
+    def change(_: str, entry: Any) -> Entry:  # names our narrow kernel as the method of products that it cannot compute
         return entry if isinstance(entry, LayerEntry) else replace(entry, config={"NARROW_MATMUL": 1})
 
     merge(change)
@@ -332,7 +332,7 @@ def test_what_is_verified_is_not_verified_again(gpu: FakeGpu, merge: Merge) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_both(gpu)
-    again = FakeGpu(gpu.kernels._host, gpu.directory)  # stands for another process
+    again = FakeGpu(gpu.kernels._host, gpu.directory)  # simulates another process with the same plan files
     with again.active():
         check_both(again)
         assert ids(again.library.calls) == {OTHER}

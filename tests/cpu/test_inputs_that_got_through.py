@@ -59,7 +59,7 @@ def test_what_a_product_writes(
         given = {name: gpu.cp.asarray(array) for name, array in given.items()}
     package = gpu.lt if gpu else lt
     for _ in range(3):
-        # On a GPU this call makes the same `PreparedCall`, at other addresses.
+        # On a GPU a repeated call skips checks: the refused call below, which differs only in an address, must not.
         package.matmul(**given, epilogue=epilogue)
     if other == "bias":
         given["bias"] = given[written][0]

@@ -45,7 +45,8 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
-    """Changes a shape so that a kernel supports it: columns are a multiple of eight if `aligned`, none if `flat`."""
+    """Changes a shape so that a kernel supports it: the number of columns becomes a multiple of eight if `aligned`, and
+    more than 16 but no multiple of eight if `flat`."""
     rows, cols = shape
     if flat:
         cols = cols if cols > 2 * OCTET else cols + 2 * OCTET
@@ -56,10 +57,11 @@ def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
 def suit_place(
     place: Placement, shape: Shape, dtype: DType, *, aligned: bool, column_major: bool | None = None
 ) -> Placement:
-    """The placement in the given order; if `aligned`, each row or column begins at a multiple of 16 bytes.
+    """Changes where a matrix lies in its buffer (order, gap between rows, offset) so that a kernel supports it.
 
     Args:
-        column_major: None leaves the order as it is, or row-major where aligned.
+        aligned: whether each row (of a column-major matrix each column) must begin at a multiple of 16 bytes.
+        column_major: the wanted order; if None, an aligned matrix is row-major and any other keeps its order.
     """
     order = place.column_major and not aligned if column_major is None else column_major
     if not aligned:

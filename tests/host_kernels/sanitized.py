@@ -43,7 +43,8 @@ def digest() -> str:
 def covered_files() -> list[Path]:
     """The files on which the sanitizers' result depends.
 
-    They are the kernels, their launchers, their tests, the shim, and every module of ours that the tests import.
+    These are the kernels, their launchers, their tests, the CPU shim, and every module of `lt_runtime` and `tests` that
+    the tests import.
     """
     tests = _files(HERE, ".py")
     sources = [*_files(kernel_sources(), ".cu", ".cuh"), *_files(HERE, ".cu", ".cuh", ".cpp", ".h")]

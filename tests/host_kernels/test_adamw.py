@@ -81,7 +81,7 @@ SOME_OF_EACH = AdamWCase(
         TensorCase(9300, F32, F32),
         TensorCase(7, BF16, BF16, offsets=(1, 0, 3), lr_scale=0.5, weight_decay=0.0),
         TensorCase(0, F16, F32),
-        TensorCase(8100, F16, BF16),  # the last tensor has elements for every block that the table's last chunk gets
+        TensorCase(8100, F16, BF16),  # so large that every block of the last chunk updates elements of it
     ],
     AdamWHyper(1e-3, 0.9, 0.999, 1e-8, 0.01, warmup_cosine(2, 10)),
     first=0,
@@ -239,7 +239,8 @@ def test_a_scale_stays_a_normal_number(host: HostKernels, scale: float, bad: flo
 class Judged:
     """An optimizer whose steps have gradients that are scaled, clipped and checked for NaN.
 
-    `bad` replaces one element in each step.
+    Attributes:
+        bad: for each step, the value (NaN or infinity) that replaces one element of a gradient; None for none.
     """
 
     tensors: list[TensorCase]

@@ -23,7 +23,7 @@ TABLES = {kernel.struct(name) for name in ("OptimizerChunk", "GradientChunk", "E
 STRUCTS = TABLES | {entry.params for entry in ENTRIES.values()} | set(kernel._structs.values())
 """The C++ structs whose layout is tested.
 
-They are arguments of kernels, structs within arguments, and entries of tables on the device.
+These are the argument structs of all kernels, the structs within them, and the rows of tables on the device.
 """
 ON = (
     "WEIGHTED DROPOUT KEEP SAVED ALIGNED BLOCKS AUX SUMS STOCHASTIC ROWS HIDDEN ROW_WARPS "

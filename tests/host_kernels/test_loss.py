@@ -238,7 +238,7 @@ def test_weights_of_rows_that_are_too_many_to_join(
 @FEW
 @example(case=LossCase((3, 200)), accumulate=False, wave=1)
 @example(case=LossCase((300, 72), in_place=True), accumulate=True, wave=7)
-@example(case=LossCase((1, 5)), accumulate=False, wave=132)  # a row of one thread
+@example(case=LossCase((1, 5)), accumulate=False, wave=132)  # so short a row that one thread computes it
 @example(case=LossCase((2100, 40), target=Placement(False, 8, 0)), accumulate=True, wave=132)
 @given(case=cases, accumulate=st.booleans(), wave=st.integers(1, 40))
 def test_sums_of_the_gradient(

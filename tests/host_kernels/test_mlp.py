@@ -79,9 +79,12 @@ class _Network:
     def backward(
         self, host: HostKernels, order: int, start: float | None = None, loss: Any = None, more: Any = (), by: Any = ()
     ) -> list[Array]:
-        """Runs backward; returns the gradients, added to `start` if given.
+        """Runs the backward kernels; returns the gradients of all parameters.
 
-        `more` and `by` are a loss's address and scales.
+        Args:
+            start: value of every gradient before the pass, to which the pass adds; None for buffers of NaN.
+            more: the address of the loss, if there is a loss.
+            by: the scales of the loss's gradient, if there is a loss.
         """
         fill = np.nan if start is None else start
         kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]

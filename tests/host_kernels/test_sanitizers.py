@@ -164,7 +164,7 @@ def test_each_test_has_its_day_under_each_sanitizer() -> None:
 def test_a_change_of_these_files_makes_all_run() -> None:
     files = (
         *("cuda_src/mma.cuh", "lt_runtime/kernels/epilogue.py", "tests/host_kernels/cases.py"),
-        # The operands of the tests are made by these files.
+        # files outside of tests/host_kernels and cuda_src that decide the operands of the tests
         *("tests/support/strategies.py", "lt_runtime/problem.py", "lt_runtime/layout.py"),
     )
     assert not {REPOSITORY / file for file in files} - {*covered_files()}

@@ -30,7 +30,7 @@ _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 
 @dataclass(frozen=True)
 class Forward:
-    """A variant of epilogue_fwd.
+    """A variant of the kernel epilogue_fwd, as its macros select it.
 
     Attributes:
         access: how groups of eight elements (octets) are loaded and stored.
@@ -69,10 +69,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """A variant of epilogue_bwd.
+    """A variant of the kernel epilogue_bwd, as its macros select it.
 
     Attributes:
-        dz: 0 where it is not written, 1 in the order of dy, 2 transposed.
+        saved: kind of the tensor from which the derivative is computed.
+        dz: how the gradient dz is written: 0 not at all, 1 in the order of dy, 2 transposed.
     """
 
     dtype: DType
@@ -98,7 +99,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Dropping:
-    """A variant of dropout.cu or add.cu."""
+    """A variant of the kernels in dropout.cu or add.cu; `aligned` rows allow 16-byte accesses."""
 
     dtype: DType
     aligned: bool
@@ -113,7 +114,7 @@ class Dropping:
 
 @dataclass(frozen=True)
 class Gated:
-    """A variant of gated.cu."""
+    """A variant of the kernels in gated.cu; with `remakes`, backward also computes y again."""
 
     dtype: DType
     activation: str
@@ -157,7 +158,8 @@ def _saved_modes(activation: str) -> tuple[Saved, ...]:
     return (Saved.PREACTIVATION, Saved.OUTPUT) if activation in _FROM_OUTPUT else (Saved.PREACTIVATION,)
 
 
-# Every second variant is aligned; each appears with and without dropout.
+# The compiled variants of epilogue_fwd.cu. In FP32 every activation is compiled with and without dropout, one of the
+# two for rows that allow 16-byte accesses (ALIGNED), the other for any rows (ANY).
 FORWARD_EPILOGUES: Final = (
     *(
         Forward(F32, name, dropout, Access((index + dropout) % 2 == 0))
@@ -205,7 +207,8 @@ BACKWARD_EPILOGUES: Final = (
     Backward(BF16, "none", dropout=False, access=FLAT, saved=Saved.NOTHING, dz=0),
 )
 
-# Every activation in FP32, and each way to move octets with and without dropout.
+# The compiled variants of gated.cu. In FP32 they cover every activation, alternately for rows that allow 16-byte
+# accesses (ALIGNED) and for any rows (ANY), each of the two with and without dropout.
 GATED: Final = (
     *(Gated(F32, name, index % 4 > 1, ALIGNED if index % 2 else ANY) for index, name in enumerate(ACTIVATIONS)),
     *(Gated(F16, "relu", dropout=dropout, access=ALIGNED) for dropout in (False, True)),
@@ -220,7 +223,12 @@ DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned 
 
 @dataclass(frozen=True)
 class MatmulEpilogue:
-    """A variant of matmul_epilogue.cu: D's type, that of A and B, the activation, and whether the product is FP32."""
+    """A variant of the kernels in matmul_epilogue.cu.
+
+    Attributes:
+        dtype, operand: the type of D, and the type of A and B.
+        once: whether the stored product is FP32, so that a 16-bit D is rounded only once.
+    """
 
     dtype: DType
     operand: DType
@@ -250,9 +258,12 @@ MATMUL_EPILOGUES: Final = (
 
 @dataclass(frozen=True)
 class Narrow:
-    """A variant of the kernels of products that are tiny in one dimension, with any number of rows a thread.
+    """A variant of a kernel for products that are tiny in one dimension, for each number of rows a thread computes.
 
     Attributes:
+        entry: the kernel: "narrow_n", "narrow_k" or "narrow_m", named for the tiny dimension.
+        width: the tiny dimension, rounded up to a power of two.
+        aligned: whether rows allow 16-byte accesses.
         epilogue: the epilogue that narrow_k is compiled for; None for the other kernels.
     """
 
@@ -302,7 +313,12 @@ NARROW: Final = (
 
 @dataclass(frozen=True)
 class Tile:
-    """A variant of tile_matmul.cu: the orders of A and B, and the activation or its derivative."""
+    """A variant of the kernel in tile_matmul.cu, which multiplies 16-bit matrices with ragged rows.
+
+    Attributes:
+        a_along_k, b_along_k: whether A, and whether B, is contiguous along K.
+        derivative: whether D is multiplied by the activation's derivative, instead of being activated.
+    """
 
     dtype: DType
     a_along_k: bool
@@ -338,7 +354,12 @@ TILE: Final = (
 
 @dataclass(frozen=True)
 class AdamWVariant:
-    """A variant of optimizer.cu by AdamW or AMSGrad: the moments' type, and whether BF16 may lack a master copy."""
+    """A variant of the kernel in optimizer.cu, for AdamW or AMSGrad.
+
+    Attributes:
+        moments: type of the moments.
+        stochastic: whether a BF16 parameter may lack a master copy, so that its update is rounded stochastically.
+    """
 
     moments: DType
     amsgrad: bool

@@ -151,9 +151,9 @@ def _raw(*, backward: bool) -> Prepare:
 
 
 def against_host(name: str, arrays: tuple[Any, ...], **options: Any) -> Prepare:
-    """Prepares a function that returns one or several arrays.
+    """Prepares a call of the public function `name`, which returns one or several arrays.
 
-    The check compares them with the same function on NumPy arrays.
+    The check compares the returned arrays with those of the same call on NumPy arrays.
     """
 
     def prepare(gpu: FakeGpu) -> Attempt:

@@ -60,8 +60,8 @@ _RELU_AUX_BITS: Final = 128
 _GELU_AUX_ELEMENTS: Final = 8
 ALGORITHM_IDS: Final = (21, 22, 23)
 _VECTORS: Final = 16
-"""Bytes of the vectors that the first algorithm stores. Like the real library, this one assumes that D's rows are as
-aligned as C's, and offers the algorithm where C's are aligned."""
+"""Bytes of a vector store of the algorithm that the pretended heuristic offers first. It imitates a fault of the real
+library: the algorithm is offered where C's rows are aligned to the vector, even if D's rows are not."""
 _SCRIBBLE: Final = 1 << 14  # size of the parts at both ends of the workspace that each product overwrites, in bytes
 
 _BIAS: Final = frozenset(
@@ -140,7 +140,8 @@ _DESC: Final = [
     *(_ID.BIAS_BATCH_STRIDE, _ID.EPILOGUE_AUX_LD, _ID.EPILOGUE_AUX_BATCH_STRIDE),
     *(_ID.EPILOGUE_AUX_DATA_TYPE, _ID.FAST_ACCUM, _ID.A_SCALE_MODE, _ID.B_SCALE_MODE),
 ]
-"""Attributes in the order of the fields of `Layout`, of A to D, and of the fields of `Desc`."""
+"""The attributes that are read for each call: those of a layout, in the order of `Layout`'s fields, once for each of A
+to D; then those of the product's descriptor, in the order of `Desc`'s fields."""
 
 
 class Matmul(NamedTuple):
@@ -416,7 +417,8 @@ class FakeCublasLt:
     def _work(self, call: Matmul) -> tuple[Callable[[], None], list[Touch]]:
         """Returns a function that computes the product, and the memory that it touches.
 
-        All addresses are looked up now, not when the function runs.
+        The operands' allocations are looked up in this call. So an allocation that is freed before the function runs is
+        still the one that the function reads.
         """
         memory, desc = self._memory, call.desc
         a, b, d = (
@@ -549,7 +551,8 @@ def _supports_float8(desc: Desc, a: Layout, b: Layout, c: Layout, d: Layout) -> 
 
 
 def _supports_vectors(desc: Desc, d: Layout) -> bool:
-    """The documentation's rules for vectors of scales; no source tells whether other epilogues have them."""
+    """Whether a product may have vectors of scales, as cuBLAS's documentation says: it names only the default epilogue
+    and the bias epilogue."""
     is_plain = desc.epilogue in (Epilogue.DEFAULT, Epilogue.BIAS) and d.batch == 1
     return desc.has_scale_vectors and d.dtype not in _FLOAT8 and is_plain
 

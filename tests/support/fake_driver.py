@@ -115,7 +115,7 @@ class FakeDriver:
         return run
 
     def by_bindings(self, name: str) -> Callable[..., tuple[Any, ...]]:
-        """Wraps a function as `cuda.bindings` has it: it returns a status and results."""
+        """Gives a pretended driver function the interface of `cuda.bindings`: it returns the status and the results."""
         known = self._more.get(name) or getattr(self, name)
 
         def run(*arguments: Any) -> tuple[Any, ...]:

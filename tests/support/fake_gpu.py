@@ -78,7 +78,11 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within a `with` block, replaces the libraries, and the package by the GPU's copy."""
+        """Makes this pretended GPU the process's GPU within a `with` block.
+
+        The block's imports of the driver, NVRTC, cuBLASLt, CuPy and PyTorch give the stand-ins, and imports of
+        `lt_runtime` give the copy of the package that runs on them.
+        """
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(self.directory))
             monkeypatch.setitem(sys.modules, "cupy", self.cp)
@@ -111,9 +115,9 @@ class FakeGpu:
         self.streams.synchronize(stream)
 
     def host_of(self, array: Any) -> NDArray[Any]:
-        """Returns an array's present values.
+        """Returns an array's present values, without waiting for any stream.
 
-        It waits for no stream, so that results of work on a wrong stream are missing.
+        So a test that waits only for the stream of its calls misses results of work on another stream.
         """
         strides = tuple(stride // array.itemsize for stride in array.strides)
         return matrix_at(self.memory, array.data.ptr, array.dtype, tuple(array.shape), strides, "an array")
@@ -134,7 +138,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def _own_package(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Puts the GPU's copy of the package in the place of the copy that the tests imported."""
+        """Within a `with` block, `sys.modules` has this GPU's copy of the package instead of the tests' own copy."""
         if self._package is not None:
             monkeypatch.syspath_prepend(self._package)
         self._others = _taken_modules()
@@ -150,7 +154,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def others_package(self) -> Iterator[Any]:
-        """The copy of the package that the tests imported, which may import more of its modules within the block."""
+        """Within a `with` block, `sys.modules` has the tests' own copy of the package, which is yielded."""
         own = _taken_modules()
         sys.modules.update(self._others)
         try:
@@ -206,7 +210,7 @@ class _Library:
         real = self._real[name]
 
         def run(*arguments: Any) -> int:
-            # The argument types are those that the package has declared.
+            # The package declares the argument types on this replacement; the real function needs them as well.
             real.argtypes, real.restype = function.argtypes, function.restype
             status: int = real(*arguments)
             return status

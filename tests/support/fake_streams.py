@@ -132,9 +132,12 @@ class Event:
 
 @dataclass
 class _Stream:
-    """A stream's queue.
+    """The queue of a stream.
 
-    It holds the waiting operations, each marked as work or event, and counts the queued and the finished ones.
+    Attributes:
+        waiting: the operations that have not run: a function for each, and whether it is work rather than an event.
+        given: number of operations that were ever queued.
+        done: number of operations that have run.
     """
 
     waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)

@@ -97,7 +97,7 @@ class Float8Product:
         out = np.full((*lead, N, M) if case.column_major else (*lead, M, N), np.nan, case.d)
         self.arrays["out"] = out.swapaxes(-1, -2) if case.column_major else out
         factor: Any = float(np.prod(case.scales or 1.0))
-        if case.vectors:  # with magnitudes that differ by 2^12
+        if case.vectors:  # a scale for each row and column; the scales differ by factors of up to 2^12
             scales = [np.exp2(generator.uniform(-6, 6, size)).astype(np.float32) for size in (M, N)]
             self.arrays |= dict(zip(("scale_a", "scale_b"), scales, strict=True))
             factor = np.multiply.outer(*(each.astype(np.float64) for each in scales))

@@ -42,7 +42,7 @@ class Inference:
         return self.gpu.host_of(y).tobytes()
 
     def fresh_outputs(self) -> bytes:
-        """Of a model that is made for this call, with the present weights and scales."""
+        """The outputs of a new model, without kept FP8 weights, that is given the present weights and scales."""
         fresh = made(self.gpu, seed=9)
         fresh.load_state_dict(self.model.state_dict())
         for layer, source in zip(fresh.layers, self.model.layers, strict=True):

@@ -38,9 +38,9 @@ _OTHERWISE: Final[Mapping[str, str]] = {
     "scale": "target",
     "tally": "loss",
 }
-"""By kernel, the members of its parameters that it uses in the other way than `_WRITTEN` says.
+"""Exceptions from `_WRITTEN`: for a kernel, names of members of its argument block that do not follow the general rule.
 
-A kernel reads its members of these names if they are in `_WRITTEN`, and writes them if they are not.
+A member listed here is only read if `_WRITTEN` has its name, and written if `_WRITTEN` lacks it.
 """
 _SHAPES: Final[Mapping[str, tuple[str, str]]] = {
     "a": ("rows", "depth"),

@@ -25,9 +25,10 @@ _TF32 = 2.0**-11
 
 
 def layer_case(**changes: Any) -> LinearCase:
-    """Makes a case: a layer of 24 rows, 32 outputs and 40 inputs in FP32 with GELU and a bias.
+    """Makes a test case: a layer of 24 rows, 32 outputs and 40 inputs in FP32 with GELU and a bias.
 
-    Arguments replace single fields.
+    Args:
+        changes: values of fields of `LinearCase` that differ from these defaults.
     """
     activation = changes.pop("activation", "gelu")
     standard: dict[str, Any] = {
@@ -171,7 +172,8 @@ class Layer:
         self.wait()
         case, data = self.case, self.data
         made = self.y.values() if y is None else host_of(self.gpu, y).astype(np.float64)
-        # Other types have cuBLASLt's GELU as well, but their rounding exceeds its error; full FP32 has our pass.
+        # cuBLASLt's GELU has an error that shows in TF32 results only: a rounding to 16 bits is larger, and in full
+        # FP32 our own pass computes GELU.
         is_inexact = case.activation.name == "gelu" and case.compute == "tf32"
         inexact = self.gpu.gelu_error * np.abs(data.z) * data.factors if is_inexact else 0.0
         assert_close("y", made, data.y, forward_tolerance(case, data) + inexact)

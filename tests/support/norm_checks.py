@@ -138,7 +138,8 @@ class NormCall:
     def refill(self, seed: int) -> None:
         """Writes new operands into the same memory of the pretended GPU."""
         self._draw(seed)
-        for name, each in reversed(self.of.items()):  # the last of two names that share memory is an operand's
+        # In reversed order operands follow results: where the two share memory, the operand's values are written last.
+        for name, each in reversed(self.of.items()):
             each.fill(self.values[name])
         for name, vector in self.vectors.items():
             self.gpu.host_of(vector)[...] = self._vectors[name]

@@ -48,7 +48,7 @@ class Placed:
 
     def _block(self, flat: NDArray[Any]) -> NDArray[Any]:
         steps = tuple(step * flat.itemsize for step in self._steps)
-        # NumPy makes strided arrays of its own types alone
+        # viewed as raw bytes, because `as_strided` does not accept the types of ml_dtypes (BF16, FP8)
         raw = flat[self._place.offset :].view(f"V{flat.itemsize}")
         block = np.lib.stride_tricks.as_strided(raw, self._shape, steps).view(flat.dtype)
         turned = block.swapaxes(1, 2) if self._place.column_major else block

@@ -122,11 +122,16 @@ class Races:
                 accesses[:] = *kept, new
 
     def _compared(self, old: Access, new: Access) -> bool:
-        """Whether later accesses that race with `old` race with `new` too; notes a race of the two."""
+        """Compares two accesses, and records a race if they conflict and nothing orders them.
+
+        Returns:
+            Whether `old` may be forgotten, because every later access that races with it races with `new` too.
+        """
         first, last = old.touch, new.touch
         if not old.precedes(new.stamp):
             conflicts = first.start < last.end and last.start < first.end and (first.writes or last.writes)
-            # Not checked: the pretended CuPy uploads arrays before their turn.
+            # A race is left out if `new` is ordered before `old`: the pretended CuPy writes arrays from the host at the
+            # call, before earlier work of the stream has run.
             if conflicts and not new.precedes(old.stamp):
                 key = old.work, first.operand, new.work, last.operand
                 self._found.setdefault(key, f"{old}; {new}; nothing orders the two")

@@ -52,7 +52,7 @@ class RealGpu:
 
     @contextlib.contextmanager
     def others_package(self) -> Iterator[Any]:
-        """The package for NumPy arrays: the same one."""
+        """Yields the package for calls on NumPy arrays: the same module. (A pretended GPU yields another copy.)"""
         yield self.lt
 
     def settle(self) -> None:

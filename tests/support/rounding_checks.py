@@ -167,7 +167,8 @@ class RoundedLayer(Layer):
                 error = error + unit(rounded.T @ x, case.dtype) / 2
             check_rounded_once("dw", self.dw.values(), rounded.T @ x + before_dw, error, case.dtype)
         if need_db and case.bias:
-            # Our kernel sums dz before it is rounded to 16 bits; the roundings differ from element to element.
+            # Our kernel sums dz in FP32, but the expected sum is of dz rounded to 16 bits. The rounding errors of the
+            # elements are independent, so that the bound of their sum is a root of a sum of squares.
             units = unit(rounded, case.dtype) if dz else np.zeros_like(rounded)
             error = summing_error(case.m, np.abs(rounded).sum(axis=0) + np.abs(before_db))
             error += 2 * np.sqrt((units**2).sum(axis=0))

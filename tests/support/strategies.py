@@ -76,11 +76,14 @@ generators = st.builds(
 
 @dataclass(frozen=True)
 class LinearCase:
-    """Arguments of one linear layer's forward and backward pass.
+    """A test case: the arguments of a linear layer's forward and backward pass.
 
     Attributes:
-        add: place of an addend; None without one.
-        add_over_out: whether the addend is the buffer for y.
+        x, w, y, dy, dx, dw: how each matrix lies in its buffer.
+        add: how the matrix that is added to y lies in its buffer; None if nothing is added.
+        add_over_out: whether y is written over the matrix that is added to it.
+        need: whether dx, dw and db are computed.
+        keep_z: whether the caller gives a buffer for the pre-activation z.
     """
 
     m: int
@@ -151,7 +154,15 @@ matmul_types = st.sampled_from(
 
 @dataclass(frozen=True)
 class MatmulCase:
-    """Arguments of one matrix product; `batches` are the batch sizes of a, b and c, None for a plain matrix."""
+    """A test case: the arguments of a matrix product.
+
+    Attributes:
+        batches: numbers of matrices in a, b and c; None for a single matrix.
+        a, b, c, d: how each matrix lies in its buffer.
+        with_c, in_place: whether there is a C, and whether it is D's memory.
+        device_scalars: whether α and β are arrays on the device.
+        bias_offset: number of elements before the bias in its buffer.
+    """
 
     m: int
     n: int

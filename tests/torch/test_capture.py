@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, CaptureError, KindError, LayoutError, OperandError
 
-capture_module = importlib.import_module("lt_runtime.torch.capture")  # the package's attribute is the function
+capture_module = importlib.import_module("lt_runtime.torch.capture")  # `ltt.capture` is the function
 
 
 class Graph(TorchDispatchMode):
@@ -194,7 +194,8 @@ def test_as_many_calls_are_as_many_steps(pools: list[Any], schedule: bool, warm_
 def test_the_least_recently_used_shape_is_dropped_and_graphs_share_their_memory(pools: list[Any]) -> None:
     runs: list[int] = []
     run = ltt.capture(lambda x: (runs.append(len(x)), x.sum())[1], keep=2, warm_up=1)
-    for rows in (3, 4, 3, 4, 3, 5, 3, 4):  # the capture for 5 drops that for 4, and then 4 drops 5
+    # Two shapes are kept: the first batch of 5 rows drops the graph for 4 rows, the last batch of 4 rows that for 5.
+    for rows in (3, 4, 3, 4, 3, 5, 3, 4):
         assert float(run(torch.full((rows,), 2.0))) == 2.0 * rows
     assert runs == [3, 4, 3, 4, 5, 4]
     assert pools == [None, "the pool"]

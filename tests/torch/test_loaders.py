@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 import lt_runtime as lt
 from lt_runtime.errors import OperandError
 from lt_runtime.gpu.driver import call
-from tests.cpu.conftest import gpu as gpu  # a fixture
-from tests.cpu.conftest import session_gpu as session_gpu  # a fixture
+from tests.cpu.conftest import gpu as gpu  # imported because it is a pytest fixture
+from tests.cpu.conftest import session_gpu as session_gpu
 from tests.support.fake_gpu import FakeGpu
-from tests.support.host_memory import host_memory as host_memory  # a fixture
+from tests.support.host_memory import host_memory as host_memory  # a pytest fixture too
 from tests.support.placed import host_of
 
 Pair = namedtuple("Pair", "x label")
@@ -67,13 +67,13 @@ def test_tensors_for_a_gpu_go_through_its_buffers(
     """PyTorch gets the bytes of each buffer by DLPack, and its current stream is the one that waits."""
     try:
         gpu: FakeGpu = request.getfixturevalue("gpu")
-    except ImportError:  # the pretended GPU's copy of the package raises this
+    except ImportError:  # raised when the pretended GPU imports a copy of the package without cuBLASLt installed
         pytest.skip("the pretended GPU needs cuBLASLt's library")
     given: list[Any] = []
 
     def from_dlpack(array: Any) -> Any:
         given.append(array)
-        return torch.from_numpy(host_of(gpu, array))  # shares the pretended GPU's memory
+        return torch.from_numpy(host_of(gpu, array))  # without a copy: the tensor is over the pretended GPU's memory
 
     streams: list[int] = []
     seen = []

@@ -35,7 +35,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         for name in ("linear", "loss_of", "matmul"):
             monkeypatch.setattr(losses, name, over_numpy(getattr(losses, name)))
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the device of tensors on the CPU
+        # The current GPU is -1, the number that `Tensor.get_device` returns for tensors on the CPU.
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     return str(request.param)
 
 

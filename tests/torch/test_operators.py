@@ -374,7 +374,7 @@ def test_operands_on_a_gpu_are_named_as_the_caller_knows_them(pretended_gpu: Any
 
 
 def test_arguments_of_an_operator_have_different_names() -> None:
-    """Inductor makes a signature in Python of each schema."""
+    """torch.compile's Inductor turns an operator's schema into a Python signature, in which no name may occur twice."""
     schemas = [each for each in torch._C._jit_get_all_schemas() if each.name.startswith("lt_runtime::")]
     assert len(schemas) >= 18
     for schema in schemas:

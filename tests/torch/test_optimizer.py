@@ -157,7 +157,7 @@ def test_master_copies_round_once(path: str, dtype: Any) -> None:
     assert_close([made.state[ours[1]]["master"]], [exact[1]])
     with torch.no_grad():
         ours[1][8] = 50.0
-    made.apply_settings()  # also called before each launch of a captured step
+    made.apply_settings()  # `ltt.capture` calls this before each launch of a captured step
     assert float(made.state[ours[1]]["master"][8]) == 50.0
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError
 
-MODULE = sys.modules["lt_runtime.torch.replace"]  # the module, because `ltt.replace` is its function
+MODULE = sys.modules["lt_runtime.torch.replace"]  # found by name, because `ltt.replace` is a function of that name
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}  # some norms and losses are computed in FP32
 IDS = torch.arange(18).reshape(2, 9) * 7 % 60
@@ -165,7 +165,7 @@ def make_like(model: Any, state: Any) -> Any:
 @pytest.mark.parametrize("make", [gpt2, llama, sequence])
 def test_a_replaced_model_compiles_without_a_break(make: Callable[[], Any]) -> None:
     model = make().double().eval()
-    model.loss_type = "ForCausalLM"  # else transformers writes a warning, which is a break
+    model.loss_type = "ForCausalLM"  # without it transformers gives a warning, which is a break for torch.compile
     ltt.replace(model)
     expected = step(model)
     torch.testing.assert_close(step(torch.compile(model, fullgraph=True, backend="aot_eager")), expected, **CLOSE)

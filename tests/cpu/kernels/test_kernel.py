@@ -30,8 +30,9 @@ def test_parameters_of_another_size_are_an_error(more: int, monkeypatch: pytest.
 
 COMPUTING = {
     *("DYNAMIC_SHARED", "static_assert", "sizeof", "__shfl_sync", "octet_count", "whole_steps", "place_of_sum"),
-    *("of", "index", "last"),  # these methods only compute an index
-    *("sweep", "columns", "a", "addend", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),  # constructed objects
+    *("of", "index", "last"),  # Methods that only compute an index.
+    # Constructors of local objects.
+    *("sweep", "columns", "a", "addend", "b", "in", "out", "kept", "dy_at", "saved_at", "dz"),
     *(
         "beside",
         "gate_at",
@@ -43,11 +44,11 @@ COMPUTING = {
         "target_at",
         "gradient_at",
         "ahead",
-    ),  # constructed objects, and a matrix of addresses
+    ),  # More constructors of local objects, and of a matrix of addresses.
 }
 """Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
 CONSTANT = {"p.chunks[", "p.layers["}
-"""Tables in GPU memory that no kernel writes, so that they may be read before the wait."""
+"""Tables in GPU memory that no kernel writes: a kernel may read them before it waits for the previous kernel's end."""
 # A lambda of mlp_fwd, which is defined before the kernel waits for its predecessor, and called after it.
 COPY_X = re.compile(r"const auto copy_x = .*?\n  };", re.DOTALL)
 KERNEL = re.compile(r'^extern "C" __global__ [^\n]* (\w+)\(const [^\n]*{\n(.*?)^}', re.DOTALL | re.MULTILINE)

@@ -100,7 +100,7 @@ def test_groups_share_a_norm_a_scale_and_a_skip() -> None:
     first, second = parameter(4, "first"), parameter(5, "second")
     optimizer = lt.Optimizer([([first], rules.SGD(1.0)), ([second], rules.SGD(1.0))], max_norm=1.0, scaler=scaler)
     starts = [first.data.copy(), second.data.copy()]
-    first.grad[...], second.grad[...] = 8.0, 4.0  # twice the scale of 4, and once the scale
+    first.grad[...], second.grad[...] = 8.0, 4.0  # after division by the loss scale, 4, the gradients are 2 and 1
     optimizer.step()
     norm = math.sqrt(15 * 4 + 15)
     assert float(optimizer.grad_norm) == pytest.approx(norm)

@@ -66,7 +66,7 @@ def split(parts: int) -> Algorithm:
     [
         (["KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, True),
         (["MEMSET", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, True),
-        # The second kernel reads a product that was rounded to 16 bits.
+        # With two kernels and no split K, the kernel of the epilogue reads a product that was rounded to 16 bits.
         (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, False),
         (["KERNEL", "KERNEL"], 2, DType.FLOAT16, Epilogue.BIAS, True),
         (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.NONE, True),

@@ -208,7 +208,7 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     layer = layers_of(prof)[LAYERS[0]]
     assert (layer.us, layer.calls) == (pytest.approx(20 * 200), 20)
     assert prof.report.device.startswith("cuda:0 (NVIDIA H200")
-    # Only the first launch is one of the graph's copy that has all events.
+    # The first launch is of the copy with all events; each later launch is of a copy with an eighth of the events.
     assert launched == [(False, not number) for number in range(40)]
     assert prof.report.timed_steps == 2
 

@@ -330,7 +330,7 @@ def test_scales_of_float8_are_applied_once() -> None:
 
 @pytest.mark.parametrize("broken", [None, "scale_a", "scale_b"])
 def test_scale_vectors_are_applied_by_row_and_by_column(broken: str | None) -> None:
-    """An element at either end of a vector that is taken for its neighbour is found."""
+    """The verification finds a kernel that multiplies the last row or column by the scale of the one before."""
     problem = replace(float8_problem(DType.BFLOAT16), scale_vectors=True)
 
     def launch(trial: ProductOperands) -> None:

@@ -172,7 +172,8 @@ def test_work_is_ordered_with_the_caller_s_stream() -> None:
 
 
 class Halved(torch.nn.Module):
-    """A layer behind which torch.compile may be made to stop, so that it compiles `forward` alone."""
+    """A linear layer whose output is halved. With `stops`, a graph break after the layer makes torch.compile compile
+    `forward` by itself."""
 
     def __init__(self, *, stops: bool) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-// Small kernels that test the shim; some of them are wrong on purpose.
+// Kernels that test the CPU shim (the g++ stand-in for CUDA's blocks, warps and barriers). Some of them break CUDA's
+// rules on purpose: the shim has to report these.
 
 #include "instructions.cuh"
 
@@ -148,7 +149,7 @@ extern "C" __global__ void warp_barrier(const ShimProbeParams p) {
   p.out[thread_of_grid()] = shared[threadIdx.x ^ 15];
 }
 
-// Correct within a warp, but wrong here: the next warp reads the values.
+// Wrong on purpose: __syncwarp orders the threads of one warp, but a thread here reads what another warp has written.
 extern "C" __global__ void barrier_of_warps_alone(const ShimProbeParams p) {
   __shared__ float shared[256];
   shared[threadIdx.x] = static_cast<float>(threadIdx.x);
