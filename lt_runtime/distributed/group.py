@@ -147,7 +147,7 @@ class Group(Fixed):
         """
         key = HOST if device is None else device
         if key not in self._engines:
-            if device is None or isinstance(self._wire, Alone):
+            if device is None:
                 self._engines[key] = self._wire.host_engine()
             else:
                 # imported late, because only GPUs need it

@@ -274,6 +274,7 @@ def backward_layers(
         options |= {"out_dw": dw, "out_db": db, "before_activation": is_through, "accumulate": adds}
         with range_of(f"backward/{layers[i].name}"):
             dx, *_ = linear_bwd(dy.pop(), context, out_db_below=db_below, stream=run.stream, **options)
+        run.wrote()
         dy.append(dx)
         own, is_through = left, takes_through
         del dx, context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
 
 import numpy as np
@@ -123,6 +123,8 @@ class Pass:
         places: the number of dropout masks that each micro-batch may draw.
         met: the `Met` that collects the groups of linear layers that run; None to collect none.
         has_db: whether the loss has made the bias gradient of the linear layer whose backward runs next.
+        on_written: a function that gets parameters when all work of this pass so far on their gradients has been put
+            on the stream; None if nothing waits for single gradients.
     """
 
     def __init__(
@@ -148,6 +150,8 @@ class Pass:
         self.places = PLACES
         self.met: Met | None = None
         self.has_db = False
+        self.on_written: Callable[[Sequence[Parameter]], None] | None = None
+        self._given: list[tuple[Surrounded | None, Parameter]] = []  # gradients that their blocks may not have written
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []
@@ -218,7 +222,19 @@ class Pass:
         owner = id(parameter.owner)
         adds = self._accumulate or owner in self._written
         self._written.add(owner)
+        if self.on_written is not None:
+            self._given.append((self.running, parameter.owner))
         return parameter.grad, adds
+
+    def wrote(self) -> None:
+        """Tells `on_written` that the running block has written all gradients whose buffers it got so far.
+
+        The end of a block's backward tells so too. Gradients that no block asked for, but the loss, count as written.
+        """
+        if self.on_written is not None:
+            done = [parameter for block, parameter in self._given if block in (None, self.running)]
+            self._given = [each for each in self._given if each[0] not in (None, self.running)]
+            self.on_written(done)
 
     def grads(self, *parameters: Parameter | None) -> tuple[list[Any], bool]:
         """The buffers of several gradients that one call writes, None for absent ones; and whether the call adds.
@@ -268,8 +284,10 @@ class Pass:
             why = "backwards run in the reverse order of forwards, once each"
             raise ArgumentError(f"{block.title}.backward was called, but {due}: {why}")
         outer, (_, self._start, ran) = self._start, self._ran.pop()
-        with self._inside(block), _range("backward", block):
-            yield
+        with self._inside(block):
+            with _range("backward", block):
+                yield
+            self.wrote()
         if len(self._ran) > ran:
             raise ArgumentError(f"{block.title}.backward has not called {self._ran[-1][0].title}.backward")
         if left := len(self._kept) - self._start:

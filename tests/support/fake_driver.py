@@ -172,6 +172,9 @@ class FakeDriver:
     def cuDeviceGetName(self, length: int, _: int) -> bytes:
         return b"NVIDIA H200, pretended".ljust(length, b"\0")
 
+    def cuDeviceGetUuid(self, ordinal: int) -> Any:
+        return SimpleNamespace(bytes=bytes([ordinal] * 16))
+
     def cuDeviceGetAttribute(self, attribute: Any, _: int) -> int:
         return H200[attribute]
 
@@ -332,6 +335,10 @@ class FakeDriver:
     def cuEventRecordWithFlags(self, event: int, stream: int, flags: Any) -> None:
         assert flags == driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
         self._streams.record_in_graph(self._events[event], stream)
+
+    def cuEventQuery(self, event: int) -> None:
+        if not self._streams.has_run(self._events[event]):
+            raise DriverStatusError(Status.CUDA_ERROR_NOT_READY)
 
     def cuEventSynchronize(self, event: int) -> None:
         self._streams.wait_on_host(self._events[event])

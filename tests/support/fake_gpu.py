@@ -31,6 +31,7 @@ from tests.support.fake_cupti import FakeCupti
 from tests.support.fake_cupy import fake_cupy
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_kernels import FakeKernels
+from tests.support.fake_nccl import FakeNccl
 from tests.support.fake_streams import Status, Streams
 from tests.support.fake_torch import fake_torch
 from tests.support.library_calls import LibraryCalls
@@ -56,6 +57,7 @@ class FakeGpu:
         stream, other_stream: two streams for tests, neither of them the default stream.
         library: the stand-in for cuBLASLt.
         cupti: the stand-in for CUPTI.
+        nccl: the stand-in for nccl4py.
         calls: counts the calls of cuBLASLt, the driver and NVRTC, and can make one fail.
     """
 
@@ -71,6 +73,7 @@ class FakeGpu:
         self.kernels = FakeKernels(kernels, self.memory)
         self.driver = FakeDriver(self.memory, self.streams, self.kernels.launch, self.kernels.driver_functions)
         self.cupti = FakeCupti(self.streams, self.driver)
+        self.nccl = FakeNccl(self)
         self.library: FakeCublasLt
         self.cp = fake_cupy(self)
         self.torch = fake_torch(self.cp)
@@ -87,6 +90,8 @@ class FakeGpu:
             monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(self.directory))
             monkeypatch.setitem(sys.modules, "cupy", self.cp)
             monkeypatch.setitem(sys.modules, "torch", self.torch)
+            for name, module in self.nccl.modules.items():
+                monkeypatch.setitem(sys.modules, name, module)
             for name in self.driver.functions:
                 monkeypatch.setattr(
                     driver, name, self._of_bindings(name, self.driver.by_bindings(name), is_driver=True)

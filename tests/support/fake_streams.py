@@ -317,6 +317,10 @@ class Streams:
             self._run_to(event.stream, event.count)
             self.races.wait(HOST, event.known)
 
+    def has_run(self, event: Event) -> bool:
+        """Whether the work before an event has run."""
+        return event.stream is None or self._streams[event.stream].done >= event.count
+
     def begin_capture(self, stream: int) -> None:
         """Stands in for `cuStreamBeginCapture`."""
         if stream == 0 or stream in self.captures:

@@ -1,0 +1,98 @@
+"""`Buckets`: sums gradients over all processes while the backward pass goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from lt_runtime.distributed.group import Group
+from lt_runtime.gpu.streams import order_after, private_stream
+from lt_runtime.ops._parameters import Parameter
+
+BUCKET_BYTES: Final = 25 << 20
+"""A bucket is closed when its gradients take at least this many bytes."""
+
+
+class Buckets:
+    """Sums the gradients of some parameters over all processes of a group, in buckets of `BUCKET_BYTES`.
+
+    The first backward pass records the order in which gradients are completed. Process 0 divides this order into
+    buckets for all processes, which are summed at the end of that pass. In later passes a bucket is summed as soon as
+    its gradients and all buckets before it are complete: on a GPU on a stream of its own, beside the backward pass.
+
+    For each pass, `begin` is called before its first gradient is written, `written` when the work that completes some
+    gradients has been put on the stream, and `finish` after the backward pass.
+
+    Args:
+        parameters: the parameters that are trained.
+        device: ordinal of their GPU; None for NumPy arrays.
+    """
+
+    def __init__(self, group: Group, parameters: Sequence[Parameter], device: int | None) -> None:
+        self._group, self._device, self._engine = group, device, group.engine(device)
+        self._parameters = {id(each): each for each in parameters}
+        self._writes = Counter[int]()  # of each parameter in a pass, by the parameter's id, in the order of last writes
+        self._buckets: list[list[int]] = []
+        self._left = Counter[int]()  # writes of the present pass that have not come yet
+        self._next = 0  # the first bucket that has not been summed in the present pass
+        self._stream: int | None = None
+
+    def begin(self, stream: int | None) -> None:
+        """Begins a pass whose work is put on `stream`, a handle; None for NumPy arrays."""
+        self._stream, self._next, self._left = stream, 0, self._writes.copy()
+        if not self._buckets:
+            self._writes.clear()
+
+    def written(self, parameters: Iterable[Parameter]) -> None:
+        """Tells that all work so far on the gradients of some parameters is on the stream."""
+        keys = [key for key in map(id, parameters) if key in self._parameters]
+        if not self._buckets:
+            for key in keys:
+                self._writes[key] = self._writes.pop(key, 0) + 1
+            return
+        self._left.subtract(keys)
+        # The last bucket is left to `finish`.
+        while self._next < len(self._buckets) - 1 and all(self._left[key] <= 0 for key in self._buckets[self._next]):
+            self._sum()
+
+    def finish(self, *extra: Any) -> None:
+        """Sums the remaining buckets, and makes the stream wait for all sums.
+
+        Args:
+            extra: arrays that are summed in place together with the last bucket.
+        """
+        if not self._buckets:
+            self._divide()
+        while self._next < len(self._buckets):
+            self._sum(extra if self._next == len(self._buckets) - 1 else ())
+        if self._stream is not None:
+            order_after(self._stream, self._branch)
+
+    @property
+    def _branch(self) -> int:
+        """The handle of the stream on which gradients of the present stream are summed."""
+        assert self._device is not None
+        return private_stream(self._device, f"sums of {self._stream:#x}")
+
+    def _divide(self) -> None:
+        """Divides the gradients into buckets in the order of their last writes in process 0."""
+        keys, size = [*self._parameters], BUCKET_BYTES
+        order = [keys.index(key) for key in dict.fromkeys([*self._writes, *keys])]
+        for number in json.loads(self._group.from_first(json.dumps(order).encode(), "the order of the gradients")):
+            if size >= BUCKET_BYTES:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(keys[number])
+            gradient = self._parameters[keys[number]].grad
+            size += math.prod(gradient.shape) * int(gradient.dtype.itemsize)
+
+    def _sum(self, extra: Sequence[Any] = ()) -> None:
+        """Sums the next bucket, and further arrays with it."""
+        if self._stream is not None:
+            order_after(self._branch, self._stream)
+        gradients = [self._parameters[key].grad for key in self._buckets[self._next]]
+        self._engine.sum([*gradients, *extra], None if self._stream is None else self._branch)
+        self._next += 1
