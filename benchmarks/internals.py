@@ -26,6 +26,7 @@ from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
 from lt_runtime.kernels.fp8 import CastGradientPass, CastPass
 from lt_runtime.layout import packed
 from lt_runtime.nn import narrow
+from lt_runtime.ops._fp8_linear import arrays_of
 from lt_runtime.plans.cache import forget, make_layer_plan
 from lt_runtime.problem import (
     Activation,
@@ -42,6 +43,7 @@ from lt_runtime.problem import (
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.training import captured
+from lt_runtime.training.fp8_weights import Fp8Weights
 
 Call = Callable[[], object]
 
@@ -119,6 +121,27 @@ def fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
         cast_gradient.launch(dy, z, fp8, sums.data.ptr, partial.data.ptr, None, stream_memory(DEVICE, stream))
 
     return run
+
+
+def fp8_update(weight: Any, grad: Any, *, masters: bool, casts: bool) -> Callable[[int], None]:
+    """AdamW's step of one weight that also writes the weight in E4M3, row-major and transposed, on a stream.
+
+    Args:
+        masters: whether weight and moments are kept in FP32; otherwise all are BF16.
+        casts: whether a cast after the step writes E4M3.
+    """
+    kept: Any = {} if masters else {"moments": "bfloat16", "stochastic_rounding": True}
+    parameter, state = lt.Parameter(weight, grad), lt.FP8State()
+    optimizer, device = lt.AdamW([parameter], lr=1e-5, **kept), weight.device.id
+    arrays_of(state, weight)
+    with activated(device):
+        copies = Fp8Weights(optimizer, [(state, parameter)], device, 0)
+
+    def step_and_cast(stream: int) -> None:
+        optimizer.step(stream=stream)
+        copies.remake(stream)
+
+    return step_and_cast if casts else lambda stream: copies.step(lambda: None, stream=stream)
 
 
 def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:

@@ -347,6 +347,30 @@ def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | Non
     return lt.AdamW(parameters, lr=1e-5, **({} if max_norm is None else {"max_norm": max_norm})).step
 
 
+# Case: AdamW of a weight that is written in FP8 too, in both orientations.
+
+
+def adamw_fp8(rows: int, cols: int, *, masters: bool = False) -> Case:
+    """Contenders for one AdamW update of a BF16 weight and its copies in E4M3.
+
+    Args:
+        masters: whether weight and moments are kept in FP32; otherwise all are BF16.
+    """
+    kept, moved = ("BF16 + FP32 master", 30) if masters else ("BF16 and BF16 moments", 16)
+    name = f"AdamW {kept}, with E4M3 and its transpose, {rows}×{cols}"
+    return Case(name, moved * rows * cols, partial(_adamw_fp8, (rows, cols), masters), rotated=False)
+
+
+def _adamw_fp8(shape: tuple[int, int], masters: bool, _: int) -> Builders:
+    def ours(*, casts: bool = False) -> Contender:
+        from benchmarks.internals import fp8_update
+
+        update = fp8_update(normal(shape, "bfloat16"), normal(shape, "bfloat16"), masters=masters, casts=casts)
+        return Contender(lambda _, stream: update(stream))
+
+    return {"lt": ours, "lt_with_a_cast": partial(ours, casts=True)}
+
+
 # Case: a loss with its gradient: one read of every operand, and one write of the gradient.
 
 
@@ -469,6 +493,7 @@ CASES: Final[Sequence[Case]] = (
     adamw_step("124 M parameters", GPT2_IN_ONE, "float32"),
     adamw_step("124 M parameters", GPT2_IN_ONE, "bfloat16", 1.0),
     adamw_step("12 k parameters", SMALL, "float32"),
+    *(adamw_fp8(14336, 4096, masters=masters) for masters in (False, True)),
     cross_entropy(8192, 50304),
     cross_entropy(8192, 50304, "float32"),
     cross_entropy(4096, 128256),

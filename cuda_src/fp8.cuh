@@ -49,6 +49,15 @@ __device__ inline uint32 to_fp8(float low, float high) {
 #endif
 }
 
+// Multiplies by the scale, and turns infinities into NaN, so that products with them are not finite: `number` times 0 is
+// NaN for infinity, and 0 for finite numbers.
+__device__ inline float scaled(float number, float scale) { return fmaf(number, 0.0f, number * scale); }
+
+// Converts four numbers times the scale to FP8, the first number in the lowest byte.
+__device__ inline uint32 quad_to_fp8(const float* v, float scale) {
+  return to_fp8(scaled(v[0], scale), scaled(v[1], scale)) | to_fp8(scaled(v[2], scale), scaled(v[3], scale)) << 16;
+}
+
 // Selects four of the eight bytes of two words: hexadecimal digit i of `chosen` is the number of the byte that becomes
 // byte i of the result (PRMT).
 __device__ inline uint32 choose_bytes(uint32 low, uint32 high, uint32 chosen) {
@@ -71,6 +80,33 @@ __device__ inline float larger_or_nan(float a, float b) {
 #else
   return a > b || a != a ? a : b;
 #endif
+}
+
+// Transposes a 4 × 4 block of bytes.
+__device__ inline void transpose(const uint32 (&rows)[4], uint32 (&columns)[4]) {
+  const uint32 left01 = choose_bytes(rows[0], rows[1], 0x5140), right01 = choose_bytes(rows[0], rows[1], 0x7362);
+  const uint32 left23 = choose_bytes(rows[2], rows[3], 0x5140), right23 = choose_bytes(rows[2], rows[3], 0x7362);
+  columns[0] = choose_bytes(left01, left23, 0x5410);
+  columns[1] = choose_bytes(left01, left23, 0x7632);
+  columns[2] = choose_bytes(right01, right23, 0x5410);
+  columns[3] = choose_bytes(right01, right23, 0x7632);
+}
+
+__device__ inline uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
+
+// Raises *amax to the largest `value` of a block's kTileBlock² threads, which are numbered by `self`. No value is negative.
+// Every thread of the block must call it.
+__device__ inline void store_amax(float* amax, float value, int self) {
+  __shared__ uint32 largest[kTileBlock * kTileBlock / kWarp];
+  // Non-negative floats are ordered as their bits are, read as integers, and NaN comes last.
+  uint32 bits = __float_as_uint(value);
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) bits = larger(bits, __shfl_xor_sync(0xFFFFFFFF, bits, step));
+  if (self % kWarp == 0) largest[self / kWarp] = bits;
+  __syncthreads();
+  if (self != 0) return;
+  for (uint32 each : largest) bits = larger(bits, each);
+  atomicMax(reinterpret_cast<uint32*>(amax), bits);
 }
 
 // Converts the eight rows of a thread's patch to FP8, and stores them as they are, transposed or both. Blocks have
@@ -104,30 +140,18 @@ class Fp8Writer {
 
   // Stores the largest absolute value of all elements passed to `take`. Every thread of the block must call it.
   __device__ void store_amax() const {
-    __shared__ uint32 largest[kTileBlock * kTileBlock / kWarp];
-    if (!out_.amax) return;
-    const int self = threadIdx.y * kTileBlock + threadIdx.x;
-    // Non-negative floats are ordered as their bits are, read as integers, and NaN comes last.
-    uint32 bits = __float_as_uint(amax_);
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) bits = larger(bits, __shfl_xor_sync(0xFFFFFFFF, bits, step));
-    if (self % kWarp == 0) largest[self / kWarp] = bits;
-    __syncthreads();
-    if (self != 0) return;
-    for (uint32 each : largest) bits = larger(bits, each);
-    atomicMax(reinterpret_cast<uint32*>(out_.amax), bits);
+    if (out_.amax) lt::store_amax(out_.amax, amax_, threadIdx.y * kTileBlock + threadIdx.x);
   }
 
  protected:
-  // Converts eight numbers, number j times scale(j), and turns infinities into NaN, so that products with them are not
-  // finite: a number times 0 is NaN for infinity, and 0 for finite numbers.
+  // Converts eight numbers, number j times scale(j); see `scaled`.
   template <class Scale>
   static __device__ uint2 convert(const Octet& numbers, Scale scale) {
     uint32 pairs[kOctet / 2];
 #pragma unroll
     for (int j = 0; j < kOctet; j += 2) {
       const float low = numbers.v[j], high = numbers.v[j + 1];
-      pairs[j / 2] = to_fp8(fmaf(low, 0.0f, low * scale(j)), fmaf(high, 0.0f, high * scale(j + 1)));
+      pairs[j / 2] = to_fp8(scaled(low, scale(j)), scaled(high, scale(j + 1)));
     }
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
   }
@@ -146,8 +170,6 @@ class Fp8Writer {
     return &tile->x;
   }
 
-  static __device__ uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
-
   // Avoids bank conflicts: word w of a row lies at w ^ swizzle(run of the row). So the 32 threads of a warp, which read
   // four neighbouring words in each of eight runs, read from 32 different banks.
   static __device__ int swizzle(int run) { return 4 * run; }
@@ -163,16 +185,6 @@ class Fp8Writer {
       if (j < cols_) at[j * m.col_stride] = (j < 4 ? words.x : words.y) >> (8 * (j % 4)) & 0xFF;
     }
 #endif
-  }
-
-  // Transposes a 4 × 4 block of bytes.
-  static __device__ void transpose(const uint32 (&rows)[4], uint32 (&columns)[4]) {
-    const uint32 left01 = choose_bytes(rows[0], rows[1], 0x5140), right01 = choose_bytes(rows[0], rows[1], 0x7362);
-    const uint32 left23 = choose_bytes(rows[2], rows[3], 0x5140), right23 = choose_bytes(rows[2], rows[3], 0x7362);
-    columns[0] = choose_bytes(left01, left23, 0x5410);
-    columns[1] = choose_bytes(left01, left23, 0x7632);
-    columns[2] = choose_bytes(right01, right23, 0x5410);
-    columns[3] = choose_bytes(right01, right23, 0x7632);
   }
 
   // A thread stores one run of each of four columns; eight consecutive threads store four whole columns of the tile.

@@ -17,7 +17,7 @@ constexpr int kTypeOf<__half> = kFloat16;
 template <>
 constexpr int kTypeOf<__nv_bfloat16> = kBfloat16;
 
-constexpr uint32 kTile = 256;  // elements that a warp handles at a time
+constexpr uint32 kWarpTile = 256;  // elements that a warp handles at a time
 constexpr uint32 kQuadDistance = 128;
 
 // Selects the calling thread's elements of a chunk.
@@ -33,7 +33,7 @@ struct Quads {
 // The calling thread's quads in a chunk of `count` elements; `start` is the index of the block's first element, if
 // several blocks share the chunk.
 __device__ inline Quads quads_of_thread(uint32 count, bool aligned, uint32 start = 0) {
-  const uint32 first = start + threadIdx.x / 32 * kTile + threadIdx.x % 32 * 4;
+  const uint32 first = start + threadIdx.x / 32 * kWarpTile + threadIdx.x % 32 * 4;
   return Quads{first, count, aligned && first + kQuadDistance + 4 <= count};
 }
 

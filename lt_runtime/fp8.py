@@ -74,10 +74,16 @@ class FP8:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A layer's FP8 recipe, and whether this call computes its tensors' scales before it casts the tensors."""
+    """A layer's FP8 recipe, and how a call gets the layer's tensors in FP8.
+
+    Attributes:
+        calibrates: whether the call computes the tensors' scales before it casts the tensors.
+        has_w8: whether the call is given the weight in FP8.
+    """
 
     recipe: FP8
     calibrates: bool
+    has_w8: bool = False
 
 
 @dataclass(frozen=True, slots=True)

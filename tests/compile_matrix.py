@@ -27,7 +27,7 @@ from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES, summed_loss_macros
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.norm import Norm, Width, norm_macros
-from lt_runtime.kernels.optimizer import update_macros
+from lt_runtime.kernels.optimizer import fp8_update_macros, update_macros
 from lt_runtime.kernels.tile_matmul import tile_macros
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Order, packed
@@ -46,7 +46,7 @@ _TWIN: Final = "sm_89"
 """On this architecture all kernels but two need as many registers as on sm_86, so that the tests compile only for
 sm_86, and the command for both.
 """
-_FROM_TWIN: Final = ("cast_fp8.cu", "loss_fp8.cu")
+_FROM_TWIN: Final = ("cast_fp8.cu", "loss_fp8.cu", "optimizer_fp8.cu")
 """Sources that need instructions which GPUs below `_TWIN` lack; compiled for older GPUs they contain no code."""
 
 
@@ -249,10 +249,11 @@ def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator
 
 VARIANTS: Final = (
     *(
-        Variant("optimizer.cu", macros)
+        Variant(source, make(rule, moments, stochastic=stochastic))
+        for source, make in (("optimizer.cu", update_macros), ("optimizer_fp8.cu", fp8_update_macros))
         for rule in (rules.SGD(), rules.SGD(momentum=0.9), rules.Lion(), rules.AdamW(), rules.AMSGrad())
         for moments in ((DType.FLOAT32, DType.BFLOAT16) if rule.moments else (DType.FLOAT32,))
-        for macros in (update_macros(rule, moments, stochastic=stochastic) for stochastic in (False, True))
+        for stochastic in (False, True)
     ),
     *over("gradient_norm.cu"),
     *over("ema.cu"),

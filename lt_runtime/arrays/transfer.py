@@ -102,17 +102,33 @@ def copied(array: Any) -> Any:
     return made
 
 
-def replace_all(writes: Sequence[tuple[Operand, NDArray[Any], int]]) -> None:
+class _Writes:
+    """Tells what last wrote parameters or scales of FP8, of which training steps keep copies.
+
+    Attributes:
+        latest: an object of the training step that did; None for anything else. A step that finds another object than
+            its own makes its copies again.
+    """
+
+    latest: object = None
+
+
+writes: Final = _Writes()
+
+
+def replace_all(assigned: Sequence[tuple[Operand, NDArray[Any], int]]) -> None:
     """Stores values in operands and renews their copies; if one store fails, the old values of all are restored."""
-    before = [(operand, np.array(fetch(operand, stream)), stream) for operand, _, stream in writes]
+    before = [(operand, np.array(fetch(operand, stream)), stream) for operand, _, stream in assigned]
     try:
-        for operand, values, stream in writes:
+        for operand, values, stream in assigned:
             store(operand, values, stream)
     except BaseException:
         for operand, values, stream in before:
             store(operand, values, stream)
         raise
-    for operand, _, stream in writes:
+    finally:
+        writes.latest = None
+    for operand, _, stream in assigned:
         for each in copies_of(operand):
             with activated(operand.device):
                 each.renew(stream)

@@ -1,13 +1,13 @@
-"""optimizer.cu, gradient_norm.cu and ema.cu: kernels over all parameters, and the tables of the parameters' addresses.
+"""optimizer.cu, optimizer_fp8.cu, gradient_norm.cu and ema.cu: kernels over all parameters, and tables of addresses.
 
-Each kernel reads a table on the device, which has a row for every chunk of a tensor. The update's kernel has eight
-blocks for each row; the kernels of the gradient norm and of the averages have one.
+Each kernel reads a table on the device, which has a row for every chunk of a tensor, or for every tile of a weight with
+a copy in FP8. The kernel optimizer has eight blocks for each row, the others have one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from ctypes import sizeof
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -29,6 +29,9 @@ UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
 """Elements of a chunk of an update: one octet for each thread of its blocks."""
 UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters of finished blocks, 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
+FP8_COLUMNS: Final = 256
+"""The number of columns of a weight with a copy in FP8 is a multiple of this number, that of a tile's columns."""
+_FP8_ROWS: Final = 32  # rows of a tile of the kernel optimizer_fp8
 # Fewest elements of a chunk in the gradient norm; one block sums a chunk.
 _NORM_CHUNK: Final = 16384
 # About the largest number of chunks in the gradient norm, because the last block adds up a partial sum of each.
@@ -37,6 +40,7 @@ WORD_BYTES: Final = 4
 _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
 UPDATE: Final = Entry("optimizer", "optimizer.cu")
+UPDATE_FP8: Final = Entry("optimizer_fp8", "optimizer_fp8.cu")
 GRADIENT_NORM: Final = Entry("gradient_norm", "gradient_norm.cu")
 EMA: Final = Entry("ema", "ema.cu")
 OptimizerState: Final = struct("OptimizerState")
@@ -131,14 +135,19 @@ def update_macros(rule: Rule, moments: DType, *, stochastic: bool) -> Macros:
     return define(RULE=name, MOMENT=moments if rule.moments else DType.FLOAT32, STOCHASTIC=stochastic)
 
 
+def fp8_update_macros(rule: Rule, moments: DType, *, stochastic: bool) -> Macros:
+    """The definitions that the update of weights with copies in FP8 is compiled under; see `update_macros`."""
+    return update_macros(rule, moments, stochastic=stochastic) + define(E5M2=False, ALIGNED=True)
+
+
 def update_tiling(rows: int) -> Tiling:
     """The blocks and threads of an update whose table has `rows` rows."""
     return Tiling((rows * _UPDATE_BLOCKS, 1), (UPDATE_THREADS, 1))
 
 
-def launches_by_row(entry: Entry, params: Struct, rows: int, device: int) -> Launches:
-    """The kernel `GRADIENT_NORM` or `EMA`, with a block for each row of its table; `params` has all addresses."""
-    return Launches(entry, (), device, Tiling((rows, 1), (THREADS, 1)), params)
+def launches_by_row(entry: Entry, params: Struct, rows: int, device: int, macros: Macros = ()) -> Launches:
+    """A kernel other than `UPDATE`, with a block for each row of its table; `params` has all addresses."""
+    return Launches(entry, macros, device, Tiling((rows, 1), (THREADS, 1)), params)
 
 
 class Tensor(NamedTuple):
@@ -156,13 +165,54 @@ class Tensor(NamedTuple):
     arrays: Mapping[str, tuple[int, DType]]
 
 
-def update_table(tensors: Sequence[Tensor], first: int = 0) -> NDArray[Any]:
+class Fp8Copy(NamedTuple):
+    """The copy in FP8 that an update writes of a weight, whose arrays lie at multiples of 16 bytes.
+
+    Attributes:
+        shape: a multiple of 16 rows, and of `FP8_COLUMNS` columns.
+        out, transposed: addresses of the copy and its transpose, multiples of 16; 0 for a transpose that is not wanted.
+        scale, amax: addresses of the scale that the copy is cast with, and of the largest magnitude, which is raised.
+    """
+
+    shape: tuple[int, int]
+    out: int
+    transposed: int
+    scale: int
+    amax: int
+
+
+def update_table(tensors: Sequence[Tensor], first: int = 0, without: Collection[int] = ()) -> NDArray[Any]:
     """The table of an update: an `OptimizerChunk` for each chunk; at least one row, whose blocks advance the step.
 
     Args:
         first: number of the first tensor among those of all groups.
+        without: numbers of tensors that another kernel updates.
     """
-    return _table("OptimizerChunk", UPDATE_CHUNK, tensors, first)
+    numbered = [(number, each) for number, each in enumerate(tensors, first) if number not in without]
+    return _table("OptimizerChunk", UPDATE_CHUNK, numbered)
+
+
+def fp8_table(tensors: Mapping[int, tuple[Tensor, Fp8Copy]]) -> NDArray[Any]:
+    """The table of an update that writes FP8: an `OptimizerTile` for each tile.
+
+    Args:
+        tensors: by their numbers among those of all groups.
+    """
+    return np.concatenate([_tiles(number, *each) for number, each in tensors.items()])
+
+
+def _tiles(number: int, tensor: Tensor, copy: Fp8Copy) -> NDArray[Any]:
+    rows, cols = copy.shape
+    down, across = np.mgrid[0:rows:_FP8_ROWS, 0:cols:FP8_COLUMNS].astype(np.uint64).reshape(2, -1)
+    starts = down * np.uint64(cols) + across
+    made = np.zeros(starts.size, np.dtype(struct("OptimizerTile")))
+    _fill(made["chunk"], number, tensor, starts)
+    made["rows"] = np.minimum(np.uint64(rows) - down, np.uint64(_FP8_ROWS))
+    made["pitch"], made["transposed_pitch"] = cols, rows
+    made["out"], made["scale"], made["amax"] = np.uint64(copy.out) + starts, copy.scale, copy.amax
+    if copy.transposed:
+        made["transposed"] = np.uint64(copy.transposed) + across * np.uint64(rows) + down
+    return made
 
 
 def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
@@ -170,35 +220,46 @@ def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
     chunk, total = _NORM_CHUNK, sum(tensor.size for tensor in tensors)
     while chunk * _NORM_CHUNKS < total:
         chunk *= 2
-    return _table("GradientChunk", chunk, [Tensor(size, {"data": arrays["gradient"]}) for size, arrays in tensors])
+    gradients = (Tensor(size, {"data": arrays["gradient"]}) for size, arrays in tensors)
+    return _table("GradientChunk", chunk, enumerate(gradients))
 
 
 def ema_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
     """The table of the averages: an `EmaChunk` for each chunk, at least one."""
-    return _table("EmaChunk", _EMA_CHUNK, tensors)
+    return _table("EmaChunk", _EMA_CHUNK, enumerate(tensors))
 
 
-def _table(kind: str, chunk: int, tensors: Sequence[Tensor], first: int = 0) -> NDArray[Any]:
-    """A kernel's table: a row of the struct `kind` for each chunk of each tensor; one row of zeros if all are empty."""
+def _table(kind: str, chunk: int, tensors: Iterable[tuple[int, Tensor]]) -> NDArray[Any]:
+    """A kernel's table: a row of the struct `kind` for each chunk of each tensor; one row of zeros if all are empty.
+
+    Args:
+        tensors: pairs of a tensor's number and the tensor.
+    """
     dtype = np.dtype(struct(kind))
-    rows = np.concatenate([_rows(dtype, chunk, number, tensor) for number, tensor in enumerate(tensors, first)])
-    return rows if rows.size else np.zeros(1, dtype)
+    tables = [np.zeros(0, dtype)]
+    for number, tensor in tensors:
+        starts = np.arange(0, tensor.size, chunk, dtype=np.uint64)
+        rows = np.zeros(starts.size, dtype)
+        _fill(rows, number, tensor, starts)
+        rows["count"] = np.minimum(np.uint64(tensor.size) - starts, np.uint64(chunk))
+        tables.append(rows)
+    made = np.concatenate(tables)
+    return made if made.size else np.zeros(1, dtype)
 
 
-def _rows(kind: np.dtype[Any], chunk: int, number: int, tensor: Tensor) -> NDArray[Any]:
-    """The table's rows for one tensor. Each row gets the computed values for which its struct has a field.
+def _fill(rows: NDArray[Any], number: int, tensor: Tensor, starts: NDArray[np.uint64]) -> None:
+    """Writes into a tensor's rows of a table all but their counts: the values for which their struct has a field.
 
     The field `type` gets the type of the tensor's last array.
+
+    Args:
+        starts: number of each row's first element.
     """
-    size, arrays = tensor
-    starts = np.arange(0, size, chunk, dtype=np.uint64)
+    arrays = tensor.arrays
     values: dict[str, Any] = {"tensor": number, "octet": starts // np.uint64(OCTET)}
-    values["count"] = np.minimum(np.uint64(size) - starts, np.uint64(chunk))
     values["aligned"] = all(address % VECTOR_BYTES == 0 for address, _ in arrays.values())
     for name, (address, dtype) in arrays.items():
         values[name] = np.uint64(address) + starts * np.uint64(dtype.itemsize)
         values[f"{name}_type"] = values["type"] = _TYPES[dtype]
-    rows = np.zeros(starts.size, kind)
-    for name in values.keys() & set(kind.names or ()):
+    for name in values.keys() & set(rows.dtype.names or ()):
         rows[name] = values[name]
-    return rows

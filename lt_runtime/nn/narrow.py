@@ -33,14 +33,16 @@ class NarrowPasses:
         is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
         # `_device` is None if the fused kernels do not support the model, whatever the number of rows.
         self._device = device if is_plain and device is not None and supports(self._problem, device) else None
-        self._chosen: dict[tuple[int, bool], bool] = {}
+        # For numbers of rows, with and without gradients: whether to use the passes, and the result of `_reasons`.
+        self._chosen: dict[tuple[int, bool], tuple[bool, list[str | None]]] = {}
         self._generation: object = None
 
     def take(self, x: Any, *, backward: bool) -> bool:
         """Whether to use the fused passes for inputs x.
 
         False for a model that the kernels do not support with any number of rows, for a model with a layer in FP8, and
-        for inputs that do not fit the model: the layers then raise the error.
+        for inputs that do not fit the model: the layers then raise the error. With gradients the layers' states tell
+        why they are not in FP8.
 
         Args:
             backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.
@@ -55,28 +57,30 @@ class NarrowPasses:
         key = int(shape[0]), backward
         if key not in self._chosen or asked_for.get():
             problem = replace(self._problem, rows=key[0], backward=backward)
-            may_fuse = supports(problem, self._device) and not self._is_in_fp8(problem)
+            reasons = self._reasons(problem)
+            may_fuse = supports(problem, self._device) and None not in reasons
             if may_fuse:
                 before_first_use(problem, self._device)
-            self._chosen[key] = may_fuse and is_fused(problem, self._device)
-        return self._chosen[key]
+            self._chosen[key] = may_fuse and is_fused(problem, self._device), reasons
+        is_chosen, reasons = self._chosen[key]
+        if is_chosen and backward:
+            for layer, reason in zip(self._layers, reasons, strict=False):  # there are none without precision
+                if layer.scales is not None:
+                    layer.scales.fallback = reason
+        return is_chosen
 
-    def _is_in_fp8(self, problem: MLPProblem) -> bool:
-        """Whether a layer's products are computed in FP8. In training, the layers' states tell why they are not."""
+    def _reasons(self, problem: MLPProblem) -> list[str | None]:
+        """Why each layer's products are not computed in FP8; None for a layer in FP8. Empty without `precision`."""
         if self._device is None or self._layers[0].scales is None:
-            return False
+            return []
         from lt_runtime.ops._fp8_choice import reasons  # imported late, because few models have a precision
 
-        states = [layer.scales for layer in self._layers if layer.scales is not None]
         if problem.backward:
-            for number, state in enumerate(states):
-                state.needs_dx = number > 0
+            for number, layer in enumerate(self._layers):
+                if layer.scales is not None:
+                    layer.scales.needs_dx = number > 0
         candidates = [each.candidate for each in self._layers]
-        found = [*reasons(candidates, problem.rows, problem.dtype.numpy, self._device)]
-        if problem.backward:
-            for state, reason in zip(states, found, strict=True):
-                state.fallback = reason
-        return None in found
+        return [*reasons(candidates, problem.rows, problem.dtype.numpy, self._device)]
 
     def outputs(self, x: Any, stream: Any) -> Any:
         """The outputs for inputs x, without dropout."""

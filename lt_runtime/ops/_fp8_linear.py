@@ -13,6 +13,7 @@ from lt_runtime import reference
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import HOST, Operand
+from lt_runtime.arrays.transfer import writes
 from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError
 from lt_runtime.fp8 import UNIT, Fp8Problem, Needs, Precision, Prologue
 from lt_runtime.layout import packed
@@ -116,7 +117,7 @@ class Fp8Forward(LinearForward):
     the next layer's prologue. In that case y is the pre-activation, and is saved for backward.
     """
 
-    names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots")
+    names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots", "w8_given")
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
@@ -128,7 +129,7 @@ class Fp8Forward(LinearForward):
         if layer.backward:
             width = k if precision.recipe.by_rows else SLOT_WIDTH
             new[_CAST] = New((2, width), np.dtype(np.float32), x.library)
-            kept = ((needs.dw, _X8, m), (needs.dx, _W8, n))
+            kept = ((needs.dw, _X8, m), (needs.dx and not precision.has_w8, _W8, n))
             new |= {place: New((k, size), _E4M3, x.library) for is_read, place, size in kept if is_read}
         dropouts = request.detail.dropout, prologue.dropout
         if defers:
@@ -161,7 +162,7 @@ class Fp8Forward(LinearForward):
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        x, w, bias, y, z, add, slots, history, x8, w8, cast_slots = arrays
+        x, w, bias, y, z, add, slots, history, x8, w8, cast_slots, _ = arrays
         problem, precision, drops = request.problem.layer, request.problem.precision, request.problem.layer.dropout
         sources = ((X, _through(request.problem.prologue, rows_of(x), scalars[1])), (W, w))
         cast = [_cast_on_host(each, row, precision, slots, history) for row, each in sources]
@@ -175,7 +176,7 @@ class Fp8Forward(LinearForward):
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`: as of `LinearForward`, with the transposes of x and w in FP8 in the place of x and w."""
-        *of_layer, _, _, x8, w8, cast_slots = arrays
+        *of_layer, _, _, x8, w8, cast_slots, _ = arrays
         y, ctx = context_of(prepared.request.detail, of_layer, scalars)
         ctx.x, ctx.w, ctx.cast_slots = x8, w8, cast_slots
         if ctx.saved is None and ctx.layer.saved_as is Saved.PREACTIVATION:  # the next layer applies the activation
@@ -365,9 +366,14 @@ def forward_in_fp8(
             pre-activation, and the cast of x applies both. This saves writing and reading the layer's output.
         defers: whether to leave activation and dropout to the next layer, as `below`.
     """
-    arrays = *given.arrays, *arrays_of(state, given.arrays[0]), None, None, None
+    precision, w8, w8_transposed = precision_of(state, X, W), None, None
+    if precision.calibrates:
+        writes.latest = None
+    elif state.copies is not None and (state.copies[1] is not None or not state.needs_dx):
+        precision, (w8, w8_transposed) = replace(precision, has_w8=True), state.copies
+    arrays = *given.arrays, *arrays_of(state, given.arrays[0]), None, w8_transposed, None, w8
     prologue = Prologue() if below is None else Prologue(below.layer.activation, below.layer.dropout)
-    how = precision_of(state, X, W), prologue, Needs(state.needs_dx, state.needs_dw), defers
+    how = precision, prologue, Needs(state.needs_dx, state.needs_dw), defers
     rngs = given.rng, below and below.rng
     y, context = perform(_FORWARD, arrays, (*given.options, *how), rngs, given.stream)
     state.calibrated |= {X, W}

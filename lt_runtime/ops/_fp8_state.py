@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import CUPY, HOST, device_of, library_of, read
-from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store
+from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store, writes
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.fp8 import FP8, Precision
 from lt_runtime.kernels.call import Call
@@ -36,7 +36,8 @@ class FP8State:
     Attributes:
         recipe: the argument.
         slots: FP32 (3, 8), a row for x, w and dy: 1 / scale, scale, largest magnitude since the last update, largest
-            number of the FP8 type, number of overflows; None before the first call.
+            number of the FP8 type, number of overflows; None before the first call. After the graph of an
+            `lt.TrainStep` the largest magnitude of w is that of the next step.
         history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
         calibrated: the rows of `slots` (0 for x, 1 for w, 2 for dy) whose scales have been computed or loaded.
         needs_dx, needs_dw: whether backward will compute dx, and dw; both are True by default, and blocks set both. For
@@ -44,6 +45,8 @@ class FP8State:
             `needs_dx` too.
         fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
         kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
+        copies: while a training step runs that keeps the weight in FP8, the weight and its transpose, which is None
+            where no dx is computed; see `Fp8Weights`. Otherwise None: forward casts the weight.
 
     Raises:
         KindError: `recipe` is no `FP8`.
@@ -58,6 +61,7 @@ class FP8State:
         self.needs_dx = self.needs_dw = True
         self.fallback: str | None = None
         self.kept: Any = None
+        self.copies: tuple[Any, Any] | None = None
 
     def __repr__(self) -> str:
         return f"FP8State({self.recipe})"
@@ -72,6 +76,7 @@ class FP8State:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
         """
         if self.slots is not None and self.recipe.recipe == "delayed":
+            writes.latest = None
             arrays = self.slots, self.history, skipped
             perform(_UPDATE, arrays, (*self.history.shape, self.recipe.headroom), None, stream)
 
@@ -118,15 +123,15 @@ class FP8State:
             if like is None:
                 raise ArgumentError("like is None, and there was no call that tells the device; pass an array on it")
             arrays_of(self, like)
-        writes = []
+        loaded = []
         for name, array in (("slots", self.slots), ("history", self.history)):
             device = device_of(name, array)
             stream = 0 if device == HOST else library_of(array).current_stream(device)
             operand = read(name, array, stream)
             values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
             check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
-            writes.append((operand, values, stream))
-        replace_all(writes)
+            loaded.append((operand, values, stream))
+        replace_all(loaded)
         self.calibrated = {int(each) for each in np.flatnonzero(state["calibrated"])}
 
     def _column(self, column: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -146,7 +146,7 @@ class GpuState:
             words = self._zeros((len(_WORDS) + 1,), np.dtype(np.uint32))
             self.moments = _moments(groups, options, lambda size, dtype: self._zeros((size,), dtype))
             self._written = self._settings(self._stream)
-            self._device_settings = self._upload(self._written)
+            self._device_settings = self._upload(self._written, self._stream, self._kept)
             rules = [options.rules[group] for group in self._group_of]
             parts = zip(read, rules, self.moments, strict=True)
             tensors = [_tensor(each, rule.moments, moments, options.moments) for each, rule, moments in parts]
@@ -155,8 +155,9 @@ class GpuState:
                 self._scale = self._zeros((), np.dtype(np.float32)), self._zeros((), np.dtype(np.int32))
                 bits = int(np.float32(options.scaler.init_scale).view(np.uint32))
                 call("cuMemsetD32Async", self._scale[0].data.ptr, bits, 1, self._stream)
-            norms = [self._norm(tensors, words)] if options.judges_gradients else []
-            self._launches: list[Launches] = [*norms, *self._updates(tensors, words)]
+            self._tensors, self._words = tensors, words
+            self._norms = [self._norm(tensors, words)] if options.judges_gradients else []
+            self._updates = self.updates_with({}, self._stream, self._kept)
             call("cuStreamSynchronize", self._stream)  # the host waits, because later steps may use any stream
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
@@ -167,10 +168,16 @@ class GpuState:
         norm = _word(words, "norm").view(np.float32).reshape(())
         self.grad_norm = norm if options.judges_gradients else None
 
-    def step(self, stream: Any) -> None:
+    def step(
+        self, stream: Any, updates: Sequence[Launches] | None = None, before_updates: Callable[[], None] | None = None
+    ) -> None:
         """Updates all parameters: one launch for each group, and one for the norm.
 
         The first step checks master copies.
+
+        Args:
+            updates: launches of `updates_with`; None for the updates without copies.
+            before_updates: puts work on the stream between the norm and the updates, when `skipped` is known.
         """
         with activated(self._device):
             handle = stream_handle(stream, self._device, self._current_stream)
@@ -178,11 +185,13 @@ class GpuState:
                 check_masters(self._unchecked, handle)
                 self._unchecked = ()
             self._apply(handle)
-            ready: list[Callable[[], object]] = [launches[handle][1] for launches in self._launches]
+            ready: list[Callable[[], object]] = [launches[handle][1] for launches in self._norms]
             if self.notes_skips and self.skipped is not None:
-                # The first launch counts NaN and infinite gradients, and the last one sets the count back to 0.
+                # The norm's launch counts NaN and infinite gradients, and the last update sets the count back to 0.
                 arguments = self.skipped.data.ptr, self._nonfinite, kernels.WORD_BYTES, handle
-                ready.insert(1, functools.partial(call, "cuMemcpyDtoDAsync", *arguments))
+                ready.append(functools.partial(call, "cuMemcpyDtoDAsync", *arguments))
+            ready += [] if before_updates is None else [before_updates]
+            ready += [launches[handle][1] for launches in (self._updates if updates is None else updates)]
             try:
                 for launch in ready:
                     launch()
@@ -245,30 +254,46 @@ class GpuState:
             self._table = schedule, array
         return int(self._table[1].data.ptr)
 
-    def _updates(self, tensors: Sequence[kernels.Tensor], words: Any) -> Iterator[Launches]:
-        """The launches of an update, one for each group.
+    def updates_with(self, copies: Mapping[int, kernels.Fp8Copy], stream: int, kept: list[Any]) -> list[Launches]:
+        """The launches of all groups, whose updates also write copies of weights in FP8.
 
         Only the last group's launch counts its finished blocks; the last of these blocks advances the step number and
         the loss scale, which all launches read.
+
+        Args:
+            copies: by the numbers of the parameters.
+            stream: the kernels' tables are copied on this stream, which the caller waits for.
+            kept: receives arrays that must live as long as the launches.
         """
-        options, last = self.options, len(self.options.rules) - 1
+        options, made, count = self.options, list[Launches](), len(self._tensors)
         for group, rule in enumerate(options.rules):
             first = self._group_of.index(group)
-            own = tensors[first : first + self._group_of.count(group)]
-            table = kernels.update_table(own, first)
-            params = kernels.update_params(options, group, self._device_settings, len(tensors))
-            params.chunks, params.state = self._upload(table), words.data.ptr
-            if group == last:
-                params.tickets = self._zeros((kernels.UPDATE_TICKETS,), np.dtype(np.uint32)).data.ptr
+            own = self._tensors[first : first + self._group_of.count(group)]
+            stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in own)
+            params = kernels.update_params(options, group, self._device_settings, count)
+            params.state = self._words.data.ptr
             if self._scale is not None:
                 params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
-            stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in own)
+            copied = {i: (each, copies[i]) for i, each in enumerate(own, first) if i in copies}
+            if copied:
+                tiles = kernels.fp8_table(copied)
+                both = kernels.UPDATE_FP8.params(params, self._upload(tiles, stream, kept))
+                macros = kernels.fp8_update_macros(rule, options.moments, stochastic=stochastic)
+                made.append(kernels.launches_by_row(kernels.UPDATE_FP8, both, len(tiles), self._device, macros))
+            table = kernels.update_table(own, first, copied)
+            params.chunks = self._upload(table, stream, kept)
+            if group == len(options.rules) - 1:
+                tickets = np.zeros(kernels.UPDATE_TICKETS, np.uint32)
+                params.tickets = self._upload(tickets, stream, kept)
             macros = kernels.update_macros(rule, options.moments, stochastic=stochastic)
-            yield Launches(kernels.UPDATE, macros, self._device, kernels.update_tiling(len(table)), params)
+            made.append(Launches(kernels.UPDATE, macros, self._device, kernels.update_tiling(len(table)), params))
+        return made
 
     def _norm(self, tensors: Sequence[kernels.Tensor], words: Any) -> Launches:
         table = kernels.norm_table(tensors)
-        params = kernels.GRADIENT_NORM.params(chunks=self._upload(table), state=words.data.ptr)
+        params = kernels.GRADIENT_NORM.params(
+            chunks=self._upload(table, self._stream, self._kept), state=words.data.ptr
+        )
         params.partial = self._zeros((len(table),), np.dtype(np.float32)).data.ptr
         params.scale = 0 if self._scale is None else self._scale[0].data.ptr
         return kernels.launches_by_row(kernels.GRADIENT_NORM, params, len(table), self._device)
@@ -278,10 +303,11 @@ class GpuState:
         self._kept.append(array)
         return array
 
-    def _upload(self, table: NDArray[Any]) -> int:
-        array = self._zeros((table.nbytes,), np.dtype(np.uint8))
-        call("cuMemcpyHtoDAsync", array.data.ptr, table.ctypes.data, table.nbytes, self._stream)
-        return int(array.data.ptr)
+    def _upload(self, table: NDArray[Any], stream: int, kept: list[Any]) -> int:
+        kept.append(CUPY.zeros((table.nbytes,), np.dtype(np.uint8), self._device, stream))
+        address = int(kept[-1].data.ptr)
+        call("cuMemcpyHtoDAsync", address, table.ctypes.data, table.nbytes, stream)
+        return address
 
 
 def _tensor(read: ReadParameter, names: Sequence[str], moments: tuple[Any, ...], dtype: DType) -> kernels.Tensor:

@@ -14,7 +14,7 @@ from lt_runtime.arrays.checks import check_disjoint, check_shape, check_type
 from lt_runtime.arrays.copies import copies_of
 from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
-from lt_runtime.arrays.transfer import fetch, host_values, in_float32, replace_all
+from lt_runtime.arrays.transfer import fetch, host_values, in_float32, replace_all, writes
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, OperandError, ShapeError
 from lt_runtime.gpu.driver import is_capturing
 from lt_runtime.gpu.streams import stream_handle
@@ -122,9 +122,9 @@ class Parameter:
     def renew_copies(self, *, stream: Any = None) -> None:
         """Casts `data` to FP8 again for the copies that inference keeps; call it after you have written into `data`.
 
-        The copies are written in place, so that captured graphs of inference go on with the new values. If this call is
-        captured, a replay renews the copies that there were at the capture. `assign`, functions that load files and
-        optimizers renew the copies themselves.
+        The next `lt.TrainStep` also makes its own copies anew. Copies are written in place, so that captured graphs of
+        inference go on with the new values. If this call is captured, a replay renews the copies that there were at the
+        capture. `assign`, functions that load files and optimizers renew the copies themselves.
 
         Args:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
@@ -135,6 +135,7 @@ class Parameter:
         """
         device = device_of(f"{self.name}.data", self.data)
         handle = stream_handle(stream, device, library_of(self.data).current_stream)
+        writes.latest = None
         for each in copies_of(read(f"{self.name}.data", self.data, handle)):
             each.renew(handle)
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
@@ -16,10 +16,11 @@ from lt_runtime import ranges, reference
 from lt_runtime.arguments import Fixed, check_instance, flag, number, shown
 from lt_runtime.arrays.libraries import cupy
 from lt_runtime.arrays.operand import HOST, on_host
-from lt_runtime.arrays.transfer import fetch, host_values, replace_all
+from lt_runtime.arrays.transfer import fetch, host_values, replace_all, writes
 from lt_runtime.errors import ArgumentError, KindError, LtError, OperandError
+from lt_runtime.gpu.driver import call
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
-from lt_runtime.kernels.optimizer import Options
+from lt_runtime.kernels.optimizer import Fp8Copy, Options
 from lt_runtime.ops._optimizer_state import GpuState, HostState
 from lt_runtime.ops._parameters import HeldArrays, Parameter, changes, host_access
 from lt_runtime.problem import DType, Philox, TorchDType, type_name
@@ -194,6 +195,7 @@ class Optimizer(Fixed):
         """
         ranges.tell(self)
         self._held.check()
+        writes.latest = None
         self._state.step(stream)
 
     def apply_settings(self, *, stream: Any = None) -> None:
@@ -250,7 +252,7 @@ class Optimizer(Fixed):
         operands, ranges_of_values = self._operands(), state_ranges(self)
         complaints = [f"missing: {name}" for name in operands if name not in state]
         complaints += [f"unexpected: {shown(name)}" for name in state if name not in operands]
-        writes = []
+        loaded = []
         for name, (operand, stream) in operands.items():
             if name in state:
                 try:
@@ -263,10 +265,10 @@ class Optimizer(Fixed):
                     complaints.append(f"{name} is {found[0]} {found[1]}; it must be {wanted[0]} {wanted[1]}")
                 elif complaint := outside(name, values, ranges_of_values):
                     complaints.append(complaint)
-                writes.append((operand, values, stream))
+                loaded.append((operand, values, stream))
         if complaints:
             raise OperandError("\n  ".join(["state does not fit the optimizer; nothing was loaded:", *complaints]))
-        replace_all(writes)
+        replace_all(loaded)
 
     def _operands(self) -> dict[str, tuple[Any, int]]:
         """The arrays of `state_arrays` as operands, each with the current stream. Waits for the GPU's updates."""
@@ -386,6 +388,28 @@ class AdamW(Optimizer):
     def __repr__(self) -> str:
         settings = str(self.rules[0]).partition("(")[2]
         return f"AdamW({len(self.parameters)} parameters, {settings}"
+
+
+class StepWithCopies:
+    """The step of an optimizer on a GPU that also writes copies of weights in FP8, for the products of the next step.
+
+    Args:
+        copies: by the numbers of the parameters among the optimizer's.
+        stream: copies the kernels' tables; the host waits for it.
+    """
+
+    def __init__(self, optimizer: Optimizer, copies: Mapping[int, Fp8Copy], stream: int) -> None:
+        state, self._kept = optimizer._state, list[Any]()
+        assert isinstance(state, GpuState)
+        self._optimizer, self._state = optimizer, state
+        self._updates = state.updates_with(copies, stream, self._kept)
+        call("cuStreamSynchronize", stream)
+
+    def __call__(self, set_scales: Callable[[], None], *, stream: Any) -> None:
+        """See `Optimizer.step`; `set_scales` sets the copies' scales once it is known whether the step is skipped."""
+        ranges.tell(self._optimizer)
+        self._optimizer.check_arrays()
+        self._state.step(stream, self._updates, set_scales)
 
 
 def state_arrays(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, Any]:

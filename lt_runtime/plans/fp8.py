@@ -117,7 +117,12 @@ class Cast:
             self._scales.launch(slot, history, 0, memory)
         collected = amax if self._collects else 0
         _launch(self._cast, x, (scale, out, transposed, collected), backward, memory)
-        return slot + _WORD * INVERSE
+        return _inverse_of(state[0], self._row)
+
+
+def _inverse_of(slots: int, row: int) -> int:
+    """The address of 1 / scale of a tensor."""
+    return slots + _SLOT * row + _WORD * INVERSE
 
 
 class RowCast:
@@ -163,7 +168,8 @@ class Fp8ForwardPlan(Plan):
     A call has the addresses of `ForwardProblem.operands`, then of slots and history, then of three arrays for backward:
     the transposes of x and of w in FP8, and a copy of the slots of x and w, with the scales of their casts. If each row
     has a scale, the third array has instead the reciprocals (2, K) of the scales of the transposes' rows. The three
-    arrays are absent without backward, and a transpose that no gradient needs is absent too.
+    arrays are absent without backward, and a transpose that no gradient needs is absent too. The last address is that
+    of w in FP8 if the call is given it: w and its transpose were then cast with the scale in the slot.
 
     The two dropout masks of a call are those of y and of the prologue.
 
@@ -187,8 +193,11 @@ class Fp8ForwardPlan(Plan):
             self._x = RowCast(*of_x, precision, device, out=True, transposed=keeps_x)
         else:
             self._x = Cast(*of_x, precision, device, out=True, transposed=keeps_x, prologue=prologue)
-        self._w = (RowCast if by_rows else Cast)(*of_w, precision, device, out=True, transposed=keeps_w)
-        self._bytes = tuple(aligned(each.spec.layout.size) for each in (self._x, self._w))
+        make_w = RowCast if by_rows else Cast
+        self._w = None if precision.has_w8 else make_w(*of_w, precision, device, out=True, transposed=keeps_w)
+        w8 = Spec(packed(*problem.w.layout.shape))
+        sizes = problem.x.layout.size, 0 if self._w is None else problem.w.layout.size
+        self._bytes = tuple(aligned(each) for each in sizes)
         # Bytes of 1 / scale of each row of x and of w.
         self._vector_bytes = tuple(by_rows * aligned(_WORD * each.layout.rows) for each in (problem.x, problem.w))
         self.kept_spec = fp8_kept_spec(problem)
@@ -204,7 +213,7 @@ class Fp8ForwardPlan(Plan):
         apart = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
         d = self.kept_spec or (apart if self._is_apart else problem.y)
         kinds, is_fast = precision.recipe.dtypes[:2], precision.recipe.fast_accumulation != "never"
-        operands = self._x.spec, self._w.spec.transposed, d
+        operands = self._x.spec, w8.transposed, d
         product = _product(kinds, problem.dtype, *operands, fast=is_fast, vectors=by_rows)
         if self._adds_bias and problem.bias:
             product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=problem.bias)
@@ -222,19 +231,21 @@ class Fp8ForwardPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, cast_slots = call.addresses
+        x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, cast_slots, w8 = call.addresses
         scratch = memory.scratch(self._scratch_bytes)
         x8 = scratch + sum(self._vector_bytes)
-        w8 = x8 + self._bytes[0]
         states = [(slots, history)] * 2
         if self._by_rows:
             kept_scales = cast_slots + _WORD * self.problem.x.layout.cols
             states = [(scratch, cast_slots), (scratch + self._vector_bytes[0], kept_scales)]
-        inverses = (
-            self._x.put(x, x8, x_transposed, states[0], memory, (0, 0, 0, call.dropouts[1])),
-            self._w.put(w, w8, w_transposed, states[1], memory),
-        )
-        product = w8 + self._bytes[1] if self._is_apart else kept or y
+        of_x = self._x.put(x, x8, x_transposed, states[0], memory, (0, 0, 0, call.dropouts[1]))
+        if self._w is None:
+            of_w = _inverse_of(slots, W)
+        else:
+            w8 = x8 + self._bytes[0]
+            of_w = self._w.put(w, w8, w_transposed, states[1], memory)
+        inverses = of_x, of_w
+        product = x8 + sum(self._bytes) if self._is_apart else kept or y
         vector = bias if self._adds_bias else 0
         self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
         if self._pass is not None:

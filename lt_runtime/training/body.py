@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.problem import Activation, type_name
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import EMA, Tally, scores_of
+
+if TYPE_CHECKING:
+    from lt_runtime.training.fp8_weights import Fp8Weights
 
 LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {
     "cross_entropy": (losses.cross_entropy, ("label_smoothing", "class_weights")),
@@ -265,6 +268,7 @@ class StepBody:
         *,
         updates: bool = True,
         met: Met | None = None,
+        weights: Fp8Weights | None = None,
     ) -> None:
         """Runs a step.
 
@@ -274,17 +278,39 @@ class StepBody:
             stream: a handle on a GPU, None on the host.
             updates: whether the optimizer and the averages are updated.
             met: collects the groups of linear layers that run, for tuning; a narrow MLP then runs layer by layer.
+            weights: copies of weights in FP8, which the step reads and its update writes.
         """
-        for i, part in enumerate(parts):
-            self._run_part(part, i, tally, stream, met)
+        with contextlib.nullcontext() if weights is None else weights.in_use():
+            for i, part in enumerate(parts):
+                self._run_part(part, i, tally, stream, met)
         if updates:
             with range_of("optimizer"):
-                self.optimizer.step(stream=stream)
-                for each in self.scales:
-                    each.update(skipped=self._skipped, stream=stream)
+                set_scales = functools.partial(self._set_scales, stream)
+                if weights is None:
+                    self.optimizer.step(stream=stream)
+                    set_scales()
+                else:
+                    weights.step(set_scales, stream=stream)
             if self.ema is not None:
                 with range_of("ema"):
                     self.ema.update(stream=stream)
+
+    def _set_scales(self, stream: Any) -> None:
+        """Sets the scales of layers in FP8 for the next step; the optimizer must know whether this step is skipped."""
+        for each in self.scales:
+            if each.fallback is None:
+                each.update(skipped=self._skipped, stream=stream)
+
+    def fp8_weights(self, device: int, stream: int) -> Fp8Weights | None:
+        """Makes copies in FP8 of the weights that the step has cast with delayed scales; None if there are none."""
+        if not self.scales:
+            return None
+        # imported late, because few models are in FP8
+        from lt_runtime.training.fp8_weights import Fp8Weights, copied_layers
+
+        linear = [(block.scales, block.weight) for block in self.model.blocks() if isinstance(block, Linear)]
+        layers = copied_layers(self.optimizer, linear)
+        return Fp8Weights(self.optimizer, layers, device, stream) if layers else None
 
     def _run_part(self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, met: Met | None) -> None:
         count, model, loss, scaler = self.arity or 1, self.model, self.loss, self.optimizer.scaler

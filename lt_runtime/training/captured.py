@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
@@ -17,7 +17,7 @@ from cuda.bindings import driver
 from lt_runtime import ranges
 from lt_runtime.arrays.libraries import cupy, current_streams, signature_of
 from lt_runtime.arrays.operand import CUPY, Operand, library_of
-from lt_runtime.arrays.transfer import arena_size, arena_views
+from lt_runtime.arrays.transfer import arena_size, arena_views, writes
 from lt_runtime.errors import CaptureError, DriverError, GpuError
 from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
@@ -31,6 +31,9 @@ from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tunin
 from lt_runtime.ranges import range_of
 from lt_runtime.training.averages import GpuTally, Totals
 from lt_runtime.training.body import Batch, StepBody
+
+if TYPE_CHECKING:
+    from lt_runtime.training.fp8_weights import Fp8Weights
 
 MAX_GRAPHS: Final = 8
 """The largest number of graphs of a training step: one for each combination of shapes and types of a batch's arrays.
@@ -91,6 +94,8 @@ class StepBuffers:
     Attributes:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
         graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
+        weights: the copies of weights in FP8 that the graph reads and updates; None if it does not.
+        writer: stands in `writes` after a launch of the graph.
     """
 
     def __init__(self, batch: Batch, parts: int, stream: int) -> None:
@@ -103,6 +108,8 @@ class StepBuffers:
             targets.append(RowBuffers(flat.data.ptr, rows, dtype.itemsize * math.prod(rest), flat.nbytes // parts))
         self.parts = [*zip(*made, strict=True)]
         self.graph: Graph | None = None
+        self.weights: Fp8Weights | None = None
+        self.writer = object()
         self._table = CUPY.zeros((TABLE_BYTES,), np.dtype(np.uint8), device, stream)
         self._copy = RowsCopy(targets, parts, device)
         self._written: tuple[Any, ...] | None = None
@@ -112,6 +119,12 @@ class StepBuffers:
         """Copies a batch's arrays into the buffers, from `places` or, if it is empty, from the table's addresses."""
         with self._range:
             self._copy.launch(places, stream, 0 if places else self._table.data.ptr)
+
+    def claim(self, stream: int) -> None:
+        """Prepares a launch of the graph after something else may have written weights or scales of FP8."""
+        if self.weights is not None:
+            self.weights.remake(stream)
+        writes.latest = self.writer
 
     def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
         """Writes the addresses of a batch's arrays into the table, if they have changed, in order on `stream`."""
@@ -155,6 +168,7 @@ class GpuStep:
         self._buffers: OrderedDict[_Key, StepBuffers] = OrderedDict()
         self._latest: StepBuffers | None = None
         self._replays: dict[Hashable, Replay] = {}
+        self._weights: Fp8Weights | None = None
         self._current_stream = CUPY.current_stream
         self._seen: object = None
         with activated(device):
@@ -237,6 +251,8 @@ class GpuStep:
                     order.give(stream)
                 if changes.latest is not self._seen:
                     self._apply_settings(stream)
+                if writes.latest is not buffers.writer:
+                    buffers.claim(stream)
                 graph = buffers.graph
                 if graph is None:
                     return False
@@ -279,6 +295,10 @@ class GpuStep:
                 buffers.fill([(each.address, _pitch(each)) for each in batch], stream)
             self._rehearse_first(buffers, stream)
             if self._captures:
+                self._weights = self._weights or self._body.fp8_weights(self._device, stream)
+                if self._weights is not None and self._weights.are_read:
+                    buffers.weights, buffers.writer = self._weights, self._weights.writer
+                buffers.claim(stream)
                 self._rehearse(buffers, self._pool, stream)  # allocates the memory that the graph keeps
                 buffers.graph = self._record(buffers)
         except BaseException as error:
@@ -324,7 +344,8 @@ class GpuStep:
         order_after(captured, stream)
         try:
             with not_tuning(), _memory_from(pool), Met() as met:
-                body.run(buffers.parts, tally, captured, updates=False, met=met if by_layer else None)
+                options: dict[str, Any] = {"met": met if by_layer else None, "weights": buffers.weights}
+                body.run(buffers.parts, tally, captured, updates=False, **options)
             return met
         finally:
             order_after(stream, captured)
@@ -335,7 +356,7 @@ class GpuStep:
 
             def run(handle: int) -> None:
                 buffers.fill((), handle)
-                self._body.run(buffers.parts, self.tally, handle)
+                self._body.run(buffers.parts, self.tally, handle, weights=buffers.weights)
 
             return Graph(run, captured)
 

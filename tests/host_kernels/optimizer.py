@@ -139,6 +139,7 @@ class HostOptimizer:
     """
 
     def __init__(self, host: HostKernels, variant: AdamWVariant, options: kernels.Options, first: int = 0) -> None:
+        self._host, self._macros = host, variant.macros
         self._update = host.get(kernels.UPDATE, variant.macros)
         self._norm = host.get(kernels.GRADIENT_NORM)
         self._options = replace(options, moments=variant.moments)
@@ -168,17 +169,32 @@ class HostOptimizer:
         """Launches the kernel optimizer; `octet` is added to the index of each tensor's first octet of elements."""
         table = kernels.update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
-        options = self._options
-        words = kernels.settings_words(options, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
-        params = kernels.update_params(options, 0, words.ctypes.data, len(tensors))
-        params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
-        params.tickets = self.tickets.ctypes.data
-        if self._options.scaler:
-            params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
+        params, _words = self._params(tensors)
+        params.chunks, params.tickets = table.ctypes.data, self.tickets.ctypes.data
         tiling = kernels.update_tiling(table.size)
         self._update.launch(tiling.grid, tiling.block, params, order=order)
         assert not self.tickets.any()
         assert self.state["update_ticket"] == self.state["nonfinite"] == 0
+
+    def update_fp8(self, tensors: Sequence[tuple[HostTensor, kernels.Fp8Copy]], order: int = 0) -> None:
+        """Launches the update of weights with copies in FP8, which leaves the optimizer's state as it is."""
+        table = kernels.fp8_table({i: (tensor.row(), copy) for i, (tensor, copy) in enumerate(tensors)})
+        update, _words = self._params([tensor for tensor, _ in tensors])
+        params = kernels.UPDATE_FP8.params(update, table.ctypes.data)
+        macros = (*self._macros, ("E5M2", "0"), ("ALIGNED", "1"))
+        before = self.state.copy()
+        self._host.get(kernels.UPDATE_FP8, macros).launch((table.size, 1), (THREADS, 1), params, order=order)
+        assert self.state == before
+
+    def _params(self, tensors: Sequence[HostTensor]) -> tuple[Any, NDArray[np.uint32]]:
+        """Returns the argument block of an update without addresses of tables, and the settings that it refers to."""
+        options = self._options
+        words = kernels.settings_words(options, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
+        params = kernels.update_params(options, 0, words.ctypes.data, len(tensors))
+        params.state = self.state.ctypes.data
+        if options.scaler:
+            params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
+        return params, words
 
 
 def bits(tensors: Sequence[HostTensor]) -> list[bytes]:

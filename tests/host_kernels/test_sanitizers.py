@@ -43,6 +43,7 @@ WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {
     "test_loss.py::test_the_ignored_are_counted": ("300-3", "300-17"),
     "test_adamw.py::test_updates": (PLAIN_ADAMW, FULL_ADAMW),
     "test_adamw.py::test_scaling_clipping_and_skipping": (),
+    "test_adamw_fp8.py::test_updates": (f"{PLAIN_ADAMW}-False", f"{FULL_ADAMW}-False"),
     "test_gradient_norm.py::test_norms": (),
     "test_tally.py::test_rows_are_counted": (BF16,),
     "test_fp8.py::test_casts": ("bfloat16-float8_e4m3fn", "float32-float8_e5m2"),

@@ -8,11 +8,12 @@ from tests.mutants.fault import Table
 
 _ADAMW: Final = "tests/host_kernels/test_adamw.py"
 _RULES: Final = "tests/host_kernels/test_adamw_launches.py::test_does_what_the_numpy_state_does"
+_FP8: Final = "tests/host_kernels/test_adamw_fp8.py"
 _EMA: Final = "tests/host_kernels/test_ema.py::test_averages"
 _NORM: Final = "tests/host_kernels/test_gradient_norm.py"
 
 FAULTS: Final[Table] = {
-    "cuda_src/optimizer.cu": {
+    "cuda_src/optimizer.cuh": {
         "AMSGrad loses a NaN": (
             "if (!(x.v_max > x.v)) x.v_max = x.v;",
             "x.v_max = fmaxf(x.v_max, x.v);",
@@ -38,6 +39,8 @@ FAULTS: Final[Table] = {
             "const uint32 t = now.steps;",
             f"{_ADAMW}::test_updates[float32]",
         ),
+    },
+    "cuda_src/optimizer.cu": {
         "a bad gradient is remembered for good": (
             "  p.state->nonfinite = 0;\n",
             "",
@@ -72,6 +75,28 @@ FAULTS: Final[Table] = {
             "kCounterDistance, last_of_counter());",
             "kCounterDistance, gridDim.x);",
             f"{_ADAMW}::test_updates[float32]",
+        ),
+    },
+    "cuda_src/optimizer_fp8.cu": {
+        "the copy is cast before the weight is rounded": (
+            "return store_value(chunk, at, random, result.value);",
+            "store_value(chunk, at, random, result.value);\n  return result.value;",
+            f"{_FP8}::test_updates[float32-False]",
+        ),
+        "a skipped step leaves the largest magnitude at zero": (
+            "if (step.skipped) return of_parameter(chunk, unpack(old.value, value_type(chunk)));",
+            "if (step.skipped) return Octet{};",
+            f"{_FP8}::test_a_skipped_step_casts_the_present_weights",
+        ),
+        "every row of a tile draws the first row's random bits": (
+            "chunk.octet + start / kOctet + lane",
+            "chunk.octet + lane",
+            f"{_FP8}::test_updates[bfloat16-False]",
+        ),
+        "the last run of a column is lost": (
+            "if (run * kRun >= tile.rows) return;",
+            "if ((run + 1) * kRun >= tile.rows) return;",
+            f"{_FP8}::test_updates[float32-False]",
         ),
     },
     "cuda_src/rounding.cuh": {

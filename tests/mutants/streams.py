@@ -42,13 +42,13 @@ FAULTS: Final[Table] = {
             f"{_MADE}[AdamW]",
         ),
         "the first of several rules advances the step": (
-            "            if group == last:\n                params",
-            "            if True:\n                params",
+            "            if group == len(options.rules) - 1:\n",
+            "            if True:\n",
             "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
         ),
         "the parameters of every group are numbered from zero": (
-            "kernels.update_table(own, first)",
-            "kernels.update_table(own)",
+            "kernels.update_table(own, first, copied)",
+            "kernels.update_table(own, 0, copied)",
             "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
         ),
     },

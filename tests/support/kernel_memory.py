@@ -27,6 +27,7 @@ _WRITTEN: Final = frozenset(
 """Members of argument blocks and tables that hold the addresses of written operands; kernels only read the others."""
 _OTHERWISE: Final[Mapping[str, str]] = {
     "optimizer": "value scale",
+    "optimizer_fp8": "value state",
     "matmul_forward": "aux mask",
     "mlp_fwd": "y",
     "mlp_gradients": "layers",
@@ -53,6 +54,7 @@ _VECTORS: Final = ("bias_gradient", "sum", "sums", "vector")
 """Members that hold addresses of vectors, which have an element for each row or for each column."""
 _TABLES: Final[Mapping[str, tuple[str, str]]] = {
     "optimizer": ("chunks", "OptimizerChunk"),
+    "optimizer_fp8": ("tiles", "OptimizerTile"),
     "copy_rows": ("table", "Rows"),
     "ema": ("chunks", "EmaChunk"),
     "gradient_norm": ("chunks", "GradientChunk"),

@@ -47,6 +47,19 @@ def test_epilogue_kernels_run_alone(gpu: FakeGpu, internals: ModuleType) -> None
     assert {*np.unique(gpu.host_of(dy).astype(np.float32)).round(1)} == {0.0, np.float32(1.7)}
 
 
+@pytest.mark.parametrize("masters", [False, True])
+def test_an_update_writes_fp8(gpu: FakeGpu, internals: ModuleType, masters: bool) -> None:
+    bf16, weights = np.dtype("bfloat16"), []
+    for casts in (False, True):
+        weight, grad = gpu.cp.ones((32, 256), bf16), gpu.cp.ones((32, 256), bf16)
+        gpu.kernels.launched.clear()
+        internals.fp8_update(weight, grad, masters=masters, casts=casts)(0)
+        gpu.synchronize_all()
+        assert gpu.kernels.launched == (["optimizer", "cast_fp8"] if casts else ["optimizer_fp8", "optimizer"])
+        weights.append(gpu.host_of(weight).tobytes())
+    assert weights[0] == weights[1]
+
+
 def test_the_epilogues_in_fp8_run_alone(gpu: FakeGpu, internals: ModuleType) -> None:
     z, dy = (gpu.cp.ones((16, 32), np.dtype("bfloat16")) for _ in range(2))
     out = gpu.cp.ones((16, 32), np.uint8).view("float8_e4m3fn")

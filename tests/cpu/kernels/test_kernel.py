@@ -47,7 +47,7 @@ COMPUTING = {
     ),  # More constructors of local objects, and of a matrix of addresses.
 }
 """Functions that read no GPU memory: a kernel may call them before it waits for its predecessor."""
-CONSTANT = {"p.chunks[", "p.layers["}
+CONSTANT = {"p.chunks[", "p.layers[", "p.tiles["}
 """Tables in GPU memory that no kernel writes: a kernel may read them before it waits for the previous kernel's end."""
 # A lambda of mlp_fwd, which is defined before the kernel waits for its predecessor, and called after it.
 COPY_X = re.compile(r"const auto copy_x = .*?\n  };", re.DOTALL)

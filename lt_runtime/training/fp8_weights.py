@@ -1,0 +1,123 @@
+"""Copies in FP8 of linear layers' weights, which an optimizer's update writes for the products of the next step."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from lt_runtime.arrays.operand import CUPY, library_of
+from lt_runtime.gpu.driver import call
+from lt_runtime.kernels.optimizer import FP8_COLUMNS, Fp8Copy
+from lt_runtime.kernels.tiling import VECTOR_BYTES
+from lt_runtime.ops._fp8_state import FP8State
+from lt_runtime.ops._parameters import Parameter
+from lt_runtime.ops.fp8 import cast_fp8
+from lt_runtime.ops.optimizer import Optimizer, StepWithCopies
+from lt_runtime.plans.fp8 import W
+from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE
+
+_E4M3: Final = FP8_TYPES["float8_e4m3fn"]
+
+
+def _scale_and_amax(state: FP8State) -> tuple[Any, Any]:
+    """The weight's scale and its largest magnitude since the last update, each an array (1,)."""
+    return state.slots[W, SCALE : SCALE + 1], state.slots[W, AMAX : AMAX + 1]
+
+
+class _Copied(NamedTuple):
+    state: FP8State
+    weight: Parameter
+    out: Any
+    transposed: Any
+
+
+def copied_layers(
+    optimizer: Optimizer, layers: Sequence[tuple[FP8State | None, Parameter]]
+) -> list[tuple[FP8State, Parameter]]:
+    """The layers whose weights in FP8 an update can write: those that have cast their weights with delayed scales.
+
+    Layers that share a weight, those whose weight is not trained, and those with a number of columns or an alignment
+    that the kernel does not take, go on casting it.
+
+    Args:
+        layers: the state and the weight of each layer of a model.
+    """
+    trained = {id(each) for each in optimizer.parameters}
+    users = collections.Counter(id(weight) for _, weight in layers)
+    return [
+        (state, weight)
+        for state, weight in layers
+        if state is not None
+        and state.recipe.recipe == "delayed"
+        and state.fallback is None
+        and W in state.calibrated
+        and id(weight) in trained
+        and users[id(weight)] == 1
+        and weight.data.shape[1] % FP8_COLUMNS == 0
+        and _is_aligned(weight)
+    ]
+
+
+def _is_aligned(weight: Parameter) -> bool:
+    """Whether all arrays of a parameter lie at multiples of 16 bytes; the optimizer's moments always do."""
+    arrays = [each for each in (weight.data, weight.grad, weight.master) if each is not None]
+    return all(library_of(each).address(each) % VECTOR_BYTES == 0 for each in arrays)
+
+
+class Fp8Weights:
+    """The copies, each with its transpose if the layer's dx is computed, and the steps that keep them up to date.
+
+    A copy is the cast of the weight that the layer's next forward would make: with the scale of the next step, which is
+    therefore set before the update. `remake` makes the copies at first, and again if anything but `step` has changed a
+    weight or a scale.
+
+    Args:
+        layers: the state and the weight of each layer; see `copied_layers`.
+        stream: allocates the copies.
+
+    Attributes:
+        step: see `StepWithCopies`.
+        writer: stands in `writes` after a step.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, layers: Sequence[tuple[FP8State, Parameter]], device: int, stream: int
+    ) -> None:
+        numbers = {id(parameter): i for i, parameter in enumerate(optimizer.parameters)}
+        self.writer = object()
+        self._copied, copies = list[_Copied](), dict[int, Fp8Copy]()
+        for state, weight in layers:
+            rows, cols = weight.data.shape
+            out = CUPY.empty((rows, cols), _E4M3, device, stream)
+            transposed = CUPY.empty((cols, rows), _E4M3, device, stream) if state.needs_dx else None
+            self._copied.append(_Copied(state, weight, out, transposed))
+            places = out.data.ptr, 0 if transposed is None else transposed.data.ptr
+            scale, amax = (each.data.ptr for each in _scale_and_amax(state))
+            copies[numbers[id(weight)]] = Fp8Copy((rows, cols), *places, scale, amax)
+        self.step = StepWithCopies(optimizer, copies, stream)
+
+    @property
+    def are_read(self) -> bool:
+        """Whether the last forward pass of every layer was in FP8."""
+        return all(each.state.fallback is None for each in self._copied)
+
+    def remake(self, stream: int) -> None:
+        """Casts all weights with their present scales, and finds their largest magnitudes."""
+        for state, weight, out, transposed in self._copied:
+            scale, amax = _scale_and_amax(state)
+            call("cuMemsetD32Async", amax.data.ptr, 0, 1, stream)
+            results = {"out": out, "out_transposed": transposed, "need_transposed": transposed is not None}
+            cast_fp8(weight.data, scale, amax=amax, **results, stream=stream)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block, the layers' forward reads the copies instead of casting the weights."""
+        for each in self._copied:
+            each.state.copies = each.out, each.transposed
+        try:
+            yield
+        finally:
+            for each in self._copied:
+                each.state.copies = None
