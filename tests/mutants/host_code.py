@@ -28,7 +28,7 @@ FAULTS: Final[Table] = {
             f"{_CHANGES}[_assign]",
         ),
     },
-    "lt_runtime/ops/_fp8_linear.py": {
+    "lt_runtime/ops/_fp8_state.py": {
         "a caller's update of scales loses the magnitude of w": (
             "            writes.latest = None\n            arrays",
             "            arrays",
