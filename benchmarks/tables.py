@@ -178,7 +178,7 @@ def models() -> str:
 def torch_models() -> str:
     """Table of training steps of PyTorch models: our time in each way, with PyTorch's in the same way as a multiple."""
     lines = []
-    for row in rows_of("torch"):
+    for row in (each for each in rows_of("torch") if not _has_fp8(each)):
         found = {way: (row["us"].get(f"lt_{way}"), torch.ratio(row, way)) for way in torch.WAYS}
         cells = [us(ours) + ("" if ratio is None else f", {times(ratio)}") for ours, ratio in found.values()]
         liger = min((ratio for way in torch.WAYS if (ratio := torch.ratio(row, way, "liger"))), default=None)
@@ -186,6 +186,23 @@ def torch_models() -> str:
         lines.append([row["case"], *cells, "" if liger is None else times(liger), *memory])
     headings = "eager", "in a graph", "compiled", "compiled, in a graph", "Liger at best"
     return markdown(("model", *headings, "memory / PyTorch's in a graph", "compiled, in a graph"), lines)
+
+
+def torch_fp8() -> str:
+    """Table of training steps of PyTorch models in FP8: our time in a graph, with the others' as multiples."""
+    lines = []
+    for row in filter(_has_fp8, rows_of("torch")):
+        line, found = [row["case"]], row["us"]
+        for way in torch.WAYS[1::2]:
+            ours, others = found.get(f"lt_fp8_{way}"), (found.get(f"{name}_{way}") for name in ("lt", "torchao"))
+            line += [us(ours), *("" if None in (ours, each) else times(each / ours) for each in others)]
+        lines.append(line)
+    others = "our BF16", "torchao"
+    return markdown(("model", "FP8 in a graph", *others, "compiled, in a graph", *others), lines)
+
+
+def _has_fp8(row: Json) -> bool:
+    return any(name.startswith("lt_fp8") for name in row["us"])
 
 
 def narrow() -> str:
@@ -276,6 +293,7 @@ TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "steps": (steps, ("steps",)),
     "models": (models, ("models",)),
     "torch": (torch_models, ("torch",)),
+    "torch-fp8": (torch_fp8, ("torch",)),
     "layers": (layers, ("layers",)),
     "wide": (wide, ("wide",)),
     "kernels": (kernels, ("kernels",)),

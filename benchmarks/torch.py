@@ -1,5 +1,7 @@
 """The suite `torch`: whole training steps of PyTorch models, with `lt_runtime.torch`, without it, and with Liger.
 
+Rows that begin with "FP8" compare steps with products in FP8, by `lt_runtime.torch` and by torchao, with our BF16.
+
 All contenders hold parameters and moments in the same types. They are timed in turns, called as a training script calls
 them: a time includes the host's work and the copy of the batch. Contenders with `graph` in their name run the step as
 one CUDA graph, which `lt_runtime.torch.capture` makes for all of them; those with `compile` have forward and loss
@@ -26,6 +28,12 @@ _OTHER_MODES: Final = {
 }
 
 
+_WITH_LIGER: Final = "lt", "torch", "liger"
+_IN_FP8: Final = "lt_fp8", "lt", "torchao"
+_LEAST: Final = {"torchao_compile_graph": 1.2, "lt_graph": 0.99, "lt_compile_graph": 0.99}
+"""The least ratios of other contenders' times to that of our step in FP8 that runs in the same way."""
+
+
 @dataclass(frozen=True)
 class TorchCase:
     """A training step of a model.
@@ -34,7 +42,7 @@ class TorchCase:
         name: of the row.
         task: the function of `benchmarks.torch_tasks` that makes the model.
         sizes: arguments of that function.
-        liger: whether Liger has kernels for the model.
+        libraries: the kits that take part, see `benchmarks.torch_tasks.KITS`.
         steps: number of first steps whose losses are kept.
         ours: the contender that the others are compared with; "lt_eager" if only the host's time counts.
         device, dtype: of the parameters and of inputs that are no integers.
@@ -43,7 +51,7 @@ class TorchCase:
     name: str
     task: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    liger: bool = False
+    libraries: tuple[str, ...] = ("lt", "torch")
     steps: int = 4
     ours: str = "lt_graph"
     device: str = "cuda"
@@ -57,19 +65,38 @@ class TorchCase:
 
 CASES: Final = (
     TorchCase("GPT-2 124M 8x1024", "gpt2", steps=200),
-    TorchCase("GPT-2 124M 8x1024, linear_cross_entropy", "gpt2", {"chunked": True}, liger=True),
+    TorchCase("GPT-2 124M 8x1024, linear_cross_entropy", "gpt2", {"chunked": True}, libraries=_WITH_LIGER),
     TorchCase("BERT-base 32x128, dropout", "bert"),
     TorchCase("ViT-L/16 64 images", "vit"),
     TorchCase("T5-small 32x256, dropout", "t5"),
-    TorchCase("Llama-like block 4096x4096-14336", "stack", {"rows": 4096, "width": 4096, "hidden": 14336}, liger=True),
     TorchCase(
-        "stack 12 x 8192x1024-2752", "stack", {"rows": 8192, "width": 1024, "hidden": 2752, "layers": 12}, liger=True
+        "Llama-like block 4096x4096-14336",
+        "stack",
+        {"rows": 4096, "width": 4096, "hidden": 14336},
+        libraries=_WITH_LIGER,
+    ),
+    TorchCase(
+        "stack 12 x 8192x1024-2752",
+        "stack",
+        {"rows": 8192, "width": 1024, "hidden": 2752, "layers": 12},
+        libraries=_WITH_LIGER,
     ),
     TorchCase("DLRM bottom MLP, batch 8192", "mlp", {"rows": 8192, "dims": (13, 512, 256, 64)}),
     TorchCase("DLRM top MLP, batch 8192", "mlp", {"rows": 8192, "dims": (479, 1024, 1024, 512, 256, 1)}),
     TorchCase(
-        "linear_cross_entropy 4096x128256x4096", "head", {"rows": 4096, "width": 4096, "classes": 128256}, liger=True
+        "linear_cross_entropy 4096x128256x4096",
+        "head",
+        {"rows": 4096, "width": 4096, "classes": 128256},
+        libraries=_WITH_LIGER,
     ),
+    TorchCase(
+        "FP8 Llama-like block 4096x4096-14336",
+        "stack",
+        {"rows": 4096, "width": 4096, "hidden": 14336},
+        libraries=_IN_FP8,
+        ours="lt_fp8_graph",
+    ),
+    TorchCase("FP8 GPT-2 124M 8x1024", "gpt2", libraries=_IN_FP8[:2], ours="lt_fp8_graph"),
     TorchCase("host: linear GELU 64x64x64", "layer", {"size": 64}, ours="lt_eager"),
 )
 
@@ -91,6 +118,12 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
             made += [make(f"{library}_{way} / lt_{way}", found) for make in (report.mean, report.worst) if found]
         memory = _by_case(rows, partial(memory_ratio, way=way))
         made += [report.worst(f"memory of lt_{way} / torch_{way}", memory, at_most=True)] if memory else []
+        for other in (f"{library}_{way}" for library in _IN_FP8[1:]):
+            in_fp8 = f"lt_fp8_{way}"
+            found = {
+                row["case"]: row["us"][other] / row["us"][in_fp8] for row in rows if {other, in_fp8} <= {*row["us"]}
+            }
+            made += [report.worst(f"{other} / {in_fp8}", found, _LEAST.get(other))] if found else []
     return made
 
 

@@ -74,8 +74,8 @@ def of_torch() -> Kit:
     return Kit(lambda model: None, norm, Gated, _layer, functional.cross_entropy, head, optimizer)
 
 
-def of_lt() -> Kit:
-    """The kit of `lt_runtime.torch`."""
+def of_lt(precision: Any = None) -> Kit:
+    """The kit of `lt_runtime.torch`, optionally with products in FP8."""
     import lt_runtime.torch as ltt
 
     def layer(size: int) -> tuple[Any, list[Any]]:
@@ -84,9 +84,17 @@ def of_lt() -> Kit:
 
     norm, gated = (
         partial(ltt.RMSNorm, eps=NORM_EPSILON),
-        partial(ltt.FeedForward, activation="silu", gated=True, bias=False),
+        partial(ltt.FeedForward, activation="silu", gated=True, bias=False, precision=precision),
     )
-    return Kit(ltt.replace, norm, gated, layer, ltt.cross_entropy, ltt.linear_cross_entropy, ltt.AdamW)
+    return Kit(
+        partial(ltt.replace, precision=precision),
+        norm,
+        gated,
+        layer,
+        ltt.cross_entropy,
+        ltt.linear_cross_entropy,
+        ltt.AdamW,
+    )
 
 
 def of_liger() -> Kit:
@@ -104,7 +112,15 @@ def of_liger() -> Kit:
     return of_torch()._replace(**own, head=lambda x, weight, labels: head(weight, x, labels))
 
 
-KITS = {"lt": of_lt, "torch": of_torch, "liger": of_liger}
+def of_torchao() -> Kit:
+    """The kit of PyTorch, with products in FP8 by torchao's fastest recipe."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    adapt = partial(convert_to_float8_training, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    return of_torch()._replace(adapt=adapt, gated=lambda width, hidden: adapt(Gated(width, hidden)))
+
+
+KITS = {"lt": of_lt, "torch": of_torch, "liger": of_liger, "lt_fp8": partial(of_lt, "fp8"), "torchao": of_torchao}
 
 
 class Task(NamedTuple):

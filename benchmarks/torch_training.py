@@ -145,11 +145,10 @@ def measure(case: TorchCase, options: argparse.Namespace) -> Row:
 
 def _ways(case: TorchCase, options: argparse.Namespace) -> list[Way]:
     """All ways to build contenders of a case."""
-    libraries = [each for each in torch_tasks.KITS if case.liger or each != "liger"]
     if case.is_host:
-        return [*map(Way, libraries)]
-    best = [Way("torch", AUTOTUNE)] if options.max_autotune else []
-    return [*(Way(each, mode) for each in libraries for mode in _MODES[: 1 if options.no_compile else 2]), *best]
+        return [*map(Way, case.libraries)]
+    best = [Way("torch", AUTOTUNE)] if options.max_autotune and "torch" in case.libraries else []
+    return [*(Way(each, mode) for each in case.libraries for mode in _MODES[: 1 if options.no_compile else 2]), *best]
 
 
 def _turn(case: TorchCase, call: Call) -> Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeAlias
@@ -15,7 +16,8 @@ from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.errors import LtError
 from lt_runtime.fp8 import FP8
 from lt_runtime.nn.linear import scales_of
-from lt_runtime.ops._fp8_choice import fits
+from lt_runtime.ops._fp8_choice import Candidate, choose, fits
+from lt_runtime.ops._fp8_linear import LinearCall, forward_of_several
 from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops._linear import Layer, LinearContext
 from lt_runtime.ops.first_use import is_tuning
@@ -52,34 +54,64 @@ def set_precision(layer: Any, precision: Precision) -> None:
 
 
 def chain(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8, one by one.
+    """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8.
 
     A layer runs in its own type if no gradient will be computed, if its tensors hold no values, or for the reason that
     its `scales.fallback` then gives.
     """
     if all(vars(each).get("scales") is None for each in layers):
         return linear_layers(x, parameters, options, add)
-    return _one_by_one(layers, x, parameters, options, add)
+    return _in_parts(layers, x, parameters, options, add)
 
 
-def _run_each(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    for i, layer in enumerate(layers):
-        addend = add if i + 1 == len(layers) else None
-        x = _run(layer, (x, addend, *parameters[2 * i : 2 * i + 2]), tuple(each[i : i + 1] for each in options))
+def _run_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
+    operands = cast((x, add, *parameters))
+    if not _trains(*operands):
+        return linear_layers(x, parameters, options, add)
+    x8, _, *cast_parameters = operands
+    states = [vars(each).get("scales") for each in layers]
+    _set_needs(states, x8.requires_grad, cast_parameters)
+    weights, biases = cast_parameters[::2], cast_parameters[1::2]
+    forms = zip(states, weights, biases, *options[:2], strict=True)
+    _choose(x8, [_candidate(state, weight, bias, Activation.of(*form)) for state, weight, bias, *form in forms])
+    end = 0
+    for is_fp8, group in itertools.groupby(states, _is_in_fp8):
+        start, end = end, end + len([*group])
+        part, of_part = slice(start, end), slice(2 * start, 2 * end)
+        chosen, addend = tuple(each[part] for each in options), add if end == len(layers) else None
+        if is_fp8:
+            x, addend = cast((x, addend))
+            given = x, addend, draw_key(x) if any(chosen[2]) else None, *cast_parameters[of_part]
+            x = _call(_linear, LINEAR, layers[part], chosen, given)
+        else:
+            x = linear_layers(x, parameters[of_part], chosen, addend)
     return x
 
 
-_one_by_one: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_each)
-"""`_run_each` hidden from torch.compile, which cannot trace it: FP8 scales are no operands of an operator."""
+_in_parts: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_parts)
+"""`_run_parts` hidden from torch.compile, which cannot trace it: FP8 scales are no operands of an operator."""
 
 
-def _run(layer: Any, operands: tuple[Any, ...], options: Options) -> Tensor:
-    x, add, weight, bias = cast(operands)
-    if vars(layer).get("scales") is None or not (_trains(x, add, weight, bias) and fits(x, weight)):
-        return linear_layers(operands[0], operands[2:], options, operands[1])
-    layer.scales.needs_dx, layer.scales.needs_dw = x.requires_grad, weight.requires_grad
-    given = x, add, draw_key(x) if options[2][0] else None, weight, bias
-    return _call(_linear, LINEAR, [layer], options, given)
+def _set_needs(states: Sequence[FP8State | None], needs_dx: bool, parameters: Tensors) -> None:
+    """Tells the states of consecutive layers which gradients backward will compute."""
+    for state, weight, bias in zip(states, parameters[::2], parameters[1::2], strict=True):
+        if state is not None:
+            state.needs_dx, state.needs_dw = needs_dx, weight.requires_grad
+        needs_dx |= weight.requires_grad or (bias is not None and bias.requires_grad)
+
+
+def _candidate(state: FP8State | None, weight: Tensor, bias: Tensor, activation: Activation) -> Candidate:
+    outputs, inputs = weight.shape if weight.dim() == 2 else (0, 0)  # a weight of other shapes is refused later
+    return Candidate(state, outputs, inputs, bias is not None, activation, "float32")
+
+
+def _choose(x: Tensor, layers: Sequence[Candidate]) -> None:
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        choose(placed([x])[0], layers)
+
+
+def _is_in_fp8(state: FP8State | None) -> bool:
+    return state is not None and state.fallback is None
 
 
 def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
@@ -140,13 +172,19 @@ def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: 
     return y, (made.layer, scales, weight.is_contiguous()), kept
 
 
-def _backward(dy: Any, record: Record, kept: Sequence[Any], key: Any, needs: Needs, **options: Any) -> Sequence[Any]:
-    """The gradients of x, weight and bias, None for unneeded ones; `dy` and `kept` must come from `placed`."""
+def _backward(
+    dy: Any, record: Record, kept: Sequence[Any], key: Any, needs: Needs, *, number: int = 0, **options: Any
+) -> Sequence[Any]:
+    """The gradients of x, weight and bias, None for unneeded ones; `dy` and `kept` must come from `placed`.
+
+    Args:
+        number: the number of the layer's dropout mask.
+    """
     if True not in needs:
         return None, None, None
     (x8, w8, slots, saved), (layer, scales, is_contiguous) = kept, record
     state = None if slots is None else scales  # without slots forward fell back to the layer's own type
-    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, 0, key), None, state, slots)
+    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, number, key), None, state, slots)
     if needs[1] and not is_contiguous:
         options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
     need_dx, need_dw, need_db = needs
@@ -157,27 +195,40 @@ def _tensors(arrays: Sequence[Any]) -> list[Tensor]:
     return [each if each is None else as_tensor(each) for each in arrays]
 
 
-class _Fp8Linear(torch.autograd.Function):
-    """One layer: y = dropout(act(x · weightᵀ + bias)) + add."""
+class _Fp8Layers(torch.autograd.Function):
+    """Consecutive layers in FP8: y = layer(... layer(x)) + add, where layer(x) = dropout(act(x · weightᵀ + bias))."""
 
     @staticmethod
-    def forward(ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *layer: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *given: Tensor) -> Tensor:
         """y (..., N)."""
-        ((activation,), (slope,), (p,)), (x, add, keys) = options, placed((x, add, key))
-        chosen: Any = {"activation": activation, "negative_slope": slope, "dropout": p, "rng": masks_of(p, 0, keys)}
-        y, ctx.record, kept = _forward(x, *layer, *scales, add=add, **chosen)
+        (y, addend, keys), ctx.records, kept = placed((x, add, key)), [], [key]
+        below, last = None, len(states) - 1
+        for i, (state, activation, slope, p) in enumerate(zip(states, *options, strict=True)):
+            weight, bias = given[2 * i : 2 * i + 2]
+            arrays = y, *placed((weight, bias)), None, None, addend if i == last else None
+            chosen = activation, slope, p, "float32", False, True
+            call = LinearCall(arrays, chosen, masks_of(p, i, keys), None)
+            y, made, below = forward_of_several(state, None if i == last else states[i + 1], call, below)
+            ctx.records.append((made.layer, state, weight.is_contiguous()))
+            kept += _tensors((made.x, made.w, made.cast_slots, made.saved))
         ctx.is_tuning = is_tuning()
-        ctx.save_for_backward(key, *kept)
+        ctx.save_for_backward(*kept)
         return as_tensor(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """The gradients of x, `add`, weight and bias."""
+        """The gradients of x, `add`, weights and biases."""
         begin_backward("linear", ctx)
-        _, _, of_x, of_add, _, *of_layer = ctx.needs_input_grad
-        like, key, *kept = placed([dy, *ctx.saved_tensors])
-        dx, dw, db = _tensors(_backward(like, ctx.record, kept, key, (of_x, *of_layer)))
-        return None, None, dx, dy if of_add else None, None, dw, db
+        _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
+        dx, key, *kept = placed([dy, *ctx.saved_tensors])
+        found: list[Any] = [None] * len(needs)
+        for i in range(len(ctx.records) - 1, -1, -1):
+            at = 2 * i
+            wanted = of_x or True in needs[:at], *needs[at : at + 2]
+            dx, *found[at : at + 2] = _backward(dx, ctx.records[i], kept[4 * i : 4 * i + 4], key, wanted, number=i)
+            if dx is None:
+                break
+        return None, None, *_tensors([dx]), dy if of_add else None, None, *_tensors(found)
 
 
 class _Fp8Gated(torch.autograd.Function):
@@ -220,7 +271,7 @@ class _Fp8Gated(torch.autograd.Function):
         return None, None, dx, dy if of_add else None, None, *of_layers
 
 
-_linear: Final = applied(_Fp8Linear, "linear_fp8")
+_linear: Final = applied(_Fp8Layers, "linear_fp8")
 _gated: Final = applied(_Fp8Gated, "gated_fp8")
 
 

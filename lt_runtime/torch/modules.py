@@ -82,8 +82,8 @@ class MLP(torch.nn.Sequential):
         output_activation: the activation of the last layer; used only if `activation` is no sequence.
         dropout: probability of dropout after each hidden layer, in training.
         bias, device, dtype: as for `torch.nn.Linear`.
-        precision: as for `Linear`. In FP8 each layer has its own scales, and its derivative is not joined with the
-            layer above.
+        precision: as for `Linear`. In FP8 each layer has its own scales. In BF16 a hidden layer's activation and
+            dropout are applied by the next layer's cast to FP8.
 
     Raises:
         KindError, GpuError: as for `Linear`.

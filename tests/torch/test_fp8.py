@@ -69,6 +69,27 @@ def test_an_mlp_in_fp8_learns_as_in_its_own_type(precision: Any) -> None:
     torch.testing.assert_close(losses[precision].mean(), losses[None].mean(), rtol=0.2, atol=0)
 
 
+@pytest.mark.parametrize(("sizes", "limit"), [([64, 48, 32, 16], 0.0), ([64, 48, 32, 24, 16], 0.05)])
+def test_an_mlp_computes_what_the_packages_mlp_does(sizes: list[int], limit: float) -> None:
+    """Hidden outputs are not rounded to BF16 before the cast to FP8.
+
+    Layers of other sizes are in BF16, where rounding may differ; the cast to FP8 enlarges the difference.
+    """
+    model = lt.MLP(sizes, "gelu", dtype="bfloat16", device="cpu", precision=lt.FP8())
+    twin = ltt.MLP(sizes, "gelu", precision=lt.FP8(), dtype=torch.bfloat16)
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        ours.data = torch.from_numpy(theirs.data.astype(np.float32)).bfloat16()
+    x, dy = (torch.randn(32, n).bfloat16() for n in (64, 16))
+    y = twin(x)
+    y.backward(dy)
+    theirs, contexts = model.forward(x.float().numpy().astype(model.dtype.numpy))
+    model.backward(dy.float().numpy().astype(model.dtype.numpy), contexts)
+    found = [y, *(each.grad for each in twin.parameters())]
+    for ours, array in zip(found, [theirs, *(each.grad for each in model.parameters())], strict=True):
+        expected = torch.from_numpy(array.astype(np.float32))
+        assert (ours.float() - expected).norm() <= limit * expected.norm()
+
+
 @pytest.mark.parametrize("rows", [8, 32])
 @pytest.mark.parametrize("columns", [24, 32])
 def test_other_sizes_and_calls_without_gradients_stay_in_their_own_type(rows: int, columns: int) -> None:
@@ -227,13 +248,14 @@ def test_a_gated_block_is_that_of_dequantised_operands() -> None:
         assert (got - each).norm() < 0.1 * each.norm()
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("trained", ["x", "up.weight", "up.bias", "down.weight"])
-def test_a_gradient_of_a_gated_block_alone_equals_that_among_all(trained: str) -> None:
+def test_a_gradient_of_a_block_alone_equals_that_among_all(trained: str, gated: bool) -> None:
     """With frozen parameters, forward keeps fewer FP8 operands for backward."""
     found = []
     for wanted in ("", trained):
         torch.manual_seed(0)
-        block = ltt.FeedForward(32, 48, "silu", gated=True, precision="fp8")
+        block = ltt.FeedForward(32, 48, "silu", gated=gated, precision="fp8")
         tensors = {"x": torch.randn(16, 32), **dict(block.named_parameters())}
         for name, each in tensors.items():
             each.requires_grad_(name.startswith(wanted))

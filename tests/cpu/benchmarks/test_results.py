@@ -214,6 +214,18 @@ def test_steps_of_pytorch_models_are_compared_with_those_that_run_in_the_same_wa
     assert picture.stat().st_size > 1000
 
 
+def test_steps_of_pytorch_models_in_fp8_are_compared_with_bf16_and_torchao(results: Any) -> None:
+    us = {"lt_fp8_graph": 10.0, "lt_graph": 15.0, "lt_fp8_compile_graph": 8.0, "torchao_compile_graph": 12.0}
+    row = {"case": "a model in FP8", "us": us}
+    results("torch", row)
+    assert tables.torch_fp8().splitlines()[-1] == "| a model in FP8 | 10.0 | 1.50× | | 8.00 | | 1.50× |"
+    assert "a model in FP8" not in tables.torch_models()
+    assert [(each.what, each.value, each.met) for each in torch.findings([row])] == [
+        ("lt_graph / lt_fp8_graph, worst", 1.5, True),
+        ("torchao_compile_graph / lt_fp8_compile_graph, worst", 1.5, True),
+    ]
+
+
 def test_the_tables_of_fp8_have_bursts_sustained_steps_widths_and_inference(results: Any) -> None:
     us = {"lt": 10.0, "lt_bf16": 15.0, "torch_bf16": 20.0, "torchao": 30.0}
     compared = {"us": us, "sustained_us": {**us, "lt": 20.0}, "memory_ratio": 1.05, "rows": 4096}
