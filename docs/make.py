@@ -32,7 +32,7 @@ TOPICS: Final = {
     "Losses": "cross_entropy mse_loss huber_loss bce_with_logits Loss",
     "Training": "TrainStep AdamW Optimizer rules Parameter EMA GradScaler Schedule schedules prefetch Prefetcher "
     "evaluate Metrics fit Epoch",
-    "Several processes": "group Group",
+    "Several processes": "group share Group",
     "Files": "save load save_model load_model save_checkpoint load_checkpoint",
     "Tuning": "tune tuning explain",
     "Profiling": "profile range check_capture CaptureReport",

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lt_runtime.schedules import Schedule
     from lt_runtime.training.averages import EMA
     from lt_runtime.training.prefetch import Prefetcher, prefetch
+    from lt_runtime.training.shares import share
     from lt_runtime.training.step import Metrics, TrainStep, evaluate
 
 __version__ = "0.1.0"
@@ -86,6 +87,7 @@ _EXPORTS = {
     "saving.checkpoints": "load_checkpoint load_model save_checkpoint save_model",
     "saving.state": "load save",
     "training.prefetch": "Prefetcher prefetch",
+    "training.shares": "share",
     "training.step": "Metrics TrainStep evaluate",
 }
 """Maps the name of each module to the public names that it defines, in one string separated by blanks."""
@@ -102,7 +104,7 @@ __all__ += ["RMSNorm", "ReGLU", "Residual", "SwiGLU"]
 __all__ += ["EMA", "FP8", "AdamW", "FP8State", "GradScaler", "Optimizer", "Parameter", "Schedule"]
 __all__ += ["Epoch", "Metrics", "Prefetcher", "TrainStep", "evaluate", "fit", "prefetch"]
 __all__ += ["load", "load_checkpoint", "load_model", "save", "save_checkpoint", "save_model"]
-__all__ += ["Group", "group"]
+__all__ += ["Group", "group", "share"]
 __all__ += ["CaptureReport", "bind", "check_capture", "explain", "profile", "tune", "tuning"]
 __all__ += ["ACTIVATIONS", "Activation", "Epilogue", "cublaslt", "errors", "raw", "rules", "schedules"]
 

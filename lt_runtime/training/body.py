@@ -17,6 +17,8 @@ from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.checks import check_one_float32, check_shape, check_weights
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import CUPY, HOST, Operand
+from lt_runtime.distributed.buckets import Buckets
+from lt_runtime.distributed.group import Group
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
@@ -31,6 +33,7 @@ from lt_runtime.ops import losses
 from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.problem import Activation, type_name
 from lt_runtime.ranges import range_of
+from lt_runtime.reference.fp8 import AMAX
 from lt_runtime.training.averages import EMA, Tally, scores_of
 
 if TYPE_CHECKING:
@@ -171,6 +174,7 @@ class StepBody:
         rows: the number of rows of every batch; None for any multiple of `parts`.
         parts: the number of micro-batches. All have the same size; the gradients are those of the mean of their losses.
         ema: the averages to update after the optimizer; None if there are no averages.
+        group: the processes whose batches together are one batch of the step; None for this process alone.
 
     Attributes:
         arity: the number of the model's inputs; None before the first batch.
@@ -178,10 +182,22 @@ class StepBody:
     """
 
     def __init__(
-        self, model: Block, optimizer: Optimizer, loss: StepLoss, *, rows: int | None, parts: int, ema: EMA | None
+        self,
+        model: Block,
+        optimizer: Optimizer,
+        loss: StepLoss,
+        *,
+        rows: int | None,
+        parts: int,
+        ema: EMA | None,
+        group: Group | None = None,
     ) -> None:
         self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
         self.rows, self.parts = rows, parts
+        # Process r of N runs the micro-batches r·parts to (r + 1)·parts - 1 of the N·parts micro-batches of a step.
+        self._first, self._all_parts = (0, parts) if group is None else (group.rank * parts, group.size * parts)
+        self._group = group
+        self._buckets = None if group is None else Buckets(group, optimizer.parameters, model.device.ordinal)
         self.arity: int | None = None
         self._places = len(model.layers) if isinstance(model, MLP) else PLACES
         trained = {id(each) for each in optimizer.parameters}
@@ -267,6 +283,7 @@ class StepBody:
         stream: Any,
         *,
         updates: bool = True,
+        sums: bool = True,
         met: Met | None = None,
         weights: Fp8Weights | None = None,
     ) -> None:
@@ -277,12 +294,12 @@ class StepBody:
             tally: adds up the losses.
             stream: a handle on a GPU, None on the host.
             updates: whether the optimizer and the averages are updated.
+            sums: whether gradients and loss are summed over the processes of the group, if there is one.
             met: collects the groups of linear layers that run, for tuning; a narrow MLP then runs layer by layer.
             weights: copies of weights in FP8, which the step reads and its update writes.
         """
         with contextlib.nullcontext() if weights is None else weights.in_use():
-            for i, part in enumerate(parts):
-                self._run_part(part, i, tally, stream, met)
+            self._run_parts(parts, tally, stream, met, self._buckets if sums else None)
         if updates:
             with range_of("optimizer"):
                 set_scales = functools.partial(self._set_scales, stream)
@@ -312,16 +329,59 @@ class StepBody:
         layers = copied_layers(self.optimizer, linear)
         return Fp8Weights(self.optimizer, layers, device, stream) if layers else None
 
-    def _run_part(self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, met: Met | None) -> None:
+    def _run_parts(
+        self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, met: Met | None, buckets: Buckets | None
+    ) -> None:
+        """Runs forward and backward of all micro-batches; `buckets` sum the results over the processes of the group."""
+        for i, part in enumerate(parts):
+            is_last = i == len(parts) - 1
+            if buckets is not None and is_last:
+                buckets.begin(stream)
+            self._run_part(part, i, tally, stream, met, buckets if is_last else None)
+        if buckets is not None:
+            with range_of("sums"):
+                buckets.finish(tally.mean)
+                self._share_magnitudes(stream)
+
+    def share_scales(self, stream: Any) -> None:
+        """Copies the scales and histories of process 0 to all processes, after calls that have made the first scales.
+
+        A step of one process makes them from its first micro-batch, which process 0 has.
+        """
+        known = [each for each in self.scales if each.slots is not None]
+        if self._group is not None and known:
+            arrays = [array for each in known for array in (each.slots, each.history)]
+            self._group.engine(self.model.device.ordinal).broadcast(arrays, 0, stream)
+
+    def _share_magnitudes(self, stream: Any) -> None:
+        """Gives all processes the largest magnitudes of the tensors in FP8, from which `FP8State.update` makes scales.
+
+        They are a column of `slots`, whose other columns are equal in all processes.
+        """
+        slots = [each.slots for each in self.scales if each.slots is not None]
+        if self._group is None or not slots:
+            return
+        if stream is None:  # on the host nothing runs before the first step, which has just made the first scales
+            own = [each[:, AMAX].copy() for each in slots]
+            self.share_scales(None)
+            for each, magnitudes in zip(slots, own, strict=True):
+                each[:, AMAX] = magnitudes
+        self._group.engine(self.model.device.ordinal).maximum(slots, stream)
+
+    def _run_part(
+        self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, met: Met | None, buckets: Buckets | None
+    ) -> None:
         count, model, loss, scaler = self.arity or 1, self.model, self.loss, self.optimizer.scaler
         xs, (target, *weights) = part[:count], part[count:]
         x = xs[0] if count == 1 else xs
         is_narrow = isinstance(model, MLP) and met is None and model.narrow.take(x, backward=True)
         narrow = model.narrow if isinstance(model, MLP) and is_narrow else None
-        scale, share, first = None if scaler is None else scaler.scale, 1.0 / self.parts, index == 0
+        scale, share, first = None if scaler is None else scaler.scale, 1.0 / self._all_parts, index == 0
         options: dict[str, Any] = {"accumulate": not first, "stream": stream}
-        run = Pass(self.optimizer.steps, micro_batch=index, frozen=self._frozen, inputs=(x, *xs), **options)
-        run.places, run.met = self._places, met
+        run = Pass(
+            self.optimizer.steps, micro_batch=self._first + index, frozen=self._frozen, inputs=(x, *xs), **options
+        )
+        run.places, run.met, run.on_written = self._places, met, buckets.written if buckets else None
         if narrow is not None and not weights and loss.elementwise is not None:
             with range_of("backward"):
                 number = narrow.backward(x, target, loss=loss.elementwise, scale=scale, share=share, **options)

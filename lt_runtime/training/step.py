@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 
 from lt_runtime.arguments import Fixed, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
+from lt_runtime.distributed.group import Group, check_group
 from lt_runtime.errors import ArgumentError, DriverError, KindError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.block import Block
@@ -19,6 +21,7 @@ from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Tally, Totals, scores_of
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, StepLoss, step_loss
+from lt_runtime.training.together import all_batches, start_together, totals_of_all
 
 
 class Metrics(NamedTuple):
@@ -66,6 +69,11 @@ class TrainStep(Fixed):
             mean equals the batch's loss if all micro-batches divide by the same number; "cross_entropy" with ignored
             rows or class weights may not.
         ema: an `lt.EMA` of the model, which is updated after the optimizer, in the same graph.
+        group: the processes that train the model together, from `lt.group`; None for this process alone. Each process
+            makes the step and calls it with its own batch of `batch_size` rows, which must be given. N processes with
+            accumulate=k compute what one process computes with accumulate=N·k on their batches one after the other:
+            gradients, losses and metrics are those of all rows. Parameters, the state of the optimizer and averages are
+            copied from process 0 here. See `docs/distributed.md`.
         tune: whether to measure how the layers run fastest if the plan cache does not know it: about a second a layer
             on an H200, for each batch size, with a progress bar on a terminal, and otherwise a line of the logger
             "lt_runtime". Later steps and processes find the results in the cache. None measures unless
@@ -110,6 +118,7 @@ class TrainStep(Fixed):
             with a parameter that is not the model's, or an EMA of another model.
         OperandError: an array among the options does not fit the model, or an array of a parameter was replaced after
             the optimizer or the EMA was made.
+        GroupError: the model, the optimizer or an option differs between the processes of the group.
     """
 
     def __init__(
@@ -124,6 +133,7 @@ class TrainStep(Fixed):
         accumulate: int = 1,
         ema: EMA | None = None,
         tune: bool | None = None,
+        group: Group | None = None,
     ) -> None:
         check_instance("model", model, Block, "an lt.MLP or another lt.Block")
         check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
@@ -135,6 +145,9 @@ class TrainStep(Fixed):
                 raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
         if batch_size is not None and batch_size % accumulate:
             raise ArgumentError(f"batch_size is {batch_size}; it must be a multiple of accumulate ({accumulate})")
+        check_group(group)
+        if group is not None and batch_size is None:
+            raise ArgumentError("batch_size is None; a step of a group needs the number of rows of each process")
         _check_optimizer(optimizer, model)
         _check_ema(ema, model)
         self.model: Final = model
@@ -142,10 +155,12 @@ class TrainStep(Fixed):
         self.batch_size: Final = batch_size
         self.accumulate: Final = accumulate
         self.ema: Final = ema
+        self.group: Final = group
+        self._agreed = set[Any]()  # the kinds of batches that all processes of the group have had
         self._held = HeldArrays(model.parameters(), "this step")
         measured = step_loss(loss, loss_options, model)
         self.loss: Final = measured.name
-        self._body = StepBody(model, optimizer, measured, rows=batch_size, parts=accumulate, ema=ema)
+        self._body = StepBody(model, optimizer, measured, rows=batch_size, parts=accumulate, ema=ema, group=group)
         self._gpu: GpuStep | None = None
         self._tally: Tally = HostTally()
         if model.device.ordinal is not None:
@@ -153,6 +168,8 @@ class TrainStep(Fixed):
 
             self._gpu = GpuStep(self._body, model.device.ordinal, graph=graph, tune=tune)
             self._tally = self._gpu.tally
+        if group is not None:
+            start_together(self, group, loss_options)
         self._is_made = True
 
     def __call__(self, x: Any, target: Any, row_weights: Any = None, *, stream: Any = None) -> Any:
@@ -188,6 +205,7 @@ class TrainStep(Fixed):
             self._body.set_arity(len(xs))
         if self._gpu is None:
             self._body.read(batch, 0)
+            self._agree_on(batch)
             stream_handle(stream, HOST)  # refuses a `stream` that is no stream
             with range_of(STEP):
                 parts = [*zip(*(np.split(each, self.accumulate) for each in batch), strict=True)]
@@ -195,11 +213,24 @@ class TrainStep(Fixed):
             return self._tally.mean.copy()
         try:
             if not self._gpu.repeat(batch, stream):
+                self._agree_on(batch)
                 self._gpu.run(batch, stream)
         except DriverError as error:
             error.args = (f"{self}: {error}",)
             raise
         return self._tally.mean
+
+    def _agree_on(self, batch: tuple[Any, ...]) -> None:
+        """Raises `GroupError` unless all processes have a batch of the same shapes and types.
+
+        Batches of the same kind are not compared again.
+        """
+        if self.group is None:
+            return
+        kinds = [(list(getattr(each, "shape", ())), str(getattr(each, "dtype", "none"))) for each in batch]
+        if str(kinds) not in self._agreed:
+            self.group.agree(kinds, "the shapes and types of a batch")
+            self._agreed.add(str(kinds))
 
     def __repr__(self) -> str:
         sizes = f"batch_size={self.batch_size}, accumulate={self.accumulate}"
@@ -207,7 +238,7 @@ class TrainStep(Fixed):
         return f"TrainStep({brief(self.model)}, {optimizer}, loss={self.loss}, {sizes}{ema})"
 
     def metrics(self, *, stream: Any = None) -> Metrics:
-        """Means over the steps since the last call.
+        """Means over the steps since the last call. With a group, all processes call it, and get the same means.
 
         Args:
             stream: the stream of the steps, which this waits for. If None, it is the current stream of the library
@@ -218,13 +249,15 @@ class TrainStep(Fixed):
         except DriverError as error:
             error.args = (f"{self}: {error}",)
             raise
+        if self.group is not None:
+            totals = totals_of_all(totals, self.group)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]], *, stream: Any = None) -> Metrics:
-        """Means over batches by this step's loss, without dropout and without an update: as `lt.evaluate`."""
-        return _evaluated(self.model, batches, self._body.loss, stream)
+        """Means over batches by this step's loss and group, without dropout and without an update: as `lt.evaluate`."""
+        return _evaluated(self.model, batches, self._body.loss, stream, self.group)
 
 
 def _check_optimizer(optimizer: Optimizer, model: Block) -> None:
@@ -255,6 +288,7 @@ def evaluate(
     loss: LossName | OwnFunction = "cross_entropy",
     loss_options: Mapping[str, Any] | None = None,
     stream: Any = None,
+    group: Group | None = None,
 ) -> Metrics:
     """Computes the mean loss and the accuracy of a model over batches, without dropout and without an update.
 
@@ -267,6 +301,8 @@ def evaluate(
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. The first
             operand is the first batch's inputs.
+        group: processes that evaluate together. All give equal batches, of which each process computes every N-th, N
+            being the number of processes; all get the same means.
 
     Returns:
         As `TrainStep.metrics`: the number of batches in place of steps, the loss and the accuracy. The loss is the mean
@@ -278,16 +314,20 @@ def evaluate(
         Whatever `batches` raises.
     """
     check_instance("model", model, Block, "an lt.MLP or another lt.Block")
-    return _evaluated(model, batches, step_loss(loss, loss_options, model), stream)
+    check_group(group)
+    return _evaluated(model, batches, step_loss(loss, loss_options, model), stream, group)
 
 
-def _evaluated(model: Block, batches: Iterable[tuple[Any, Any]], measured: StepLoss, stream: Any) -> Metrics:
+def _evaluated(
+    model: Block, batches: Iterable[tuple[Any, Any]], measured: StepLoss, stream: Any, group: Group | None
+) -> Metrics:
     device = model.device.ordinal
     if stream is not None:
         stream = stream_handle(stream, HOST if device is None else device)
     tallies, sizes = list[Tally](), list[int]()
     pair = "pair (x, target)"
-    for x, target in batches_of("batches", batches, (2,), pair, "an iterable of pairs (x, target)"):
+    own = batches_of("batches", batches, (2,), pair, "an iterable of pairs (x, target)")
+    for x, target in own if group is None else itertools.islice(own, group.rank, None, group.size):
         first = x[0] if isinstance(x, tuple) and x else x
         device_of("x", first)  # refuses inputs that are no array
         if device is not None and stream is None:
@@ -299,7 +339,10 @@ def _evaluated(model: Block, batches: Iterable[tuple[Any, Any]], measured: StepL
         tallies.append(HostTally() if device is None else GpuTally(device, stream))
         tallies[-1].add(value, scores, 1.0, first=True, stream=stream)
         sizes.append(int(outputs.shape[0]))
-    return _means([each.read(stream) for each in tallies], sizes, measured.classifies)
+    totals = [each.read(stream) for each in tallies]
+    if group is not None:
+        totals, sizes = all_batches(totals, sizes, group)
+    return _means(totals, sizes, measured.classifies)
 
 
 def batches_of(name: str, given: Any, sizes: Collection[int], batch: str, accepted: str) -> Iterator[Any]:

@@ -363,6 +363,7 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "load_model": plain("load_model", path="/nowhere/at/all"),
     "save": lambda w: (w.lt.save, {"path": "/nowhere/at/all", "model": w.model()}),
     "load": lambda w: (w.lt.load, {"path": "/nowhere/at/all", "model": w.model()}),
+    "share": lambda w: (w.lt.share, {"batches": [], "group": w.lt.group(), "batch_size": 2}),
     "prefetch": lambda w: (w.lt.prefetch, {"iterable": [], "device": w.device}),
     "tune": plain("tune", **LAYERS),
     "explain": plain("explain", **LAYERS),
@@ -417,6 +418,7 @@ ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "evaluate": {"batches": "dict"},
     "TrainStep.evaluate": {"batches": "dict"},
     "prefetch": {"iterable": "text list dict array"},
+    "share": {"batches": "text list dict array"},
     "Epilogue": {"value": "huge array"},
     "Philox": {"step": "array tensor"},
 }

@@ -1,0 +1,35 @@
+"""A training in which process 1 fails: `mpiexec -n N python -m tests.distributed.failing WAY`."""
+
+import os
+import signal
+import sys
+import time
+
+import lt_runtime as lt
+from tests.distributed.cases import ROWS, Training, batches
+
+
+def fail(way: str, group: lt.Group) -> None:
+    if way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "hanging":
+        time.sleep(60)
+    if way == "raising":
+        raise ValueError("no more data")
+    if way == "ending early":
+        sys.exit(0)
+    if way == "in another order":
+        group.barrier("the end of the epoch")
+
+
+def main(way: str) -> None:
+    group = lt.group(timeout=1.0)
+    training = Training(group.size, group)
+    for i, (x, labels) in enumerate(batches(group.size)):
+        if i == 2 and group.rank == 1:
+            fail(way, group)
+        training.step(x[:ROWS], labels[:ROWS])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
