@@ -23,8 +23,8 @@ _LABELS: Final = {
     "cupy": "CuPy",
 }
 """Names of other libraries as tables show them, by the beginning of the contender's name; the first match counts."""
-_DOES_LESS: Final = "without"  # occurs in the name of a contender that leaves out a part of the task
-_CALL: Final = "_call"  # occurs in the name of a contender that is timed as a script calls it
+_DOES_LESS: Final = "without"  # Occurs in the name of a contender that leaves out a part of the task.
+_CALL: Final = "_call"  # Occurs in the name of a contender whose time includes the host's work for a call.
 
 
 def result(suite: str) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Block(Typed):
     @property
     def bytes(self) -> int:
         """Bytes of all matrices that a block reads or writes: x, y, their gradients, hidden activations, weights."""
-        inside = 3 * self.rows * self.n  # y1, the tensor saved beside it, and the gradient of y1
+        inside = 3 * self.rows * self.n  # the hidden activations, the tensor saved with them, and their gradient
         return itemsize(self.dtype) * (4 * self.rows * self.k + inside + 4 * self.n * self.k)
 
     @property

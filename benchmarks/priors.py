@@ -162,14 +162,20 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
 
 
 def _kind(row: Row) -> str:
-    """Prefix of the names of the decision trees for a result; layers that our ragged kernel prefers have their own."""
+    """Returns the prefix of the names of the decision trees for a measured layer: its type.
+
+    Layers for which our ragged kernel is preferred have decision trees of their own, with another prefix.
+    """
     m, n, k = row["layer"]
     dy, w, x = (Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n)))
     return f"{priors.RAGGED} {row['type']}" if is_preferred(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
 
 
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
-    """The times without disturbed ones, which differ much from the time of the same kernels in the other order."""
+    """Returns `times` without those that something disturbed.
+
+    A time counts as disturbed if it is much longer than that of the same kernels in another order.
+    """
     by_kernels: dict[str, list[float]] = {}
     for name, us in times.items():
         by_kernels.setdefault(name.rpartition(" ")[0], []).append(us)

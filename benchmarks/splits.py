@@ -36,7 +36,10 @@ _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
 Entries = dict[str, dict[str, float]]
-"""Measured microseconds, by a pass's role in the block and then by strategy; the chosen strategy comes first."""
+"""Measured microseconds, by the name that `roles` gives a pass of the block, and then by strategy.
+
+The chosen strategy comes first.
+"""
 
 
 def chain_of(case: Any) -> LayerChain:
@@ -205,9 +208,9 @@ def near(
 
 
 def entries_of(chain: LayerChain) -> Entries:
-    """The times that the plan cache holds for strategies, by pass.
+    """Returns the times that the plan cache holds for strategies of each pass, by the pass's name from `roles`.
 
-    The backward pass through the first layer has a role for each kind of saved tensor.
+    The backward pass through the first layer has a name for each kind of saved tensor.
     """
     store = plan_store(DEVICE)
     found = {role: (problem, store.layer(problem_key(problem))) for role, problem in roles(chain)}

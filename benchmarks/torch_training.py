@@ -21,8 +21,8 @@ from benchmarks.timing import Call, HostTurn, Turn, built, repeat, take_turns
 from benchmarks.torch import TorchCase
 
 _BATCHES: Final = 4
-_HOST_CALLS: Final = 100  # few enough that the launches do not fill the driver's queue
-_TURN_US: Final = 60_000.0  # A turn takes at least about this long, in microseconds.
+_HOST_CALLS: Final = 100  # Calls in a row; few enough that their launches do not fill the driver's queue.
+_TURN_US: Final = 60_000.0  # A turn of one contender takes at least about this long, in microseconds.
 _MOST_CALLS: Final = 200
 _MODES: Final = (None, "default")
 

@@ -25,8 +25,10 @@ from benchmarks.wide import FIT, JUDGE, STRATA, Shape
 ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
 _SEEDS: Final = {FIT: 3200, JUDGE: 3205}
 """Earlier fits have read the blocks that JUDGE drew when it was 3201, 3202 and 3204."""
-_COUNT: Final = 200  # number of blocks of each half (`FIT` and `JUDGE`)
-_MOST_MULTIPLICATIONS: Final = 1 << 32  # multiplications in one product, so that tuning a block takes about a second
+_COUNT: Final = 200
+"""Number of blocks in each of the two sets, `FIT` and `JUDGE`."""
+_MOST_MULTIPLICATIONS: Final = 1 << 32
+"""Most multiplications in one product, so that tuning a block takes about a second."""
 _EXAMPLE: Final = Block(f"odd {JUDGE}", 777, 333, 555, "tf32", "silu")
 """The block that tuning sped up most, relative to its untuned time, while only ReLU and GELU had fitted trees."""
 _BUDGET_S: Final = 0.2

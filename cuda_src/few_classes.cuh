@@ -79,8 +79,9 @@ __device__ inline Softmax softmax_of(const CrossEntropyParams& p, const FewClass
   return softmax;
 }
 
-// The divisor of the mean loss, where each thread has one row; `counts`: the row exists and is not ignored. A single
-// block counts its own rows; for several blocks count_labels has counted before, unless every row counts 1.
+// Returns the divisor of the mean loss, where each thread has one row: the number of rows that count, or the sum of
+// their classes' weights. `counts` tells whether the thread's row exists and its label is not ignored. A single block
+// counts its own rows; for several blocks the kernel count_labels has counted before, unless every row counts 1.
 __device__ inline float count_by_threads(const CrossEntropyParams& p, bool counts, int64 label, float* scratch) {
   const bool by_class = kWeighted && p.class_weights;
   if (gridDim.x > 1) return p.ignores || by_class ? *p.counted : static_cast<float>(p.rows);

@@ -66,7 +66,7 @@ struct FlatBlocks {
     if (beyond < 0) {
       at[place] = sum;
     } else if (beyond >= kOctet) {
-      at[place - kOctet] = sum;  // this place belongs to no column
+      at[place - kOctet] = sum;  // `place` lies beyond the block's columns, so that no sum of a column is overwritten
     } else {
       const bool is_next = beyond < rest;
       at[width + beyond] = is_next ? sum : 0.0f;

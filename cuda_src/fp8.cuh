@@ -12,7 +12,7 @@
 #include "instructions.cuh"
 
 #ifndef __CUDA_ARCH__
-#include <cuda_fp8.h>  // the conversions where the tests run kernels on the host
+#include <cuda_fp8.h>  // conversions to FP8 in software, for tests that run kernels on the CPU
 #endif
 
 namespace lt {
@@ -25,8 +25,10 @@ struct Fp8Output {
   Matrix transposed;   // (cols, rows); null if absent
   const float* scale;  // factor before the conversion; null for 1
   float* amax;         // raised to the largest |x| before scaling, if that is larger; null if it is not wanted
-  float* row_scales;   // 1 / scale of each row of `out`; only the casts by rows write it, see fp8_rows.cuh
-  float* col_scales;   // 1 / scale of each column of `out`, a row of `transposed`; also written by the casts by rows only
+  // 1 / scale of each row of `out`, and of each column of `out`, which is a row of `transposed`. Only casts that scale
+  // each row and column by itself write these, see fp8_rows.cuh.
+  float* row_scales;
+  float* col_scales;
   uint32 rows;
   int64 cols;
 };

@@ -76,7 +76,8 @@ class Fp8ScaleFinder {
   float of_cols_[kOctet] = {};
 };
 
-// As `Fp8Writer`, by the scales that `Fp8ScaleFinder` has found; `store_amax` does nothing.
+// Casts a tile to FP8 as `Fp8Writer` does, but with the scales of rows and columns that `Fp8ScaleFinder` has found;
+// `store_amax` does nothing.
 class Fp8RowWriter : public Fp8Writer {
  public:
   __device__ explicit Fp8RowWriter(const Fp8Output& out) : Fp8Writer(out) {

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) loss_fp8(const lt
           gradient.v[j] = term.slope * scale;
         }
         const Packed<SCALAR> rounded = pack<SCALAR>(gradient);
-        gradient = unpack(rounded);  // rounded as a layer that casts dy itself would read the gradient
+        gradient = unpack(rounded);  // rounded to SCALAR, as if a layer had read the stored gradient and cast it itself
         writer.take(block_row, first + i, gradient);
         if (!exists) continue;
         sums += gradient;

@@ -96,8 +96,8 @@ __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, 
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(first + i, terms[i]);
   } else {
-    // `alike` lanes have parts of the same column's sum. After the additions below each has the whole sum, and the first
-    // blockDim.x of them hand it to `use`.
+    // Each group of `alike` lanes has parts of the same column's sum. After the additions below, each lane of a group
+    // has the whole sum, and the first blockDim.x lanes of the group hand it to `use`.
     const uint32 alike = distance ? 2 * distance : 1;
     const bool uses = lane % alike < blockDim.x;
     for (; distance >= blockDim.x; distance /= 2) *terms += __shfl_xor_sync(0xFFFFFFFF, *terms, distance);

@@ -31,7 +31,8 @@ constexpr int kForwardOctets = ALIGNED ? 4 : 2, kBackwardOctets = kShort && LONG
 // sum. For 16-bit elements that error is far below their own rounding, so that only long rows, whose first mean is that
 // of a part of the row, are corrected.
 constexpr bool kCorrects = MEAN && (LONG || sizeof(SCALAR) == 4);
-constexpr int kSums = 1 + MEAN;  // sums over each row in norm_bwd, and over each column (weight and bias gradient)
+// Number of sums that norm_bwd makes over each row, and over each column: for the weight and the bias gradient.
+constexpr int kSums = 1 + MEAN;
 // Launch bounds: blocks that a multiprocessor must hold. They leave a thread 128 registers; in norm_fwd 64 if the
 // elements are aligned and have 16 bits, and as many as it needs if rows are LONG.
 constexpr int kForwardBlocks = LONG ? 1 : (kShort ? 1024 : 512) / FORWARD_THREADS, kBackwardBlocks = 512 / BACKWARD_THREADS;
@@ -104,8 +105,10 @@ struct Place {
   __device__ Place(const Params& p, int64 row_, Index part)
       : row(row_), first(part * width() + threadIdx.x * kOctet), cols(row_ < p.rows ? static_cast<Index>(p.cols) : 0) {}
 
-  static __device__ Index width() { return static_cast<Index>(kOctets * kOctet) * blockDim.x; }  // columns of a part
-  static __device__ Index last(int64 cols) { return LONG ? (cols - 1) / width() : 0; }           // last part of a row
+  // Number of columns of a part: of the columns whose octets a block's threads hold at a time.
+  static __device__ Index width() { return static_cast<Index>(kOctets * kOctet) * blockDim.x; }
+  // Index of the last part of a row.
+  static __device__ Index last(int64 cols) { return LONG ? (cols - 1) / width() : 0; }
   __device__ Index col(int k) const { return first + static_cast<Index>(k * kOctet) * blockDim.x; }
   __device__ bool has(int k) const { return col(k) < cols; }
   // Number of elements of octet `k`, given that `has(k)`.
@@ -185,7 +188,7 @@ struct Ahead : Statistics {
 
   Raw* const own;
   const int threads;
-  int slot = 0;  // slot of the row before the one whose copy was started last
+  int slot = 0;  // the one of the two slots in shared memory that the copy started last does not write
 
   __device__ explicit Ahead(float4* memory)
       : own(reinterpret_cast<Raw*>(memory) + threadIdx.y * blockDim.x + threadIdx.x),
@@ -364,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, lt::kBackwardBloc
       ahead.take(now);
     }
     float means[kSums] = {};
-    Octet g[kBackwardOctets];  // used again for dx unless rows are LONG
+    Octet g[kBackwardOctets];  // dy times the weight; kept to compute dx unless rows are LONG
 #pragma unroll 1
     for (Index part = 0; part <= last; ++part) {
       const Backward at(p, row, part);

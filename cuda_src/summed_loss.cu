@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) summed_loss(const lt::
       gradient.v[i] = term.slope * scale;
     }
     gradient_at.store(gradient, false);
-    sums += unpack(pack<SCALAR>(gradient));  // rounded as the layer below would read the gradient
+    sums += unpack(pack<SCALAR>(gradient));  // rounded to SCALAR, as if the layer below had read the stored gradient
   }
   sum_over_grid(p.db, sums, p.cols);
   store_mean(p.mean, p.db.tickets, loss);

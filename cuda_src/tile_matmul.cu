@@ -316,7 +316,7 @@ __device__ inline void finish(const TileMatmulParams& p, const Place& at, const 
 
 extern "C" __global__ void __launch_bounds__(256, 3) tile_matmul(const lt::TileMatmulParams p) {
   using namespace lt;
-  __shared__ float4 shared[kSide * kPitch / 4];  // the tiles of A and B, and D's after them
+  __shared__ float4 shared[kSide * kPitch / 4];  // holds the tiles of A and B, and when these are multiplied D's tile
   static_assert(2 * sizeof(SCALAR) == sizeof(float), "the tiles of A and B take as much as that of D");
   float* tile = reinterpret_cast<float*>(shared);
   SCALAR* left = reinterpret_cast<SCALAR*>(shared);

@@ -97,7 +97,7 @@ __device__ inline Octet unpack(const Packed<T>& packed) {
   return out;
 }
 
-// For loads that have already converted the elements.
+// Overload for elements that the load has already converted to FP32.
 __device__ inline Octet unpack(const Octet& octet) { return octet; }
 
 template <class T>

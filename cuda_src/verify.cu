@@ -60,11 +60,11 @@ __device__ inline double load(const Elements& matrices, int64 batch, int64 row, 
   }
 }
 
-// Describes the type of results: results of a magnitude beyond `largest` are not compared.
+// Describes the type of results.
 struct Rounding {
   double unit;     // one unit in the last place, relative to the number
   double least;    // smallest normal number
-  double largest;  // largest magnitude that is judged
+  double largest;  // results whose expected magnitude is larger are not compared
 };
 
 // Outputs of `expect`: the expected results in FP64, and the largest error that each may have; row-major without gaps. An

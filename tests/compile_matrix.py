@@ -216,9 +216,9 @@ def _mlp() -> list[Variant]:
 
 
 def _mlp_bwd() -> Iterator[Variant]:
-    """Variants of the narrow MLP: every type, activation, width and loss.
+    """Variants of the kernels that train a whole narrow MLP: every type, activation, width and loss.
 
-    For each choice of blocks only the deepest model is compiled.
+    Of the models whose kernels have the same shapes of thread blocks, only the deepest is compiled.
     """
     for dtype, name, width in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS):
         for hidden in (1, 2) if width == mlp.WIDTHS[-1] else (2,):

@@ -41,7 +41,10 @@ _UNRELATED: Final = ("cpu/test_mutants.py", "cpu/test_packaging.py", "cpu/kernel
 _LIMIT_S: Final = 60
 _KERNEL_LIMIT_S: Final = 600
 _CHOSEN_S: Final = 25.0
-"""Limit of the recorded seconds of a mutant's tests. Tests of the mutant's file and room are chosen first."""
+"""Limit of the recorded seconds of a mutant's tests.
+
+Tests of the mutated file are chosen first, then tests of its room: the folder of tests/cpu with its package's name.
+"""
 _TELLING: Final = 4
 """About a quarter of all changes survive; it is unlikely that this many survive in turn."""
 
@@ -216,10 +219,11 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 
 
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
-    """Tests that cover the mutant's lines; if only its import runs these, tests that cover its file, or of its room.
+    """Returns the tests that cover the mutant's lines.
 
-    Tests that have the name of the mutant's file come first, then those of its room, and the others in a random order:
-    the fastest tests alone see fewer changes.
+    If only the module's import runs these lines, the tests that cover any line of its file, and those of its room, are
+    returned. Tests that have the name of the mutant's file come first, then those of its room, then the others in a
+    random order: the fastest tests alone see fewer changes.
     """
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
     run = [lines[str(line)] for line in mutant.lines if str(line) in lines]

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the installed wheel")
     parser.add_argument("--variants", type=int, default=4, metavar="N", help="about how many of each family")
     options = parser.parse_args(arguments)
-    # The builtins come first. cuda.bindings takes a library that is loaded already.
+    # cuda.bindings uses the libnvrtc that is already loaded. Its builtins are loaded first, so that it finds them.
     for pattern in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):
         (library,) = options.folder.rglob(pattern)
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)

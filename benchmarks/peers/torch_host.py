@@ -77,7 +77,8 @@ def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
 
     graph = _captured(step)
 
-    def call(_held: object = (model, optimizer)) -> None:  # The graph holds only the addresses of their tensors.
+    # The default argument keeps the model and the optimizer alive: the graph has only the addresses of their tensors.
+    def call(_held: object = (model, optimizer)) -> None:
         static_inputs.copy_(inputs)
         static_wanted.copy_(wanted)
         graph.replay()

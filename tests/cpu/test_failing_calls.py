@@ -34,8 +34,10 @@ _FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "4")
 _MANY: Final = 1000
 # Number of failing calls that are tried for an operation with more than `_MANY` calls, which takes seconds.
 _OF_A_SEARCH: Final = 3
-_ALLOCATIONS: Final = 18  # the fewest allocations of a training step, each of which is made to fail
-_CALLS_AFTER: Final = 4  # the third call with the same buffers is captured, and the fourth launches the graph
+_ALLOCATIONS: Final = 18
+"""A training step makes at least this many allocations, each of which is made to fail."""
+_CALLS_AFTER: Final = 4
+"""Calls after a failed one: the third call with the same buffers is captured, and the fourth launches the graph."""
 
 _OTHERWISE: Final = {
     "cuCtxGetDevice": "the device's own context is made current",
@@ -140,7 +142,7 @@ def _fail_in_turn(gpu: FakeGpu, directory: Path, name: str) -> int:
         _alive.append(attempt)
         gpu.streams.synchronize_all()
         kept = shutil.copytree(directory, directory.with_name("kept"))
-        gc.freeze()  # without this each forked process would collect all objects of the parent, which is slow
+        gc.freeze()  # without gc.freeze() each forked process would collect all objects of the parent, which is slow
 
         def succeed() -> tuple[int, Counter[str]]:
             gpu.calls.begin()

@@ -259,7 +259,7 @@ def test_a_skipped_step_changes_no_scale(
 ) -> None:
     """One of several steps has a target that is not finite, while its inputs and weights are finite.
 
-    Without biases, the loss's gradient enters only products in FP8, which must show that it is not finite.
+    Without biases, the loss's gradient is read only by casts to FP8, and these must report that it is not finite.
     """
     package = gpu.lt
     if "scaler" in options:

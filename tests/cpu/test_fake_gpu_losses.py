@@ -101,7 +101,10 @@ class LossCall:
         self.check_results(stream, self.loss, (self.gradient or self.scores).values)
 
     def check_results(self, stream: Any, loss: Any, gradient: Any) -> None:
-        """Compares results with the reference; `gradient` returns the values once the stream is done."""
+        """Compares a loss and its gradient with the reference, after the work of `stream`.
+
+        `gradient` is a function that returns the gradient's values; it is called when they have been computed.
+        """
         self.gpu.synchronize(stream.ptr)
         weights = {name: host_of(self.gpu, each).copy() for name, each in self.weights.items()}
         target = self._classes if self.name == "cross_entropy" else self._y

@@ -28,7 +28,7 @@ def test_gradients(gpu: FakeGpu, name: str) -> None:
         outputs, contexts = expected.forward(x, 5)
         expected_dx = expected.backward(dy, contexts, need_dx=True)
     model = gpu.lt.MLP(_DIMS, device="cuda", seed=3, **_MODELS[name])
-    gpu.streams.synchronize_all()  # the model was initialised on the default stream
+    gpu.streams.synchronize_all()  # the model is initialised on the default stream, and called on another stream
     made, contexts = model.forward(gpu.cp.asarray(x), 5, stream=gpu.stream)
     dx = model.backward(gpu.cp.asarray(dy), contexts, need_dx=True, stream=gpu.stream)
     assert model.backward(gpu.cp.asarray(dy), contexts, stream=gpu.stream) is None

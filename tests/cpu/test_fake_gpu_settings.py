@@ -26,7 +26,7 @@ def _step(gpu: FakeGpu, lt: Any = None, device: object = 0, **options: Any) -> A
     made = {name: options.pop(name) for name in ("max_norm", "moments") if name in options}
     optimizer = lt.AdamW(model.parameters(), lr=1e-2, schedule=schedule, **made)
     step = lt.TrainStep(model, optimizer, ema=lt.EMA(model, 0.75), **options)
-    gpu.streams.synchronize_all()  # the model was made on the default stream
+    gpu.streams.synchronize_all()  # the model is initialised on the default stream, while steps run on other streams
     return step
 
 

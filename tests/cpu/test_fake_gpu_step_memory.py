@@ -53,7 +53,7 @@ _CASES = {
     "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160]),
     # The metrics' tally reads the outputs during the backward pass; so the loss's gradient needs memory of its own.
     "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160], "cross_entropy"),
-    # The derivative of the last layer's activation is computed from the outputs, so that they stay.
+    # The derivative of the last layer's activation is computed from the outputs: their memory is not reused until then.
     "output activation": _Case(
         [32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160, 32], [32, 160], output_activation="sigmoid"
     ),
@@ -92,8 +92,8 @@ def _batch(gpu: FakeGpu, case: _Case, seed: int) -> tuple[Any, Any]:
 def _taken(gpu: FakeGpu, make: Callable[[], Any], batch: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that the graph of a new step holds; the first call, which rehearses the step twice, takes no more."""
     first = make()
-    first(*batch, stream=gpu.stream)  # the first step allocates the memory of the streams
-    gc.collect()  # garbage of other tests would otherwise be freed during the measurement
+    first(*batch, stream=gpu.stream)  # The first step on a stream also allocates the stream's workspace.
+    gc.collect()  # Garbage of other tests would otherwise be freed during the measurement.
     step, before = make(), gpu.memory_used()
     allocate, used = gpu.memory.allocate, [before]
 
@@ -138,8 +138,9 @@ def test_the_peak_of_gated_blocks(gpu: FakeGpu, recompute: bool, monkeypatch: py
         return step
 
     x, target = _ones(gpu, _WIDTH), _ones(gpu, _WIDTH)
-    kept = 3 * (_WIDTH + 2 * _HIDDEN + (0 if recompute else _HIDDEN)) + 2 * _WIDTH  # the first block's x is the batch's
-    others = _WIDTH + _HIDDEN + _WIDTH  # the outputs; then the gradients of the product and of the normalised input
+    # The first block keeps no copy of x, which is the batch's array.
+    kept = 3 * (_WIDTH + 2 * _HIDDEN + (0 if recompute else _HIDDEN)) + 2 * _WIDTH
+    others = _WIDTH + _HIDDEN + _WIDTH  # The outputs; the gradients of the gated product and of the normalised input.
     statistics = 3 * 4 * _ROWS
     expected = 2 * _ROWS * (kept + others + 2 * _WIDTH) + statistics + _LOSS_BYTES + TABLE_BYTES
     assert _taken(gpu, make, (x, target), monkeypatch) == expected
@@ -159,8 +160,10 @@ def test_the_peak_of_towers(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> No
         gpu.streams.synchronize_all()
         return step
 
-    kept = 2 * 3 * _HIDDEN + 2 * _HIDDEN  # two pre-activations and an output of each tower; the columns side by side
-    others = _WIDTH + 2 * _HIDDEN + _HIDDEN  # the outputs; the gradients of the columns and of a tower's first output
+    # Each tower keeps two pre-activations and an output; the layer above keeps the array of both towers' columns.
+    kept = 2 * 3 * _HIDDEN + 2 * _HIDDEN
+    # The model's outputs, and the gradients of the array of both towers' columns and of one tower's first output.
+    others = _WIDTH + 2 * _HIDDEN + _HIDDEN
     expected = 2 * _ROWS * (kept + others + 2 * _WIDTH) + _LOSS_BYTES + TABLE_BYTES
     assert _taken(gpu, make, (_ones(gpu, _WIDTH), _ones(gpu, _WIDTH)), monkeypatch) == expected
 

@@ -41,8 +41,8 @@ def test_streams_may_change_between_steps(gpu: FakeGpu, graph: bool) -> None:
     step, other = _step(gpu), _step(gpu, graph=graph)
     batches = [_batch(gpu, seed) for seed in range(_STEPS)]
     for batch, stream in zip(batches, [gpu.stream, gpu.other_stream, None] * 2, strict=True):
-        step(*batch, stream=stream)  # the host does not wait between steps
-    gpu.synchronize()  # the last step is on the default stream
+        step(*batch, stream=stream)  # The host does not wait between steps.
+    gpu.synchronize()  # The last step runs on the default stream, the steps of `other` on another one.
     for batch in batches:
         other(*batch, stream=gpu.stream)
     assert len(set(map(tuple, _values(gpu, step, other)))) == 1
@@ -163,7 +163,8 @@ def test_a_replay_takes_a_short_way(gpu: FakeGpu, current: bool) -> None:
     with gpu.stream:
         stream = None if current else gpu.stream.ptr
         step(*batches[0], stream=stream)
-        # The pair of counts must be reached in a first replay and in a second one.
+        # A replay with another batch than the step before, and one with the same batch, may enter functions of at most
+        # this many modules, and this many functions.
         for batch, modules, functions in ((batches[1], 6, 14), (batches[1], 5, 11)):
             entered.clear()
             sys.setprofile(note)

@@ -141,7 +141,10 @@ FP8_CASES = {
 
 @pytest.mark.parametrize("case", FP8_CASES.values(), ids=FP8_CASES)
 def test_gradients_in_fp8(gpu: FakeGpu, case: Fp8Case) -> None:
-    """Row weights of 1, with which the loss neither casts nor sums, change no bit of gradients and scales."""
+    """A loss that also casts its gradient to FP8 and sums it gives the same bits as a loss that does neither.
+
+    A loss with row weights does neither, and weights of 1 change no value.
+    """
     generator, found = np.random.default_rng(0), []
     x, target = ([generator.random((64, cols)).astype(DTYPES["bfloat16"]) for _ in range(3)] for cols in (32, 48))
     for weights, graph in (((), True), ((), False), ((np.ones(64, np.float32),), True)):

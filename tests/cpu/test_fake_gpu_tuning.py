@@ -46,7 +46,7 @@ def _check_chain(gpu: FakeGpu) -> None:
 
 
 def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The environment of the tests may set fewer columns, and rich then folds cells.
+    # With fewer columns, which the tests' environment may set, rich would fold cells of the printed report.
     monkeypatch.setenv("COLUMNS", "160")
     gpu = FakeGpu(host, tmp_path)
     gpu.streams.costs_us["kernel"] = 20.0
@@ -57,7 +57,7 @@ def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path, monkeypatc
         _check_chain(gpu)
         gpu.settle()
         first = [*gpu.kernels.launched]
-    another = FakeGpu(host, tmp_path)  # stands for another process, which finds the plans on disk
+    another = FakeGpu(host, tmp_path)  # simulates another process, which finds the plans on disk
     with another.active():
         _check_chain(another)
         another.settle()

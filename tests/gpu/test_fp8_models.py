@@ -55,7 +55,7 @@ def test_the_loss_casts_as_the_last_layer_does(gpu: Any) -> None:
 
 @pytest.mark.parametrize("precision", [lt.FP8(), lt.FP8(recipe="current"), lt.FP8(gradients="e4m3")])
 def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any) -> None:
-    """Compares losses of the last tenth of 400 steps; the limit includes the noise of FP8's forward pass."""
+    """Compares mean losses of the last 40 of 400 steps; FP8's noise in the forward pass may raise its loss by 15 %."""
     in_fp8, _ = train(gpu, 400, precision=precision, tune=True)
     in_bf16, _ = train(gpu, 400, precision=None)
     assert np.mean(in_fp8[-40:]) < 1.15 * np.mean(in_bf16[-40:]) < 0.5 * in_bf16[0]

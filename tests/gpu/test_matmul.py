@@ -46,8 +46,8 @@ def test_matmul_agrees_with_reference_and_launches_kernels_only(
         product.check()
     except cp.cuda.runtime.CUDARuntimeError as error:  # after this error, no call to the GPU succeeds in this process
         raise AssertionError(f"{case} is the end of the context") from error
-    lt.matmul(**product.operands, stream=_capture_stream())  # the stream's memory is allocated before the capture
-    _capture_stream().synchronize()  # waits before the next example reuses the operands' memory
+    lt.matmul(**product.operands, stream=_capture_stream())  # Allocates the stream's workspace before the capture.
+    _capture_stream().synchronize()  # Waits for this product, before the next example reuses the operands' memory.
     nodes = captured_nodes(lambda stream: lt.matmul(**product.operands, stream=stream), _capture_stream().ptr)
     assert set(nodes) == {"KERNEL"}, nodes
     assert len(nodes) <= 3, nodes  # at most three launches: a copy of the operands, the product, and our pass
@@ -105,7 +105,8 @@ def test_rows_of_d_less_aligned_than_those_of_c(gpu: Any, epilogue: Epilogue, dt
 def test_rows_of_d_less_aligned_than_those_of_c_with_every_candidate(
     dtype: str, compute: str, d_dtype: str, gap: int
 ) -> None:
-    # An algorithm that stores vectors to D because C's rows would allow it ends the context: a misaligned address.
+    # An algorithm that stores vectors to D because C's rows are aligned for it fails with a misaligned address, after
+    # which no call to the GPU succeeds in this process.
     m, n, k, kind, result = 64, 128, 96, DType(dtype), DType(d_dtype)
     a, b, c = cp.ones((m, k), kind.numpy), cp.ones((k, n), kind.numpy), cp.ones((m, n), result.numpy)
     d = cp.empty((m, n + gap), result.numpy)[:, :n]

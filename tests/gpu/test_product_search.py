@@ -213,8 +213,8 @@ def test_a_capture_in_another_thread_stays_whole() -> None:
 
     thread = threading.Thread(target=elsewhere)
     with stream:
-        x += 1  # the first sum loads CuPy's kernel, which a capture forbids
-        # The strictest capture mode, in which no thread may allocate memory.
+        x += 1  # The first sum loads CuPy's kernel, which is forbidden during a capture.
+        # In this strictest mode of capture no thread of the process may allocate memory.
         stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
         x += 1
         thread.start()

@@ -13,8 +13,10 @@ import lt_runtime as lt
 
 torch = pytest.importorskip("torch")
 
-_LONG = 200_000_000  # cycles, a tenth of a second: longer than the host takes for a call
-_CALLS = 4  # calls until a call is captured with its buffers
+_LONG = 200_000_000
+"""Cycles (a tenth of a second) that a kernel spins: longer than the host takes for a call."""
+_CALLS = 4
+"""Of this many calls with the same buffers, the third is captured into a graph, and the fourth launches the graph."""
 _M, _N, _K = 64, 48, 80
 
 

@@ -19,8 +19,10 @@ EPSILON: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT
 EPS32: Final = EPSILON[DType.FLOAT32]
 
 _HALF_SUBNORMAL: Final = {DType.FLOAT32: 2.0**-150, DType.FLOAT16: 2.0**-25, DType.BFLOAT16: 2.0**-134}
-_GUARD: Final = 8192 if SANITIZER is Sanitizer.NONE else 0  # bytes on either side; sanitizers have guards of their own
-_FILL: Final = 0xFF  # this byte makes NaN in every type, with bits that arithmetic never yields
+_GUARD: Final = 8192 if SANITIZER is Sanitizer.NONE else 0
+"""Bytes before and after a test's matrix that must not change. Sanitizers have guards of their own."""
+_FILL: Final = 0xFF
+"""Byte that fills buffers: numbers of every type then are NaN, with bits that arithmetic never yields."""
 
 FLAT: Final = Placement(column_major=False, gap=0, offset=0)
 """Placement of a row-major matrix without gaps, at an aligned address."""

@@ -1,6 +1,7 @@
 """Hypothesis strategies for property tests of kernels.
 
-They draw shapes, placements that suit a kernel, tilings, dropout and orders of execution.
+The strategies draw shapes, placements of matrices that suit a kernel, tilings, dropout, and orders in which a kernel's
+blocks and threads are executed.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ VECTOR_BYTES: Final = 16
 axes = st.one_of(st.just(1), st.integers(1, 40), st.sampled_from((8, 16, 64, 65, 96, 131)))
 shapes = st.one_of(
     st.tuples(axes, st.one_of(axes, st.sampled_from((257, 264)))),
-    # of these shapes, long matrices are split into parts by backward kernels, and wide ones need more blocks than run
-    # at a time
+    # Long matrices, which backward kernels split into parts of some rows, and wide ones, for which kernels launch more
+    # blocks than run at a time.
     st.tuples(st.sampled_from((100, 333, 700)), st.sampled_from((1, 10, 33))),
     st.tuples(st.integers(1, 9), st.sampled_from((1600, 2000))),
 )

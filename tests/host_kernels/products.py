@@ -175,7 +175,7 @@ class Product:
         return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0])) if self._has_mask else spec_of(aux)
 
     def run(self, own_pass: TileMatmulPass | NarrowPass) -> None:
-        """Runs a kernel of ours that computes the product; it was made from `self.problem`."""
+        """Runs `own_pass`, a kernel of ours that computes the product and was made from `self.problem`."""
         a, b, c, d, aux = (self.operands[name].address for name in OPERANDS)
         memory = Memory(own_pass.scratch_bytes)
         call = Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))

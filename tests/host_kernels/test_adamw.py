@@ -168,7 +168,7 @@ def test_random_numbers_of_tensors_over_two_thousand_million_elements(host: Host
     lanes = reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M, first=8 * octet)
     expected = rounded(new.m, BF16, lanes)
     agree = (tensor.m.values() == expected).mean()
-    assert agree > 0.99  # FP32 arithmetic causes the differences of the other numbers
+    assert agree > 0.99  # the kernel computes in FP32, so that a few numbers are rounded to another neighbour
     elsewhere = rounded(new.m, BF16, reference.rounding_lanes(case.size, 7 << 40, 0, 1, RoundedTensor.M))
     assert (tensor.m.values() == elsewhere).mean() < 0.9
 

@@ -47,10 +47,10 @@ SPECIAL = np.array(
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardCase(Launch):
-    sums: bool = True  # whether the bias gradient is computed; always true if dz is not written
-    accumulate: bool = True  # whether the bias gradient is added to the buffer's contents
+    sums: bool = True  # Whether the bias gradient is computed; always true if dz is not written.
+    accumulate: bool = True  # Whether the bias gradient is added to the contents of its buffer.
     sum_offset: int = 0
-    tall_blocks: Blocks  # the blocks of variants that transpose; other variants use `blocks`
+    tall_blocks: Blocks  # Blocks for variants of the kernel that transpose; other variants use `blocks`.
     dy: Placement = FLAT
     saved: Placement = FLAT
     dz: Placement = FLAT

@@ -309,8 +309,8 @@ def test_the_order_of_turns_changes_no_bit(
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_infinity_and_nan_stay_in_their_rows_and_columns(host: HostKernels, value: float) -> None:
-    """An infinite input makes a ReLU's output infinite or zero, depending on the weight's sign. NaN stays NaN, and the
-    derivative of a ReLU is 1 there. Neither affects another row's outputs.
+    """An infinite input makes a ReLU's output infinite or zero, depending on the weight's sign. NaN stays NaN, and
+    ReLU's derivative at NaN is 1. An infinite or NaN input of one row affects no other row's outputs.
     """
 
     def draw(shape: tuple[int, ...]) -> NDArray[Any]:

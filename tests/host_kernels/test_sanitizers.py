@@ -92,7 +92,7 @@ OTHERS: dict[str, Iterable[object]] = {
 
 
 def names_of(cases: Mapping[str, Iterable[object]]) -> list[str]:
-    """Ids of a table's tests, one for each id of parameters; a test without any stands for itself."""
+    """Returns pytest's ids of tests: one for each of a test's ids of parameters, or the test's name if it has none."""
     return [name for test, names in cases.items() for name in [f"{test}[{each}]" for each in names] or [test]]
 
 

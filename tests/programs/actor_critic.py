@@ -14,7 +14,8 @@ PLACES, WALKERS, HORIZON, UPDATES = 12, 64, 16, 120
 def walk(actor: lt.MLP, xp: Any, rng: np.random.Generator) -> tuple[Any, Any, Any, Any]:
     """Simulates walkers in a corridor, who choose their steps by the actor.
 
-    Returns their states, actions and returns, and the mean reward: 1 at the far end, -0.02 for each step.
+    Gives the walkers' states, actions and returns (sums of later rewards), and the mean reward: 1 at the corridor's far
+    end, -0.02 for each step.
     """
     place = rng.integers(0, PLACES - 1, WALKERS)
     seen, done, earned = [], [], []

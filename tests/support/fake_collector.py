@@ -21,7 +21,7 @@ def kernel(name: str, start_us: float, us: float, *path: str, kind: Any = "kerne
 def install(
     monkeypatch: pytest.MonkeyPatch, activities: list[Activity], *, dropped: int = 0, why: str | None = None
 ) -> ModuleType:
-    """Replaces the collector by one that returns these activities, or that fails with the error `why`."""
+    """Replaces the collector of GPU activities by one that returns `activities`, or fails with the error `why`."""
     from lt_runtime.errors import CuptiError  # the module in the copy of the package that the test uses
 
     module: Any = ModuleType(MODULE)

@@ -128,8 +128,10 @@ class Desc:
         return self.a_scale_mode == MatmulMatrixScale.OUTER_VEC_32F
 
 
-_LAYOUT_SIZE: Final = 14 * 8  # size of cublasLtMatrixLayoutOpaque_t, which holds its attributes by value
-_DESC_SIZE: Final = 32 * 8  # size of cublasLtMatmulDescOpaque_t, likewise
+_LAYOUT_SIZE: Final = 14 * 8
+"""Bytes of cublasLtMatrixLayoutOpaque_t, which holds its attributes by value."""
+_DESC_SIZE: Final = 32 * 8
+"""Bytes of cublasLtMatmulDescOpaque_t, which holds its attributes by value."""
 _LAYOUT: Final = [
     *(MatrixLayoutAttribute.TYPE, MatrixLayoutAttribute.ORDER, MatrixLayoutAttribute.ROWS, MatrixLayoutAttribute.COLS),
     *(MatrixLayoutAttribute.LD, MatrixLayoutAttribute.BATCH_COUNT, MatrixLayoutAttribute.STRIDED_BATCH_OFFSET),
@@ -232,7 +234,7 @@ class FakeCublasLt:
         return int.from_bytes(bytes(cell), "little", signed=True)
 
     def layout(self, handle: int) -> Layout:
-        """Reads the layout with this handle, attribute by attribute only if no descriptor had the same bytes."""
+        """Reads the layout with this handle. Layouts are kept by the bytes of their descriptors, to read each once."""
         content = ctypes.string_at(handle, _LAYOUT_SIZE)
         if content not in self._layouts:
             if self._get(handle, MatrixLayoutAttribute.BATCH_MODE) != BatchMode.STRIDED:

@@ -43,7 +43,8 @@ Work = tuple[Callable[[], None], Callable[[], Iterable[Touch]], str]
 Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int], Work]
 """Type of a function that turns a kernel's launch into `Work`.
 
-Its arguments are a kernel's handle, the address of its argument block, grid, block, and bytes of shared memory.
+The function's arguments are the kernel's handle, the address of the kernel's argument block, the grid, the block, and
+the bytes of shared memory.
 """
 
 

@@ -117,9 +117,9 @@ def in_late_order(nodes: list[Node]) -> Iterator[int]:
 
 @dataclass
 class Event:
-    """A recorded event: a point after a stream's first `count` works, or in a capture after the nodes `tails`.
+    """A recorded event: a point after a stream's first `count` operations, or in a capture after the nodes `tails`.
 
-    `known` is the work that the point is ordered after.
+    `known` are the operations that are ordered before this point.
     """
 
     stream: int | None = None
@@ -263,7 +263,7 @@ class Streams:
             own.done = own.given
 
     def left_undone(self) -> dict[int, int]:
-        """Returns for each stream how many of its works have not run."""
+        """Returns for each stream how many of its operations have not run, without events."""
         undone = {handle: sum(is_work for _, is_work in own.waiting) for handle, own in self._streams.items()}
         return {handle: count for handle, count in undone.items() if count}
 

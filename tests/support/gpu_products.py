@@ -133,7 +133,7 @@ class Product:
     def tuner_objections(self) -> dict[str, str]:
         """Verifies the plan as the tuner does.
 
-        Returns its messages about wrong results, an empty list if all results are right.
+        Returns the tuner's messages about wrong results; empty if all results are right.
         """
         stream = cp.cuda.get_current_stream().ptr
         trial, memory = ProductOperands(Memory(0, stream), self.problem), stream_memory(0, stream)

@@ -1,6 +1,6 @@
-"""The memory that a launch of one of our kernels reads and writes, as far as its argument block tells.
+"""The memory that a launch of one of our kernels reads and writes, as far as its argument block (its parameters) tells.
 
-Where the block does not tell an operand's extent, the operand is taken to end with its allocation.
+Where the argument block does not tell an operand's extent, the operand is taken to end with its allocation.
 """
 
 from __future__ import annotations

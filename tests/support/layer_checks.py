@@ -168,7 +168,10 @@ class Layer:
         self.gpu.synchronize((current if self.stream is None else self.stream).ptr)
 
     def check_forward(self, y: Any = None) -> None:
-        """Checks y and the saved tensor. `y` is the result if it is not in the case's buffer."""
+        """Checks y and the saved tensor.
+
+        `y` is the array that the call returned; None if it has written the outputs into the buffer of this case.
+        """
         self.wait()
         case, data = self.case, self.data
         made = self.y.values() if y is None else host_of(self.gpu, y).astype(np.float64)

@@ -67,13 +67,13 @@ class Product:
         self.product = reference.matmul(self.a, self.b, self.c, **scalars, epilogue=plain, bias=self.bias).d
 
     def rescale(self, alpha: float, beta: float) -> None:
-        """Replaces alpha and beta, and keeps the arrays."""
+        """Gives the next product other values of alpha and beta, in new scalars; the matrices stay."""
         self.case = dataclasses.replace(self.case, alpha=alpha, beta=beta)
         self.operands |= {"alpha": self._scalar(alpha), "beta": self._scalar(beta)}
         self._expect()
 
     def overwrite_scalars(self, alpha: float, beta: float) -> None:
-        """Writes other values of alpha and beta where the case has them on the device."""
+        """Writes other values of alpha and beta into the same device memory, from which the product reads them."""
         self.case = dataclasses.replace(self.case, alpha=alpha, beta=beta)
         for name, value in (("alpha", alpha), ("beta", beta)):
             host_of(self.gpu, self.operands[name])[...] = value
@@ -149,7 +149,10 @@ class Product:
         self.check_results()
 
     def check_results(self, d: Any = None) -> None:
-        """Checks D, the auxiliary output and the bias gradient. `d` is D where it is not in the case's buffer."""
+        """Checks D, the auxiliary output and the bias gradient.
+
+        `d` is the array that the call returned for D; None if it has written D into the buffer of this case.
+        """
         self.wait()
         tolerance = self._tolerance()
         made = self.out.values() if d is None else host_of(self.gpu, d).astype(np.float64)

@@ -38,7 +38,7 @@ def mutated(draw: st.DrawFn, content: bytes, resigned: Callable[[Any], Any] = la
     except ValueError:  # content that is not one JSON value may be lines of JSON, of which one is changed
         lines = content.splitlines()
         numbers = [index for index, line in enumerate(lines) if line.startswith(b"{")]
-        if not numbers:  # numbers are missing if the content is no text
+        if not numbers:  # no line begins a JSON object: the content is not a text of JSON lines
             return content[:start] + content[end:]
         number = draw(st.sampled_from(numbers))
         lines[number] = draw(mutated(lines[number], resigned))

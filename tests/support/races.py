@@ -1,7 +1,8 @@
 """Finds races on the pretended GPU: two accesses to the same memory whose order no stream, event or wait decides.
 
-The driver's stand-in stamps all work with the work that is ordered before it by streams, events and waits of the host.
-When the work runs, each access is compared with the earlier accesses to the same memory.
+An operation is anything that runs on a stream: a kernel, a copy, a node of a graph. The driver's stand-in gives each
+operation a stamp, which names the operations that streams, events and waits of the host order before it. When an
+operation runs, each of its accesses to memory is compared with the earlier accesses to the same memory.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Final, NamedTuple, TypeAlias
 HOST: Final = -1
 """The number that stands for the host where streams are numbered."""
 Known: TypeAlias = Mapping[int, int]
-"""Type: for each stream, the number of its last work that is ordered before something."""
+"""Type: for each stream, the number of the last of its operations that are ordered before a point in time."""
 
 
 class Stamp(NamedTuple):
-    """The place of one piece of work in the order of all work.
+    """The place of an operation in the order of all operations.
 
     Attributes:
-        number: counts the calls that put work on any stream.
-        known: the work that is ordered before this work.
-        node: the index of a graph's node; all nodes of a launch have the launch's number.
-        before: a bit for each of the graph's nodes that come before.
+        number: the number of the call that put the operation on a stream, counted over all streams.
+        known: the operations that are ordered before this one.
+        node: the index of the operation if it is a graph's node; all nodes of a graph's launch have the same `number`.
+        before: a bit for each of the graph's nodes that come before this one.
     """
 
     stream: int
@@ -35,19 +36,22 @@ class Stamp(NamedTuple):
 
 
 class History:
-    """The accesses so far to the memory at an address. Memory that a pool has returned again shares their list."""
+    """The accesses so far to the memory at an address.
+
+    An allocation that a pool returns at the same address later continues this list.
+    """
 
     def __init__(self) -> None:
         self.accesses: list[Access] = []
 
 
 class Touch(NamedTuple):
-    """Bytes of an allocation that a work reads, or writes and perhaps reads.
+    """Bytes of an allocation that an operation reads, or that it writes and perhaps reads too.
 
     Attributes:
-        history: the allocation's history.
+        history: the accesses so far to the allocation.
         start, end: the bytes' range within the allocation.
-        operand: the name that the work has for the memory.
+        operand: the operation's name for these bytes.
     """
 
     history: History
@@ -58,14 +62,14 @@ class Touch(NamedTuple):
 
 
 class Access(NamedTuple):
-    """An access: a touch of memory by the work with this stamp and name."""
+    """An access to the bytes `touch` by the operation with the stamp `stamp` and the name `work`."""
 
     touch: Touch
     stamp: Stamp
     work: str
 
     def precedes(self, stamp: Stamp) -> bool:
-        """Whether the access is ordered before the work with a stamp, or is an access of the same work."""
+        """Whether this access is ordered before the operation with the stamp `stamp`, or belongs to that operation."""
         own = self.stamp
         if own.number == stamp.number:
             return own.node == stamp.node or bool(stamp.before >> own.node & 1)
@@ -79,7 +83,7 @@ class Access(NamedTuple):
 
 
 class Races:
-    """The order of all work of a pretended GPU, and the races so far."""
+    """The order of all operations of a pretended GPU, and the races found so far."""
 
     def __init__(self) -> None:
         self._numbers, self._lock = itertools.count(1), threading.Lock()
@@ -87,7 +91,7 @@ class Races:
         self._found: dict[tuple[str, ...], str] = {}
 
     def put(self, stream: int) -> Stamp:
-        """Called when work is put on a stream: returns the stamp of the work."""
+        """Called when an operation is put on a stream: returns the operation's stamp."""
         with self._lock:
             known, number = self._known.setdefault(stream, {}), next(self._numbers)
             _merge(known, self._known[HOST])
@@ -95,12 +99,15 @@ class Races:
             return Stamp(stream, number, dict(known))
 
     def recorded(self, stream: int) -> Known:
-        """Returns the work that an event recorded on a stream now is ordered after."""
+        """Returns the operations that are ordered before an event, if that event is recorded on `stream` now."""
         with self._lock:
             return dict(self._known.get(stream, {}))
 
     def wait(self, stream: int, known: Known) -> None:
-        """Called when a stream, or the host, waits for an event, or for a stream as if for an event recorded now."""
+        """Called when a stream, or the host, waits for an event or for all operations of another stream.
+
+        `known` are the operations that are ordered before the event, or before the other stream's end.
+        """
         with self._lock:
             _merge(self._known.setdefault(stream, {}), known)
 
@@ -110,11 +117,11 @@ class Races:
             self.wait(HOST, self.recorded(stream))
 
     def add(self, stamp: Stamp, work: str, touches: Iterable[Touch]) -> None:
-        """Called when work runs, after all work that is ordered before it: checks the work's accesses."""
+        """Called when an operation runs, after all that are ordered before it: checks the operation's accesses."""
         with self._lock:
             for touch in touches:
                 new, accesses = Access(touch, stamp, work), touch.history.accesses
-                # Most work repeats the only access of earlier work on its stream.
+                # Usual case, without comparisons: the only earlier access is the same one by the same stream.
                 if len(accesses) == 1 and accesses[0].touch is touch and accesses[0].stamp.stream == stamp.stream:
                     kept = []
                 else:
@@ -130,8 +137,8 @@ class Races:
         first, last = old.touch, new.touch
         if not old.precedes(new.stamp):
             conflicts = first.start < last.end and last.start < first.end and (first.writes or last.writes)
-            # A race is left out if `new` is ordered before `old`: the pretended CuPy writes arrays from the host at the
-            # call, before earlier work of the stream has run.
+            # No race if `new` is ordered before `old`, although it runs later: the pretended CuPy writes arrays from
+            # the host when it is called, before earlier operations of the stream have run.
             if conflicts and not new.precedes(old.stamp):
                 key = old.work, first.operand, new.work, last.operand
                 self._found.setdefault(key, f"{old}; {new}; nothing orders the two")

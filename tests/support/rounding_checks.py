@@ -201,7 +201,7 @@ class RoundedProduct(Product):
         adds_bias_in_place = case.in_place and case.epilogue is Epilogue.BIAS
         by_library = case.epilogue is Epilogue.NONE or case.epilogue.sums_operand or adds_bias_in_place
         lies_as_d = case.in_place or case.c.column_major == case.d.column_major
-        if case.with_c and by_library and lies_as_d:  # the library rounds the product before it adds C
+        if case.with_c and by_library and lies_as_d:  # cuBLASLt may round the product to D's type before it adds C
             self.error = self.error + unit(case.alpha * (a @ b), case.dtype) / 2
 
     def draw(self, shape: tuple[int, ...], dtype: DType, size: float) -> Array:
@@ -228,7 +228,7 @@ class RoundedProduct(Product):
         if epilogue.is_derivative:
             slope = reference.derivative(self.z, activation)
             inexact = _GELU_DERIVATIVE_ERROR if is_gelu else 0.0
-            # The library may round the product before it multiplies the product by GELU's derivative.
+            # cuBLASLt may round the product to D's type before it multiplies the product by GELU's derivative.
             error = self.error + (unit(self.product, self.case.dtype) / 2 if is_gelu else 0.0)
             return self.product * slope, error * np.abs(slope) + inexact * np.abs(self.product)
         error, inexact = self.error, _GELU_ERROR if is_gelu else 0.0

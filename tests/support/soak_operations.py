@@ -67,7 +67,7 @@ def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
 
 
 def _captured(generator: Generator) -> Prepare:
-    """Captures a layer in a graph of the caller's."""
+    """Captures forward and backward of a layer into a graph as a user does, by CuPy's capture of a stream."""
     case = random_layer(generator, accumulate=False, keep_z=True)
 
     def prepare(gpu: FakeGpu) -> Attempt:

@@ -131,8 +131,8 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
 def lattice(generator: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> NDArray[np.generic]:
     """Random multiples of 1/8 in [-1/2, 1/2].
 
-    Their products and sums are exact in FP32, and the factors are exact in TF32, FP16 and BF16. So a pre-activation has
-    the same sign, or is zero, in every precision, and rounding crosses no kink of an activation.
+    Products and sums of such numbers are exact in FP32, and the numbers themselves in TF32, FP16 and BF16. So a
+    pre-activation has the same sign, or is zero, in every precision: no rounding moves it across an activation's kink.
     """
     values: NDArray[np.generic] = (generator.integers(-4, 5, shape) / 8.0).astype(dtype.numpy)
     return values

@@ -12,7 +12,7 @@ from tests.support.block_trees import Tree, build, random_state
 from tests.support.numpy_cases import DTYPES
 
 SMOOTH = {"activations": ("none", "gelu"), "gates": ("SwiGLU",)}
-"""Choices of `trees` that need few kernels, and where a rounding of inputs changes gradients little."""
+"""Arguments of `trees` for models that need few kernels, and whose gradients change little when inputs are rounded."""
 
 
 def check_steps(gpu: Any, tree: Tree, dtype: str, tolerance: float, memory: Callable[[], int]) -> None:

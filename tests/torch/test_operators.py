@@ -38,7 +38,7 @@ STATISTICS = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def leaves_of(*shapes: tuple[int, ...], dtype: Any = torch.float64) -> list[Any]:
-    """Leaves that require a gradient, with values that are the same in each run."""
+    """Returns random tensors that require a gradient; their values are the same in each run."""
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [each.to(dtype).requires_grad_() for each in made]
@@ -51,9 +51,10 @@ def gradients(y: Any, leaves: list[Any]) -> list[Any]:
 
 @pytest.fixture(params=["cpu", "gpu", "gpu traced"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The type to compute in and the tolerance: on the CPU, and as on a GPU, where the package takes no float64.
+    """Returns the type to compute in and the tolerance: float64 on the CPU, float32 on the pretended GPU.
 
-    "gpu traced" calls the operators that PyTorch's dispatcher knows, as a compiled graph does.
+    On a GPU the package takes no float64. With the parameter "gpu traced", calls go through PyTorch's dispatcher, as
+    those of a compiled graph do.
     """
     if request.param == "cpu":
         return torch.float64, {"rtol": 1e-10, "atol": 1e-10}

@@ -31,8 +31,8 @@ def our_enums() -> list[Enum]:
     names = (module.name for module in pkgutil.iter_modules(cublaslt.__path__, f"{cublaslt.__name__}."))
     values = (value for module in map(importlib.import_module, names) for value in vars(module).values())
     classes = {value for value in values if isinstance(value, type) and issubclass(value, enum.IntEnum | enum.IntFlag)}
-    classes.add(cublaslt.MatmulTile)  # this enum is created on first use
-    return sorted(filter(len, classes), key=lambda cls: cls.__name__)  # base classes have no members
+    classes.add(cublaslt.MatmulTile)  # MatmulTile is created on first use.
+    return sorted(filter(len, classes), key=lambda cls: cls.__name__)  # Enums without members are base classes.
 
 
 def c_names(name: str, prefix: str) -> Iterator[str]:

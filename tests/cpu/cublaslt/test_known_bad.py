@@ -57,9 +57,9 @@ SOUND: list[dict[str, Any]] = [
     {"epilogue": Epilogue.GELU_AUX_BIAS},
     *(TAIL | {"version": version} for version in (120602, 130402)),
     *(TAIL | change for change in ({"capability": 89}, {"algo_id": 67}, {"splitk": 1})),
-    TAIL | {"k": 3 * 64},  # K is a multiple of the stage, so that there is no tail
-    TAIL | {"k": 3 * 65 + 1},  # the parts of K are not multiples of a stage
-    TAIL | {"stages": 36},  # stages of 128 are longer than the parts of 64
+    TAIL | {"k": 3 * 64},  # K is a multiple of a stage's depth, so that there is no tail.
+    TAIL | {"k": 3 * 65 + 1},  # The parts into which split-K divides K are no multiples of a stage's depth.
+    TAIL | {"stages": 36},  # Stages of depth 128 are longer than the parts of K, of 64.
     *(TAIL | {"stages": stages} for stages in (34, 37)),
     *(PITCH | change for change in ({"largest_pitch": 2**31 - 1}, {"version": 130300}, {"algo_id": 65})),
     *(PITCH | {"capability": capability} for capability in (89, 100)),
@@ -74,7 +74,7 @@ SOUND: list[dict[str, Any]] = [
     *({"epilogue": each, "vector_alignment": 16} for each in (Epilogue.BIAS, Epilogue.BGRADA)),
     {"vector_alignment": 1},
     {"d_alignment": 16, "c_alignment": 256},
-    # cuBLASLt checks only the alignment of C's rows. That is right here, because they are aligned no better than D's.
+    # cuBLASLt checks the alignment of C's rows but not of D's, which is harmless where C's rows are aligned no better.
     {"d_alignment": 4, "c_alignment": 4},
     {"d_alignment": 4, "asked_alignment": 4},
 ]

@@ -186,7 +186,7 @@ def test_a_cache_that_cannot_be_used_costs_one_warning(
     (warning,) = caught
     assert "compiled anew in each process: cannot write to" in str(warning.message)
     assert str(tmp_path / "file" / "cache") in str(warning.message)
-    assert warning.filename == __file__  # the caller's line is shown
+    assert warning.filename == __file__  # the warning points at the line that called the package
 
 
 @pytest.mark.usefixtures("compiled")

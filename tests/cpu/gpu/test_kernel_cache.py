@@ -111,8 +111,8 @@ def test_another_kernels_file_is_not_used(cache: Path, kernels: KernelCache) -> 
 
 def device(path: Path) -> None:
     try:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: reading it never ends
-    except PermissionError:  # only root may make devices
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # This is /dev/zero, whose content never ends.
+    except PermissionError:  # Only root may make devices.
         os.mkfifo(path, 0o600)
 
 

@@ -69,8 +69,8 @@ def _forward_problems() -> Iterator[ForwardProblem]:
 
 
 def _derivatives() -> Iterator[tuple[DType, Spec, Derivative]]:
-    """Problems of backward, for the saved tensor of every forward problem and strategy, and for a pre-activation, which
-    callers of raw pointers keep.
+    """Yields the derivatives that backward computes: from the tensor that each forward problem and strategy saves, and
+    from a pre-activation, which callers that pass raw pointers keep.
     """
     for problem in filter(lambda each: each.backward, _forward_problems()):
         for strategy in forward_strategies(problem):
@@ -84,8 +84,10 @@ def _derivatives() -> Iterator[tuple[DType, Spec, Derivative]]:
 
 
 def _backward_problems() -> Iterator[BackwardProblem]:
-    """Problems of the kernel that multiplies by an activation's derivative: that of the layer's own activation without
-    products, dz written in any layout or not at all; and that of the layer below, applied after the product.
+    """Yields problems that need the kernel that multiplies by an activation's derivative.
+
+    The kernel multiplies dy by the derivative of the layer's own activation, without a product, and writes dz in either
+    layout or not at all; or, after the product, it multiplies dx by the derivative of the lower layer's activation.
     """
     for dtype, y, derivative in _derivatives():
         x, w = Spec(packed(16, 8)), Spec(packed(y.layout.cols, 8))

@@ -34,7 +34,7 @@ def test_every_row_has_threads(rows: int, cols: int, order: Order, itemsize: int
 def test_rows_are_held_as_far_as_blocks_have_memory(
     classes: int, itemsize: int, packets: int, held: int, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cases are rows of which an H200's shared memory holds two, one, the part that registers do not hold, or less.
+    """In the cases an H200's shared memory holds two rows of scores, one, the part that registers do not hold, or less.
     A row takes whole batches of packets (vector loads of one thread) in shared memory.
     """
     monkeypatch.setattr(cross_entropy, "device_attributes", lambda *_: (227 << 10, 228 << 10))

@@ -101,7 +101,10 @@ def test_our_kernel_has_the_width_of_a_power_of_two() -> None:
 
 
 def test_the_sum_of_an_operand_leaves_no_pass_over_the_product() -> None:
-    """With either method an operand's sum takes a kernel of its own; other epilogues cost cuBLASLt an FP32 product."""
+    """The estimate for cuBLASLt is lower with an epilogue that sums an operand than with one that changes the product.
+
+    A separate kernel sums the operand; for other epilogues cuBLASLt writes an FP32 product that another pass reads.
+    """
     d = Spec(packed(24, 8), alignment=2)
     problem = weight_gradient(24, 8, 2, Epilogue.BGRADA, dtype=DType.FLOAT16, d=d)
     others = replace(problem, epilogue=Epilogue.RELU)

@@ -74,7 +74,7 @@ def a_backward(kind: Kind) -> BackwardProblem:
 def test_full_fp32_has_no_candidate_of_the_library(
     epilogue: Epilogue, options: dict[str, Any], library: FakeLibrary
 ) -> None:
-    """GELU in full FP32 is refused, with an algorithm from a file or from the heuristic, which is not called."""
+    """cuBLASLt's GELU in full FP32 is refused, for algorithms from a file too, before its heuristic is called."""
     with pytest.raises(PlanError, match=r"cuBLASLt's GELU is off by 5e-6"):
         MatmulPlan(a_product(FULL, epilogue), 0, **options)
     with pytest.raises(PlanError, match=r"cuBLASLt's GELU is off by 5e-6"):

@@ -116,8 +116,8 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
 
 
 def test_a_printed_report_is_plain_text(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # sets a width at which no cell is folded, whatever the environment's width is
-    monkeypatch.setenv("FORCE_COLOR", "1")  # stdout counts as a terminal
+    monkeypatch.setenv("COLUMNS", "160")  # At this width rich folds no cell of the report.
+    monkeypatch.setenv("FORCE_COLOR", "1")  # Rich then takes stdout for a terminal.
     text = str(report)
     assert "\x1b" not in text
     cells = ["fc", "forward", "11.0", "364", "2727", "memory", "68%"]

@@ -1,4 +1,7 @@
-"""The problems of a `LayerChain` are those that its layers would request one by one; a part is decided as a whole."""
+"""The problems of a `LayerChain`: those that its layers would request one by one.
+
+Plans of layers that depend on each other are chosen together.
+"""
 
 from __future__ import annotations
 

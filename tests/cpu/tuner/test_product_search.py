@@ -1,4 +1,4 @@
-"""The tuner of products from end to end, with a library, a clock and operands that need no GPU, and its candidates."""
+"""The tuner of products: its candidates, and whole searches with stand-ins for cuBLASLt, the clock and the operands."""
 
 from __future__ import annotations
 

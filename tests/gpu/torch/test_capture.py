@@ -188,7 +188,10 @@ class Halved(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile, raised as errors, would end the compilation
 def test_a_compiled_step_is_captured_after_another_model_was_compiled() -> None:
-    """Compiled code of one model's `cost` also fits the other, whose `forward` must then be compiled by itself."""
+    """Dynamo reuses the code that it compiled for one model's `cost` for the other model too.
+
+    Then the other model's `forward` must be compiled by itself.
+    """
 
     def step_of(model: Any) -> Any:
         def cost(x: Any) -> Any:

@@ -49,7 +49,8 @@ def test_products_are_those_of_dequantised_operands(recipe: Any, is_transposed: 
     x64, dy64 = (each.detach().double().flatten(0, 1) for each in (x, dy))
     dy8 = exact(dy, scales["dy"], torch.float8_e5m2).flatten(0, 1)
     bias = layer.bias.detach().double()
-    # Against the dequantised operands, the result's rounding to BF16 and the tensor cores' sums remain.
+    # Against a product of the dequantised operands, only the rounding of the result to BF16 and of the tensor cores'
+    # sums makes a difference.
     for found, of_rounded, of_given, least in (
         (y.flatten(0, 1), x8 @ w8.T + bias, x64 @ w64.T + bias, 27),
         (dx.flatten(0, 1), dy8 @ w8, dy64 @ w64, 23),

@@ -127,7 +127,7 @@ extern "C" __global__ void parted_halves(const ShimProbeParams p) {
   p.out[thread_of_grid()] = value;
 }
 
-// Lanes that have returned are not waited for; to read them is wrong.
+// Wrong on purpose: a shuffle does not wait for lanes that have returned, but to read a value from one is an error.
 extern "C" __global__ void shuffle_of_returned_lanes(const ShimProbeParams p) {
   if (threadIdx.x >= 12) return;
   p.out[thread_of_grid()] = __shfl_xor_sync(0xFFFFFFFF, 1.0f, 8);
