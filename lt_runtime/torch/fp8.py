@@ -59,9 +59,10 @@ def chain(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Option
     A layer runs in its own type if no gradient will be computed, if its tensors hold no values, or for the reason that
     its `scales.fallback` then gives.
     """
-    if all(vars(each).get("scales") is None for each in layers):
-        return linear_layers(x, parameters, options, add)
-    return _in_parts(layers, x, parameters, options, add)
+    for each in layers:
+        if vars(each).get("scales") is not None:
+            return _in_parts(layers, x, parameters, options, add)
+    return linear_layers(x, parameters, options, add)
 
 
 def _run_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ def cast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     Raises:
         DTypeError: autocast's type is not accepted.
     """
-    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+    if not torch._C._is_any_autocast_enabled():
         return operands
     kind = operands[0].device.type
     if not torch.is_autocast_enabled(kind):

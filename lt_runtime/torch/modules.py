@@ -56,7 +56,9 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., out_features) for x (..., in_features) and add (..., out_features)."""
-        return _chained([self], x, add)
+        dropout = self.dropout if self.training else 0.0
+        options = (self.activation,), (self.negative_slope,), (dropout,)
+        return chain((self,), x, (self.weight, self.bias), options, add)
 
     def extra_repr(self) -> str:
         """The text that `repr` shows for the module's options."""

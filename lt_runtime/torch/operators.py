@@ -217,17 +217,29 @@ def applied(function: Any, name: str) -> Callable[..., Any]:
     return apply
 
 
+class _Thread(threading.local):
+    """Whether autograd has started the thread that reads the attribute.
+
+    Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
+    synchronises only in backward passes, so that repeated calls may become graphs.
+    """
+
+    def __init__(self) -> None:
+        thread = threading.current_thread()
+        self.is_autograds = thread.name.startswith("Dummy-")
+        if self.is_autograds:
+            thread.name = AUTOGRAD_THREAD
+
+
+_thread: Final = _Thread()
+
+
 def begin_backward(name: str, ctx: Any) -> None:
     """Prepares a thread that autograd has started; raises `SecondDerivativeError` if autograd records this backward.
 
-    Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
-    synchronises only in backward passes, so that repeated calls may become graphs. The thread is within `lt.tuning()`
-    if the forward pass was, as `ctx.is_tuning` says.
+    The thread is within `lt.tuning()` if the forward pass was, as `ctx.is_tuning` says.
     """
-    thread = threading.current_thread()
-    if thread.name.startswith("Dummy-"):
-        thread.name = AUTOGRAD_THREAD
-    if thread.name == AUTOGRAD_THREAD:
+    if _thread.is_autograds:
         asked_for.set(ctx.is_tuning)
     if torch.is_grad_enabled():
         raise SecondDerivativeError(
@@ -242,7 +254,7 @@ def is_eager(tensors: Tensors) -> bool:
     Raises:
         SecondDerivativeError: a transform of `torch.func` is active.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     if torch._C._are_functorch_transforms_active():
         raise SecondDerivativeError(
