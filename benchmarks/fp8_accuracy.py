@@ -9,7 +9,8 @@ on it in BF16 after the last step is compared.
 
 The command exits with 1 if a recipe's mean loss is higher than BF16's by more than 0.25 % and by more than two standard
 errors; if its mean accuracy is lower by more than 0.005; or if it diverges on planted magnitudes, which is a loss of
-more than twice BF16's or NaN, without having counted an overflow.
+more than twice that of both students in BF16 or NaN, without having counted an overflow. The second student in BF16 has
+a slightly higher learning rate.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from benchmarks.suite import matches
 from benchmarks.timing import has_gpu
 
 BASE: Final = "bf16"
-LEARNING_RATE: Final = 1e-3
+CONTROL: Final = "bf16, other rate"
+"""A student in BF16 with a learning rate that is 0.01 % higher, which shows how chaotic a task's training is."""
+_RATE: Final = 1e-3
 LIMIT: Final = 0.0025
 """The most by which a recipe's mean loss may be higher than BF16's, as a fraction, if the seeds do not spread more."""
 ACCURACY_LIMIT: Final = 0.005
 """The most by which a recipe's mean accuracy on held-out digits may be lower than BF16's."""
 DIVERGED: Final = 2.0
-"""A loss that is not below this multiple of BF16's has diverged."""
+"""A loss that is not below this multiple of both BF16 students' has diverged."""
 
 
 class Task(NamedTuple):
@@ -70,6 +73,7 @@ def recipes() -> dict[str, Any]:
 
     return {
         BASE: None,
+        CONTROL: None,
         "delayed": lt.FP8(),  # not precision="fp8", which would leave small layers in BF16
         "delayed, e4m3 gradients": lt.FP8(gradients="e4m3"),
         "delayed, fast accumulation": lt.FP8(fast_accumulation="always"),
@@ -116,9 +120,10 @@ class Round:
             return lt.MLP(task.dims, "gelu", dtype="bfloat16", seed=seed, device=device, precision=precision)
 
         self.students, self.twin = {name: made(precision) for name, precision in recipes().items()}, made()
+        rates = {CONTROL: 1.0001 * _RATE}
         self.training = {
             name: lt.TrainStep(
-                each, lt.AdamW(each.parameters(), lr=LEARNING_RATE), loss=task.loss, batch_size=task.rows
+                each, lt.AdamW(each.parameters(), lr=rates.get(name, _RATE)), loss=task.loss, batch_size=task.rows
             )
             for name, each in self.students.items()
         }
@@ -191,7 +196,9 @@ def judged(
         above = np.array([run[name] - run[BASE] for run in runs]) if task is DIGITS else ratios - 1
         mean, error = float(above.mean()), float(above.std(ddof=1) / len(runs) ** 0.5) if len(runs) > 1 else 0.0
         if task.planted:
-            met = all(ratio < DIVERGED or each[name] > 0 for ratio, each in zip(ratios, overflows, strict=True))
+            limits = [DIVERGED * max(run[BASE], run.get(CONTROL, 0.0)) for run in runs]
+            both = zip(runs, limits, overflows, strict=True)
+            met = all(run[name] < limit or counted[name] > 0 for run, limit, counted in both)
         else:
             met = mean >= -ACCURACY_LIMIT if task is DIGITS else mean <= max(LIMIT, 2 * error)
         made[name] = {"above": mean, "standard_error": error, "met": met}

@@ -89,7 +89,8 @@ class FP8State:
     def overflows(self) -> dict[str, int]:
         """For x, w and dy, how many updates found a saturated, infinite or NaN element. Waits for the stream.
 
-        The counts are 0 before the layer's first call, and stay 0 for a layer that computes in its own type.
+        The counts are 0 before the layer's first call, and stay 0 for a layer that computes in its own type, and with
+        "rowwise", where each scale is found from the values that it serves, so that none is saturated.
         """
         counts = dict.fromkeys(_TENSORS, 0.0) if self.slots is None else self._column(OVERFLOWS)
         return {name: int(value) for name, value in counts.items()}

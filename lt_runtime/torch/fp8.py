@@ -22,7 +22,7 @@ from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops._linear import Layer, LinearContext
 from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
-from lt_runtime.ops.linear import linear_bwd, linear_fwd
+from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.problem import Activation
 from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated_block, linear_layers
 from lt_runtime.torch.linear import masks_of, scratch
@@ -33,6 +33,9 @@ Precision: TypeAlias = "Literal['fp8'] | FP8 | None"
 
 _ENTRIES: Final = {name: f"fp8_{name}" for name in ("slots", "history", "calibrated")}
 """Keys of a layer's scales in a state_dict."""
+_PLAIN: Final = "none", 0.01, 0.0
+_COMMON: Final = "float32", False, True
+"""Options of a call of the operation `LinearForward`: without activation and dropout, and those after dropout."""
 _layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Layers that have been called in FP8, whose scales `_update` follows."""
 
@@ -134,6 +137,11 @@ def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: O
         return gated_block(x, parameters, options, add)
     for each, weight, source in zip(layers, cast_parameters, (x8, x8, None), strict=False):
         each.scales.needs_dx, each.scales.needs_dw = source is None or source.requires_grad, weight.requires_grad
+    for each, weight, bias in zip(layers, cast_parameters[:3], cast_parameters[3:], strict=True):
+        # The choice reads the number of rows of x alone, which are those of the hidden values too.
+        _choose(x8, [_candidate(each.scales, weight, bias, Activation())])
+    if not any(_is_in_fp8(each.scales) for each in layers):
+        return gated_block(x, parameters, options, add)
     given = x8, add8, draw_key(x) if options[2] else None, *cast_parameters
     return _call(_gated, GATED, layers, options, given)
 
@@ -165,12 +173,20 @@ Record: TypeAlias = tuple[Layer, FP8State, bool]
 """A record of a layer's call for backward, without the tensors; the bool says whether the weight is contiguous."""
 
 
-def _forward(x: Any, weight: Tensor, bias: Tensor, scales: FP8State, **options: Any) -> tuple[Any, Record, list[Any]]:
-    """A layer's output, the record and the tensors for its backward; x must come from `placed`."""
-    w, bias = placed((weight, bias))
-    y, made = linear_fwd(x, w, bias, precision=scales, **options)
+def _forward(
+    state: FP8State, following: FP8State | None, given: LinearCall, below: LinearContext | None = None
+) -> tuple[Any, Record, list[Tensor], LinearContext | None]:
+    """A layer's output, the record and the tensors for its backward, and the next layer's `below`.
+
+    Args:
+        given: its weight and bias are tensors, its other arrays come from `placed`.
+        following, below: see `forward_of_several`.
+    """
+    x, weight, bias, *others = given.arrays
+    arrays = x, *placed((weight, bias)), *others
+    y, made, below = forward_of_several(state, following, given._replace(arrays=arrays), below)
     kept = _tensors((made.x, made.w, made.cast_slots, made.saved))
-    return y, (made.layer, scales, weight.is_contiguous()), kept
+    return y, (made.layer, state, weight.is_contiguous()), kept, below
 
 
 def _backward(
@@ -204,14 +220,13 @@ class _Fp8Layers(torch.autograd.Function):
         """y (..., N)."""
         (y, addend, keys), ctx.records, kept = placed((x, add, key)), [], [key]
         below, last = None, len(states) - 1
-        for i, (state, activation, slope, p) in enumerate(zip(states, *options, strict=True)):
-            weight, bias = given[2 * i : 2 * i + 2]
-            arrays = y, *placed((weight, bias)), None, None, addend if i == last else None
-            chosen = activation, slope, p, "float32", False, True
-            call = LinearCall(arrays, chosen, masks_of(p, i, keys), None)
-            y, made, below = forward_of_several(state, None if i == last else states[i + 1], call, below)
-            ctx.records.append((made.layer, state, weight.is_contiguous()))
-            kept += _tensors((made.x, made.w, made.cast_slots, made.saved))
+        for i, (state, *form) in enumerate(zip(states, *options, strict=True)):
+            following = None if i == last else states[i + 1]
+            arrays = y, *given[2 * i : 2 * i + 2], None, None, addend if i == last else None
+            call = LinearCall(arrays, (*form, *_COMMON), masks_of(form[-1], i, keys), None)
+            y, record, saved, below = _forward(state, following, call, below)
+            ctx.records.append(record)
+            kept += saved
         ctx.is_tuning = is_tuning()
         ctx.save_for_backward(*kept)
         return as_tensor(y)
@@ -243,11 +258,13 @@ class _Fp8Gated(torch.autograd.Function):
         x, add, keys, h = placed((x, add, key, x.new_empty((*x.shape[:-1], 2 * width))))
         ctx.records, kept = [], [key, as_tensor(h)]
         for i, (weight, out) in enumerate(((gate, h[..., :width]), (up, h[..., width:]))):
-            _, record, saved = _forward(x, weight, biases[i], scales[i], out=out)
+            call = LinearCall((x, weight, biases[i], out, None, None), (*_PLAIN, *_COMMON), None, None)
+            _, record, saved, _ = _forward(scales[i], None, call)
             ctx.records.append(record)
             kept += saved
         a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
-        y, record, saved = _forward(a, down, biases[2], scales[2], add=add)
+        call = LinearCall((a, down, biases[2], None, None, add), (*_PLAIN, *_COMMON), None, None)
+        y, record, saved, _ = _forward(scales[2], None, call)
         ctx.records.append(record)
         ctx.options, ctx.is_tuning = options, is_tuning()
         ctx.save_for_backward(*kept, *saved)

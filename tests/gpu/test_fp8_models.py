@@ -61,6 +61,43 @@ def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any) -> None
     assert np.mean(in_fp8[-40:]) < 1.15 * np.mean(in_bf16[-40:]) < 0.5 * in_bf16[0]
 
 
+REPLAYS = 10_000
+
+
+def test_ten_thousand_replays_keep_scales_sane_and_repeat_bit_for_bit(gpu: Any) -> None:
+    """The batches come again and again, so that the model learns them; the scales follow magnitudes that shrink."""
+
+    def run() -> tuple[float, float, bytes, list[lt.FP8State]]:
+        model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=lt.FP8())
+        step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-3), loss="mse", batch_size=ROWS, tune=False)
+        generator = np.random.default_rng(0)
+        sizes = (ROWS, DIMS[0]), (ROWS, DIMS[-1])
+        drawn = ([generator.standard_normal(size, np.float32).astype(BF16) for size in sizes] for _ in range(4))
+        batches = [tuple(map(gpu.cp.asarray, each)) for each in drawn]
+        first = float(step(*batches[0]))
+        for number in range(REPLAYS):
+            loss = step(*batches[number % 4])
+        last = float(loss)
+        gpu.cp.cuda.Device().synchronize()
+        states = [layer.scales for layer in model.layers]
+        values = [
+            *(gpu.host_of(each.data) for each in model.parameters()),
+            *(each.state_dict()["slots"] for each in states),
+        ]
+        return first, last, b"".join(each.tobytes() for each in values), states
+
+    first, last, found, states = run()
+    assert last < 0.5 * first
+    assert run()[:3] == (first, last, found)
+    for state in states:
+        history = state.state_dict()["history"]
+        for (name, scale), past, dtype in zip(state.scales.items(), history, state.recipe.dtypes, strict=True):
+            largest = {"float8_e4m3fn": 448, "float8_e5m2": 57344}[dtype.value]
+            # A scale is a power of two and leaves room for twice the largest magnitude of the history.
+            assert largest / 4 < scale * past.max() <= largest / 2, name
+            assert state.overflows[name] < REPLAYS / 100
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 @pytest.mark.parametrize("dims", [[1024, 2048, 64], [512, 1024, 1024, 1024, 512]])
 def test_both_precisions_of_a_model_are_measured_and_right(gpu: Any, recipe: Any, dims: list[int]) -> None:

@@ -161,6 +161,14 @@ def test_a_recipe_is_accepted_within_the_limits_of_its_task(
     assert found["delayed"]["above"] == pytest.approx(scale * np.mean(above), nan_ok=True)
 
 
+def test_planted_magnitudes_may_raise_a_loss_as_much_as_a_learning_rate_does() -> None:
+    losses = {"bf16": 1.0, "bf16, other rate": 3.0, "below": 5.9, "beyond": 6.1}
+    found = fp8_accuracy.judged(fp8_accuracy.TASKS[2], [losses], [dict.fromkeys(losses, 0)])
+    assert {name: each["met"] for name, each in found.items()} == {
+        "bf16, other rate": True, "below": True, "beyond": False
+    }  # fmt: skip
+
+
 def test_the_command_writes_no_file_without_a_gpu_and_fails_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
