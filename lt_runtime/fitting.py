@@ -126,9 +126,15 @@ def fit(
 
 def _write(path: AnyPath, step: TrainStep) -> None:
     if isinstance(step.model, MLP) and isinstance(step.optimizer, AdamW) and step.ema is None:
-        save_checkpoint(path, step.model, step.optimizer)
+        save_checkpoint(path, step.model, step.optimizer, group=step.group)
     else:
-        save(path, model=step.model, optimizer=step.optimizer, **({} if step.ema is None else {"ema": step.ema}))
+        save(
+            path,
+            group=step.group,
+            model=step.model,
+            optimizer=step.optimizer,
+            **({} if step.ema is None else {"ema": step.ema}),
+        )
 
 
 def _placed(name: str, batches: Batches, epoch: int, device: ComputeDevice) -> Iterator[Any]:

@@ -283,3 +283,27 @@ def _abort_after_exceptions(made: Group) -> None:
 def check_group(value: object) -> None:
     """Raises `KindError` unless an argument is None or a `Group`."""
     check_instance("group", value, (Group, type(None)), "None or what lt.group() returns")
+
+
+@contextlib.contextmanager
+def first_alone(group: Group | None, what: str) -> Iterator[bool]:
+    """Context manager for work that process 0 alone does, while the others wait without a limit of time.
+
+    Yields:
+        Whether this process is to do the work: True in process 0, and without a group.
+
+    Raises:
+        GroupError: process 0 has failed. Process 0 itself raises its own error.
+    """
+    failure = None
+    try:
+        yield group is None or group.rank == 0
+    except Exception as error:
+        failure = error
+    if group is not None:
+        with group.patience():
+            text = group.from_first(str(failure or "").encode(), what).decode()
+        if text and failure is None:
+            raise GroupError(f"{what} has failed in process 0: {text}")
+    if failure is not None:
+        raise failure

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,42 @@ Groups = Sequence[Sequence[Parameter]]
 """The parameters of each of an optimizer's rules."""
 
 
-def _moments(groups: Groups, options: Options, zeros: Callable[[int, np.dtype[Any]], Any]) -> Moments:
+class Shard(NamedTuple):
+    """Divides the state of an optimizer among processes: each parameter has an owner, which alone updates it.
+
+    Attributes:
+        owners: the rank of each parameter's owner.
+        rank: of this process.
+        broadcast: function of arrays, a rank and a stream that copies the arrays of that process to all processes.
+    """
+
+    owners: tuple[int, ...]
+    rank: int
+    broadcast: Callable[[Sequence[Any], int, int | None], None]
+
+    @property
+    def others(self) -> set[int]:
+        """The numbers of the parameters that other processes own."""
+        return {i for i, owner in enumerate(self.owners) if owner != self.rank}
+
+    def send(self, arrays: Sequence[Sequence[Any]], stream: int | None) -> None:
+        """Copies the arrays of each parameter from its owner to all processes."""
+        for rank in sorted({*self.owners}):
+            pairs = zip(arrays, self.owners, strict=True)
+            self.broadcast([array for each, owner in pairs if owner == rank for array in each], rank, stream)
+
+
+def _moments(
+    groups: Groups, options: Options, zeros: Callable[[int, np.dtype[Any]], Any], others: Collection[int] = ()
+) -> Moments:
     """Makes all moments, in one allocation.
 
     Args:
         zeros: function of a size and a type that returns a flat array of zeros.
+        others: numbers of parameters without moments.
     """
-    counts = [len(rule.moments) for rule, group in zip(options.rules, groups, strict=True) for _ in group]
+    kinds = [len(rule.moments) for rule, group in zip(options.rules, groups, strict=True) for _ in group]
+    counts = [0 if i in others else count for i, count in enumerate(kinds)]
     dtype, parameters = options.moments.numpy, itertools.chain(*groups)
     shapes = [tuple(each.data.shape) for each, count in zip(parameters, counts, strict=True) for _ in range(count)]
     arrays = iter(arena_views(zeros(arena_size(shapes, dtype.itemsize), dtype), shapes))
@@ -66,10 +95,24 @@ class HostState:
         self.skipped = np.zeros(1, np.uint32) if options.skip_nonfinite else None
         self.options = options
         self._parameters = read_parameters([*itertools.chain(*groups)], options, HOST, 0)
-        self._group_of = _group_of(groups)
+        self._groups, self._group_of = groups, _group_of(groups)
+        self.shard: Shard | None = None
         self.moments = _moments(groups, options, host_zeros)
         if options.scaler is not None:
             options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
+
+    def keep(self, shard: Shard) -> None:
+        """Drops moments and master copies of parameters that other processes own."""
+        before, self.shard, others = self.moments, shard, shard.others
+        self._parameters = _without_masters(self._parameters, others)
+        self.moments = _moments(self._groups, self.options, host_zeros, others)
+        for i in {*range(len(before))} - others:
+            for array, values in zip(self.moments[i], before[i], strict=True):
+                array[...] = values
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """A new array of zeros."""
+        return np.zeros(shape, dtype)
 
     def apply_settings(self, stream: Any) -> None:
         """Checks the stream and writes nothing: updates on the host read the settings directly."""
@@ -88,11 +131,15 @@ class HostState:
                 self.skipped_steps += 1
             else:
                 self.steps += 1
+                others = () if self.shard is None else self.shard.others
                 for i, parameter in enumerate(self._parameters):
-                    self._update(i, parameter, factor)
+                    if i not in others:
+                        self._update(i, parameter, factor)
             if scaler is not None:
                 scale, tracker = reference.next_scale(scaler, float(scaler.scale), int(scaler.growth_tracker), finite)
                 scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
+        if self.shard is not None:
+            self.shard.send([[each.data.array] for each in self._parameters], None)
 
     def _judge(self) -> tuple[float, bool]:
         """The factor that clipping and the loss scale give gradients, and whether all gradients are finite."""
@@ -135,7 +182,8 @@ class GpuState:
         self._unchecked: Sequence[Parameter] = parameters
         with activated(self._device):
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
-            self._group_of = _group_of(groups)
+            self._groups, self._group_of = groups, _group_of(groups)
+            self.shard: Shard | None = None
             # Inference casts the weights in each call from now on. Only graphs may go on reading copies in FP8.
             self._copies = [copy for each in read for copy in copies_of(each.data) if not copy.drop()]
             self._seen: object = None
@@ -144,19 +192,16 @@ class GpuState:
             # Arrays that must stay alive, because tables on the device hold their addresses.
             self._kept: list[Any] = []
             words = self._zeros((len(_WORDS) + 1,), np.dtype(np.uint32))
-            self.moments = _moments(groups, options, lambda size, dtype: self._zeros((size,), dtype))
+            self.moments = _moments(groups, options, lambda size, dtype: self.zeros((size,), dtype))
             self._written = self._settings(self._stream)
             self._device_settings = self._upload(self._written, self._stream, self._kept)
-            rules = [options.rules[group] for group in self._group_of]
-            parts = zip(read, rules, self.moments, strict=True)
-            tensors = [_tensor(each, rule.moments, moments, options.moments) for each, rule, moments in parts]
+            self._tensors, self._words = self._with_moments(), words
             self._scale: tuple[Any, Any] | None = None
             if options.scaler is not None:
                 self._scale = self._zeros((), np.dtype(np.float32)), self._zeros((), np.dtype(np.int32))
                 bits = int(np.float32(options.scaler.init_scale).view(np.uint32))
                 call("cuMemsetD32Async", self._scale[0].data.ptr, bits, 1, self._stream)
-            self._tensors, self._words = tensors, words
-            self._norms = [self._norm(tensors, words)] if options.judges_gradients else []
+            self._norms = [self._norm(self._tensors, words)] if options.judges_gradients else []
             self._updates = self.updates_with({}, self._stream, self._kept)
             call("cuStreamSynchronize", self._stream)  # the host waits, because later steps may use any stream
         if options.scaler is not None and self._scale is not None:
@@ -199,8 +244,35 @@ class GpuState:
                 # Resets the count of nonfinite gradients, because otherwise the next step would be skipped too.
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
+            if self.shard is not None:
+                self.shard.send([[each.data.array] for each in self._parameters], handle)
             for each in self._copies:
                 each.renew(handle)
+
+    def keep(self, shard: Shard) -> None:
+        """See `HostState.keep`. Waits for the GPU; graphs of earlier steps must not be launched any more."""
+        with activated(self._device):
+            stream, others = self._current_stream(self._device), shard.others
+            before, self.shard = self.moments, shard
+            self._parameters = _without_masters(self._parameters, others)
+            self.moments = _moments(self._groups, self.options, lambda size, dtype: self.zeros((size,), dtype), others)
+            for i in {*range(len(before))} - others:
+                for array, values in zip(self.moments[i], before[i], strict=True):
+                    call("cuMemcpyDtoDAsync", array.data.ptr, values.data.ptr, values.nbytes, stream)
+            self._tensors = self._with_moments()
+            self._updates = self.updates_with({}, stream, self._kept)
+            call("cuStreamSynchronize", stream)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """A new array of zeros, written on the current stream."""
+        return CUPY.zeros(shape, dtype, self._device, self._current_stream(self._device))
+
+    def _with_moments(self) -> list[kernels.Tensor]:
+        """The addresses of the arrays that updates read and write."""
+        options = self.options
+        rules = [options.rules[group] for group in self._group_of]
+        parts = zip(self._parameters, rules, self.moments, strict=True)
+        return [_tensor(each, rule.moments, moments, options.moments) for each, rule, moments in parts]
 
     def apply_settings(self, stream: Any) -> None:
         """See `Optimizer.apply_settings`."""
@@ -266,10 +338,12 @@ class GpuState:
             kept: receives arrays that must live as long as the launches.
         """
         options, made, count = self.options, list[Launches](), len(self._tensors)
+        others = set[int]() if self.shard is None else self.shard.others
         for group, rule in enumerate(options.rules):
             first = self._group_of.index(group)
             own = self._tensors[first : first + self._group_of.count(group)]
-            stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in own)
+            updated = [tensor for i, tensor in enumerate(own, first) if i not in others]
+            stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in updated)
             params = kernels.update_params(options, group, self._device_settings, count)
             params.state = self._words.data.ptr
             if self._scale is not None:
@@ -280,7 +354,7 @@ class GpuState:
                 both = kernels.UPDATE_FP8.params(params, self._upload(tiles, stream, kept))
                 macros = kernels.fp8_update_macros(rule, options.moments, stochastic=stochastic)
                 made.append(kernels.launches_by_row(kernels.UPDATE_FP8, both, len(tiles), self._device, macros))
-            table = kernels.update_table(own, first, copied)
+            table = kernels.update_table(own, first, {*copied, *others})
             params.chunks = self._upload(table, stream, kept)
             if group == len(options.rules) - 1:
                 tickets = np.zeros(kernels.UPDATE_TICKETS, np.uint32)
@@ -310,12 +384,21 @@ class GpuState:
         return address
 
 
+def _without_masters(parameters: Sequence[ReadParameter], numbers: Collection[int]) -> list[ReadParameter]:
+    """Drops the master copies of the parameters with the given numbers, and returns all parameters."""
+    kept = [each._replace(master=None) if i in numbers else each for i, each in enumerate(parameters)]
+    for each in kept:
+        if each.master is None:
+            each.parameter.master = None
+    return kept
+
+
 def _tensor(read: ReadParameter, names: Sequence[str], moments: tuple[Any, ...], dtype: DType) -> kernels.Tensor:
     """The addresses of a parameter's arrays for the tables; `names` are the names of its moments."""
     arrays = {"value": _typed(read.value), "gradient": _typed(read.grad)}
     if read.master is not None:
         arrays["copy"] = _typed(read.data)
-    for name, array in zip(names, moments, strict=True):
+    for name, array in zip(names, moments, strict=bool(moments)):  # other processes may have the moments
         arrays[name] = array.data.ptr, dtype
     return kernels.Tensor(math.prod(read.data.shape), arrays)
 

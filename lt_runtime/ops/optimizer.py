@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
@@ -15,13 +16,13 @@ from numpy.typing import NDArray
 from lt_runtime import ranges, reference
 from lt_runtime.arguments import Fixed, check_instance, flag, number, shown
 from lt_runtime.arrays.libraries import cupy
-from lt_runtime.arrays.operand import HOST, on_host
+from lt_runtime.arrays.operand import HOST, device_of, library_of, on_host
 from lt_runtime.arrays.transfer import fetch, host_values, replace_all, writes
 from lt_runtime.errors import ArgumentError, KindError, LtError, OperandError
 from lt_runtime.gpu.driver import call
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
 from lt_runtime.kernels.optimizer import Fp8Copy, Options
-from lt_runtime.ops._optimizer_state import GpuState, HostState
+from lt_runtime.ops._optimizer_state import GpuState, HostState, Shard
 from lt_runtime.ops._parameters import HeldArrays, Parameter, changes, host_access
 from lt_runtime.problem import DType, Philox, TorchDType, type_name
 from lt_runtime.rules import RULES, Rule
@@ -119,11 +120,61 @@ class Optimizer(Fixed):
         self._state: HostState | GpuState = kind([parameters for parameters, _ in pairs], options)
         for each in self.parameters:
             each.owner.is_trained = True
-        self._held = HeldArrays(self.parameters, "the optimizer")
+        self._held, self._have_masters = HeldArrays(self.parameters, "the optimizer"), list[bool]()
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
         self.grad_norm: Final = self._state.grad_norm
-        self.moments: Final = self._state.moments
         self._is_made = True
+
+    @property
+    def moments(self) -> Sequence[tuple[Any, ...]]:
+        """For each parameter its rule's moments; none of parameters that other processes own, see `lt.TrainStep`."""
+        return self._state.moments
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other processes have the moments and master copies of some parameters."""
+        return self._state.shard is not None
+
+    def keep(self, shard: Shard) -> None:
+        """Drops moments and master copies of parameters that other processes own; `lt.TrainStep` calls this.
+
+        From then on `step`, `state_dict`, `load_state_dict` and functions for checkpoints are called by all processes.
+        """
+        self._have_masters = [each.master is not None for each in self.parameters]
+        self._state.keep(shard)
+        self._held = HeldArrays(self.parameters, "the optimizer")
+
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Within a `with` block every process has the moments and master copies of all parameters.
+
+        All processes enter it; those of other processes are copies, and are dropped at the end.
+        """
+        shard, own = self._state.shard, self._state.moments
+        if shard is None:
+            yield
+            return
+        others, fp32 = shard.others, np.dtype(np.float32)
+        device = device_of(self.parameters[0].name, self.parameters[0].data)
+        stream = None if device == HOST else library_of(self.parameters[0].data).current_stream(device)
+        moments, masters = list[tuple[Any, ...]](), list[Any]()
+        for i, (each, names) in enumerate(zip(self.parameters, _moment_names(self), strict=True)):
+            shape = tuple(each.data.shape)
+            new = [self._state.zeros(shape, self.options.moments.numpy) for _ in names] if i in others else own[i]
+            moments.append(tuple(new))
+            masters.append(self._state.zeros(shape, fp32) if i in others and self._have_masters[i] else each.master)
+        shard.send([[*each, *([] if m is None else [m])] for each, m in zip(moments, masters, strict=True)], stream)
+        if stream is not None:
+            cupy().cuda.Device(device).synchronize()
+        self._state.moments = moments
+        for each, master in zip(self.parameters, masters, strict=True):
+            each.master = master
+        try:
+            yield
+        finally:
+            self._state.moments = own
+            for i in others:
+                self.parameters[i].master = None
 
     @property
     def options(self) -> Options:
@@ -231,7 +282,8 @@ class Optimizer(Fixed):
             CaptureError: the current stream is being captured.
             GpuError: a copy failed.
         """
-        return {name: np.array(fetch(operand, stream)) for name, (operand, stream) in self._operands().items()}
+        with self.whole_state():
+            return {name: np.array(fetch(operand, stream)) for name, (operand, stream) in self._operands().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Writes a state of `state_dict` into the arrays of this optimizer, in place, so that graphs continue with it.
@@ -249,6 +301,10 @@ class Optimizer(Fixed):
             GpuError: a copy failed. After every error the optimizer has its old state.
         """
         check_instance("state", state, Mapping, "a mapping from names to arrays, such as state_dict() gives")
+        with self.whole_state():
+            self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         operands, ranges_of_values = self._operands(), state_ranges(self)
         complaints = [f"missing: {name}" for name in operands if name not in state]
         complaints += [f"unexpected: {shown(name)}" for name in state if name not in operands]

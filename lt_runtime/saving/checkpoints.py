@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from lt_runtime.arguments import check_instance, integers, one_of, shown
 from lt_runtime.arrays.operand import CUPY, read
 from lt_runtime.arrays.transfer import replace_all, store
+from lt_runtime.distributed.group import Group, check_group, first_alone
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.files import AnyPath, parse_json
 from lt_runtime.fp8 import FP8
@@ -70,7 +72,7 @@ _NAME: Final = 60
 _CELL: Final = 40
 
 
-def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
+def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group: Group | None = None) -> None:
     """Writes parameters, master copies, moments, steps, seeds, scales and all options to a safetensors file.
 
     The scales are those of the loss, and those of layers in FP8 with their histories. The plan cache's entries for the
@@ -81,8 +83,11 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
 
     Args:
         optimizer: an optimizer of parameters of `model`. No other thread may train the model during the call.
+        group: processes that train together. All call this; process 0 writes the file, and the others wait for it. The
+            file does not depend on the number of processes, each of which may load it.
 
     Raises:
+        GroupError: process 0 could not write the file, in the other processes.
         ArgumentError: the optimizer has other parameters, or a block of the model is not of the package: `lt.save`
             takes such models.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
@@ -91,6 +96,13 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
     """
     _check_kinds(path, model)
     check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
+    check_group(group)
+    with optimizer.whole_state(), first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
+        if is_first:
+            _save(path, model, optimizer)
+
+
+def _save(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
     arrays = _arrays(model, optimizer)
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()} | scales_to_save(model)
@@ -141,6 +153,11 @@ def load_checkpoint(
     check_instance("optimizer", optimizer, (Optimizer, type(None)), "None, an lt.AdamW or an lt.Optimizer")
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     may_differ = {one_of(f"changed[{i}]", name, CHANGEABLE) for i, name in enumerate(changed)}
+    with contextlib.nullcontext() if optimizer is None else optimizer.whole_state():
+        _load(path, model, optimizer, may_differ)
+
+
+def _load(path: AnyPath, model: Block, optimizer: Optimizer | None, may_differ: Set[str]) -> None:
     arrays = {} if optimizer is None else _arrays(model, optimizer)
     with checkpoint_file.reading(path) as file:
         theirs = _description_of(path, file.text)

@@ -27,7 +27,7 @@ from lt_runtime.training.step import TrainStep
 PLAIN: Final = (int, float, str, np.integer, np.floating, np.bool_)
 _OF_BLOCKS: Final = ("activation", "compute", "dropout", "eps", "join", "p", "split")
 """Attributes of blocks that are saved as options if their values are of JSON's types."""
-_RESERVED: Final = ("settings", "changed")
+_RESERVED: Final = ("settings", "changed", "group")
 
 
 class State(NamedTuple):

@@ -6,10 +6,11 @@ several keys is written once, under the first key; the file's text lists the oth
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, read
 from lt_runtime.arrays.transfer import fetch, replace_all
+from lt_runtime.distributed.group import Group, check_group, first_alone
 from lt_runtime.errors import ArgumentError, CheckpointError
 from lt_runtime.files import AnyPath, parse_json
 from lt_runtime.nn.block import Block
@@ -45,7 +47,7 @@ _SETTINGS: Final = ("lr", "lr_scale", "schedule", "weight_decay")
 _CHANGEABLE: Final = (*CHANGEABLE, "accumulate", "batch_size", "decay", "loss", "momentum", "nesterov")
 
 
-def save(path: AnyPath, **owners: Any) -> None:
+def save(path: AnyPath, *, group: Group | None = None, **owners: Any) -> None:
     """Writes models, optimizers, averages, steps and plain values to one safetensors file, under their keywords.
 
     The file holds all values that training changes, by name, also the scales of layers in FP8, and the options that
@@ -56,6 +58,7 @@ def save(path: AnyPath, **owners: Any) -> None:
         epoch = lt.load("run.safetensors", model=net, head=optimizer, ema=ema)["epoch"]
 
     Args:
+        group: processes that train together, as for `save_checkpoint`.
         owners: by keyword: any `lt.Block`; an `lt.Optimizer`, such as `lt.AdamW`, with its scaler; an `lt.EMA`; an
             `lt.TrainStep`, of which the loss's name, `batch_size` and `accumulate` are saved; integers, floats and
             strings, which `load` returns. The optimizer and the averages of a step are saved only if they are given
@@ -72,6 +75,23 @@ def save(path: AnyPath, **owners: Any) -> None:
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     if not owners:
         raise ArgumentError("there is nothing to save: pass objects and values by keyword, such as model=model")
+    check_group(group)
+    with _whole_states(owners), first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
+        if is_first:
+            _save(path, owners)
+
+
+@contextlib.contextmanager
+def _whole_states(owners: Mapping[str, Any]) -> Iterator[None]:
+    """Within a `with` block all optimizers have their whole state, see `Optimizer.whole_state`."""
+    with contextlib.ExitStack() as stack:
+        for each in owners.values():
+            if isinstance(each, Optimizer):
+                stack.enter_context(each.whole_state())
+        yield
+
+
+def _save(path: AnyPath, owners: Mapping[str, Any]) -> None:
     values = {keyword: each for keyword, each in owners.items() if isinstance(each, PLAIN)}
     objects = {keyword: each for keyword, each in owners.items() if keyword not in values}
     state, operands, firsts = _read(objects)
@@ -129,6 +149,11 @@ def load(
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     kept = {one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)}
     taken = {*_SETTINGS} - kept if one_of("settings", settings, ("equal", "file")) == "file" else set[str]()
+    with _whole_states(owners):
+        return _load(path, kept, taken, owners)
+
+
+def _load(path: AnyPath, kept: Set[str], taken: Set[str], owners: Mapping[str, Any]) -> dict[str, int | float | str]:
     state, operands, firsts = _read(owners)
     like = {key: Kind(operand.dtype, operand.shape) for key, (operand, _) in operands.items()}
     with checkpoint_file.reading(path) as file:

@@ -74,6 +74,8 @@ class TrainStep(Fixed):
             accumulate=k compute what one process computes with accumulate=N·k on their batches one after the other:
             gradients, losses and metrics are those of all rows. Parameters, the state of the optimizer and averages are
             copied from process 0 here. See `docs/distributed.md`.
+        shard_state: whether each process keeps moments and master copies of some parameters only, updates these, and
+            sends them to the others (ZeRO-1). All processes then call functions that save or load the optimizer.
         tune: whether to measure how the layers run fastest if the plan cache does not know it: about a second a layer
             on an H200, for each batch size, with a progress bar on a terminal, and otherwise a line of the logger
             "lt_runtime". Later steps and processes find the results in the cache. None measures unless
@@ -134,6 +136,7 @@ class TrainStep(Fixed):
         ema: EMA | None = None,
         tune: bool | None = None,
         group: Group | None = None,
+        shard_state: bool = False,
     ) -> None:
         check_instance("model", model, Block, "an lt.MLP or another lt.Block")
         check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
@@ -150,6 +153,8 @@ class TrainStep(Fixed):
             raise ArgumentError("batch_size is None; a step of a group needs the number of rows of each process")
         _check_optimizer(optimizer, model)
         _check_ema(ema, model)
+        if flag("shard_state", shard_state):
+            _check_shardable(optimizer, group, ema)
         self.model: Final = model
         self.optimizer: Final = optimizer
         self.batch_size: Final = batch_size
@@ -157,7 +162,6 @@ class TrainStep(Fixed):
         self.ema: Final = ema
         self.group: Final = group
         self._agreed = set[Any]()  # the kinds of batches that all processes of the group have had
-        self._held = HeldArrays(model.parameters(), "this step")
         measured = step_loss(loss, loss_options, model)
         self.loss: Final = measured.name
         self._body = StepBody(model, optimizer, measured, rows=batch_size, parts=accumulate, ema=ema, group=group)
@@ -169,7 +173,8 @@ class TrainStep(Fixed):
             self._gpu = GpuStep(self._body, model.device.ordinal, graph=graph, tune=tune)
             self._tally = self._gpu.tally
         if group is not None:
-            start_together(self, group, loss_options)
+            start_together(self, group, loss_options, shard_state=shard_state)
+        self._held = HeldArrays(model.parameters(), "this step")
         self._is_made = True
 
     def __call__(self, x: Any, target: Any, row_weights: Any = None, *, stream: Any = None) -> Any:
@@ -270,6 +275,13 @@ def _check_optimizer(optimizer: Optimizer, model: Block) -> None:
                 "model.parameters(), or with some of them to train only those"
             )
     optimizer.check_arrays()
+
+
+def _check_shardable(optimizer: Optimizer, group: Group | None, ema: EMA | None) -> None:
+    if group is None:
+        raise ArgumentError("shard_state is True, but group is None; a group's processes share the state")
+    if ema is not None and any(each.master is not None for each in optimizer.parameters):
+        raise ArgumentError("shard_state is True, and ema averages master copies, which each process has only some of")
 
 
 def _check_ema(ema: EMA | None, model: Block) -> None:

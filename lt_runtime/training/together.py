@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from lt_runtime.arguments import shown
 from lt_runtime.distributed.group import Group
 from lt_runtime.fp8 import FP8
 from lt_runtime.nn.block import Block
+from lt_runtime.ops._optimizer_state import Shard
 from lt_runtime.ops.optimizer import Optimizer, state_arrays
 from lt_runtime.problem import Activation, type_name
 from lt_runtime.training.averages import Totals
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, Activation, FP8, np.generic)
 
 
-def start_together(step: TrainStep, group: Group, loss_options: Mapping[str, Any] | None) -> None:
+def start_together(step: TrainStep, group: Group, loss_options: Mapping[str, Any] | None, *, shard_state: bool) -> None:
     """Compares a new step with those of the other processes, and copies all values of process 0 to them.
+
+    With `shard_state` the processes then divide the state of the optimizer among them.
 
     Raises:
         GroupError: something differs that must be equal.
@@ -37,6 +41,7 @@ def start_together(step: TrainStep, group: Group, loss_options: Mapping[str, Any
             "version": import_module("lt_runtime").__version__,
             **_of_model(step.model),
             **_of_optimizer(step.optimizer),
+            "shard_state": shard_state or step.optimizer.is_sharded,
             "ema.decay": None if step.ema is None else step.ema.decay,
             **{name: getattr(step, name) for name in ("loss", "batch_size", "accumulate")},
             **{f"loss_options.{name}": value for name, value in options.items()},
@@ -44,10 +49,23 @@ def start_together(step: TrainStep, group: Group, loss_options: Mapping[str, Any
         "the model or the options of a TrainStep",
     )
     device = step.model.device
-    device.synchronize()  # the values may come from any stream
-    with device.current():
-        group.engine(device.ordinal).broadcast(_values_of(step), 0, None if device.ordinal is None else 0)
-    device.synchronize()
+    engine, stream = group.engine(device.ordinal), None if device.ordinal is None else 0
+    with step.optimizer.whole_state(), device.current():
+        device.synchronize()  # the values may come from any stream
+        engine.broadcast(_values_of(step), 0, stream)
+        device.synchronize()
+    if shard_state and not step.optimizer.is_sharded:
+        step.optimizer.keep(Shard(_owners(step.optimizer, group.size), group.rank, engine.broadcast))
+
+
+def _owners(optimizer: Optimizer, size: int) -> tuple[int, ...]:
+    """The rank of each parameter's owner: the largest parameters first, each to the process with the least so far."""
+    loads, owners = [0] * size, dict[int, int]()
+    sizes = [math.prod(each.data.shape) for each in optimizer.parameters]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return tuple(owners[i] for i in range(len(sizes)))
 
 
 def totals_of_all(own: Totals, group: Group) -> Totals:

@@ -459,6 +459,7 @@ ELSEWHERE: Final = {
     **dict.fromkeys(("Group", *(f"Group.{name}" for name in OF_GROUPS)), "the class of what group returns"),
     **dict.fromkeys(("Block", "Chain", "Parallel"), "tests/cpu/nn/test_blocks.py has what they refuse"),
     **dict.fromkeys(("SwiGLU", "GEGLU", "ReGLU"), "Gated with another default"),
+    **dict.fromkeys(("Optimizer.keep", "Optimizer.whole_state"), "called by a step, and by functions for files"),
     "Optimizer.load_state_dict": "tests/cpu/ops/test_rules.py has what it refuses",
     **dict.fromkeys(("schedules.table", "schedules.from_function"), "tests/cpu/ops/test_rules.py, as above"),
     "fit": "tests/cpu/training/test_fit.py has what it refuses",

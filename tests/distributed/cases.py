@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -202,6 +202,74 @@ def evaluation(group: lt.Group, _: Path) -> None:
     training = Training(group.size, group)
     given = [*batches(group.size, 7), (np.ones((3, WIDTH), np.float32), np.full(3, 2, np.int32))]
     assert training.step.evaluate(given) == lt.evaluate(training.model, given)
+
+
+def train(training: Training, group: lt.Group, given: Iterable[tuple[Any, Any]]) -> None:
+    grouped = training.step.group is not None
+    own = slice(group.rank * ROWS, (group.rank + 1) * ROWS) if grouped else slice(None)
+    for x, labels in given:
+        training.step(x[own].astype(training.model.dtype.numpy), labels[own])
+
+
+@case
+def sharded_state(group: lt.Group, directory: Path) -> None:
+    """Dividing moments and master copies among the processes changes no bit."""
+    whole, parted = (
+        Training(group.size, group, model={"dtype": "bfloat16"}, sharded=sharded, max_norm=0.1)
+        for sharded in (False, True)
+    )
+    files = []
+    for training in (whole, parted):
+        train(training, group, batches(group.size))
+        path = directory / f"sharded-{group.size}.safetensors"
+        lt.save_checkpoint(path, training.model, training.optimizer, group=group)
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
+    check_equal_bits(group, parted.values)
+    assert [each.tobytes() for each in parted.values] == [each.tobytes() for each in whole.values]
+    kept = [each.master is not None for each in parted.model.parameters()]
+    assert kept == [len(each) == 2 for each in parted.optimizer.moments]
+    every = [json.loads(each) for each in group.gather(json.dumps(kept).encode(), "what is kept")]
+    assert [sum(each) for each in zip(*every, strict=True)] == [1] * len(kept)
+
+
+@case
+def resumed_by_another_number_of_processes(group: lt.Group, directory: Path) -> None:
+    given = [*batches(group.size)]
+    for kind in ("together", "alone", "sharded"):
+        path = directory / f"{kind}-{group.size}.safetensors"
+        before, after = (Training(group.size, group if kind != "alone" else None, sharded=kind == "sharded"), None)
+        train(before, group, given[:2])
+        lt.save_checkpoint(path, before.model, before.optimizer, group=group)
+        train(before, group, given[2:])
+        after = Training(group.size, group if kind == "alone" else None, model={"seed": 9})
+        with pytest.raises(lt.errors.CheckpointError, match="seed"):
+            lt.load_checkpoint(path, after.model, after.optimizer)
+        lt.load_checkpoint(path, after.model, after.optimizer, changed=["seed"])
+        train(after, group, given[2:])
+        check_equal_bits(group, after.values)
+        check_close(after.values, before.values, 200)
+        assert after.optimizer.steps == before.optimizer.steps == 5
+
+
+@case
+def a_sharded_run_is_resumed(group: lt.Group, directory: Path) -> None:
+    given, path = [*batches(group.size)], directory / f"run-{group.size}.safetensors"
+    made = [Training(group.size, group, model={"dtype": "bfloat16"}, sharded=True) for _ in range(2)]
+    train(made[0], group, given[:2])
+    lt.save(path, group=group, model=made[0].model, optimizer=made[0].optimizer, epoch=3)
+    assert lt.load(path, model=made[1].model, optimizer=made[1].optimizer) == {"epoch": 3}
+    for training in made:
+        train(training, group, given[2:])
+    assert [each.tobytes() for each in made[0].values] == [each.tobytes() for each in made[1].values]
+
+
+@case
+def a_file_that_cannot_be_written(group: lt.Group, directory: Path) -> None:
+    training = Training(group.size, group)
+    with pytest.raises(lt.errors.LtError, match="missing") as caught:
+        lt.save_checkpoint(directory / "missing" / "run", training.model, training.optimizer, group=group)
+    assert isinstance(caught.value, OSError) == (group.rank == 0)
 
 
 @case
