@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -51,6 +51,9 @@ class NcclEngine:
 
     Operations run on the stream that the caller gives; captured operations become nodes of the graph. A process alone
     copies the arrays of a sum into a spare buffer, so that its graph has a node for each, as in a larger group.
+
+    Attributes:
+        closes_first: functions that free graphs with operations of this engine, which `close` calls first.
     """
 
     def __init__(self, group: Group, device: int) -> None:
@@ -60,6 +63,7 @@ class NcclEngine:
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         self._core, self._bindings = nccl()
         self._group, self._device = group, device
+        self.closes_first: list[Callable[[], object]] = []
         self._spare: list[Any] = []  # buffers for sums of a process alone; graphs may hold the address of any of them
         with activated(device):
             _check_places(group, device)
@@ -106,6 +110,8 @@ class NcclEngine:
         """See `Engine.close`."""
         if self._watchdog is not None:
             self._watchdog.stop()
+        for each in self.closes_first:
+            each()
         with activated(self._device):
             self._communicator.destroy()
 

@@ -99,6 +99,12 @@ def forget(problems: Iterable[Remembered], device: int) -> None:
         repeats.clear()
 
 
+def exchange_entries(content: bytes, device: int) -> None:
+    """Replaces all entries of a device's plan cache, see `PlanStore.take_over`, and drops all plans of the device."""
+    plan_store(device).take_over(content)
+    forget([problem for problem, of in [*_plans] if of == device], device)
+
+
 def _without_saved(problem: Remembered) -> Remembered:
     if not isinstance(problem, BackwardProblem):
         return problem

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 import warnings
@@ -130,6 +131,25 @@ class PlanStore:
             entries = {key: self._document.get(key) for key in other.raw}
             wanted = {key: other.raw[key] for key, ours in entries.items() if ours is None or not ours.is_usable}
             return self._document.absorb(Document(other.fingerprint, wanted).without_algorithms()), self._save()
+
+    def content(self) -> bytes:
+        """All entries as the bytes of a plan file, see `take_over`."""
+        with self._lock:
+            self._reload()
+            return self._document.render()
+
+    def take_over(self, content: bytes) -> None:
+        """Replaces all entries by those of another process's store, see `content`.
+
+        From then on, this store is kept in memory alone: its file would bring back the entries that it has lost.
+
+        Raises:
+            UnusableError: the entries are valid for another machine.
+        """
+        theirs = Document.parse(content)
+        theirs.require(self.fingerprint)
+        with self._lock:
+            self._document, self._paused_until = theirs, math.inf
 
     def unproven(self, key: str) -> ProductEntry | None:
         """The entry of a product if its algorithm must still be rebuilt and verified; None otherwise."""

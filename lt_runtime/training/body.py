@@ -196,7 +196,7 @@ class StepBody:
         self.rows, self.parts = rows, parts
         # Process r of N runs the micro-batches r·parts to (r + 1)·parts - 1 of the N·parts micro-batches of a step.
         self._first, self._all_parts = (0, parts) if group is None else (group.rank * parts, group.size * parts)
-        self._group = group
+        self.group = group
         self._buckets = None if group is None else Buckets(group, optimizer.parameters, model.device.ordinal)
         self.arity: int | None = None
         self._places = len(model.layers) if isinstance(model, MLP) else PLACES
@@ -349,9 +349,9 @@ class StepBody:
         A step of one process makes them from its first micro-batch, which process 0 has.
         """
         known = [each for each in self.scales if each.slots is not None]
-        if self._group is not None and known:
+        if self.group is not None and known:
             arrays = [array for each in known for array in (each.slots, each.history)]
-            self._group.engine(self.model.device.ordinal).broadcast(arrays, 0, stream)
+            self.group.engine(self.model.device.ordinal).broadcast(arrays, 0, stream)
 
     def _share_magnitudes(self, stream: Any) -> None:
         """Gives all processes the largest magnitudes of the tensors in FP8, from which `FP8State.update` makes scales.
@@ -359,14 +359,14 @@ class StepBody:
         They are a column of `slots`, whose other columns are equal in all processes.
         """
         slots = [each.slots for each in self.scales if each.slots is not None]
-        if self._group is None or not slots:
+        if self.group is None or not slots:
             return
         if stream is None:  # on the host nothing runs before the first step, which has just made the first scales
             own = [each[:, AMAX].copy() for each in slots]
             self.share_scales(None)
             for each, magnitudes in zip(slots, own, strict=True):
                 each[:, AMAX] = magnitudes
-        self._group.engine(self.model.device.ordinal).maximum(slots, stream)
+        self.group.engine(self.model.device.ordinal).maximum(slots, stream)
 
     def _run_part(
         self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, met: Met | None, buckets: Buckets | None

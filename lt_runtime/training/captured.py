@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from lt_runtime import ranges
 from lt_runtime.arrays.libraries import cupy, current_streams, signature_of
 from lt_runtime.arrays.operand import CUPY, Operand, library_of
 from lt_runtime.arrays.transfer import arena_size, arena_views, writes
+from lt_runtime.distributed.nccl import NcclEngine
 from lt_runtime.errors import CaptureError, DriverError, GpuError
 from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
@@ -28,7 +29,9 @@ from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, 
 from lt_runtime.nn.run import Met
 from lt_runtime.ops._parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
+from lt_runtime.plans.cache import exchange_entries
 from lt_runtime.ranges import range_of
+from lt_runtime.store.plan_store import plan_store
 from lt_runtime.training.averages import GpuTally, Totals
 from lt_runtime.training.body import Batch, StepBody
 
@@ -171,13 +174,18 @@ class GpuStep:
         self._weights: Fp8Weights | None = None
         self._current_stream = CUPY.current_stream
         self._seen: object = None
+        self._group = body.group
+        engine = None if body.group is None else body.group.engine(device)
+        self._note: Callable[[int], None] | None = engine.launched if isinstance(engine, NcclEngine) else None
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._rehearsed_tally = GpuTally(device, stream), GpuTally(device, stream)
             call("cuStreamSynchronize", stream)  # later steps may use any stream, and need tallies of zero
             self._order, self._launch_graph = _order(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
-        weakref.finalize(self, _close, device, self._buffers)
+        closing = weakref.finalize(self, _close, device, self._buffers)
+        if isinstance(engine, NcclEngine):
+            engine.closes_first.append(closing)
 
     def totals(self, stream: Any) -> Totals:
         """Sums over the steps since the last call; waits for the stream.
@@ -227,6 +235,8 @@ class GpuStep:
                     replay.buffers.fill([*zip(addresses, replay.pitches, strict=True)], handle)
                     with self._tuning_off():
                         self._body.run(replay.buffers.parts, self.tally, handle)
+                    if self._note is not None:
+                        self._note(handle)
                 return
             if handle and is_capturing(handle):  # the default stream (0) cannot be under capture
                 raise CaptureError(f"stream {handle:#x} is being captured; a step to be captured needs graph=False")
@@ -264,6 +274,8 @@ class GpuStep:
                     graph = graphs.stand_in(graph, lambda: self._record(buffers))
                 if status := self._launch_graph(graph.executable, stream):
                     check("cuGraphLaunch", status)
+                if self._note is not None:
+                    self._note(stream)
                 return True
             finally:
                 order.end()
@@ -293,14 +305,15 @@ class GpuStep:
             # If no step has run, the rehearsal finds the scales of FP8 tensors from the real batch.
             if self._body.scales:
                 buffers.fill([(each.address, _pitch(each)) for each in batch], stream)
-            self._rehearse_first(buffers, stream)
-            if self._captures:
-                self._weights = self._weights or self._body.fp8_weights(self._device, stream)
-                if self._weights is not None and self._weights.are_read:
-                    buffers.weights, buffers.writer = self._weights, self._weights.writer
-                buffers.claim(stream)
-                self._rehearse(buffers, self._pool, stream)  # allocates the memory that the graph keeps
-                buffers.graph = self._record(buffers)
+            with self._together():
+                self._plan(buffers, stream)
+                if self._captures:
+                    self._weights = self._weights or self._body.fp8_weights(self._device, stream)
+                    if self._weights is not None and self._weights.are_read:
+                        buffers.weights, buffers.writer = self._weights, self._weights.writer
+                    buffers.claim(stream)
+                    self._rehearse(buffers, self._pool, stream, sums=True)  # allocates the memory that the graph keeps
+                    buffers.graph = self._record(buffers)
         except BaseException as error:
             if not self._buffers:  # there is no graph, so that nothing uses the pool's memory
                 self._pool.free_all_blocks()
@@ -309,14 +322,35 @@ class GpuStep:
             raise
         return buffers
 
-    def _rehearse_first(self, buffers: StepBuffers, stream: int) -> None:
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Within a `with` block, waits for the other processes of the group without a limit; at its end for all."""
+        if self._group is None:
+            yield
+            return
+        with self._group.patience():
+            yield
+            self._group.barrier("the first step")
+
+    def _plan(self, buffers: StepBuffers, stream: int) -> None:
+        """Makes the plans. In a group, process 0 tunes while the others wait, and all use its plan cache's entries."""
+        tunes, group = is_step_tuned(self._tune) and not is_captured(stream), self._group
+        if group is None or group.rank == 0:
+            self._rehearse_first(buffers, stream, tunes=tunes)
+        if group is not None:
+            content = group.from_first(plan_store(self._device).content(), "the plan cache of process 0")
+            if group.rank:
+                exchange_entries(content, self._device)
+                self._rehearse_first(buffers, stream, tunes=False)
+            self._body.share_scales(stream)
+
+    def _rehearse_first(self, buffers: StepBuffers, stream: int, *, tunes: bool) -> None:
         """Rehearses a step (runs it without the update), which makes the plans; then frees the rehearsal's memory.
 
         If tuning is on, layers and products of the rehearsal that the plan cache does not know are then measured. A
-        step that is neither captured nor tuned needs no rehearsal.
+        step that is neither captured nor tuned needs a rehearsal only in a group, to make the scales of FP8 tensors.
         """
-        tunes = is_step_tuned(self._tune) and not is_captured(stream)
-        if not (tunes or self._captures):
+        if not (tunes or self._captures or (self._group is not None and self._body.scales)):
             return
         if self._captures and not self._buffers:  # master copies are checked once, before the first graph
             check_masters(self._body.optimizer.parameters, stream)
@@ -330,11 +364,14 @@ class GpuStep:
         if measured and self._captures:
             self._rehearse(buffers, cupy().cuda.MemoryPool(), stream)
 
-    def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int, *, by_layer: bool = False) -> Met:
+    def _rehearse(
+        self, buffers: StepBuffers, pool: Any, stream: int, *, by_layer: bool = False, sums: bool = False
+    ) -> Met:
         """Runs a step without the update, on the stream of captures if the step is to be captured.
 
         Args:
             by_layer: whether a narrow MLP runs layer by layer.
+            sums: whether the processes of a group sum their gradients.
 
         Returns:
             The problems that have run.
@@ -345,7 +382,7 @@ class GpuStep:
         try:
             with not_tuning(), _memory_from(pool), Met() as met:
                 options: dict[str, Any] = {"met": met if by_layer else None, "weights": buffers.weights}
-                body.run(buffers.parts, tally, captured, updates=False, **options)
+                body.run(buffers.parts, tally, captured, updates=False, sums=sums, **options)
             return met
         finally:
             order_after(stream, captured)

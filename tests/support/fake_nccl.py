@@ -22,6 +22,8 @@ _TYPES: Final = {
 }  # fmt: skip
 SUM, MAX = 0, 2
 _SUCCESS: Final = 0
+SUM_KERNEL: Final = 0
+"""The function in the arguments of a graph's node that runs a group call; no function of a kernel has this handle."""
 
 
 class Gpu(Protocol):
@@ -148,7 +150,7 @@ class FakeNccl:
         self._gpu.streams.put(stream, kind, name, run, lambda: touches)
         capture = self._gpu.streams.captures.get(stream)
         if capture is not None and kind == KERNEL:
-            capture.nodes[-1].arguments = 0, ctypes.create_string_buffer(8)
+            capture.nodes[-1].arguments = SUM_KERNEL, ctypes.create_string_buffer(8)
 
 
 class MirrorWire:

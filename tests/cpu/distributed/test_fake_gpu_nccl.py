@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_gpu import FakeGpu
-from tests.support.fake_nccl import MirrorWire
+from tests.support.fake_nccl import SUM_KERNEL, MirrorWire
 from tests.support.placed import host_of
 
 Made = tuple[Any, MirrorWire]
@@ -22,6 +22,7 @@ Maker = Callable[..., Made]
 def made(gpu: FakeGpu) -> Iterator[Maker]:
     """Makes groups of pretended processes, of which one is this process; closes them after the test."""
     module, groups = importlib.import_module("lt_runtime.distributed.group"), list[Any]()
+    earlier = len(gpu.nccl.communicators)
 
     def make(size: int = 2, rank: int = 0) -> Made:
         wire = MirrorWire(size, rank)
@@ -31,7 +32,7 @@ def made(gpu: FakeGpu) -> Iterator[Maker]:
     yield make
     for each in groups:
         each.close()
-    assert all(each.ended for each in gpu.nccl.communicators)
+    assert all(each.ended for each in gpu.nccl.communicators[earlier:])
 
 
 def _arrays(gpu: FakeGpu, *dtypes: str) -> list[Any]:
@@ -178,7 +179,7 @@ def test_a_bucket_runs_beside_the_backward_pass_that_goes_on(
     _small_buckets(monkeypatch, 100)
     net = _Net(gpu, made()[0])
     captured = _captured(net)
-    kinds = [node.arguments is not None and node.arguments[0] == 0 for node in captured.nodes]
+    kinds = [node.arguments is not None and node.arguments[0] == SUM_KERNEL for node in captured.nodes]
     sums = [index for index, is_sum in enumerate(kinds) if is_sum]
     works = [index for index, is_sum in enumerate(kinds) if not is_sum]
     for index in sums[:2]:  # the first layer writes both gradients of the other two at once
