@@ -100,6 +100,30 @@ def test_passes_of_forward(gpu: FakeGpu, dtype: str, recipe: Any, passes: list[s
     assert gpu.kernels.launched == [*passes, "narrow_n"]  # The kernel narrow_n computes the last layer's product.
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gate_and_up_projection_share_a_cast(gpu: FakeGpu, device: str) -> None:
+    x, found = batches(1)[0][0], []
+    for precision in (None, gpu.lt.FP8()):
+        block = gpu.lt.SwiGLU(32, 48, dtype="bfloat16", seed=4, device=device, precision=precision)
+        run, placed = gpu.lt.Pass(), block.device.asarray(x)
+        gpu.kernels.launched.clear()
+        y = block.forward(placed, run)
+        gpu.synchronize_all()
+        forward = [each for each in gpu.kernels.launched if each == "cast_fp8"]
+        dx = block.backward(block.device.asarray(x), run)
+        gpu.synchronize_all()
+        found.append([block.device.to_host(each) for each in (y, dx, *(each.grad for each in block.parameters()))])
+    # Each of x, the gated values and both weights is read for its scale, and then cast.
+    assert len(forward) == 8 * (device == "cuda")
+    for wanted, ours in zip(*found, strict=True):
+        assert decibels(ours.astype(np.float64), wanted.astype(np.float64)) > 18.0
+
+
+def test_a_gated_block_that_recomputes_has_no_precision() -> None:
+    with pytest.raises(lt.errors.ArgumentError, match="recompute is True, which excludes a precision"):
+        lt.SwiGLU(32, 48, recompute=True, device="cpu", precision="fp8")
+
+
 def test_frozen_layers_keep_no_operands(gpu: FakeGpu) -> None:
     """The first layer is frozen, so that the second needs no dx; of the third layer, only the weight is frozen."""
     model = gpu.lt.MLP([32] * 4, dtype="bfloat16", device="cuda", precision=gpu.lt.FP8())

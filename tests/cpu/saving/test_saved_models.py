@@ -352,6 +352,7 @@ MODELS: dict[str, Callable[[], lt.Block]] = {
     "stack of 16-bit": lambda: _stack(dtype="bfloat16"),
     "no masters": lambda: lt.Linear(6, 3, seed=1, dtype="bfloat16", master_weights=False, **CPU),
     "a block twice": _towers,
+    "in FP8": lambda: lt.GEGLU(6, 32, seed=1, dtype="bfloat16", precision=lt.FP8(recipe="rowwise"), **CPU),
     "sum": lambda: lt.Parallel(lt.RMSNorm(6, **CPU), lt.ReGLU(6, 4, seed=1, **CPU), join="sum", split=False),
 }
 
