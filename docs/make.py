@@ -15,6 +15,7 @@ GUIDES: Final = {
     "models": "models of blocks: residual nets, towers, tied weights, blocks and loops of your own",
     "own-loops": "loops and losses of your own: layers, streams, buffers, graphs, raw addresses, cuBLASLt itself",
     "pytorch": "layers, norms and functions with autograd for PyTorch models",
+    "distributed": "several processes: launchers, batches, checkpoints, the optimizer's state divided, failures",
     "weights": "weights from and for PyTorch, model files, checkpoints, files of any models and optimizers",
     "tuning": "what is measured when, the command line for it, where results are kept, which files are trusted",
     "fp8": "8-bit matrix products: types, scales, what the tensor cores take",

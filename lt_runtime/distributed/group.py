@@ -250,7 +250,8 @@ def group(*, timeout: float = 60.0) -> Group:
     if not timeout > 0:
         raise ArgumentError(f"timeout is {shown(timeout)}; it must be positive")
     made = Group(_wire(timeout))
-    _abort_after_exceptions(made)
+    if made.size > 1:
+        _abort_after_exceptions(made)
     return made
 
 

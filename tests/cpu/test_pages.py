@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 WITH_EXAMPLES = [
     "README.md",
+    "docs/distributed.md",
     "docs/fp8.md",
     "docs/models.md",
     "docs/own-loops.md",

@@ -1,7 +1,5 @@
 """A group of one process, which no launcher has started."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ from lt_runtime.gpu import devices
 def _no_launcher(monkeypatch):
     for name in (*groups._MPI, *groups._TORCHRUN):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 def test_one_process_has_nothing_to_exchange():
