@@ -92,8 +92,8 @@ def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
 def findings(rows: Sequence[Json]) -> list[Finding]:
     """The suite's figures.
 
-    They are tuned time over untuned time, for the half of the blocks that no fit has read; and, for blocks of odd
-    shape, the time of every other library over ours, tuned and untuned.
+    The figures are tuned time over untuned time, for the half of the blocks that no fit has read; and, for blocks of
+    odd shape, the time of every other library over ours, tuned and untuned.
     """
     untuned = speedups([row for row in rows if row.get("half") == JUDGE], "lt", "lt_priors")
     odd = [row for row in rows if row.get("stratum") == "odd"]

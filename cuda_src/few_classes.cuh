@@ -19,7 +19,7 @@ struct FewClasses {
     const SCALAR* const from = element<const SCALAR>(m, row, 0);
     FewClasses out;
     if (in_pairs(m, cols)) {
-      // Not converted to FP32 in this loop, so that all loads are issued before the first conversion waits for one.
+      // This loop does not convert to FP32, so that all loads are issued before the first conversion waits for one.
       Two pairs[kFewClasses / 2];
 #pragma unroll
       for (int i = 0; i < kFewClasses; i += 2) {

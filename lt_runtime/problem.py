@@ -173,7 +173,7 @@ class Activation:
     def of(cls, activation: ActivationName | Activation, negative_slope: float = 0.01) -> Activation:
         """Makes an `Activation` from a name and a slope, or returns the given one. Raises as `Activation(...)`."""
         if isinstance(activation, Activation):
-            # Raises for a slope that is not finite, although an `Activation` has its own slope.
+            # Raises if the argument `negative_slope` is not finite, although `activation` has a slope of its own.
             cls(negative_slope=negative_slope)
             return activation
         return cls(activation, negative_slope)

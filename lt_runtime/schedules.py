@@ -137,7 +137,7 @@ def warmup(warmup_steps: int) -> Schedule:
 def warmup_linear(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
     """A schedule whose factor rises linearly to 1 over `warmup_steps` updates, then falls along a line.
 
-    It reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
+    The factor reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
     """
     return Schedule("linear", warmup_steps, total_steps, final_factor)
 
@@ -145,6 +145,6 @@ def warmup_linear(warmup_steps: int, total_steps: int, final_factor: float = 0.0
 def warmup_cosine(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
     """A schedule whose factor rises linearly to 1 over `warmup_steps` updates, then falls along half a cosine.
 
-    It reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
+    The factor reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
     """
     return Schedule("cosine", warmup_steps, total_steps, final_factor)

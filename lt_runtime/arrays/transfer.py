@@ -103,11 +103,11 @@ def copied(array: Any) -> Any:
 
 
 class _Writes:
-    """Tells what last wrote parameters or scales of FP8, of which training steps keep copies.
+    """Records which training step was the last to write parameters or FP8 scales, of which steps keep copies.
 
     Attributes:
-        latest: an object of the training step that did; None for anything else. A step that finds another object than
-            its own makes its copies again.
+        latest: an object of that step; None if the last write came from elsewhere. A step that finds another object
+            than its own makes its copies again.
     """
 
     latest: object = None

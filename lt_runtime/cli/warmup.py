@@ -180,7 +180,7 @@ class _Field(NamedTuple):
     def items(self, *accepted: str, prefix: str = "") -> Iterator[tuple[str, _Field]]:
         """Yields names and values of a JSON object; errors show a name after `prefix`.
 
-        By default all names are accepted.
+        Without `accepted` the object may have any names.
         """
         if not isinstance(self.node, ast.Dict):
             raise self._refusal("objects")

@@ -34,10 +34,11 @@ class Buckets:
     def __init__(self, group: Group, parameters: Sequence[Parameter], device: int | None) -> None:
         self._group, self._device, self._engine = group, device, group.engine(device)
         self._parameters = {id(each): each for each in parameters}
-        self._writes = Counter[int]()  # of each parameter in a pass, by the parameter's id, in the order of last writes
+        # How often a pass writes each parameter's gradient, by the parameter's id, in the order of the last writes.
+        self._writes = Counter[int]()
         self._buckets: list[list[int]] = []
-        self._left = Counter[int]()  # writes of the present pass that have not come yet
-        self._next = 0  # the first bucket that has not been summed in the present pass
+        self._left = Counter[int]()  # The number of these writes that the present pass has not made yet.
+        self._next = 0  # The index of the first bucket that has not been summed in the present pass.
         self._stream: int | None = None
 
     def begin(self, stream: int | None) -> None:

@@ -47,7 +47,7 @@ class Wire(Protocol):
         """Ends all processes of the group, this one included. `why` is printed."""
 
     def close(self) -> None:
-        """Frees what the wire holds. All processes call it."""
+        """Frees the communicators or connections that the wire holds. All processes call this method."""
 
 
 class Engine(Protocol):
@@ -86,11 +86,11 @@ class Alone:
         self.limit = limit
 
     def gather(self, value: bytes, what: str) -> list[bytes]:
-        """The value itself."""
+        """Returns the value of this process, the only one of the group."""
         return [value]
 
     def host_engine(self) -> Engine:
-        """The wire itself."""
+        """Returns this object, which is also an engine."""
         return self
 
     def sum(self, arrays: Sequence[Any], stream: int | None, out: Sequence[Any] | None = None) -> None:
@@ -165,7 +165,7 @@ class Group(Fixed):
         self.engine(None if device == HOST else device).sum(arrays, stream)
 
     def gather(self, value: bytes, what: str) -> list[bytes]:
-        """The bytes of all processes, in the order of their ranks.
+        """Returns the values that all processes have given, in the order of their ranks.
 
         Args:
             what: the purpose of the call, for errors.
@@ -270,7 +270,7 @@ def _wire(limit: float) -> Wire:
 def _abort_after_exceptions(made: Group) -> None:
     """Makes an exception that nothing catches end all processes, after Python has printed it.
 
-    Otherwise the other processes would wait for this one, and MPI's end of this process would wait for them.
+    Without this, the other processes would wait for this one, and MPI_Finalize in this process would wait for them.
     """
     print_exception = sys.excepthook
 

@@ -39,7 +39,7 @@ class MpiWire:
         # Values of the host have a communicator of their own, so that a process whose order of calls differs waits.
         self._comm, self._values, self._questions = (MPI.COMM_WORLD.Dup() for _ in range(3))
         self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
-        self._count = 0  # of the operations so far
+        self._count = 0  # number of operations so far
 
     def gather(self, value: bytes, what: str) -> list[bytes]:
         """See `Wire.gather`."""

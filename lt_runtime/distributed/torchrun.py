@@ -36,7 +36,7 @@ class StoreWire:
             absent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
             reason = f"rank {', '.join(absent)} has not come" if absent else f"the store has failed ({error})"
             self.abort(f"it has waited {self.limit:g} s for {what}, to which {reason}")
-        if self._count > 1:  # all processes have read the values of the call before the last
+        if self._count > 1:  # values of the call before the last can be deleted: all processes have read them
             self._store.delete_key(f"{self._count - 2}/{self.rank}")
         self._count += 1
         return [bytes(self._store.get(key)) for key in keys]

@@ -158,7 +158,7 @@ def pageable_ends(node: int) -> list[str]:
 def graph_under_capture(stream: int) -> tuple[int, int]:
     """The graph that is being captured from a stream: its handle and the id of the capture.
 
-    Both are 0 if the stream is not being captured, or if its capture has been invalidated.
+    Handle and id are 0 if the stream is not being captured, or if its capture has been invalidated.
     """
     status, capture, graph, *_ = call("cuStreamGetCaptureInfo", stream)
     return (int(graph), int(capture)) if status == _ACTIVE else (0, 0)
@@ -167,7 +167,7 @@ def graph_under_capture(stream: int) -> tuple[int, int]:
 class CapturedNodes:
     """A listener of `lt_runtime.ranges` that records in which ranges each node of a stream's capture was captured.
 
-    It records only ranges of the thread that created it.
+    The listener records only ranges of the thread that created it.
 
     Attributes:
         paths: names of the ranges around a node, outermost first, by the node's handle. Nodes outside all ranges are

@@ -72,7 +72,7 @@ class StreamMemory:
         self.tickets = self.zeros + ALIGNMENT
 
     def on(self, stream: int) -> Self:
-        """The same memory, for capturing work from another `stream` that will later be launched on this one."""
+        """Returns this memory for captures from another stream, `stream`, whose graphs are launched on this stream."""
         view = copy.copy(self)
         view.stream = stream
         return view

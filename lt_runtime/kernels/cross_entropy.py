@@ -165,8 +165,8 @@ class RowSharing:
     def kept(self) -> int:
         """Batches that a thread keeps in registers: `_KEPT_BATCHES` if a block shares a row with more, otherwise 0.
 
-        It is also 0 with label smoothing and class weights: then every column has a weight of its own, and on sm_75 the
-        BF16 kernel would spill registers.
+        With both label smoothing and class weights the number is 0 too: then every column has a weight of its own, and
+        on sm_75 the BF16 kernel would spill registers.
         """
         has_more = self.row_group is not RowGroup.WARP and self.batches > _KEPT_BATCHES
         return _KEPT_BATCHES if has_more and not self.spreads else 0
@@ -174,7 +174,7 @@ class RowSharing:
     def held_packets(self, device: int) -> int:
         """Number of packets of each thread that fit into the block's share of shared memory.
 
-        It is at most the number of packets in all batches of a row.
+        The result is at most the number of packets that a thread reads from one row.
         """
         names = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
         of_block, of_multiprocessor = device_attributes(device, *names)

@@ -20,7 +20,7 @@ CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Activation()
-_LEAST_SCALE: Final = 1 << 23  # bits of 2^-126, the least 1 / scale, which is that of a row of zeros
+_LEAST_SCALE: Final = 1 << 23  # Bits of 2^-126, the least 1 / scale, which is that of a row of zeros.
 # Largest gridDim.y of a sum over rows, because the last block reads a partial sum of each of these blocks.
 _MOST_PARTS: Final = 64
 
@@ -299,7 +299,7 @@ class LossCastPass:
 def moves_tiles(*operands: tuple[DType, Spec], out: Spec | None, transposed: Spec | None) -> bool:
     """Whether the kernels' fast path can read the operands and write the FP8 results.
 
-    It reads eight elements of a row at once, and writes eight bytes of a row and 16 of a column.
+    The fast path reads eight elements of a row at once, and writes eight bytes of a row and 16 of a column.
     """
     results = [each for each in (out, transposed) if each is not None]
     specs = [each for _, each in operands] + results

@@ -88,7 +88,10 @@ class Block(NamedTuple):
 
 
 _BLOCKS: Final = tuple(Block(*each) for each in ((4, 2, 4), (4, 1, 4), (4, 1, 8), (2, 1, 4), (2, 1, 8)))
-"""Divisions of a block's warps to try, fastest first. With eight sum warps a thread has no registers for two tiles."""
+"""Ways to try to divide a block's warps between tasks, fastest first.
+
+With eight warps that sum weight gradients a thread has no registers for two tiles of rows.
+"""
 
 
 class Part(NamedTuple):

@@ -24,14 +24,14 @@ from lt_runtime.rules import SGD, AdamW, AMSGrad, Lion, Rule
 from lt_runtime.schedules import DECAYS, AnySchedule, Table
 
 UPDATE_THREADS: Final = 128
-_UPDATE_BLOCKS: Final = 8  # blocks of the update that share a chunk of a tensor
+_UPDATE_BLOCKS: Final = 8  # number of the update kernel's thread blocks that share a chunk of a tensor
 UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
 """Elements of a chunk of an update: one octet for each thread of its blocks."""
-UPDATE_TICKETS: Final = 32 * 64  # 32-bit words: 32 counters of finished blocks, 64 words apart
+UPDATE_TICKETS: Final = 32 * 64  # number of 32-bit words of 32 counters of finished blocks, which lie 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
 FP8_COLUMNS: Final = 256
 """The number of columns of a weight with a copy in FP8 is a multiple of this number, that of a tile's columns."""
-_FP8_ROWS: Final = 32  # rows of a tile of the kernel optimizer_fp8
+_FP8_ROWS: Final = 32  # Number of rows of a tile of the kernel optimizer_fp8.
 # Fewest elements of a chunk in the gradient norm; one block sums a chunk.
 _NORM_CHUNK: Final = 16384
 # About the largest number of chunks in the gradient norm, because the last block adds up a partial sum of each.

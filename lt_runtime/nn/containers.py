@@ -51,7 +51,7 @@ class Chain(Block):
                 raise ShapeError(f"block {i} ({type(block).__name__}) takes {block.inputs} columns, {before}")
             self.outputs = block.outputs or (self.outputs if block.inputs is None else None)
         groups = itertools.groupby(_flat(blocks), lambda each: type(each) is Linear)
-        self._steps: list[Any] = []  # blocks, and lists of neighbouring linear layers
+        self._steps: list[Any] = []  # what forward runs in order: a block, or a list of neighbouring linear layers
         for is_linear, group in groups:
             self._steps += [[*group]] if is_linear else group
 

@@ -173,7 +173,7 @@ class Gated(Block):
         options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if rng else 0.0, "rng": rng}
         y, context = gated_fwd(h, **options, stream=run.stream)
         run.keep(context)
-        # Half of h has y's shape, and is kept for backward anyway: it stands in for a y that backward recomputes.
+        # If backward recomputes y, the layer keeps half of h in y's place, which has y's shape and is kept anyway.
         return forward_layers([self.down], y, run, add=add, stand_in=h[..., : y.shape[-1]] if self.recompute else None)
 
     def backward(self, dy: Any, run: Pass) -> Any:

@@ -228,7 +228,7 @@ def backward_layers(
 ) -> Any:
     """Propagates the gradient back through layers that `forward_layers` ran.
 
-    If the gradient with respect to the inputs is not read, it stops at the lowest layer that has a trained parameter.
+    If the gradient with respect to the inputs is not read, no layer below the lowest one with a trained parameter runs.
 
     Args:
         dy: a list of one array, which is removed from it, so that it is freed after its last reader.

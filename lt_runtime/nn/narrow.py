@@ -64,7 +64,7 @@ class NarrowPasses:
             self._chosen[key] = may_fuse and is_fused(problem, self._device), reasons
         is_chosen, reasons = self._chosen[key]
         if is_chosen and backward:
-            for layer, reason in zip(self._layers, reasons, strict=False):  # there are none without precision
+            for layer, reason in zip(self._layers, reasons, strict=False):  # no reasons if the model has no `precision`
                 if layer.scales is not None:
                     layer.scales.fallback = reason
         return is_chosen

@@ -75,7 +75,7 @@ class Met:
         return taken
 
     def to_tune(self) -> list[Tunable]:
-        """All choices, chains of layers and products that were recorded, each once."""
+        """All that was recorded, each once: choices of the precision, chains of layers, and products."""
         from lt_runtime.tuner.chain import LayerChain, chains_of  # imported late, because only tuning needs the tuner
 
         narrow = [LayerChain.of_narrow(each) for each in self.problems if isinstance(each, MLPProblem)]
@@ -151,7 +151,8 @@ class Pass:
         self.met: Met | None = None
         self.has_db = False
         self.on_written: Callable[[Sequence[Parameter]], None] | None = None
-        self._given: list[tuple[Surrounded | None, Parameter]] = []  # gradients that their blocks may not have written
+        # The block and parameter of each gradient buffer that was given and may not have been written yet.
+        self._given: list[tuple[Surrounded | None, Parameter]] = []
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []
@@ -229,7 +230,8 @@ class Pass:
     def wrote(self) -> None:
         """Tells `on_written` that the running block has written all gradients whose buffers it got so far.
 
-        The end of a block's backward tells so too. Gradients that no block asked for, but the loss, count as written.
+        `on_written` is also called at the end of each block's backward. The gradients that the loss has written, whose
+        buffers were given outside of any block, count as written too.
         """
         if self.on_written is not None:
             done = [parameter for block, parameter in self._given if block in (None, self.running)]

@@ -60,7 +60,7 @@ def rows_of(x: Any) -> int:
 def reasons(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> Iterator[str | None]:
     """For each layer why it is in its own type, None if it is in FP8; tells `ranges.watchers` of each choice.
 
-    Neighbours with one recipe whose sizes allow FP8 share a choice, up to `_MOST` of them.
+    Up to `_MOST` consecutive layers that have the same recipe, and whose sizes allow FP8, are decided together.
     """
 
     def common(layer: Candidate) -> tuple[FP8 | None, bool, Any]:
@@ -77,7 +77,7 @@ def reasons(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> 
 
 
 def _reason(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> str | None:
-    """The common reason of layers that share a choice."""
+    """Why layers that are decided together run in their own type; None if they run in FP8."""
     first, kind = layers[0], DType.parse("x", dtype)
     assert first.state is not None
     problem = Fp8ChainProblem(

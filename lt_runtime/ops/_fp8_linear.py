@@ -60,9 +60,10 @@ _FIRST: Final = 5
 def _cast_on_host(
     x: NDArray[Any], row: int, precision: Precision, slots: Any, history: Any
 ) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[Any]]:
-    """x rounded to FP8, its transpose in FP8, and the slot; with "rowwise" 1 / scale of the transpose's rows instead.
+    """Returns x rounded to FP8, its transpose in FP8, and the tensor's slot, a copy of its scales.
 
-    If the call calibrates, it first computes the scale in the slot from x; see `Cast` and `RowCast`.
+    With "rowwise" 1 / scale of the transpose's rows takes the place of the slot. If `precision.calibrates`, the scale
+    in the slot is first computed from x; see `Cast` and `RowCast`.
     """
     recipe, slot = precision.recipe, slots[row]
     dtype, is_current = recipe.dtypes[row].value, recipe.recipe == "current"
@@ -152,7 +153,7 @@ class Fp8Forward(LinearForward):
         problem, layer = request.problem.layer, request.detail
         kept = fp8_kept_spec(problem)
         if layer.activation.name != "none":
-            saved = kept or problem.y  # with a deferred activation y is the pre-activation
+            saved = kept or problem.y  # if the next layer applies the activation, y is the pre-activation
             layer = replace(layer, saved_as=Saved.PREACTIVATION, saved_layout=saved.layout)
         if kept is None:
             return request._replace(detail=layer)
@@ -277,7 +278,10 @@ class CastGradient(NamedTuple):
 
 
 class Fp8CastBackward(Fp8Backward):
-    """`Fp8Backward` for a `CastGradient`: its transpose is the call's argument in the place of the saved tensor."""
+    """`Fp8Backward` for a dy that is in FP8 already (a `CastGradient`).
+
+    A call gets the transpose of dy in the argument that otherwise is the saved tensor.
+    """
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""

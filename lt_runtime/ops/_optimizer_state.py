@@ -184,7 +184,8 @@ class GpuState:
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
             self._groups, self._group_of = groups, _group_of(groups)
             self.shard: Shard | None = None
-            # Inference casts the weights in each call from now on. Only graphs may go on reading copies in FP8.
+            # Copies of weights in FP8 are dropped, so that inference casts the weights in each call from now on. Those
+            # that captured graphs read stay.
             self._copies = [copy for each in read for copy in copies_of(each.data) if not copy.drop()]
             self._seen: object = None
             # The schedule whose table of factors is on the device, and that table, which updates read.

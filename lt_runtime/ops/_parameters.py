@@ -346,7 +346,7 @@ def load_values(parameters: Mapping[str, Parameter], state: Any, *, strict: bool
 def check_masters(parameters: Sequence[Parameter], stream: int) -> None:
     """Raises `OperandError` if data are not the rounding of their master copy.
 
-    The host reads both arrays completely, which would be too slow in every step on a GPU.
+    The host reads each parameter and its master copy completely, which would be too slow in every step on a GPU.
 
     Args:
         stream: the arrays' contents at this point of the stream are checked; the host waits for it.

@@ -147,7 +147,7 @@ class PreparedCall:
         for i, size in [each for each in present if each[0] in self.request.written]:
             others = []
             for j, other in present:
-                if (j, i) in self.request.same:  # `same`: the two may be one memory, but must not overlap in part
+                if (j, i) in self.request.same:  # the two arrays may be the same memory, but must not overlap in part
                     others += [(j, -other, 0), (j, 0, size)]
                 elif j != i:
                     others.append((j, -other, size))

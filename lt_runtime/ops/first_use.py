@@ -159,7 +159,7 @@ def _prove(problem: Remembered, device: int) -> None:
     """Verifies other machines' algorithms for the products of a problem's plan."""
     if not isinstance(
         problem, Problem
-    ):  # a fused MLP has no cuBLASLt algorithms to verify, and a choice none of its own
+    ):  # a fused MLP, or a choice of the precision, has no cuBLASLt algorithms of its own to verify
         return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:

@@ -153,7 +153,7 @@ def gated_fwd(
 def gated_bwd(dy: Any, ctx: GatedContext, *, remake_y: bool = False, out: Any = None, stream: Any = None) -> Any:
     """The gradient dh of the `gated_fwd` call that returned `ctx`. One pass writes the gradients of gate and value.
 
-    It is computed in FP32 and rounded once. The dropout mask is computed again from the context's `rng`.
+    dh is computed in FP32 and rounded once. The dropout mask is computed again from the context's `rng`.
 
     Args:
         dy: (..., F), of h's type: the gradient of y.

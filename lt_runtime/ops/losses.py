@@ -322,8 +322,8 @@ def huber_loss(
 ) -> Loss:
     """Mean over all elements of d² / 2 where |d| <= δ and of δ (|d| - δ / 2) elsewhere, and its gradient.
 
-    Here d is prediction - target, and the gradient is d, but at least -δ and at most δ, divided by M·N. It is PyTorch's
-    `huber_loss`.
+    Here d is prediction - target, and the gradient is d, but at least -δ and at most δ, divided by M·N. This loss is
+    PyTorch's `huber_loss`.
 
     Args:
         prediction: (..., N), float32, float16 or bfloat16. target: (..., N), same type.

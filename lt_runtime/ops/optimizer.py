@@ -220,8 +220,8 @@ class Optimizer(Fixed):
     def rates(self) -> tuple[float, ...]:
         """The learning rate in force for each group: its `lr` times the schedule's factor at the last update.
 
-        Before the first update it is the rate of the first one. A parameter's `lr_scale` multiplies it. Reading waits
-        for the GPU.
+        Before the first update this is the rate of the first update. A parameter's own rate is this times its
+        `lr_scale`. Reading waits for the GPU.
         """
         factor = reference.learning_rate_factor(self.schedule, max(int(self.steps.item()), 1))
         return tuple(rule.lr * factor for rule in self.rules)
@@ -252,8 +252,9 @@ class Optimizer(Fixed):
     def apply_settings(self, *, stream: Any = None) -> None:
         """Writes changed settings to the device, in the order of a stream.
 
-        `step` and `lt.TrainStep` do so by themselves. If you have captured a graph from `step`, call this before the
-        graph's next launch. Do not capture it with the step: each launch would then restore the captured settings.
+        `step` and `lt.TrainStep` write changed settings by themselves. If you have captured a graph from `step`, call
+        this method before the graph's next launch. Do not capture this call with the step: each launch of the graph
+        would then restore the settings of the capture.
 
         Args:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library

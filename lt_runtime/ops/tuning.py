@@ -35,7 +35,7 @@ class Rehearsed(Protocol):
         """The device of the parameters."""
 
     def rehearse(self, x: Any) -> list[Tunable]:
-        """The choices, layers and products that run for inputs x, or for a number of rows."""
+        """What the tuner decides for inputs x, or for a number of rows: precisions, layers and products."""
 
 
 def tune(
@@ -97,7 +97,7 @@ def tune(
     with progress_bar(shown=shows) as show:
         tuned = [*search.tune_chains(chains, ordinal, progress=show)]
         if any(isinstance(each, Fp8ChainProblem) and each.is_open for each in chains):
-            # The layers may have got another precision, in which they run other problems.
+            # The measurement may have moved layers to FP8 or back to their own type, in which they run other problems.
             again, _ = _given(dims, rows, device, *options)
             tuned += search.tune_chains([each for each in again if each not in chains], ordinal, progress=show)
     return TuningReport(tuned)

@@ -142,7 +142,7 @@ class RowCast:
         self, x: int, out: int, transposed: int, state: tuple[int, int], memory: StreamMemory, backward: object = None
     ) -> int:
         """As `Cast.put`, but `state` has the addresses for 1 / scale of the rows of `out` and of `transposed`."""
-        del backward  # a cast by rows has neither a derivative nor a mask
+        del backward  # a cast with a scale for each row applies neither a derivative nor a mask
         self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
         return state[0]
 
@@ -285,8 +285,8 @@ class Fp8BackwardPlan(Plan):
 
     If the cast cannot compute dz and the bias gradient (see `casts_dz`), another pass computes them before the cast.
 
-    A call has the addresses of dy, forward's copy of the slots of x and w, the transposes of x and w in FP8, the saved
-    tensor, dx, dw, db and dz, then of slots and history.
+    A call has the addresses of dy, forward's copy of the slots (scales) of x and w, the transposes of x and w in FP8,
+    the saved tensor, dx, dw, db and dz, then of the layer's slots and its history of largest magnitudes.
 
     Args:
         problem: the layer's gradients, without an `input_derivative`; its x and w are not read.
@@ -339,7 +339,8 @@ class Fp8BackwardPlan(Plan):
         self._cast_bytes = (0, 0) if is_cast else (needs_dx * aligned(m * n), needs_dw * aligned(m * n))
         # Bytes of 1 / scale of each row and of each column of dz.
         self._vector_bytes = by_rows * aligned(_WORD * m), by_rows * aligned(_WORD * n)
-        self._pitch = _WORD * k if by_rows else _SLOT  # bytes from the scales of the kept x to those of w
+        # Distance in bytes from the scales of the x that forward kept to those of w.
+        self._pitch = _WORD * k if by_rows else _SLOT
         self._scratch_bytes = self._dz_bytes + self._partial_bytes + sum(self._cast_bytes) + sum(self._vector_bytes)
 
     def reserve(self, memory: StreamMemory) -> None:
@@ -368,7 +369,8 @@ class Fp8BackwardPlan(Plan):
             state = (vectors, vectors + self._vector_bytes[0]) if sum(self._vector_bytes) else (slots, history)
             of_derivative = saved, db, partial, call.dropouts[0]
             row_scales = self._cast.put(dz, dz8, dz8_transposed, state, memory, of_derivative)
-        col_scales = row_scales + self._vector_bytes[0]  # equals `row_scales` if dz has one scale for all elements
+        # If dz has one scale for all elements, both products read it at the same address.
+        col_scales = row_scales + self._vector_bytes[0]
         operands = {
             "dx": (dz8, w_transposed, dx, W, row_scales),
             "dw": (dz8_transposed, x_transposed, dw, X, col_scales),

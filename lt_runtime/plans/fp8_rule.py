@@ -34,7 +34,10 @@ def against_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _slower_in_fp8(problem: Fp8ChainProblem, device: int, generation: object) -> str | None:
-    """`against_fp8` if both types are possible. Every measurement changes `generation`, so that old results expire."""
+    """Why FP8 is slower for these layers, which may run in both types; None if it is faster.
+
+    Results are cached by the arguments. Every measurement changes `generation`, so that older results are not used.
+    """
     if problem.recipe.by_rows and (lack := lacks_scale_vectors(device)):
         return lack
     entry = known_layer(problem, plan_store(device))

@@ -158,8 +158,8 @@ def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
 def _preactivation(problem: ForwardProblem) -> Layout:
     """Layout of a new pre-activation.
 
-    Its rows are packed if y is packed and ragged, and cuBLASLt's GELU epilogue would be refused or slow; otherwise they
-    are padded. Our kernels use 16-byte accesses for a packed matrix even if its rows are ragged. For ragged rows
+    Rows are packed if y is packed and ragged, and cuBLASLt's GELU epilogue would be refused or slow; otherwise they are
+    padded. Our kernels use 16-byte accesses for a packed matrix even if its rows are ragged. For ragged rows
     cuBLASLt's 16-bit epilogue is refused, see `MatmulPlan`, and its TF32 epilogue is slow: on an H200 (13.1) 541x619
     takes 7.0 µs with the epilogue and 6.4 with our kernel, 1078x2049 23.2 and 19.2, 13830x221 31 and 19.
     """

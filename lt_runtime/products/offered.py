@@ -114,7 +114,8 @@ def is_split_for_nothing(problem: MatmulProblem, offered: Offered) -> bool:
 def has_many_tiles(problem: MatmulProblem) -> bool:
     """Whether a TF32 product with a short K has so many rows or columns that the shape of the tiles decides its time.
 
-    If so, further queries for algorithms pay: 262144x40x32 takes 68 µs in tiles of 256x64 elements, 27 µs in 64x128.
+    For such a product further queries for algorithms pay: 262144x40x32 takes 68 µs in tiles of 256x64 elements, 27 µs
+    in tiles of 64x128.
     """
     is_tall = max(problem.m, problem.n) >= _TALL
     return problem.compute is Compute.TF32 and problem.k <= SHORT_K and is_tall
@@ -135,10 +136,7 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The choice of `most_promising` among offers of one kind.
-
-    Either none of the offers uses a kernel of `_SELDOM_FAST`, or all of them do.
-    """
+    """What `most_promising` returns if none of the offers uses a kernel of `_SELDOM_FAST`, or all of them do."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # B is contiguous along K, as in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)

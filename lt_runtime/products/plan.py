@@ -31,7 +31,7 @@ class Plan(ABC):
     def moved(self) -> int:
         """Bytes that copies of operands, and passes without a product, read and write in one run.
 
-        It is the sum of `moved` over all attributes of the plan that have it, including plans of products. A
+        The result is the sum of `moved` over all attributes of the plan that have it, including plans of products. A
         `MatmulPass` has no `moved`, and is left out.
         """
         return sum(getattr(part, "moved", 0) for part in vars(self).values())

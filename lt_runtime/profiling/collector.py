@@ -51,7 +51,7 @@ class _Thread(threading.local):
 class Collector:
     """A context manager that collects all work on the GPUs in its block, and a listener of `lt_runtime.ranges`.
 
-    It waits for all GPUs at its begin and its end. A process can have one collector at a time.
+    The collector waits for all GPUs at the begin and the end of its block. A process can have one collector at a time.
 
     Attributes:
         activities: the collected work with its ranges, sorted by start, on the host's monotonic clock; empty before the

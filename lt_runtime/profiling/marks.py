@@ -92,7 +92,8 @@ class EventMarks:
 class MarkedCopy:
     """A copy of a graph with events in it, which every launch of the copy records anew.
 
-    Moments are numbered in the order of capture; consecutive moments with no work between them share a number.
+    A moment is the begin or the end of a range. Moments are numbered in the order of capture; consecutive moments with
+    no work between them share a number.
 
     Args:
         moments: the moments, by their numbers, at which an event is recorded.
@@ -148,8 +149,9 @@ def _tail(stream: int) -> list[int]:
 class MarkedGraph:
     """The copies of one graph that a profile launches in the graph's place in order to time it.
 
-    The first copy has events at all moments and is launched once: afterwards every time is known. Each later launch
-    updates the times of the eighth of the moments that its copy covers.
+    The first copy records an event at the begin and the end of every range, and is launched once: afterwards every time
+    is known. The other copies record events at an eighth of these moments each, and are launched in turn: each launch
+    updates the times of its eighth.
 
     Args:
         capture: function that captures the graph again, with the events of the `MarkedCopy` that it gets.
@@ -187,14 +189,17 @@ class MarkedGraph:
         return self._turns[0] if self._turns else None
 
     def launch(self, copy: MarkedCopy) -> None:
-        """Moves the launched copy to the end of the queue and marks it unread; the copy with all events is dropped."""
+        """Notes that `copy`, the first of the queue, was launched, and that its times have not been read.
+
+        The copy moves to the end of the queue, unless it is the copy with all events, which is launched only once.
+        """
         copy.is_unread = True
         self._turns.popleft()
         if not copy.empty:
             self._turns.append(copy)
 
     def read(self, copy: MarkedCopy, events: EventMarks) -> float:
-        """Reads the times of a launch; returns its first moment's time, in microseconds since the profile's begin."""
+        """Reads a launch's times; returns that of its first moment, in microseconds since the profile's begin."""
         copy.is_unread = False
         first, empty = copy.moments.start, copy.empty
         times = [events.us(start, end) for start, end in pairwise(copy.events)]

@@ -204,7 +204,7 @@ class Timer:
         return copy.graph
 
     def _capture(self, copy: MarkedCopy, capture: Callable[[], Graph]) -> Graph:
-        """Captures a graph with the events of a copy; the ranges of the capture become the copy's frames."""
+        """Captures a graph again with the events of `copy`, which also gets the ranges that end during the capture."""
         assert self._events is not None
         events, thread, outside = self._events, self._thread, self._thread.open
         thread.open, thread.captured, events.own = [], copy.frames, copy
@@ -257,7 +257,7 @@ class Timer:
             frame.inside = frame.host_inside = 0.0
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:
-        """Adds the time of a range, without the time of the ranges within it, to the cell of its place.
+        """Adds the time of a range, without the time of the ranges within it, to that of its layer and phase.
 
         Args:
             path: names of the ranges around the range and its own name. above: the range around it.
@@ -278,7 +278,7 @@ class Timer:
             above.phase = above.phase or (phase if place.layer and place.layer == around.layer else "")
 
     def _keep(self, frame: _Frame | None, path: tuple[str, ...], us: float, began_us: float) -> None:
-        """Keeps a range's time on the host, if `frame` is given, and on the GPU, if a GPU is timed, for the trace."""
+        """Keeps a range's times for the trace: on the host, if `frame` has them, and on the GPU, if a GPU is timed."""
         if len(self.spans) >= _MOST_SPANS:
             self.lost += 1
             return

@@ -36,7 +36,7 @@ COPY: Final = "copy"
 _COPIED: Final = 1 << 29  # bytes
 _EXTENT: Final = 8192
 _ROUNDS: Final = 6
-_LIMIT: Final = 1 << 16  # limit of the bytes of the file of ceilings
+_LIMIT: Final = 1 << 16  # largest number of bytes of the file of measured ceilings (highest rates)
 
 
 class Work(NamedTuple):

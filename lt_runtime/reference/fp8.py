@@ -44,7 +44,7 @@ def cast_fp8_rows(x: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np
     """
     largest = np.minimum(np.abs(x.astype(np.float32)).view(np.uint32), _INFINITY).max(axis=1, initial=0)
     high = int(np.float32(LARGEST[dtype]).view(np.uint32))
-    # Where the mantissa exceeds that of the type's largest number, the sum carries into the exponent.
+    # A mantissa above that of the type's largest number carries into the exponent, which gives the next power of two.
     exponents = (largest + (_MANTISSA - (high & _MANTISSA)) >> _MANTISSA_BITS).astype(np.int64)
     exponents = np.maximum(exponents - (high >> _MANTISSA_BITS), -SCALE_EXPONENT)
     return cast_fp8(x, np.exp2(-exponents)[:, None], dtype), np.exp2(exponents).astype(np.float32)
@@ -76,10 +76,10 @@ def next_fp8_scale(scale: Any, amax: Any, largest: float, headroom: float) -> np
 INVERSE, SCALE, AMAX, LARGEST_NUMBER, OVERFLOWS = range(5)
 """Columns of the slots of FP8 tensors, an FP32 array (tensors, `SLOT_WIDTH`).
 
-They hold 1 / scale, by which a product is multiplied; the scale, by which the tensor is multiplied before it is cast;
-the largest absolute value since the last update; the largest number of the tensor's type; and the number of updates
-whose largest absolute value was beyond what the scale allows. A scale of 0 has not
-been found yet: the next update computes it.
+The columns hold 1 / scale, by which a product is multiplied; the scale, by which the tensor is multiplied before it is
+cast; the largest absolute value since the last update; the largest number of the tensor's type; and the number of
+updates whose largest absolute value was beyond what the scale allows. A scale of 0 has not been found yet: the next
+update computes it.
 """
 SLOT_WIDTH: Final = 8
 

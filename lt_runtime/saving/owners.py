@@ -56,7 +56,8 @@ def state_of(owners: Mapping[str, Any]) -> State:
         KindError: an object of a kind that has no state.
     """
     state = State({}, {}, {}, {})
-    named = dict[int, tuple[str, str]]()  # by a parameter's id, its first model's keyword and its name in the model
+    # The keyword of the first model that has a parameter, and the parameter's name in it, by the parameter's id.
+    named = dict[int, tuple[str, str]]()
     for keyword, each in sorted(owners.items(), key=lambda item: (not isinstance(item[1], Block), item[0])):
         if not keyword.isidentifier() or keyword in _RESERVED:
             raise ArgumentError(f"{shown(keyword)} is no keyword for an object to save; take another, such as 'model'")

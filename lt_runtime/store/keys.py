@@ -69,7 +69,7 @@ def parse_key(key: str) -> Remembered:
             _require_small(max(problem.batch * each.batch_stride for each in specs if each is not None))
         if isinstance(problem, MLPProblem | Fp8ChainProblem):
             _require_small(max(problem.dims) * max(problem.rows, *problem.dims))
-        if problem_key(problem) != key:  # for example with 1.0 in place of 1
+        if problem_key(problem) != key:  # the text is another spelling of the key, such as 1.0 in place of 1
             raise ValueError(f"it should be {problem_key(problem)}")
     except _FAILURES as error:
         raise ValueError(f"{key[:80]!r} is not the key of a problem ({error})") from None

@@ -40,7 +40,7 @@ _COMPILED: Final = (
 _FOLLOWED: Final = {"lr", "weight_decay"}
 """Optimizer options that `AdamW.apply_settings` writes to the GPU, so that captured graphs follow their changes."""
 _MOST_COMPILING: Final = 16
-"""At most this many eager calls of a shape follow the `warm_up` calls because torch.compile was compiling."""
+"""Limit of a shape's eager calls after its `warm_up` calls, which are made as long as torch.compile compiles."""
 _one_at_a_time: Final = threading.Lock()
 
 
@@ -185,10 +185,10 @@ class CapturedStep:
         del made  # deleting the result also frees autograd's graph of the step
         shape.calls += 1
         if tunes and met.problems:
-            torch.cuda.empty_cache()  # the tuner allocates memory outside of PyTorch's allocator
+            torch.cuda.empty_cache()  # frees memory for the tuner, which does not use PyTorch's allocator
             measured = before_first_step(met.to_tune(), self._device.index, self._stream.cuda_stream)
             if measured and any(each.is_open for each in met.choices):
-                shape.compilations = None  # layers may have got another precision, in which they run other problems
+                shape.compilations = None  # layers that now run in FP8, or no longer, run other kernels than before
         return results
 
     def _launch(self, shape: _Shape) -> Any:

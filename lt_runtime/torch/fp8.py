@@ -200,7 +200,7 @@ def _backward(
     if True not in needs:
         return None, None, None
     (x8, w8, slots, saved), (layer, scales, is_contiguous) = kept, record
-    state = None if slots is None else scales  # without slots forward fell back to the layer's own type
+    state = None if slots is None else scales  # forward kept no scales (slots) if it ran in the layer's own type
     context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, number, key), None, state, slots)
     if needs[1] and not is_contiguous:
         options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
@@ -349,7 +349,7 @@ def _load(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any, *others: 
         # `_follow` later moves new scales to the weight's device.
         layer.scales.load_state_dict(state, like=np.empty(0, np.float32))
     except LtError as error:
-        others[-1].append(f"{prefix}scales: {error}")  # the list of errors that PyTorch raises
+        others[-1].append(f"{prefix}scales: {error}")  # the last of `others` is the list of errors that PyTorch raises
 
 
 def _wait_for(scales: FP8State) -> None:

@@ -181,7 +181,7 @@ class Bucket:
 
 
 class HostStep:
-    """A step of some buckets on the CPU, by the NumPy reference.
+    """Updates the parameters of some buckets on the CPU, by the NumPy reference.
 
     Attributes:
         clipped: lists of buckets whose gradients are clipped to a norm over all of the list. A group with its own
@@ -239,7 +239,10 @@ class HostStep:
 
 
 class GpuStep(HostStep):
-    """A step of some buckets on a GPU: a launch for each bucket, one for the norm, one for the moving averages."""
+    """Updates the parameters of some buckets on a GPU.
+
+    A step launches a kernel for each bucket, one for the norm of the gradients, and one for the moving averages.
+    """
 
     def __init__(self, buckets: list[Bucket], options: Options) -> None:
         super().__init__(buckets, options)

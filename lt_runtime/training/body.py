@@ -346,7 +346,8 @@ class StepBody:
     def share_scales(self, stream: Any) -> None:
         """Copies the scales and histories of process 0 to all processes, after calls that have made the first scales.
 
-        A step of one process makes them from its first micro-batch, which process 0 has.
+        So the first scales are those that a step of one process would make: from the first micro-batch, which process 0
+        has.
         """
         known = [each for each in self.scales if each.slots is not None]
         if self.group is not None and known:
@@ -356,12 +357,12 @@ class StepBody:
     def _share_magnitudes(self, stream: Any) -> None:
         """Gives all processes the largest magnitudes of the tensors in FP8, from which `FP8State.update` makes scales.
 
-        They are a column of `slots`, whose other columns are equal in all processes.
+        The magnitudes are a column of `slots`, whose other columns are equal in all processes.
         """
         slots = [each.slots for each in self.scales if each.slots is not None]
         if self.group is None or not slots:
             return
-        if stream is None:  # on the host nothing runs before the first step, which has just made the first scales
+        if stream is None:  # on the host there is no rehearsal: the first step itself has just made the first scales
             own = [each[:, AMAX].copy() for each in slots]
             self.share_scales(None)
             for each, magnitudes in zip(slots, own, strict=True):

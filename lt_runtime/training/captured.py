@@ -119,7 +119,7 @@ class StepBuffers:
         self._range = range_of("input")
 
     def fill(self, places: Sequence[Place], stream: int) -> None:
-        """Copies a batch's arrays into the buffers, from `places` or, if it is empty, from the table's addresses."""
+        """Copies the arrays at `places` into the buffers; if it is empty, those at the addresses in the table."""
         with self._range:
             self._copy.launch(places, stream, 0 if places else self._table.data.ptr)
 

@@ -89,5 +89,5 @@ def _weights(inputs: tuple[Any, ...], first: int, rows: int, count: int, whole: 
     shape = inputs[0].shape[1:-1] if len(inputs) == 1 else ()
     weights = np.zeros((rows, *shape), np.float32)
     weights[: max(count - first, 0)] = whole / count
-    on_host = isinstance(inputs[0], np.ndarray) or str(getattr(inputs[0], "device", "")) == "cpu"  # a tensor's device
+    on_host = isinstance(inputs[0], np.ndarray) or str(getattr(inputs[0], "device", "")) == "cpu"  # a PyTorch tensor
     return weights if on_host else ComputeDevice(device_of("x", inputs[0])).asarray(weights)

@@ -51,7 +51,7 @@ def start_together(step: TrainStep, group: Group, loss_options: Mapping[str, Any
     device = step.model.device
     engine, stream = group.engine(device.ordinal), None if device.ordinal is None else 0
     with step.optimizer.whole_state(), device.current():
-        device.synchronize()  # the values may come from any stream
+        device.synchronize()  # waits for all streams, because any of them may have computed the values
         engine.broadcast(_values_of(step), 0, stream)
         device.synchronize()
     if shard_state and not step.optimizer.is_sharded:

@@ -111,7 +111,7 @@ class LayerChain:
 
     @classmethod
     def of_fp8(cls, problem: Fp8ChainProblem) -> LayerChain:
-        """The layers of a choice, in their own type."""
+        """The chain of the layers whose precision is chosen, in their own type instead of FP8."""
         given = problem.rows, problem.dims, problem.activations, problem.dtype, problem.compute
         return cls.of_mlp(*given, bias=problem.biases, input_gradient=problem.dx)
 

@@ -34,7 +34,10 @@ _BUDGET_S = 0.4
 _LEAST_GAIN = 0.02
 """Fraction of the time that FP8 must save, because a step also runs what is not measured."""
 _LAYERS = 2
-"""Number of layers for whose rounding results may differ at most: more would let results of 0 pass."""
+"""The tolerance of results allows for the rounding errors of at most this many layers.
+
+A tolerance for more layers would accept results of 0.
+"""
 
 
 class _ScalesPlan(Plan):
@@ -76,7 +79,7 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
 
 
 def _layer_of(problem: Fp8ChainProblem, i: int) -> Fp8ChainProblem:
-    """One of the layers by itself."""
+    """The problem of layer `i` alone."""
     activations, biases = problem.activations[i : i + 1], problem.biases[i : i + 1]
     dims, dx = problem.dims[i : i + 2], problem.dx or i > 0
     return replace(problem, dims=dims, activations=activations, biases=biases, dx=dx)

@@ -1,6 +1,6 @@
-"""Measures the splits of a part of a chain (see `Part`) against each other, and picks the fastest correct split.
+"""Measures how a layer's work is best split between cuBLASLt and our kernels, and picks the fastest correct split.
 
-A split divides a part's work between cuBLASLt and our kernels: one plan for each of the part's problems.
+What is decided together is a part of a chain, see `Part`. A split of it has one plan for each of its problems.
 First the plans of each problem are timed alone, with untuned algorithms. Then the products of the promising plans are
 tuned. Finally the best splits, each as a whole, race against the untuned split. The results of the winner must agree
 with those of plain products followed by our kernels.
@@ -49,7 +49,9 @@ _Split: TypeAlias = tuple[LayerPlan, ...]
 
 
 def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
-    """Finds the fastest split of a part that computes right results; returns the report and entries for the plan cache.
+    """Finds the fastest split of a part's work between cuBLASLt and our kernels that computes right results.
+
+    Returns the report and the entries for the plan cache.
 
     Args:
         part: a chain from `LayerChain.cut` without empty problems.

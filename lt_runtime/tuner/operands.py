@@ -277,7 +277,7 @@ _Operands = TypeVar("_Operands", bound=Operands)
 def buffer_sets(size: int, device: int) -> int:
     """Number of buffer sets of `size` bytes to use in turn, so that the next set is never in the L2 cache.
 
-    It is 1 if a set is larger than the cache, or so small that it would stay in the cache in real use too.
+    The number is 1 if a set is larger than the cache, or so small that it would stay in the cache in real use too.
     """
     (cache,) = device_attributes(device, "L2_CACHE_SIZE")
     wanted = -(-_CACHES * cache // max(size, 1))

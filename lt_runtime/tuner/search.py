@@ -83,7 +83,7 @@ class _Session:
         self._met: set[LayerProblem] = set()
 
     def groups(self, given: Tunable) -> list[_Group]:
-        """The groups of the problems of a chain or a choice; a single product is one group."""
+        """The groups of problems that are decided together, for a chain, a choice of the precision, or one product."""
         if isinstance(given, MatmulProblem):
             return [([given], partial(self._tune_product, given))]
         if isinstance(given, Fp8ChainProblem) and not given.is_open:

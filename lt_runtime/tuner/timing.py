@@ -80,7 +80,7 @@ class Bench(NamedTuple):
 def workbench(device: int) -> Iterator[Bench]:
     """Yields a `Bench`, to one thread at a time.
 
-    Its memory comes from a separate CuPy pool, which is emptied at the end.
+    The memory of the `Bench` comes from a separate CuPy pool, which is emptied at the end.
 
     Raises:
         MissingLibraryError: CuPy is not installed.

@@ -40,7 +40,7 @@ fewer bits than FP32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 _FLOAT8_TERMS: Final = 32
 _FACTORS: Final = {"scale_a": 0.5, "scale_b": 0.25, "scale_d": 1.0, "amax_d": math.nan}
 """Values of an FP8 product's scales during verification; with α, their product is exactly 1."""
-_SLOT: Final = 16  # distance in bytes from one scale to the next
+_SLOT: Final = 16  # Distance in bytes from one scale to the next.
 # cuBLASLt's GELU is accurate to about 1e-5, its derivative less, because 1 - tanh² cancels. The tolerances are wider.
 _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3

@@ -500,7 +500,7 @@ def test_weights(
 def test_weights_of_many_rows_and_classes(
     runner: Runner, shape: Shape, smoothing: float, weighted: Weighted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many labels that a separate launch sums their weights, and warps or blocks process several rows each."""
+    """There are so many labels that a separate launch sums their weights, and each warp or block has several rows."""
     monkeypatch.setattr(family, "_MAX_BLOCKS", 2)
     aligned = Placement(column_major=False, gap=-shape[1] % 8, offset=0)
     case = LossCase(shape, prediction=aligned, gradient=aligned)

@@ -83,7 +83,7 @@ SENTINEL = 7.0
 class DeviceArray:
     """An object that claims to be an array on a GPU through `__cuda_array_interface__`.
 
-    Its address is not that of any memory, so that reading the array would crash the test.
+    The array's address is not that of any memory, so that reading the array would crash the test.
     """
 
     def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", address: int = 1 << 40, **more: Any) -> None:

@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 _FRACTION_BITS: Final = {DType.FLOAT16: 10, DType.BFLOAT16: 7}
 _LEAST_EXPONENT: Final = {DType.FLOAT16: -14, DType.BFLOAT16: -126}
-# The same bounds as in `tuner.verification`, which says where they come from.
+# Bounds of the errors of cuBLASLt's GELU; `tuner.verification` has the same and says where they come from.
 _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3
 _ACTIVATION_ERROR: Final = 1e-6  # error of the activations in FP32 arithmetic

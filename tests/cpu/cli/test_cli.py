@@ -67,7 +67,7 @@ def test_the_demo(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", "bfloat16", "--json", str(file), "--profile"]
     command = [sys.executable, "-m", "lt_runtime", "demo", *options]
-    # Such small products run faster without BLAS threads.
+    # The model's products are so small that they run faster without BLAS threads.
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -188,9 +188,9 @@ class Halved(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile, raised as errors, would end the compilation
 def test_a_compiled_step_is_captured_after_another_model_was_compiled() -> None:
-    """Dynamo reuses the code that it compiled for one model's `cost` for the other model too.
+    """The second model's `forward` must be compiled by itself.
 
-    Then the other model's `forward` must be compiled by itself.
+    Dynamo reuses the code that it has compiled for the first model's `cost` for the second model too.
     """
 
     def step_of(model: Any) -> Any:
