@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,3 +153,37 @@ def test_the_watchdog_hears_of_each_step(gpu: FakeGpu, grouped: Grouped, graph: 
     group = grouped()
     _train(gpu, _step(gpu, _model(gpu, "MLP"), group=group, graph=graph))
     assert group.engine(0)._watchdog._steps == _STEPS
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("kind", ["blocks", "FP8"])
+def test_each_process_updates_and_keeps_its_part_of_the_state(
+    gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch, kind: str, graph: bool
+) -> None:
+    monkeypatch.setitem(
+        globals(), "_STEPS", 1
+    )  # pretended processes send nothing, so that the second step would differ
+    whole = _step(gpu, _model(gpu, kind), graph=graph)
+    expected = _train(gpu, whole)
+    moments = whole.optimizer.state_dict()
+    order = json.dumps([*range(len(expected) - 1)]).encode()
+    plans = importlib.import_module("lt_runtime.store.plan_store").plan_store(0).content()
+    owned, replies = set[str](), {"the plan cache of process 0": plans, "the order of the gradients": order}
+    for rank in (0, 1):
+        group = grouped(rank=rank, **(replies if rank else {}))
+        step = _step(gpu, _model(gpu, kind), graph=graph, group=group, shard_state=True)
+        found, before = (
+            _train(gpu, step),
+            [host_of(gpu, each.data).tobytes() for each in _model(gpu, kind).parameters()],
+        )
+        state = step.optimizer.state_dict()
+        for i, parameter in enumerate(step.optimizer.parameters):
+            is_own = bool(step.optimizer.moments[i])
+            assert is_own == (parameter.master is not None)
+            assert found[1 + i] == (expected[1 + i] if is_own else before[i])
+            if is_own:
+                owned.add(parameter.name)
+                np.testing.assert_array_equal(state[f"{parameter.name}.m"], moments[f"{parameter.name}.m"])
+        sent = [operation for _, call in gpu.nccl.calls for operation in call if operation.name == "broadcast"]
+        assert {operation.options[0] for operation in sent} == {0, 1}
+    assert owned == {each.name for each in whole.optimizer.parameters}
