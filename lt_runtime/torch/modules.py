@@ -83,9 +83,9 @@ class MLP(torch.nn.Sequential):
             with one for each layer, the last included.
         output_activation: the activation of the last layer; used only if `activation` is no sequence.
         dropout: probability of dropout after each hidden layer, in training.
-        bias, device, dtype: as for `torch.nn.Linear`.
-        precision: as for `Linear`. In FP8 each layer has its own scales. In BF16 a hidden layer's activation and
-            dropout are applied by the next layer's cast to FP8.
+        bias: whether the layers have a bias.
+        options: precision, device and dtype, as for `Linear`. In FP8 each layer has its own scales. In BF16 a hidden
+            layer's activation and dropout are applied by the next layer's cast to FP8.
 
     Raises:
         KindError, GpuError: as for `Linear`.
@@ -99,20 +99,16 @@ class MLP(torch.nn.Sequential):
         output_activation: ActivationName | Activation = "none",
         dropout: float = 0.0,
         bias: bool = True,
-        *,
-        precision: Precision = None,
-        device: Any = None,
-        dtype: Any = None,
+        **options: Any,
     ) -> None:
         count = len(sizes) - 1
         if count < 1:
             raise ArgumentError(f"sizes is {sizes}; it must hold the columns of the inputs and of at least one layer")
         last = activation_of("output_activation", output_activation)
         _, each = by_layer("activation", activation, count, activation_of, last)
-        options: Any = {"bias": bias, "precision": precision, "device": device, "dtype": dtype}
         drops = [dropout] * (count - 1) + [0.0]
         layers = zip(sizes[:-1], sizes[1:], each, drops, strict=True)
-        super().__init__(*[Linear(k, n, activation=act, dropout=p, **options) for k, n, act, p in layers])
+        super().__init__(*[Linear(k, n, bias, act, p, **options) for k, n, act, p in layers])
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., sizes[-1]) for x (..., sizes[0]); `add` (..., sizes[-1]) is added to y."""
@@ -131,8 +127,9 @@ class FeedForward(torch.nn.Module):
         activation: a name of `lt.ACTIVATIONS`, or an `lt.Activation`.
         gated: whether the block has a gate.
         dropout: probability of dropout of the hidden values, in training.
-        bias, device, dtype: as for `torch.nn.Linear`.
-        precision: as for `Linear`. A gated block computes in FP8 only if its three layers can.
+        bias: whether the layers have a bias.
+        options: precision, device and dtype, as for `Linear`. A gated block computes in FP8 only if its three layers
+            can.
 
     Attributes:
         up, gate, down: layers; `gate` is None without a gate.
@@ -150,18 +147,12 @@ class FeedForward(torch.nn.Module):
         gated: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
-        *,
-        precision: Precision = None,
-        device: Any = None,
-        dtype: Any = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        chosen = activation_of("activation", activation)
-        options: Any = {"bias": bias, "precision": precision, "device": device, "dtype": dtype}
-        self.gate = Linear(width, hidden, activation=chosen, **options) if gated else None
-        of_up: Any = {} if gated else {"activation": chosen}
-        self.up = Linear(width, hidden, dropout=probability("dropout", dropout), **of_up, **options)
-        self.down = Linear(hidden, width, **options)
+        self.gate = Linear(width, hidden, bias, activation, **options) if gated else None
+        self.up = Linear(width, hidden, bias, "none" if gated else activation, dropout, **options)
+        self.down = Linear(hidden, width, bias, **options)
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., width) for x (..., width); `add` (..., width) is added to y."""
