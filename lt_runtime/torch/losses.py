@@ -91,38 +91,43 @@ class LinearCrossEntropy(Operator):
         made = [torch.empty_like(each, dtype=dtype) if need and training else x.new_empty(0) for each, need in pairs]
         return [x.new_empty((), dtype=_loss_type(x)), *made]
 
-    def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
+    def compute(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
         x, weight, bias, labels = operands
         ignore_index, smoothing, chunk, is_half, needs, training = options
-        (loss, *made), rows, classes = outputs, len(x), len(weight)
-        gradients = [each if need and training else None for each, need in zip(made, needs, strict=True)]
-        dx, dw, db = gradients
+        rows, classes, exact = len(x), len(weight), _loss_type(x)
         kept = labels != ignore_index
         count, labels = kept.sum(), torch.where(kept, labels, 0)
-        divisor = count.clamp(min=1).to(loss.dtype)
+        divisor = count.clamp(min=1).to(exact)
         # In FP16 the logits' gradients would underflow if they were divided by the count of labels here: the gradients
         # of x, weight and bias are divided afterwards.
-        weights, after = kept.to(loss.dtype) / (1 if is_half else divisor), divisor if is_half else 1
+        weights, after = kept.to(exact) / (1 if is_half else divisor), divisor if is_half else 1
         chunk = chunk or _rows_of_chunk(rows, classes, x)
-        losses = loss.new_zeros(-(-rows // chunk))
-        sums = [dx, _sum_of(dw, losses), _sum_of(db, losses)]
+        losses = x.new_zeros(-(-rows // chunk), dtype=exact)
+        dtype = exact if is_half else x.dtype
+        summed = exact if len(losses) > 1 else dtype  # the type of sums over chunks
+        empty = torch.empty_like if rows else torch.zeros_like
+        dx, dw, db = [
+            empty(each, dtype=kind) if need and training else None
+            for each, need, kind in zip(operands[:3], needs, (dtype, summed, summed), strict=True)
+        ]
         logits = x.new_empty((min(chunk, rows), -(-classes // _PADDING) * _PADDING))[:, :classes]
         for i, start in enumerate(range(0, rows, chunk)):
             part, z = slice(start, start + chunk), logits[: rows - start]
-            _project(x[part], weight, bias, z)
+            row, matrix, vector, out = placed((x[part], weight, bias, z))
+            linear(row, matrix, vector, compute=compute_of(x.dtype), out=out)
             row_weights = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
             _evaluate(z, labels[part], z, losses[i], label_smoothing=smoothing, row_weights=row_weights)
             if dx is not None:
                 _multiply(z, weight, dx[part])
             if dw is not None:
-                _multiply(z.t(), x[part], sums[1], adds=i > 0)
+                _multiply(z.t(), x[part], dw, adds=i > 0)
             if db is not None:
-                sums[2] += z.sum(0, dtype=sums[2].dtype)
-        for each, total in zip(gradients, sums, strict=True):
-            if each is not None and (is_half or each is not total):
-                each.copy_(total / after)
-        loss.copy_(torch.where(count > 0, losses.sum() / after, math.nan))
+                db = z.sum(0, dtype=summed) + (db if i else 0)
+        z = logits = None  # frees the memory before the sums are rounded
+        made = [None if each is None else each.div_(after) if is_half else each.to(dtype) for each in (dx, dw, db)]
+        loss = torch.where(count > 0, losses.sum() / after, math.nan)
+        return [loss, *[x.new_empty(0) if each is None else each for each in made]]
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
@@ -275,14 +280,6 @@ def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
     return max(1, -(-rows // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS
 
 
-def _sum_of(gradient: Tensor, losses: Tensor) -> Tensor:
-    """The tensor in which a gradient is summed over chunks: an FP32 one for a 16-bit gradient of several chunks."""
-    if gradient is None:
-        return None
-    is_exact = len(losses) == 1 or gradient.dtype is losses.dtype
-    return gradient.zero_() if is_exact else torch.zeros_like(gradient, dtype=losses.dtype)
-
-
 def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, scale: Any = None, **more: Any) -> None:
     """Writes the mean loss and its gradient, times `scale`; `more` are options of `lt.cross_entropy`."""
     if logits.is_cuda:
@@ -299,12 +296,6 @@ def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, sc
         value, exact = reference.cross_entropy(as_numpy(logits), as_numpy(labels), **more)
         store(gradient, exact * (1.0 if scale is None else float(scale)))
     loss.fill_(value)
-
-
-def _project(x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
-    """logits = x · weightᵀ + bias."""
-    rows, matrix, vector, out = placed((x, weight, bias, logits))
-    linear(rows, matrix, vector, compute=compute_of(x.dtype), out=out)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
