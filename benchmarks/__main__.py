@@ -29,6 +29,7 @@ SUITES: Final = (
     "tuning",
     "cold",
     "fp8",
+    "scaling",
 )
 _COMMANDS: Final = {
     "compare": "compare",

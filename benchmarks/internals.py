@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import cupy as cp
 
 import lt_runtime as lt
 from benchmarks.splits import DEVICE, chain_of
+from benchmarks.timing import timed
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
@@ -162,14 +164,28 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     Neither this graph nor those of the compared libraries copy the batch; the step's own graph does.
     """
     gpu: Any = step._gpu
-    with activated(DEVICE), captured._memory_from(gpu._pool):
-        stream = private_stream(DEVICE, "training")
+    with activated(gpu._device), captured._memory_from(gpu._pool):
+        stream = private_stream(gpu._device, "training")
         graph = Graph(lambda handle: gpu._body.run(gpu._latest.parts, gpu.tally, handle), stream)
 
     def launch(stream: int, _held: object = step) -> None:
         graph.launch(stream)
 
     return launch
+
+
+def sums_of(step: lt.TrainStep, stream: Any) -> Callable[[], float]:
+    """Returns a turn that sums the gradients of a group's step in its buckets, without a step, by a graph."""
+    gpu: Any = step._gpu
+    buckets = gpu._body._buckets
+
+    def run(handle: int) -> None:
+        buckets.begin(handle)
+        buckets.finish()
+
+    with activated(gpu._device):
+        graph = Graph(run, private_stream(gpu._device, "training"))
+    return timed(partial(graph.launch, stream.ptr), 1, stream)
 
 
 def memory_of_step(step: lt.TrainStep) -> int:

@@ -12,12 +12,27 @@ from lt_runtime.distributed.group import Group
 from lt_runtime.gpu.streams import order_after, private_stream
 from lt_runtime.ops._parameters import Parameter
 
-BUCKET_BYTES: Final = 25 << 20
-"""A bucket is closed when its gradients take at least this many bytes."""
+MOST_BYTES: Final = 25 << 20
+LAST_BYTES: Final = 4 << 20
+"""The last bucket is closed at this size, because no backward pass hides its sum; each one before may be twice as large
+as the next one, up to `MOST_BYTES`.
+"""
+
+
+def divided(sizes: Sequence[int]) -> list[list[int]]:
+    """Divides gradients into buckets, given their bytes in the order in which they are completed; returns indices."""
+    made, limit, filled = list[list[int]](), LAST_BYTES // 2, LAST_BYTES
+    for index in reversed(range(len(sizes))):
+        if filled >= limit:
+            made.insert(0, [])
+            limit, filled = min(2 * limit, MOST_BYTES), 0
+        made[0].insert(0, index)
+        filled += sizes[index]
+    return made
 
 
 class Buckets:
-    """Sums the gradients of some parameters over all processes of a group, in buckets of `BUCKET_BYTES`.
+    """Sums the gradients of some parameters over all processes of a group, in buckets, see `divided`.
 
     The first backward pass records the order in which gradients are completed. Process 0 divides this order into
     buckets for all processes, which are summed at the end of that pass. In later passes a bucket is summed as soon as
@@ -80,15 +95,12 @@ class Buckets:
 
     def _divide(self) -> None:
         """Divides the gradients into buckets in the order of their last writes in process 0."""
-        keys, size = [*self._parameters], BUCKET_BYTES
-        order = [keys.index(key) for key in dict.fromkeys([*self._writes, *keys])]
-        for number in json.loads(self._group.from_first(json.dumps(order).encode(), "the order of the gradients")):
-            if size >= BUCKET_BYTES:
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1].append(keys[number])
-            gradient = self._parameters[keys[number]].grad
-            size += math.prod(gradient.shape) * int(gradient.dtype.itemsize)
+        keys = [*self._parameters]
+        own = [keys.index(key) for key in dict.fromkeys([*self._writes, *keys])]
+        order = json.loads(self._group.from_first(json.dumps(own).encode(), "the order of the gradients"))
+        gradients = [self._parameters[keys[number]].grad for number in order]
+        sizes = [math.prod(each.shape) * int(each.dtype.itemsize) for each in gradients]
+        self._buckets = [[keys[order[index]] for index in each] for each in divided(sizes)]
 
     def _sum(self, extra: Sequence[Any] = ()) -> None:
         """Sums the next bucket, and further arrays with it."""

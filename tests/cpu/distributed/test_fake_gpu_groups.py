@@ -76,7 +76,8 @@ def _train(gpu: FakeGpu, step: Any) -> list[bytes]:
 def test_equal_batches_give_the_bits_of_one_process(
     gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch, kind: str, graph: bool, size: int
 ) -> None:
-    monkeypatch.setattr("lt_runtime.distributed.buckets.BUCKET_BYTES", 300)
+    for name in ("LAST_BYTES", "MOST_BYTES"):
+        monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", 300)
     alone = _train(gpu, _step(gpu, _model(gpu, kind), graph=graph))
     assert _train(gpu, _step(gpu, _model(gpu, kind), graph=graph, group=grouped(size))) == alone
 
@@ -91,11 +92,12 @@ def _nodes(gpu: FakeGpu, step: Any) -> tuple[list[Any], list[int]]:
 def test_the_graph_sums_buckets_beside_backward_and_before_the_update(
     gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lt_runtime.distributed.buckets.BUCKET_BYTES", 300)
+    for name in ("LAST_BYTES", "MOST_BYTES"):
+        monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", 300)
     step = _step(gpu, _model(gpu, "blocks"), group=grouped())
     _train(gpu, step)
     nodes, sums = _nodes(gpu, step)
-    # The last layer's two gradients and the shared weight's have 800 bytes, the next three 64, the first layer's 416.
+    # From the last layer on, gradients have 272, 544, 64 and 416 bytes; the first bucket has those of two layers.
     assert len(sums) == 3
     ordered = [nodes[later].before >> earlier & 1 for earlier, later in itertools.pairwise(sums)]
     assert all(ordered)  # NCCL runs the operations of a communicator in one order

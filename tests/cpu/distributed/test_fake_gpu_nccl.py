@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lt_runtime.distributed.buckets import divided
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fake_nccl import SUM_KERNEL, MirrorWire
 from tests.support.placed import host_of
@@ -150,7 +152,8 @@ class _Net:
 
 
 def _small_buckets(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("lt_runtime.distributed.buckets.BUCKET_BYTES", size)
+    for name in ("LAST_BYTES", "MOST_BYTES"):
+        monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", size)
 
 
 def _numbers(net: _Net, calls: list[Any]) -> list[list[int]]:
@@ -162,7 +165,7 @@ def _numbers(net: _Net, calls: list[Any]) -> list[list[int]]:
 def test_gradients_are_summed_in_the_order_in_which_they_are_completed(
     gpu: FakeGpu, made: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _small_buckets(monkeypatch, 100)
+    _small_buckets(monkeypatch, 128)
     net = _Net(gpu, made()[0])
     net.backward(gpu.stream.ptr, sums=False)
     alone, first = net.gradients(), len(gpu.nccl.calls)
@@ -170,13 +173,22 @@ def test_gradients_are_summed_in_the_order_in_which_they_are_completed(
         net.backward(gpu.stream.ptr)
         for mine, summed in zip(alone, net.gradients(), strict=True):
             np.testing.assert_array_equal(2 * mine, summed)
-    assert _numbers(net, gpu.nccl.calls[first:]) == 2 * [[4], [5, 2, 3], [0], [1]]
+    assert _numbers(net, gpu.nccl.calls[first:]) == 2 * [[4, 5], [2, 3], [0, 1]]
+
+
+def test_the_last_bucket_is_the_smallest() -> None:
+    mib = 1 << 20
+    sizes = [10 * mib, *[3 * mib] * 20, mib, 5 * mib]
+    made = divided(sizes)
+    assert [*itertools.chain(*made)] == [*range(len(sizes))]
+    totals = [sum(sizes[index] for index in each) // mib for each in made]
+    assert totals == [16, 27, 18, 10, 5]
 
 
 def test_a_bucket_runs_beside_the_backward_pass_that_goes_on(
     gpu: FakeGpu, made: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _small_buckets(monkeypatch, 100)
+    _small_buckets(monkeypatch, 128)
     net = _Net(gpu, made()[0])
     captured = _captured(net)
     kinds = [node.arguments is not None and node.arguments[0] == SUM_KERNEL for node in captured.nodes]
