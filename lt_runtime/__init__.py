@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lt_runtime.arrays.libraries import contiguous
     from lt_runtime.binding import bind
     from lt_runtime.distributed.group import Group, group
+    from lt_runtime.distributed.shares import share
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.fitting import Epoch, fit
     from lt_runtime.fp8 import FP8
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from lt_runtime.schedules import Schedule
     from lt_runtime.training.averages import EMA
     from lt_runtime.training.prefetch import Prefetcher, prefetch
-    from lt_runtime.training.shares import share
     from lt_runtime.training.step import Metrics, TrainStep, evaluate
 
 __version__ = "0.1.0"
@@ -55,6 +55,7 @@ _EXPORTS = {
     "arrays.libraries": "contiguous",
     "binding": "bind",
     "distributed.group": "Group group",
+    "distributed.shares": "share",
     "epilogue": "Epilogue",
     "fitting": "Epoch fit",
     "fp8": "FP8",
@@ -87,7 +88,6 @@ _EXPORTS = {
     "saving.checkpoints": "load_checkpoint load_model save_checkpoint save_model",
     "saving.state": "load save",
     "training.prefetch": "Prefetcher prefetch",
-    "training.shares": "share",
     "training.step": "Metrics TrainStep evaluate",
 }
 """Maps the name of each module to the public names that it defines, in one string separated by blanks."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeGuard, TypeVar
 
 import numpy as np
@@ -128,6 +128,25 @@ def by_layer(
         accepted = f"a value, or a sequence with one for each of the {layers} layers"
         raise ArgumentError(f"{name} is {shown(given)}, of length {len(given)}; it must be {accepted}")
     return None, [parse(f"{name}[{i}]", value) for i, value in enumerate(given)]
+
+
+def batches_of(name: str, given: Any, sizes: Collection[int], batch: str, accepted: str) -> Iterator[Any]:
+    """The batches of an iterable, each of which must be a tuple or a list of one of the sizes.
+
+    Args:
+        batch, accepted: a batch and the iterable in words, for errors.
+
+    Raises:
+        KindError: for an object that is no such iterable.
+    """
+    try:
+        batches = iter(given)
+    except TypeError:
+        raise KindError(f"{name} is {shown(given)}; it must be {accepted}") from None
+    for i, each in enumerate(batches):
+        if not isinstance(each, (tuple, list)) or len(each) not in sizes:
+            raise KindError(f"number {i} of {name} is {shown(each)}; it must be a {batch}")
+        yield each
 
 
 def check_instance(name: str, value: object, kind: type | tuple[type, ...], accepted: str) -> None:

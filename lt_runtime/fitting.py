@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lt_runtime.arguments import check_instance, flag, integer, shown
+from lt_runtime.arguments import batches_of, check_instance, flag, integer, shown
 from lt_runtime.arrays.transfer import copied
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import AnyPath
@@ -23,7 +23,7 @@ from lt_runtime.ops.optimizer import AdamW
 from lt_runtime.saving.checkpoints import save_checkpoint
 from lt_runtime.saving.state import save
 from lt_runtime.training.prefetch import prefetch
-from lt_runtime.training.step import TrainStep, batches_of
+from lt_runtime.training.step import TrainStep
 
 Batches: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 

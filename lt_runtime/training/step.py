@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from lt_runtime.arguments import Fixed, check_instance, flag, integer, shown
+from lt_runtime.arguments import Fixed, batches_of, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.distributed.group import Group, check_group
-from lt_runtime.errors import ArgumentError, DriverError, KindError
+from lt_runtime.distributed.together import merged, start_together, sums_of_all
+from lt_runtime.errors import ArgumentError, DriverError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import brief
@@ -21,7 +22,6 @@ from lt_runtime.ops.optimizer import Optimizer
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Tally, Totals, scores_of
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, StepLoss, step_loss
-from lt_runtime.training.together import all_batches, start_together, totals_of_all
 
 
 class Metrics(NamedTuple):
@@ -173,7 +173,9 @@ class TrainStep(Fixed):
             self._gpu = GpuStep(self._body, model.device.ordinal, graph=graph, tune=tune)
             self._tally = self._gpu.tally
         if group is not None:
-            start_together(self, group, loss_options, shard_state=shard_state)
+            averages = {} if ema is None else ema.averages
+            options = self._options(loss_options)
+            start_together(model, optimizer, averages, group, options, shard_state=shard_state)
         self._held = HeldArrays(model.parameters(), "this step")
         self._is_made = True
 
@@ -225,6 +227,12 @@ class TrainStep(Fixed):
             raise
         return self._tally.mean
 
+    def _options(self, loss_options: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The options that must be equal in all processes of a group, besides those of model and optimizer."""
+        options = {name: getattr(self, name) for name in ("loss", "batch_size", "accumulate")}
+        options["ema.decay"] = None if self.ema is None else self.ema.decay
+        return options | {f"loss_options.{name}": shown(value) for name, value in (loss_options or {}).items()}
+
     def _agree_on(self, batch: tuple[Any, ...]) -> None:
         """Raises `GroupError` unless all processes have a batch of the same shapes and types.
 
@@ -255,7 +263,7 @@ class TrainStep(Fixed):
             error.args = (f"{self}: {error}",)
             raise
         if self.group is not None:
-            totals = totals_of_all(totals, self.group)
+            totals = Totals(totals.steps, *sums_of_all(totals[1:], self.group))
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
@@ -353,27 +361,9 @@ def _evaluated(
         sizes.append(int(outputs.shape[0]))
     totals = [each.read(stream) for each in tallies]
     if group is not None:
-        totals, sizes = all_batches(totals, sizes, group)
+        rows = merged([*zip(totals, sizes, strict=True)], group)
+        totals, sizes = [Totals(*each) for each, _ in rows], [size for _, size in rows]
     return _means(totals, sizes, measured.classifies)
-
-
-def batches_of(name: str, given: Any, sizes: Collection[int], batch: str, accepted: str) -> Iterator[Any]:
-    """The batches of an iterable, each of which must be a tuple or a list of one of the sizes.
-
-    Args:
-        batch, accepted: a batch and the iterable in words, for errors.
-
-    Raises:
-        KindError: for an object that is no such iterable.
-    """
-    try:
-        batches = iter(given)
-    except TypeError:
-        raise KindError(f"{name} is {shown(given)}; it must be {accepted}") from None
-    for i, each in enumerate(batches):
-        if not isinstance(each, (tuple, list)) or len(each) not in sizes:
-            raise KindError(f"number {i} of {name} is {shown(each)}; it must be a {batch}")
-        yield each
 
 
 def _means(totals: list[Totals], sizes: list[int], classifies: bool) -> Metrics:

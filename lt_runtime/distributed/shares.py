@@ -8,12 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from lt_runtime.arguments import check_instance, flag, integer, shown
+from lt_runtime.arguments import batches_of, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import device_of
 from lt_runtime.distributed.group import Group
 from lt_runtime.errors import ArgumentError, KindError, OperandError, ShapeError
 from lt_runtime.nn.device import ComputeDevice
-from lt_runtime.training.step import batches_of
 
 _logger: Final = logging.getLogger("lt_runtime")
 _ACCEPTED: Final = "an iterable of pairs (x, target)"
