@@ -79,11 +79,13 @@ class Precision:
     Attributes:
         calibrates: whether the call computes the tensors' scales before it casts the tensors.
         has_w8: whether the call is given the weight in FP8.
+        has_x8: whether the call is given the inputs in FP8, of another layer that reads the same x.
     """
 
     recipe: FP8
     calibrates: bool
     has_w8: bool = False
+    has_x8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,15 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Which gradients backward will compute: forward keeps the transpose of w in FP8 for dx, that of x for dw."""
+    """Which gradients backward will compute: forward keeps the transpose of w in FP8 for dx, that of x for dw.
+
+    Attributes:
+        x8: whether forward returns x in FP8 as well, for another layer that reads the same x.
+    """
 
     dx: bool = True
     dw: bool = True
+    x8: bool = False
 
 
 @dataclass(frozen=True, slots=True)

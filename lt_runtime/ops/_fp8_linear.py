@@ -51,7 +51,7 @@ from lt_runtime.reference.products import rows_of
 
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 # Indices of a forward call's arrays.
-_KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST = 4, 6, 7, 8, 9, 10
+_KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST, _GIVEN_X8 = 4, 6, 7, 8, 9, 10, 12
 _OUTPUTS: Final = ("dx", "dw", "db", "dz")
 # Index of the first output among the arrays of a backward call.
 _FIRST: Final = 5
@@ -118,7 +118,7 @@ class Fp8Forward(LinearForward):
     the next layer's prologue. In that case y is the pre-activation, and is saved for backward.
     """
 
-    names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots", "w8_given")
+    names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots", "w8_given", "x8_given", "slots_of_x")
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
@@ -130,8 +130,10 @@ class Fp8Forward(LinearForward):
         if layer.backward:
             width = k if precision.recipe.by_rows else SLOT_WIDTH
             new[_CAST] = New((2, width), np.dtype(np.float32), x.library)
-            kept = ((needs.dw, _X8, m), (needs.dx and not precision.has_w8, _W8, n))
+            kept = (needs.dw and not precision.has_x8, _X8, m), (needs.dx and not precision.has_w8, _W8, n)
             new |= {place: New((k, size), _E4M3, x.library) for is_read, place, size in kept if is_read}
+        if needs.x8:
+            new[_GIVEN_X8] = New((m, k), _E4M3, x.library)
         dropouts = request.detail.dropout, prologue.dropout
         if defers:
             layer, dropouts = replace(layer, activation=Activation(), dropout=False), (0.0, prologue.dropout)
@@ -163,23 +165,28 @@ class Fp8Forward(LinearForward):
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        x, w, bias, y, z, add, slots, history, x8, w8, cast_slots, _ = arrays
+        x, w, bias, y, z, add, slots, history, x8, w8, cast_slots, _, given_x8, slots_of_x = arrays
         problem, precision, drops = request.problem.layer, request.problem.precision, request.problem.layer.dropout
-        sources = ((X, _through(request.problem.prologue, rows_of(x), scalars[1])), (W, w))
-        cast = [_cast_on_host(each, row, precision, slots, history) for row, each in sources]
-        exact, transposed, scales = zip(*cast, strict=True)
-        for kept, values in ((x8, transposed[0]), (w8, transposed[1]), (cast_slots, scales)):
-            if kept is not None:
-                kept[...] = values
+        if precision.has_x8:
+            slots[X] = slots_of_x[X]
+            of_x = given_x8.astype(np.float64) * slots[X, INVERSE], given_x8.T, slots[X]
+        else:
+            source = _through(request.problem.prologue, rows_of(x), scalars[1])
+            of_x = _cast_on_host(source, X, precision, slots, history)
+        exact, transposed, scales = zip(of_x, _cast_on_host(w, W, precision, slots, history), strict=True)
+        kept = (x8, transposed[0]), (w8, transposed[1]), (cast_slots, scales), (given_x8, transposed[0].T)
+        for array, values in kept:
+            if array is not None:
+                array[...] = values
         of_layer = exact[0].reshape(x.shape), exact[1], bias, y, z, add
         done = replace(request.detail, activation=problem.activation, dropout=request.detail.dropout * drops)
         super().on_host(request._replace(problem=problem, detail=done), of_layer, scalars)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`: as of `LinearForward`, with the transposes of x and w in FP8 in the place of x and w."""
-        *of_layer, _, _, x8, w8, cast_slots, _ = arrays
+        *of_layer, _, _, x8, w8, cast_slots, _, given_x8, _ = arrays
         y, ctx = context_of(prepared.request.detail, of_layer, scalars)
-        ctx.x, ctx.w, ctx.cast_slots = x8, w8, cast_slots
+        ctx.x, ctx.w, ctx.cast_slots, ctx.x8 = x8, w8, cast_slots, given_x8
         if ctx.saved is None and ctx.layer.saved_as is Saved.PREACTIVATION:  # the next layer applies the activation
             ctx.saved = y
         return y, ctx
@@ -314,12 +321,17 @@ class LinearCall(NamedTuple):
     Attributes:
         arrays, options: the operation's.
         rng: source of the dropout mask.
+        keeps_x8: whether the context of a layer in FP8 gets x in FP8.
+        same_x: the context, with x in FP8, of a layer that has read the same x, and has the same recipe with one scale
+            for a tensor; this layer then does not cast x. None to cast it.
     """
 
     arrays: tuple[Any, ...]
     options: tuple[Any, ...]
     rng: Philox | None
     stream: Any
+    keeps_x8: bool = False
+    same_x: LinearContext | None = None
 
 
 def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
@@ -375,9 +387,13 @@ def forward_in_fp8(
         writes.latest = None
     elif state.copies is not None and (state.copies[1] is not None or not state.needs_dx):
         precision, (w8, w8_transposed) = replace(precision, has_w8=True), state.copies
-    arrays = *given.arrays, *arrays_of(state, given.arrays[0]), None, w8_transposed, None, w8
+    x8_transposed = x8 = slots_of_x = None
+    if given.same_x is not None:
+        precision = replace(precision, has_x8=True)
+        x8_transposed, x8, slots_of_x = given.same_x.x, given.same_x.x8, given.same_x.state.slots
+    arrays = *given.arrays, *arrays_of(state, given.arrays[0]), x8_transposed, w8_transposed, None, w8, x8, slots_of_x
     prologue = Prologue() if below is None else Prologue(below.layer.activation, below.layer.dropout)
-    how = precision, prologue, Needs(state.needs_dx, state.needs_dw), defers
+    how = precision, prologue, Needs(state.needs_dx, state.needs_dw, given.keeps_x8), defers
     rngs = given.rng, below and below.rng
     y, context = perform(_FORWARD, arrays, (*given.options, *how), rngs, given.stream)
     state.calibrated |= {X, W}

@@ -68,6 +68,7 @@ class LinearContext:
         y: the layer's output, kept so that `linear_bwd` can tell whether it is another layer's x.
         state: the `FP8State` of a layer whose products are computed in FP8; None otherwise.
         cast_slots: copy of the state's slots of x and w, with the scales by which they were cast.
+        x8: x (M, K) in FP8 if the call was asked for it; None otherwise.
     """
 
     layer: Layer
@@ -79,6 +80,7 @@ class LinearContext:
     y: Any
     state: Any = None
     cast_slots: Any = None
+    x8: Any = None
 
     def __repr__(self) -> str:
         (m, n, k), layer = self.shape, self.layer

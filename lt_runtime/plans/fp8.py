@@ -168,8 +168,10 @@ class Fp8ForwardPlan(Plan):
     A call has the addresses of `ForwardProblem.operands`, then of slots and history, then of three arrays for backward:
     the transposes of x and of w in FP8, and a copy of the slots of x and w, with the scales of their casts. If each row
     has a scale, the third array has instead the reciprocals (2, K) of the scales of the transposes' rows. The three
-    arrays are absent without backward, and a transpose that no gradient needs is absent too. The last address is that
-    of w in FP8 if the call is given it: w and its transpose were then cast with the scale in the slot.
+    arrays are absent without backward, and a transpose that no gradient needs is absent too. The next address is that
+    of w in FP8 if the call is given it: w and its transpose were then cast with the scale in the slot. The last two are
+    those of x in FP8 if the call returns it or is given it, and of the slots of the layer that has cast it: x's row of
+    these slots replaces that of this layer, and the transpose of x was then cast too.
 
     The two dropout masks of a call are those of y and of the prologue.
 
@@ -188,16 +190,18 @@ class Fp8ForwardPlan(Plan):
         of_x, of_w = (problem.dtype, problem.x, X), (problem.dtype, problem.w, W)
         keeps_x, keeps_w = problem.backward and needs.dw, problem.backward and needs.dx
         self._by_rows = by_rows = precision.recipe.by_rows
-        self._x: Cast | RowCast
-        if by_rows:
+        self._x: Cast | RowCast | None = None
+        if precision.has_x8:
+            assert not by_rows
+        elif by_rows:
             self._x = RowCast(*of_x, precision, device, out=True, transposed=keeps_x)
         else:
             self._x = Cast(*of_x, precision, device, out=True, transposed=keeps_x, prologue=prologue)
         make_w = RowCast if by_rows else Cast
         self._w = None if precision.has_w8 else make_w(*of_w, precision, device, out=True, transposed=keeps_w)
-        w8 = Spec(packed(*problem.w.layout.shape))
-        sizes = problem.x.layout.size, 0 if self._w is None else problem.w.layout.size
-        self._bytes = tuple(aligned(each) for each in sizes)
+        x8, w8 = (Spec(packed(*each.layout.shape)) for each in (problem.x, problem.w))
+        in_scratch = not (precision.has_x8 or needs.x8), self._w is not None
+        self._bytes = tuple(own * aligned(each.layout.size) for own, each in zip(in_scratch, (x8, w8), strict=True))
         # Bytes of 1 / scale of each row of x and of w.
         self._vector_bytes = tuple(by_rows * aligned(_WORD * each.layout.rows) for each in (problem.x, problem.w))
         self.kept_spec = fp8_kept_spec(problem)
@@ -213,7 +217,7 @@ class Fp8ForwardPlan(Plan):
         apart = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
         d = self.kept_spec or (apart if self._is_apart else problem.y)
         kinds, is_fast = precision.recipe.dtypes[:2], precision.recipe.fast_accumulation != "never"
-        operands = self._x.spec, w8.transposed, d
+        operands = x8, w8.transposed, d
         product = _product(kinds, problem.dtype, *operands, fast=is_fast, vectors=by_rows)
         if self._adds_bias and problem.bias:
             product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=problem.bias)
@@ -231,21 +235,27 @@ class Fp8ForwardPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, cast_slots, w8 = call.addresses
+        x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, *others = call.addresses
+        cast_slots, w8, given_x8, slots_of_x = others
         scratch = memory.scratch(self._scratch_bytes)
-        x8 = scratch + sum(self._vector_bytes)
+        after_vectors = scratch + sum(self._vector_bytes)
+        x8 = given_x8 or after_vectors
         states = [(slots, history)] * 2
         if self._by_rows:
             kept_scales = cast_slots + _WORD * self.problem.x.layout.cols
             states = [(scratch, cast_slots), (scratch + self._vector_bytes[0], kept_scales)]
-        of_x = self._x.put(x, x8, x_transposed, states[0], memory, (0, 0, 0, call.dropouts[1]))
+        if self._x is None:
+            driver_call("cuMemcpyDtoDAsync", slots + _SLOT * X, slots_of_x + _SLOT * X, _SLOT, memory.stream)
+            of_x = _inverse_of(slots, X)
+        else:
+            of_x = self._x.put(x, x8, x_transposed, states[0], memory, (0, 0, 0, call.dropouts[1]))
         if self._w is None:
             of_w = _inverse_of(slots, W)
         else:
-            w8 = x8 + self._bytes[0]
+            w8 = after_vectors + self._bytes[0]
             of_w = self._w.put(w, w8, w_transposed, states[1], memory)
         inverses = of_x, of_w
-        product = x8 + sum(self._bytes) if self._is_apart else kept or y
+        product = after_vectors + sum(self._bytes) if self._is_apart else kept or y
         vector = bias if self._adds_bias else 0
         self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
         if self._pass is not None:

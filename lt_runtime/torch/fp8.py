@@ -173,20 +173,16 @@ Record: TypeAlias = tuple[Layer, FP8State, bool]
 """A record of a layer's call for backward, without the tensors; the bool says whether the weight is contiguous."""
 
 
-def _forward(
-    state: FP8State, following: FP8State | None, given: LinearCall, below: LinearContext | None = None
-) -> tuple[Any, Record, list[Tensor], LinearContext | None]:
-    """A layer's output, the record and the tensors for its backward, and the next layer's `below`.
-
-    Args:
-        given: its weight and bias are tensors, its other arrays come from `placed`.
-        following, below: see `forward_of_several`.
-    """
-    x, weight, bias, *others = given.arrays
-    arrays = x, *placed((weight, bias)), *others
-    y, made, below = forward_of_several(state, following, given._replace(arrays=arrays), below)
+def _record(made: LinearContext, state: FP8State, weight: Tensor) -> tuple[Record, list[Tensor]]:
+    """The record and the tensors for a layer's backward."""
     kept = _tensors((made.x, made.w, made.cast_slots, made.saved))
-    return y, (made.layer, state, weight.is_contiguous()), kept, below
+    return (made.layer, state, weight.is_contiguous()), kept
+
+
+def _share_x(gate: FP8State, up: FP8State) -> bool:
+    """Whether one cast of x serves both layers: forward of the gate makes all that the other one keeps."""
+    is_possible = _is_in_fp8(gate) and _is_in_fp8(up) and gate.recipe == up.recipe and not gate.recipe.by_rows
+    return is_possible and (gate.needs_dw or not up.needs_dw)
 
 
 def _backward(
@@ -222,9 +218,10 @@ class _Fp8Layers(torch.autograd.Function):
         below, last = None, len(states) - 1
         for i, (state, *form) in enumerate(zip(states, *options, strict=True)):
             following = None if i == last else states[i + 1]
-            arrays = y, *given[2 * i : 2 * i + 2], None, None, addend if i == last else None
+            arrays = y, *placed(given[2 * i : 2 * i + 2]), None, None, addend if i == last else None
             call = LinearCall(arrays, (*form, *_COMMON), masks_of(form[-1], i, keys), None)
-            y, record, saved, below = _forward(state, following, call, below)
+            y, made, below = forward_of_several(state, following, call, below)
+            record, saved = _record(made, state, given[2 * i])
             ctx.records.append(record)
             kept += saved
         ctx.is_tuning = is_tuning()
@@ -257,14 +254,20 @@ class _Fp8Gated(torch.autograd.Function):
         width = gate.shape[0]
         x, add, keys, h = placed((x, add, key, x.new_empty((*x.shape[:-1], 2 * width))))
         ctx.records, kept = [], [key, as_tensor(h)]
-        for i, (weight, out) in enumerate(((gate, h[..., :width]), (up, h[..., width:]))):
-            call = LinearCall((x, weight, biases[i], out, None, None), (*_PLAIN, *_COMMON), None, None)
-            _, record, saved, _ = _forward(scales[i], None, call)
+        common, shares, source = ((*_PLAIN, *_COMMON), None, None), _share_x(*scales[:2]), None
+        for state, weight, bias, out in zip(scales, (gate, up), biases, (h[..., :width], h[..., width:]), strict=False):
+            arrays = x, *placed((weight, bias)), out, None, None
+            call = LinearCall(arrays, *common, keeps_x8=shares and source is None, same_x=source)
+            _, made, _ = forward_of_several(state, None, call)
+            source = made if shares else None
+            record, saved = _record(made, state, weight)
             ctx.records.append(record)
             kept += saved
+        del source, made  # they hold x in FP8, which nothing reads any more
         a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
-        call = LinearCall((a, down, biases[2], None, None, add), (*_PLAIN, *_COMMON), None, None)
-        y, record, saved, _ = _forward(scales[2], None, call)
+        arrays = a, *placed((down, biases[2])), None, None, add
+        y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common))
+        record, saved = _record(made, scales[2], down)
         ctx.records.append(record)
         ctx.options, ctx.is_tuning = options, is_tuning()
         ctx.save_for_backward(*kept, *saved)

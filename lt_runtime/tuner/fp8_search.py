@@ -127,7 +127,7 @@ class _Fp8Operands(ChainOperands):
         if isinstance(plan, Fp8ForwardPlan):
             if plan.kept_spec is None:
                 addresses["kept"] = 0
-            names = *plan.problem.operands, *state, *kept, "cast_slots", "w8_given"
+            names = *plan.problem.operands, *state, *kept, "cast_slots", "w8_given", "x8_given", "slots_of_x"
         else:
             addresses["saved"] = addresses["kept"]
             names = "dy", "cast_slots", *kept, "saved", "dx", "dw", "db", "dz", *state

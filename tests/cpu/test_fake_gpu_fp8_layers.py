@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+import lt_runtime.ops._fp8_linear as lt_operations
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._fp8_linear import arrays_of
 from tests.support.fake_gpu import FakeGpu
-from tests.support.fp8_layers import CASES, FP16, Fp8Case, Fp8Layer, K, M, N, decibels
+from tests.support.fp8_layers import BF16, CASES, FP16, Fp8Case, Fp8Layer, K, M, N, decibels
 from tests.support.over_fake_gpu import own
 
 GROWING = (1.0, 4.0, 16.0)
@@ -174,6 +175,36 @@ def test_a_restored_state_continues_bit_for_bit(make: Make) -> None:
     wanted, found = unbroken.step(2), second.step(2)
     for name, values in wanted.items():
         np.testing.assert_array_equal(found[name], values)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_layers_with_the_same_inputs_can_share_their_cast(gpu: FakeGpu, recipe: Any, on_gpu: bool) -> None:
+    """Results and scales equal those of layers that cast x themselves."""
+    operations = own("ops._fp8_linear") if on_gpu else lt_operations
+    package, put, host = (gpu.lt, gpu.cp.asarray, gpu.host_of) if on_gpu else (lt, np.copy, np.array)
+    generator = np.random.default_rng(0)
+    x, *ws = (put(generator.standard_normal((n, 32)).astype(BF16)) for n in (48, 64, 64))
+    dy, made = put(generator.standard_normal((48, 64)).astype(BF16)), []
+    for shares in (False, True):
+        states, arrays = [package.FP8State(package.FP8(recipe)) for _ in ws], list[Any]()
+        for is_calibrated in (False, recipe == "delayed"):
+            gpu.kernels.launched.clear()
+            source = None
+            for state, w in zip(states, ws, strict=True):
+                given = (x, w, None, None, None, None), ("none", 0.01, 0.0, "float32", False, True), None, None
+                call = operations.LinearCall(*given, keeps_x8=shares and source is None, same_x=source)
+                y, ctx = operations.forward_in_fp8(state, call)
+                source = ctx if shares else None
+                arrays += [y, *package.linear_bwd(dy, ctx)[:2]]
+            for state in states:
+                state.update()
+            gpu.synchronize_all()
+            # Of x, w and dy of each layer; a tensor whose scale is not known is read once more.
+            assert gpu.kernels.launched.count("cast_fp8") == on_gpu * (6 - shares) * (1 if is_calibrated else 2)
+        made.append([*map(host, arrays), *(state.state_dict()["slots"] for state in states)])
+    for alone, shared in zip(*made, strict=True):
+        np.testing.assert_array_equal(alone, shared)
 
 
 def test_contexts_keep_the_scales_of_their_own_call() -> None:
