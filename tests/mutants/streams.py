@@ -47,8 +47,8 @@ FAULTS: Final[Table] = {
             "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
         ),
         "the parameters of every group are numbered from zero": (
-            "kernels.update_table(own, first, copied)",
-            "kernels.update_table(own, 0, copied)",
+            "kernels.update_table(own, first, {*copied, *others})",
+            "kernels.update_table(own, 0, {*copied, *others})",
             "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
         ),
     },
