@@ -23,9 +23,9 @@ from benchmarks.report import Row
 from benchmarks.suite import Job, Suite
 from benchmarks.timing import Call, HostTurn, built, synchronize, take_turns
 
-_QUEUE: Final = 1000  # about the number of launches that the driver queues before the host has to wait for the GPU
-_ALIGNED: Final = 256  # bytes, the alignment of memory that comes from an allocator
-_PLACES: Final = 20_000  # distinct addresses of an operand; more than the timed calls, so that none is repeated
+_QUEUE: Final = 1000  # The driver queues about this many launches before the host has to wait for the GPU.
+_ALIGNED: Final = 256  # Memory that comes from an allocator begins at a multiple of this many bytes.
+_PLACES: Final = 20_000  # An operand has this many addresses in turn, more than timed calls, so that none is repeated.
 _RANGES: Final = 1000
 _BATCHES: Final = 4  # the number of buffers through which `lt.prefetch` rotates
 

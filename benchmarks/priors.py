@@ -36,7 +36,7 @@ _DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32, "fp32": DType.F
 # in turn: neither deeper trees nor a gain of 0.1 or 0.2 did better.
 _DEPTH: Final = 2
 _LEAST_GAIN: Final = 0.05  # A further branch must reduce the sum of all samples' losses by at least this.
-_LEAST_SAMPLES: Final = 4  # the fewest samples on either side of a branch
+_LEAST_SAMPLES: Final = 4  # Each side of a branch has at least this many samples.
 _LEAST_PROBLEMS: Final = 20  # An activation with fewer samples uses the tree fitted to all activations.
 _MOST_LOSS: Final = 0.3  # A sample's loss is cut off here, because longer times were often disturbed.
 # A measured time was disturbed if it is this multiple of the time of the same kernels, launched in the other order.

@@ -40,10 +40,11 @@ _TURN_US: Final = 10_000.0  # A turn takes at least about this long, in microsec
 _LEAST_REPLAYS: Final = 8
 _MOST_REPLAYS: Final = 200
 _LEAD: Final = 8  # A turn begins with an eighth as many untimed replays, in which the host gets ahead of the GPU.
-_LAUNCHES_US: Final = 40.0  # the least time of some dozens of kernels
-_OPTIMIZER_BYTES: Final = 28  # a parameter: gradient and copy in BF16; master and moments in FP32, read and written
-_BATCHES: Final = 4  # number of different batches, which are used in rotation
-_LEAST_STEPS: Final = 50  # the least number of steps of prefetched training in a turn
+_LAUNCHES_US: Final = 40.0  # Some dozens of kernels take at least this long (µs).
+# Bytes that an update moves for a parameter: gradient and copy in BF16; master and moments in FP32, read and written.
+_OPTIMIZER_BYTES: Final = 28
+_BATCHES: Final = 4  # This many different batches are used in rotation.
+_LEAST_STEPS: Final = 50  # A turn of prefetched training has at least this many steps.
 
 
 @dataclass(frozen=True)

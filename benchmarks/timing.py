@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 WARM_UP: Final = 2
 """Number of rounds that run before the rounds that are counted."""
 
-_REPLAY_US: Final = 2000.0  # µs, the least time of a replay, because an event's resolution is half a microsecond
-_MAX_REPETITIONS: Final = 200  # the most repetitions of a task in one graph
+_REPLAY_US: Final = 2000.0  # A replay takes at least this long (µs), because events resolve half a microsecond.
+_MAX_REPETITIONS: Final = 200  # A graph has at most this many repetitions of a task.
 _BYTES_PER_US: Final = 4.8e6  # The bandwidth in the datasheet of an H200, which no kernel exceeds.
-_LAUNCH_US: Final = 1.5  # the least time of a kernel in a graph
+_LAUNCH_US: Final = 1.5  # A kernel in a graph takes at least this long (µs).
 _CACHES: Final = 4  # Rotating buffers take at least this many times the size of the L2 cache.
 _BY_HOST_US: Final = 10_000.0  # The shorter part of a turn by the wall clock takes at least about this long (µs).
 

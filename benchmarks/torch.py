@@ -21,7 +21,7 @@ from benchmarks.report import Finding, Json, Row
 from benchmarks.suite import Job, Suite, plan_cache
 
 WAYS: Final = ("eager", "graph", "compile", "compile_graph")
-"""How steps run; a contender's name is its library's, `_`, and one of these."""
+"""Ways in which steps run. A contender is named LIBRARY_WAY, such as "torch_graph"."""
 _OTHER_MODES: Final = {
     "torch_compile": ("torch_max_autotune",),
     "torch_compile_graph": ("torch_max_autotune_graph",),

@@ -21,8 +21,8 @@ from benchmarks.suite import MAX_AUTOTUNE, Job, Suite
 FIT: Final = "fit"
 JUDGE: Final = "judge"
 _SEED: Final = 2026
-_SHAPES: Final = 16  # in each stratum
-_MOST_MULTIPLICATIONS: Final = 1 << 35  # the most multiplications of one product, so that the suite takes minutes
+_SHAPES: Final = 16  # Number of shapes in each stratum.
+_MOST_MULTIPLICATIONS: Final = 1 << 35  # Most multiplications of one product, so that the suite takes minutes.
 _PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
 
 Shape = tuple[int, int, int]

@@ -43,7 +43,7 @@ _KERNEL_LIMIT_S: Final = 600
 _CHOSEN_S: Final = 25.0
 """Limit of the recorded seconds of a mutant's tests.
 
-Tests of the mutated file are chosen first, then tests of its room: the folder of tests/cpu with its package's name.
+Tests of the mutated file are chosen first, then those in the folder of tests/cpu with the name of the file's package.
 """
 _TELLING: Final = 4
 """About a quarter of all changes survive; it is unlikely that this many survive in turn."""
@@ -221,9 +221,9 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
     """Returns the tests that cover the mutant's lines.
 
-    If only the module's import runs these lines, the tests that cover any line of its file, and those of its room, are
-    returned. Tests that have the name of the mutant's file come first, then those of its room, then the others in a
-    random order: the fastest tests alone see fewer changes.
+    If only the module's import runs these lines, the tests that cover any line of its file, and those in its room (the
+    folder of tests/cpu with the name of the file's package), are returned. Tests with the name of the mutant's file come
+    first, then those in its room, then the others in a random order: the fastest tests alone see fewer changes.
     """
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
     run = [lines[str(line)] for line in mutant.lines if str(line) in lines]

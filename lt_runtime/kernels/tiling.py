@@ -28,13 +28,13 @@ _FEWEST_FLAT: Final = (OCTET, 2 * OCTET + 1)
 _MOST_FLAT: Final = 1 << 18
 _MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and loads four steps ahead
 _OCTETS_A_THREAD: Final = 2
-_FOLDED_ROW: Final = 2048  # longest row, in elements, into which an elementwise pass divides contiguous arrays
+_FOLDED_ROW: Final = 2048  # An elementwise pass divides contiguous arrays into rows of at most this many elements.
 # In a small matrix, one block sums all rows of a strip (a few octets of columns), without waiting for other blocks: the
 # strip's width in octets, the most threads down the rows, and the most rows of such a matrix.
 _STRIP_OCTETS: Final = 2
 _STRIP_THREADS: Final = 128
 _STRIP_ROWS: Final = 4 * _STRIP_THREADS
-_UPRIGHT_BLOCK: Final = (8, 32)  # 32 rows: a pass that transposes writes lines of 32 elements
+_UPRIGHT_BLOCK: Final = (8, 32)  # has 32 rows, because a pass that transposes writes lines of 32 elements
 _SQUARE_BLOCK: Final = (16, 16)
 # Column sums of matrices of at most so many elements are computed by upright or square blocks. These divide the columns
 # among more blocks than wide ones do, so that fewer partial sums of each column remain to be added: on an H200 in BF16,

@@ -368,7 +368,7 @@ def bce_with_logits(
 ) -> Loss:
     """Mean over all elements of -p t log σ(z) - (1 - t) log (1 - σ(z)), and its gradient.
 
-    Here z is a logit, t its target, σ the sigmoid function and p the column's positive weight. It is PyTorch's
+    Here z is a logit, t its target, σ the sigmoid function and p the column's positive weight. The loss is PyTorch's
     `binary_cross_entropy_with_logits`, and stays finite and exact for logits of any size. The gradient is
     (1 - t) σ(z) - p t (1 - σ(z)), divided by M·N.
 

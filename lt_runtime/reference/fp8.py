@@ -14,8 +14,8 @@ LARGEST: Final = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 FP8_TYPES: Final = {name: np.dtype(getattr(ml_dtypes, name)) for name in LARGEST}
 SCALE_EXPONENT: Final = 126
 """Scales are powers of two with exponents from -126 to 126. So a scale and its reciprocal are normal FP32 numbers."""
-_NAN: Final = 0x7F  # the bits to which CUDA converts every NaN, in both types
-_MANTISSA_BITS: Final = 23  # of FP32
+_NAN: Final = 0x7F  # The bits to which CUDA converts every NaN, in both FP8 types.
+_MANTISSA_BITS: Final = 23  # Number of bits of FP32's mantissa.
 _MANTISSA: Final = (1 << _MANTISSA_BITS) - 1
 _INFINITY: Final = np.uint32(0x7F800000)  # the bits of infinity in FP32
 

@@ -266,7 +266,7 @@ def _lose_the_context(gpu: FakeGpu, *, by_metrics: bool) -> None:
         run.train(8)
         run.state()
         gpu.streams.observer = _IllegalAccess()
-        run.train(8)  # the host does not wait for the GPU, so that only a later call reports the failure
+        run.train(8)  # The host does not wait for the GPU, so that only a later call reports the failure.
         # A real GPU runs work at once; the pretended GPU runs it in the next call that waits.
         gpu.driver.is_lost = not by_metrics
         with pytest.raises(gpu.lt.errors.DriverError, match=rf"^TrainStep\(.* failed with .*_ADDRESS \(700\).*{lost}"):

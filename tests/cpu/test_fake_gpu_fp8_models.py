@@ -96,7 +96,7 @@ def test_passes_of_forward(gpu: FakeGpu, dtype: str, recipe: Any, passes: list[s
     for step in range(2):
         gpu.kernels.launched.clear()
         model.forward(x, step)
-        gpu.synchronize_all()  # runs the launches, which the pretended GPU runs only when it is waited for
+        gpu.synchronize_all()  # The pretended GPU runs launches only when it is waited for.
     assert gpu.kernels.launched == [*passes, "narrow_n"]  # The kernel narrow_n computes the last layer's product.
 
 

@@ -76,8 +76,8 @@ def test_a_heuristic_passes_the_check_and_multiplies(kind: str, handle: cublaslt
 
 
 def test_the_transform_transposes_and_scales(handle: cublaslt.Handle) -> None:
-    source = cp.arange(M * N, dtype=cp.float32).reshape(N, M)  # column-major M×N
-    target = cp.empty((M, N), cp.float32)  # column-major N×M
+    source = cp.arange(M * N, dtype=cp.float32).reshape(N, M)  # A column-major matrix of M×N.
+    target = cp.empty((M, N), cp.float32)  # A column-major matrix of N×M.
     with cublaslt.MatrixTransformDesc(cublaslt.DataType.R_32F) as desc:
         desc.set(cublaslt.MatrixTransformDescAttribute.TRANSA, cublaslt.Operation.T)
         layouts = [cublaslt.MatrixLayout(cublaslt.DataType.R_32F, *shape) for shape in ((M, N, M), (N, M, N))]

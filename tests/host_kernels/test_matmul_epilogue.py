@@ -78,8 +78,8 @@ class MatmulCase:
     beta: float  # β of a C whose order differs from D's; 0 without C
     beta_in_memory: bool
     d: Placement
-    c: Placement  # placement of C if the product is not stored in D
-    product: Placement  # placement of the product if it is not stored in D
+    c: Placement  # How C is placed if the product is not stored in D.
+    product: Placement  # How the product is placed if it is not stored in D.
     operand: Placement
     aux_gap: int
     seed: int

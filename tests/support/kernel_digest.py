@@ -1,7 +1,7 @@
 """Digest of everything that decides how a kernel family compiles, so that a family that passed is not compiled again.
 
-It covers the family's source and its headers in `cuda_src`, the toolkit's headers, each variant's options on each
-architecture, the argument blocks, the exact build of the compiler, and the code that judges the compiler's output.
+The digest covers the family's source and its headers in `cuda_src`, the toolkit's headers, each variant's options on
+each architecture, the argument blocks, the exact build of the compiler, and the code that judges the compiler's output.
 Comments and blank space are left out.
 """
 

@@ -42,7 +42,7 @@ def test_epilogue_kernels_run_alone(gpu: FakeGpu, internals: ModuleType) -> None
     internals.backward_pass((16, 24), 0.0, rng, db=True, transposed=False)(dy.data.ptr, z.data.ptr, dz.data.ptr, 0)
     internals.forward_pass((16, 24), 0.5, rng)(z.data.ptr, dy.data.ptr, 0)
     gpu.synchronize_all()
-    np.testing.assert_allclose(gpu.host_of(dz).astype(np.float32), 1.0830, rtol=1e-2)  # GELU'(1)
+    np.testing.assert_allclose(gpu.host_of(dz).astype(np.float32), 1.0830, rtol=1e-2)  # This is GELU'(1).
     # With p = 0.5, y is 2 · GELU(1) for elements that dropout keeps, and 0 for dropped ones.
     assert {*np.unique(gpu.host_of(dy).astype(np.float32)).round(1)} == {0.0, np.float32(1.7)}
 

@@ -102,8 +102,8 @@ def test_the_graph_sums_buckets_beside_backward_and_before_the_update(
     ordered = [nodes[later].before >> earlier & 1 for earlier, later in itertools.pairwise(sums)]
     assert all(ordered)  # NCCL runs the operations of a communicator in one order
     beside = [index for index in range(sums[0] + 1, len(nodes)) if not nodes[index].before >> sums[0] & 1]
-    assert len(beside) >= 3  # backward of the norm and of the first layer goes on
-    assert all(nodes[-1].before >> each & 1 for each in sums)  # the last node is the update
+    assert len(beside) >= 3  # The backward pass of the norm and of the first layer runs beside the first sum.
+    assert all(nodes[-1].before >> each & 1 for each in sums)  # The last node, the update, comes after all sums.
 
 
 def test_the_plans_of_process_0_win(gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,8 @@ FIRST = Timing(100.0, 0.5)
     ("timings", "winner"),
     [
         ({"first": FIRST, "challenger": Timing(98.0, 0.1)}, "challenger"),
-        ({"first": FIRST, "challenger": Timing(99.5, 0.1)}, "first"),  # the challenger is faster by less than 1 %
-        ({"first": FIRST, "challenger": Timing(98.0, 5.0)}, "first"),  # the challenger is faster by less than the noise
+        ({"first": FIRST, "challenger": Timing(99.5, 0.1)}, "first"),  # The challenger is faster by less than 1 %.
+        ({"first": FIRST, "challenger": Timing(98.0, 5.0)}, "first"),  # The challenger is faster by less than noise.
         ({"first": FIRST, "challenger": Timing(94.0, 5.0)}, "challenger"),
         ({"first": FIRST, "challenger": Timing(101.0, 0.1)}, "first"),
         ({"first": FIRST, "challenger": Timing(50.0, 0.0, dropped=True)}, "first"),
