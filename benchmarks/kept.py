@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
     """One of lt_runtime's times beside that of the fastest other library (the peer), in microseconds.
 
     Attributes:
-        what: the case, and the call where a case has several.
+        what: the case, and which of its calls was timed if it has several.
         peer: the contender's name.
         theirs: the peer's time.
         row: all measurements of the case.

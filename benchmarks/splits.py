@@ -188,7 +188,7 @@ def near(
     """Splits, other than the chosen one, that tuning measured as almost as fast as the best; the best come first.
 
     Args:
-        entries: times by role and strategy, as `entries_of` gives them.
+        entries: times by the pass of the block and by strategy, as `entries_of` gives them.
         most: how many splits at most.
     """
     estimates: dict[Split, float] = {}

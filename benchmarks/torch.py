@@ -42,7 +42,7 @@ class TorchCase:
         name: of the row.
         task: the function of `benchmarks.torch_tasks` that makes the model.
         sizes: arguments of that function.
-        libraries: the kits that take part, see `benchmarks.torch_tasks.KITS`.
+        libraries: names of the libraries that take part, keys of `benchmarks.torch_tasks.KITS`.
         steps: number of first steps whose losses are kept.
         ours: the contender that the others are compared with; "lt_eager" if only the host's time counts.
         device, dtype: of the parameters and of inputs that are no integers.

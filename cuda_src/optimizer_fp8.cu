@@ -93,8 +93,8 @@ __device__ inline Octet update_row(const OptimizerParams& p, const OptimizerChun
   return store_value(chunk, at, random, result.value);
 }
 
-// Avoids bank conflicts: the place in its row of a word of a given run. So the 32 threads of a warp, which read 16
-// neighbouring words in each of two runs, read from 32 different banks.
+// Returns the place in its row of shared memory of a word that belongs to a given run. Words are permuted, so that the
+// 32 threads of a warp, which read 16 neighbouring words in each of two runs, read from 32 different banks.
 __device__ inline uint32 permuted(uint32 word, uint32 run) { return word ^ 16 * run; }
 
 // Stores one run of each of four columns; two consecutive threads store four whole columns of the tile.

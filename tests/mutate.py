@@ -221,8 +221,8 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
     """Returns the tests that cover the mutant's lines.
 
-    If only the module's import runs these lines, the tests that cover any line of its file, and those in its room (the
-    folder of tests/cpu with the name of the file's package), are returned. Tests with the name of the mutant's file come
+    If only the module's import runs these lines, the tests that cover any line of its file are returned, and those in
+    its room, the folder of tests/cpu with the name of the file's package. Tests with the name of the mutant's file come
     first, then those in its room, then the others in a random order: the fastest tests alone see fewer changes.
     """
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})

@@ -193,7 +193,7 @@ class Fp8Forward(LinearForward):
 
 
 class Fp8Backward(LinearBackward):
-    """`LinearBackward` of a layer by `Fp8Forward`; the last option is the `Precision`."""
+    """Computes the gradients of a layer that `Fp8Forward` ran. A call's last option is the `Precision`."""
 
     names = (
         "dy",

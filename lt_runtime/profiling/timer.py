@@ -90,7 +90,7 @@ class Timer:
         device: ordinal of the GPU; None to time the host alone.
 
     Attributes:
-        steps: for each step its cells, by place.
+        steps: for each step its times (`Cell`), by layer and phase (`Place`).
         spans: ranges that have ended, for the trace, at most `_MOST_SPANS`: their kind is "user_annotation" on the
             host, and "gpu_user_annotation" on the GPU. The times on the GPU are moved to the host's clock by taking the
             first event for simultaneous with the profile's begin.

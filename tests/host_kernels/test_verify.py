@@ -39,7 +39,8 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
     assert_close("d", d.values(), y, 1e-12)
     assert_close("limits", limits.values(), 2.0**-11 * np.abs(y), 1e-12)
     kept_limits.values()
-    # column sums of the outputs, of the squares of their errors, and of the errors' part that always has one sign
+    # The kernel sums each column of the outputs, of the squares of their errors, and of the part of the errors that
+    # always has one sign.
     for which, terms in enumerate((y, (2.0**-11 * y) ** 2, 2.0**-20 * np.abs(y))):
         wanted = terms.sum(axis=0)
         assert_close(f"sums {which}", sums.values()[which::3].sum(axis=0), wanted, 1e-10 * np.abs(terms).sum(axis=0))

@@ -115,8 +115,8 @@ class Link(NamedTuple):
     """Links a call to the innermost id that its thread had pushed by `push_id`.
 
     Attributes:
-        external: the pushed id.
-        correlation: the call's correlation number.
+        external: the id that `push_id` was given.
+        correlation: the call's correlation number, which the work that it started has too.
     """
 
     external: int
