@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -194,23 +195,29 @@ class RowSharing:
 class CrossEntropyPass:
     """Softmax cross-entropy of the rows of one matrix, and its gradient.
 
+    If `gradient` is None, the kernel writes all rows of the gradient over each other into scratch memory, which stays
+    in the L2 cache. Rows lie there relative to multiples of 16 bytes as they do in the logits, so that the kernel
+    accesses whole packets all the same.
+
     Attributes:
-        scratch_bytes: bytes of scratch memory for partial sums.
+        scratch_bytes: bytes of scratch memory for partial sums, and for a gradient that nobody reads.
     """
 
     def __init__(
-        self, dtype: DType, logits: Layout, gradient: Layout, labels: Labels, weighting: Weighting, device: int
+        self, dtype: DType, logits: Layout, gradient: Layout | None, labels: Labels, weighting: Weighting, device: int
     ) -> None:
         weights = weighting.mode
         self._rows = logits.rows
         self._sharing = sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD)
         few = logits.cols <= _FEW_CLASSES
         held = sharing.held_packets(device) if logits.order is Order.ROW and not few else 0
-        self._streams = self._can_stream(dtype, (logits, gradient), held)
+        self._streams = self._can_stream(dtype, [each for each in (logits, gradient) if each], held)
         tiling = self._tiling(few, device)
         macros = (*define(SCALAR=dtype), *row_macros(sharing.row_group, sharing.kept, weights))
         entry, of_labels = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY, {"cols": logits.cols, **labels.fields}
-        params = entry.params(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, **of_labels)
+        stride = logits.strides[0] % (VECTOR_BYTES // dtype.itemsize)
+        of_gradient = Matrix.of(gradient) if gradient else Matrix(0, stride, 1)
+        params = entry.params(Matrix.of(logits), of_gradient, rows=logits.rows, **of_labels)
         params.smoothing, params.lanes, params.held = weighting.smoothing, sharing.lanes, held
         self._launches = Launches(entry, macros, device, tiling, params, shared=held * sharing.held_bytes)
         # If there are few labels, each block counts them itself, which costs less than a separate launch.
@@ -221,8 +228,11 @@ class CrossEntropyPass:
         # The scratch memory holds the number of rows that are not ignored, then the loss of each block or of each row.
         keeps_rows = self._streams and sharing.row_group is not RowGroup.WARP
         self.scratch_bytes = 4 * (1 + max(tiling.grid[0], counting.grid[0], keeps_rows * logits.rows))
+        self._unread = VECTOR_BYTES * -(-self.scratch_bytes // VECTOR_BYTES)  # offset of a gradient that nobody reads
+        if gradient is None:
+            self.scratch_bytes = self._unread + VECTOR_BYTES + (logits.rows * stride + logits.cols) * dtype.itemsize
 
-    def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
+    def _can_stream(self, dtype: DType, layouts: Sequence[Layout], held: int) -> bool:
         """Whether rows can be streamed: copied to shared memory while the previous row is computed.
 
         Rows must begin at multiples of 16 bytes, and a row must fit into the registers and shared memory of the warp or
@@ -249,11 +259,12 @@ class CrossEntropyPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of logits, labels, gradient, loss, row weights and class weights; the last two
-                are 0 where there are none.
+            call: its addresses are those of logits, labels, gradient, loss, row weights and class weights. That of the
+                gradient is 0 if its layout is None, and the last two are 0 where there are none.
         """
         logits, labels, gradient, loss, row_weights, class_weights = call.addresses
         scratch, tickets, counted = memory.scratch(self.scratch_bytes), memory.tickets, 0
+        gradient = gradient or scratch + self._unread + logits % VECTOR_BYTES
         if self._counts:  # a separate launch counts the rows that are not ignored, or sums their class weights
             params, launch = self._count_launches[memory.stream]
             counted = scratch

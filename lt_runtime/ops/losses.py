@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.arguments import integer, is_number, number, shown
+from lt_runtime.arguments import flag, integer, is_number, number, shown
 from lt_runtime.arrays.checks import check_one_float32, check_same, check_shape, check_weights
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, DTypeError
@@ -91,10 +91,16 @@ class LossOperation(PassOperation):
         if scale is not None:
             check_one_float32(scale)
         new: dict[int, New] = {}
-        gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout
+        wanted = self.needs_gradient(*options)
+        gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout if wanted else None
         result_spec(_LOSS, loss, (), scores, new, DType.FLOAT32)
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
-        return Request(problem, (_GRADIENT, _LOSS), new, options, same=((0, _GRADIENT),))
+        written = (_GRADIENT, _LOSS) if wanted else (_LOSS,)
+        return Request(problem, written, new, options, same=((0, _GRADIENT),))
+
+    def needs_gradient(self, *options: Any) -> bool:
+        """Whether a call with these options computes the gradient."""
+        return True
 
     def read_target(self, scores: Operand, target: Operand, weighted: list[bool], *options: Any) -> tuple[Any, ...]:
         """Checks the target, and returns the arguments of `make_pass` that follow the layouts of the scores.
@@ -124,9 +130,11 @@ class LossOperation(PassOperation):
             if each is not None:
                 check_not_negative(name, each)
         self.check_values(scores, target, *options)
-        value, exact = self.exact(scores, target, **keywords, **dict(zip(self.own_options, options, strict=True)))
+        value, exact = self.exact(scores, target, **keywords, **dict(zip(self.own_options, options, strict=False)))
         factor = scalars if scale is None else scalars * float(scale.reshape(()))
-        gradient[...], loss[...] = (exact * factor).astype(gradient.dtype), value
+        loss[...] = value
+        if gradient is not None:
+            gradient[...] = (exact * factor).astype(gradient.dtype)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Loss:
         """See `Operation`."""
@@ -170,9 +178,13 @@ class CrossEntropy(LossOperation):
 
     def read_target(self, scores: Operand, target: Operand, weighted: list[bool], *options: Any) -> tuple[Any, ...]:
         """See `LossOperation`."""
-        smoothing, ignore_index = options
+        smoothing, ignore_index, _ = options
         check_labels(target, scores.shape)
         return Labels(target.dtype == "int64", ignore_index), Weighting(smoothing, *weighted)
+
+    def needs_gradient(self, *options: Any) -> bool:
+        """See `LossOperation`."""
+        return bool(options[2])
 
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:
         """See `LossOperation`. Labels must be in range or ignored."""
@@ -407,6 +419,7 @@ def cross_entropy(
     ignore_index: int | None = -100,
     class_weights: Any = None,
     row_weights: Any = None,
+    need_gradient: bool = True,
     grad_scale: Any = None,
     share: float = 1.0,
     out_gradient: Any = None,
@@ -428,6 +441,7 @@ def cross_entropy(
             the mean divides by the sum of the labels' weights instead of the number of rows.
         row_weights: (...) FP32, not negative: factors of the rows' losses; the mean divides by the same number as
             without them, see `mse_loss`.
+        need_gradient: False computes the loss alone: the gradient in the result is None.
         grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
             device. It keeps small FP16 gradients from vanishing.
         share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss. The
@@ -445,7 +459,7 @@ def cross_entropy(
 
     Raises:
         ArgumentError: a label is out of range, or a weight negative or NaN (NumPy arrays); label_smoothing,
-            ignore_index or share is out of its range.
+            ignore_index or share is out of its range; out_gradient is given with need_gradient=False.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     smoothing = label_smoothing if type(label_smoothing) is float else number("label_smoothing", label_smoothing)
@@ -455,6 +469,8 @@ def cross_entropy(
         ignore_index = ignore_index if type(ignore_index) is int else integer("ignore_index", ignore_index)
         if ignore_index not in _INT64:
             raise ArgumentError(f"ignore_index is {shown(ignore_index)}; accepted are None and integers of 64 bits")
-    options, weights = (smoothing, ignore_index), (row_weights, class_weights)
+    if not flag("need_gradient", need_gradient) and out_gradient is not None:
+        raise ArgumentError("out_gradient is given, but need_gradient is False; pass out_gradient=None")
+    options, weights = (smoothing, ignore_index, need_gradient), (row_weights, class_weights)
     buffers = grad_scale, share, out_gradient, out_loss, stream
     return perform_loss(CROSS_ENTROPY, (logits, labels), weights, options, *buffers)

@@ -53,7 +53,7 @@ class CrossEntropy(Operator):
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
-        self._run(outputs[0], torch.empty_like(operands[0]), operands, options)
+        self._run(outputs[0], None, operands, options)
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
@@ -281,9 +281,13 @@ def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
 
 
 def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, scale: Any = None, **more: Any) -> None:
-    """Writes the mean loss and its gradient, times `scale`; `more` are options of `lt.cross_entropy`."""
+    """Writes the mean loss and, if it is not None, the gradient times `scale`.
+
+    Args:
+        more: options of `lt.cross_entropy`.
+    """
     if logits.is_cuda:
-        options: dict[str, Any] = {"ignore_index": None, **more}
+        options: dict[str, Any] = {"ignore_index": None, "need_gradient": gradient is not None, **more}
         loss_of(logits, labels, grad_scale=scale, out_gradient=gradient, out_loss=loss, **options)
         return
     # The default of `ignore_index` here, 0, excepts no label, because class 0 is in range.
@@ -294,7 +298,8 @@ def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, sc
     more = {name: as_numpy(each) if isinstance(each, torch.Tensor) else each for name, each in more.items()}
     with np.errstate(all="ignore"):  # as on a GPU, overflow and NaN cause no warnings
         value, exact = reference.cross_entropy(as_numpy(logits), as_numpy(labels), **more)
-        store(gradient, exact * (1.0 if scale is None else float(scale)))
+        if gradient is not None:
+            store(gradient, exact * (1.0 if scale is None else float(scale)))
     loss.fill_(value)
 
 

@@ -178,6 +178,22 @@ def test_the_mean_over_nothing_is_nan(gpu: FakeGpu, name: str) -> None:
         assert made.gradient.shape == (0, 4)
 
 
+@pytest.mark.parametrize("place", [FLAT, ODD, COLUMNS], ids=["flat", "gaps", "columns"])
+@pytest.mark.parametrize("shape", [(40, 7), (9, 200), (5, 2304), (3, 2500)], ids=str)
+def test_a_loss_without_its_gradient(gpu: FakeGpu, shape: tuple[int, int], place: Placement) -> None:
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    logits, labels = Placed(gpu, values, place), gpu.cp.asarray(np.arange(shape[0]) % shape[1])
+    for _ in range(_CALLS):
+        loss, gradient = gpu.lt.cross_entropy(logits.array, labels, need_gradient=False, stream=gpu.stream)
+        gpu.synchronize(gpu.stream.ptr)
+        expected, _ = reference.cross_entropy(values, host_of(gpu, labels))
+        assert gradient is None
+        assert float(host_of(gpu, loss)) == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_array_equal(logits.values(), values)
+    with pytest.raises(gpu.lt.errors.ArgumentError, match="out_gradient is given, but need_gradient is False"):
+        gpu.lt.cross_entropy(logits.array, labels, need_gradient=False, out_gradient=logits.array)
+
+
 @pytest.mark.parametrize("place", [FLAT, ODD, None], ids=["flat", "gaps", "over x"])
 def test_dropout_that_repeats(gpu: FakeGpu, place: Placement | None) -> None:
     """Each repeated call applies the dropout mask of its own `Philox`, whose step may be on the device."""

@@ -101,6 +101,20 @@ def test_cross_entropy_is_pytorchs(
     )
 
 
+@pytest.mark.parametrize("path", ["GPU"], indirect=True)
+def test_the_gradient_is_written_in_backward_only(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, original = [], losses.loss_of
+
+    def loss_of(*arrays: Any, **more: Any) -> Any:
+        written.append(more["need_gradient"])
+        return original(*arrays, **more)
+
+    monkeypatch.setattr(losses, "loss_of", loss_of)
+    (logits,) = leaves((9, 5), dtype=torch.float32)
+    cross_entropy(logits, labels_for((9,), 5)).backward()
+    assert written == [False, True]
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("chunk", [None, 4, 1])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 2, "reduction": "sum"}])
