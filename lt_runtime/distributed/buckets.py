@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from lt_runtime.distributed.group import Group
+from lt_runtime.errors import GroupError
 from lt_runtime.gpu.streams import order_after, private_stream
 from lt_runtime.ops._parameters import Parameter
 
@@ -44,6 +45,10 @@ class Buckets:
     Args:
         parameters: the parameters that are trained.
         device: ordinal of their GPU; None for NumPy arrays.
+
+    Attributes:
+        owners: by a parameter's id, the only process that needs the sum of its gradient; empty if all processes need
+            all sums.
     """
 
     def __init__(self, group: Group, parameters: Sequence[Parameter], device: int | None) -> None:
@@ -55,6 +60,7 @@ class Buckets:
         self._left = Counter[int]()  # The number of these writes that the present pass has not made yet.
         self._next = 0  # The index of the first bucket that has not been summed in the present pass.
         self._stream: int | None = None
+        self.owners: Mapping[int, int] = {}
 
     def begin(self, stream: int | None) -> None:
         """Begins a pass whose work is put on `stream`, a handle; None for NumPy arrays."""
@@ -70,9 +76,16 @@ class Buckets:
                 self._writes[key] = self._writes.pop(key, 0) + 1
             return
         self._left.subtract(keys)
-        # The last bucket is left to `finish`.
-        while self._next < len(self._buckets) - 1 and all(self._left[key] <= 0 for key in self._buckets[self._next]):
+        for key in keys:
+            if self._left[key] < 0 < self._writes[key]:
+                name = self._parameters[key].name
+                raise GroupError(f"the gradient of {name} is written more often than in the first step of the group")
+        # The last bucket is left to `finish`, and so are gradients that one kernel for the whole model wrote at first.
+        while self._next < len(self._buckets) - 1 and all(map(self._is_complete, self._buckets[self._next])):
             self._sum()
+
+    def _is_complete(self, key: int) -> bool:
+        return self._writes[key] > 0 and self._left[key] == 0
 
     def finish(self, *extra: Any) -> None:
         """Sums the remaining buckets, and makes the stream wait for all sums.
@@ -106,6 +119,11 @@ class Buckets:
         """Sums the next bucket, and further arrays with it."""
         if self._stream is not None:
             order_after(self._branch, self._stream)
-        gradients = [self._parameters[key].grad for key in self._buckets[self._next]]
-        self._engine.sum([*gradients, *extra], None if self._stream is None else self._branch)
+        stream, keys = None if self._stream is None else self._branch, self._buckets[self._next]
+        for owner in sorted({self.owners[key] for key in keys if key in self.owners}):
+            gradients = [self._parameters[key].grad for key in keys if self.owners.get(key) == owner]
+            self._engine.reduce(gradients, owner, stream)
+        for_all = [self._parameters[key].grad for key in keys if key not in self.owners]
+        if for_all or extra:
+            self._engine.sum([*for_all, *extra], stream)
         self._next += 1

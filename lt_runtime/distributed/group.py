@@ -18,6 +18,7 @@ from lt_runtime.environment import local_rank
 from lt_runtime.errors import ArgumentError, GroupError
 
 _MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_ELASTIC: Final = "TORCHELASTIC_RUN_ID"
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -256,7 +257,8 @@ def group(*, timeout: float = 60.0) -> Group:
 
 
 def _wire(limit: float) -> Wire:
-    if any(name in os.environ for name in _MPI):
+    # torchrun itself may have been started by srun or mpiexec
+    if _ELASTIC not in os.environ and any(name in os.environ for name in _MPI):
         from lt_runtime.distributed.mpi import MpiWire
 
         return MpiWire(limit)

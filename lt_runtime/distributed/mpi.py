@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.distributed.group import Engine
-from lt_runtime.errors import MissingLibraryError
+from lt_runtime.errors import GroupError, MissingLibraryError
 
 _SPINNING: Final = 2e-3
 """Seconds of a wait in which the process only yields its core; afterwards it sleeps between its looks."""
@@ -20,6 +21,8 @@ _BETWEEN_QUESTIONS: Final = 0.1
 _GRACE: Final = 1.0
 """Seconds in which a waiting process answers another one's question."""
 _QUESTION, _ANSWER = 1, 2
+_SIZES: Final = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables of MPICH, Open MPI and srun that hold the number of processes."""
 
 
 class MpiWire:
@@ -40,6 +43,10 @@ class MpiWire:
         self._comm, self._values, self._questions = (MPI.COMM_WORLD.Dup() for _ in range(3))
         self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
         self._count = 0  # number of operations so far
+        started = max(int(os.environ.get(name) or 1) for name in _SIZES)
+        if started > 1 == self.size:
+            found = MPI.Get_library_version().splitlines()[0]
+            raise GroupError(f"the launcher has started {started} processes; mpi4py's MPI ({found}) sees only this one")
 
     def gather(self, value: bytes, what: str) -> list[bytes]:
         """See `Wire.gather`."""

@@ -43,7 +43,7 @@ def start_together(
         GroupError: something differs that must be equal.
     """
     described = {"version": import_module("lt_runtime").__version__, **_of_model(model), **_of_optimizer(optimizer)}
-    described["shard_state"] = shard_state or optimizer.is_sharded
+    described["shard_state"] = shard_state or bool(optimizer.owners)
     group.agree(described | dict(options), "the model or the options of a TrainStep")
     device = model.device
     engine, stream = group.engine(device.ordinal), None if device.ordinal is None else 0
@@ -51,7 +51,7 @@ def start_together(
         device.synchronize()  # waits for all streams, because any of them may have computed the values
         engine.broadcast([*_values_of(model, optimizer), *averages.values()], 0, stream)
         device.synchronize()
-    if shard_state and not optimizer.is_sharded:
+    if shard_state and not optimizer.owners:
         optimizer.keep(Shard(_owners(optimizer, group.size), group.rank, engine.broadcast))
 
 

@@ -131,9 +131,9 @@ class Optimizer(Fixed):
         return self._state.moments
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether other processes have the moments and master copies of some parameters."""
-        return self._state.shard is not None
+    def owners(self) -> tuple[int, ...]:
+        """The rank of the process that has the moments and master copy of each parameter; empty if all processes do."""
+        return () if self._state.shard is None else self._state.shard.owners
 
     def keep(self, shard: Shard) -> None:
         """Drops moments and master copies of parameters that other processes own; `lt.TrainStep` calls this.

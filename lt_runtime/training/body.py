@@ -206,6 +206,15 @@ class StepBody:
         self._frozen = [each for each in model.parameters() if id(each) not in trained]
         self._last = None if loss.elementwise is None or model.device.ordinal is None else _last_linear(model)
 
+    def sum_for_owners(self) -> None:
+        """Lets gradients be summed only in the processes that update their parameters, if no other process needs them.
+
+        The norm, and the decision to skip a step, need the sums in all processes.
+        """
+        optimizer = self.optimizer
+        if self._buckets is not None and optimizer.owners and not optimizer.options.judges_gradients:
+            self._buckets.owners = dict(zip(map(id, optimizer.parameters), optimizer.owners, strict=True))
+
     def set_arity(self, count: int) -> None:
         """Stores the number of the model's inputs at the first batch; later raises for another number."""
         if self.arity is not None:
@@ -320,7 +329,7 @@ class StepBody:
 
     def fp8_weights(self, device: int, stream: int) -> Fp8Weights | None:
         """Makes copies in FP8 of the weights that the step has cast with delayed scales; None if there are none."""
-        if not self.scales or self.optimizer.is_sharded:  # other processes update some of the weights
+        if not self.scales or self.optimizer.owners:  # other processes update some of the weights
             return None
         # imported late, because few models are in FP8
         from lt_runtime.training.fp8_weights import Fp8Weights, copied_layers

@@ -176,6 +176,7 @@ class TrainStep(Fixed):
             averages = {} if ema is None else ema.averages
             options = self._options(loss_options)
             start_together(model, optimizer, averages, group, options, shard_state=shard_state)
+            self._body.sum_for_owners()
         self._held = HeldArrays(model.parameters(), "this step")
         self._is_made = True
 

@@ -212,10 +212,27 @@ def train(training: Training, group: lt.Group, given: Iterable[tuple[Any, Any]])
 
 
 @case
+def epochs_with_a_checkpoint(group: lt.Group, directory: Path) -> None:
+    training, path = Training(group.size, group), directory / f"fit-{group.size}.safetensors"
+    given, valid = [*batches(group.size)], [*batches(group.size, 3)]
+    history = lt.fit(training.step, lambda: lt.share(given, group, ROWS), epochs=2, valid=valid, checkpoint=path)
+    group.agree([[each.loss, each.valid_loss] for each in history], "the history")
+    check_equal_bits(group, training.values)
+    best = Training(group.size, None)
+    lt.load_checkpoint(path, best.model, best.optimizer)
+    assert [each.tobytes() for each in best.values] == [each.tobytes() for each in training.values]
+
+
+@case
 def sharded_state(group: lt.Group, directory: Path) -> None:
     """Dividing moments and master copies among the processes changes no bit."""
+    for options in ({}, {"max_norm": 0.1}):  # without a norm, only its owner has the sum of a gradient
+        _check_sharded_state(group, directory, options)
+
+
+def _check_sharded_state(group: lt.Group, directory: Path, options: dict[str, Any]) -> None:
     whole, parted = (
-        Training(group.size, group, model={"dtype": "bfloat16"}, sharded=sharded, max_norm=0.1)
+        Training(group.size, group, model={"dtype": "bfloat16"}, sharded=sharded, **options)
         for sharded in (False, True)
     )
     files = []

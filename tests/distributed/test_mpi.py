@@ -18,11 +18,10 @@ ROOT: Final = Path(__file__).parents[2]
 MPIEXEC: Final = Path(sys.prefix, "bin", "mpiexec")
 
 
-def run(size: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(size: int, module: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [str(MPIEXEC), "-n", str(size), sys.executable, "-m", f"tests.distributed.{module}", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=50
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50)
 
 
 @cache
@@ -59,3 +58,8 @@ def test_a_failing_process_ends_all(way: str, message: str) -> None:
     done = run(3, "failing", way)
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
+
+
+def test_another_mpi_than_the_launcher_s_is_refused() -> None:
+    done = run(1, "failing", "raising", OMPI_COMM_WORLD_SIZE="2")
+    assert "the launcher has started 2 processes; mpi4py's MPI (MPICH" in done.stderr

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+from lt_runtime.distributed import buckets
 from lt_runtime.distributed import group as groups
 from lt_runtime.gpu import devices
 
@@ -37,3 +38,47 @@ def test_auto_is_the_gpu_of_a_process_on_its_machine(monkeypatch, variable, valu
     monkeypatch.setattr(devices, "device_count", lambda: 2)
     monkeypatch.setenv(variable, value)
     assert devices.parse_device("auto") == ordinal
+
+
+class _Engine(groups.Alone):
+    """Notes the gradients of each sum."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.sums = list[list[str]]()
+
+    def sum(self, arrays, stream, out=None):
+        self.sums.append([each.tobytes().decode() for each in arrays])
+
+
+def _buckets(monkeypatch):
+    for name in ("LAST_BYTES", "MOST_BYTES"):
+        monkeypatch.setattr(buckets, name, 1)
+    engine = _Engine()
+    made = [lt.Parameter(np.zeros(1, np.float32), np.frombuffer(name * 4, np.float32).copy()) for name in (b"a", b"b")]
+    return engine, made, buckets.Buckets(groups.Group(engine), made, None)
+
+
+def test_gradients_of_one_kernel_are_summed_at_the_end(monkeypatch):
+    engine, (a, b), summed = _buckets(monkeypatch)
+    for written in ([], [a, b]):
+        engine.sums.clear()
+        summed.begin(None)
+        for each in written:
+            summed.written([each])
+        assert engine.sums == []
+        summed.finish()
+        assert engine.sums == [["aaaa"], ["bbbb"]]
+
+
+def test_a_write_after_the_sum_is_refused(monkeypatch):
+    _, (a, b), summed = _buckets(monkeypatch)
+    for _ in range(2):
+        summed.begin(None)
+        summed.written([a])
+        summed.written([b])
+        summed.finish()
+    summed.begin(None)
+    summed.written([a])
+    with pytest.raises(lt.errors.GroupError, match="more often"):
+        summed.written([a])
