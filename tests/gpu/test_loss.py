@@ -41,17 +41,13 @@ def check_cross_entropy(
     dtype = DType.parse("logits", logits.dtype)
     source = Placed(gpu, logits, at)
     gradient = source if out is None else Placed(gpu, np.zeros_like(logits), out)
-    loss, returned = lt.cross_entropy(
-        source.array,
-        cp.asarray(labels),
-        label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
-        grad_scale=cp.full((), scale, cp.float32),
-        out_gradient=gradient.array,
-    )
-    expected, exact = reference.cross_entropy(
-        logits, labels, label_smoothing=label_smoothing, ignore_index=ignore_index
-    )
+    operands, factor = (source.array, cp.asarray(labels)), cp.full((), scale, cp.float32)
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+    alone, nothing = lt.cross_entropy(*operands, **options, need_gradient=False)
+    loss, returned = lt.cross_entropy(*operands, **options, grad_scale=factor, out_gradient=gradient.array)
+    expected, exact = reference.cross_entropy(logits, labels, **options)
+    assert nothing is None
+    assert float(alone) == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
     assert returned is gradient.array
     assert loss.shape == ()
     assert loss.dtype == cp.float32
