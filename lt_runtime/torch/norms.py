@@ -11,7 +11,7 @@ from lt_runtime.ops.dropout import dropout
 from lt_runtime.problem import probability
 from lt_runtime.torch.linear import masks_of
 from lt_runtime.torch.operators import Needs, Operator, Options
-from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, check_operands, check_shape, placed
+from lt_runtime.torch.tensors import Tensor, Tensors, as_tensors, check_operands, check_shape, placed
 
 
 class Norm(Operator):
@@ -59,7 +59,7 @@ class Norm(Operator):
         forward = norm.layer_norm_fwd if self.has_mean else norm.rms_norm_fwd
         y, context = forward(x, *vectors[: 1 + self.has_mean], eps=options[0], add=add)
         made = y, context.x if self.has_add else None, context.mean, context.rstd
-        return [as_tensor(each) for each in made if each is not None]
+        return as_tensors([each for each in made if each is not None])
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`: the normalised array, weight, and the statistics."""
@@ -85,7 +85,7 @@ class Norm(Operator):
         context = norm.NormContext(x, weight, mean, rstd, has_bias=needs[3])
         backward = norm.layer_norm_bwd if self.has_mean else norm.rms_norm_bwd
         made = backward(dy, context, add=dsum if needs[0] else None, need_dx=needs[0], need_dweight=needs[2])
-        return [as_tensor(each) for each in made if each is not None]
+        return as_tensors([each for each in made if each is not None])
 
 
 class Dropout(Operator):

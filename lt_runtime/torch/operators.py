@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,8 +12,8 @@ import torch
 from lt_runtime.arrays.operand import fp64_on_host
 from lt_runtime.errors import LtError
 from lt_runtime.ops.call import AUTOGRAD_THREAD
-from lt_runtime.ops.first_use import asked_for, is_tuning, within
-from lt_runtime.torch.tensors import Tensor, Tensors, as_rows
+from lt_runtime.ops.first_use import asked_for, is_tuning
+from lt_runtime.torch.tensors import Tensor, Tensors
 
 Options: TypeAlias = tuple[Any, ...]
 Needs: TypeAlias = Sequence[bool]
@@ -22,7 +21,6 @@ Needs: TypeAlias = Sequence[bool]
 
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
-_NOTHING: Final = contextlib.nullcontext()
 
 
 class SecondDerivativeError(LtError, NotImplementedError):
@@ -124,12 +122,14 @@ class Operator(ABC):
         """Computes all outputs without the dispatcher."""
         if not operands[0].is_cuda:
             self.check(operands, options)
+        token = fp64_on_host.set(True)
         try:
-            with _NOTHING if operands[0].is_cuda else within(fp64_on_host):
-                return self.compute(operands, options)
+            return self.compute(operands, options)
         except Exception:  # for operands on a GPU `check` raises the error anew with the caller's names of the operands
             self.check(operands, options)
             raise
+        finally:
+            fp64_on_host.reset(token)
 
     def _fake(self, operands: Tensors, options: Options) -> list[Tensor]:
         self.check(operands, options)
@@ -137,10 +137,11 @@ class Operator(ABC):
 
     def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients of the operands that need one, without the dispatcher."""
-        dys = [each if each is None else as_rows(each) for each in dys]
-        is_cuda = any(each is not None and each.is_cuda for each in dys)
-        with _NOTHING if is_cuda else within(fp64_on_host):
+        token = fp64_on_host.set(True)
+        try:
             return self.compute_gradients(dys, saved, needs, options)
+        finally:
+            fp64_on_host.reset(token)
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """The gradients of all operands, None where there is none."""
@@ -203,7 +204,7 @@ class _Differentiable(torch.autograd.Function):
         operator: Operator = ctx.operator
         begin_backward(operator.name, ctx)
         dys, needs = dys[: operator.visible], ctx.needs_input_grad[3:]
-        if all(dy is None for dy in dys):
+        if not [dy for dy in dys if dy is not None]:
             return (None,) * (3 + len(needs))
         return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, ctx.options)
 

@@ -86,9 +86,19 @@ def as_tensor(array: Any) -> Tensor:
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
+def as_tensors(arrays: Sequence[Any]) -> list[Tensor]:
+    """Converts an operation's results to tensors; None stays None."""
+    return [each if each is None or isinstance(each, torch.Tensor) else as_tensor(each) for each in arrays]
+
+
 def placed(tensors: Tensors) -> list[Any]:
     """Converts tensors for the package's operations: by `as_rows`, and those on the CPU to NumPy arrays."""
-    return [each if each is None else as_rows(each) if each.is_cuda else as_numpy(as_rows(each)) for each in tensors]
+    return [each if each is None or (each.is_cuda and each.is_contiguous()) else _placed(each) for each in tensors]
+
+
+def _placed(tensor: Tensor) -> Any:
+    rows = as_rows(tensor)
+    return rows if rows.is_cuda else as_numpy(rows)
 
 
 def store(tensor: Tensor, exact: Any) -> None:
