@@ -61,7 +61,8 @@ class ModelCase(StepCase):
     hidden: int = 0
     layers: int = 1
     tokens: int = 1
-    tune: ClassVar[bool | None] = True  # in the first rehearsal, because `lt.tune` knows only MLPs
+    # The step tunes its layers in its first call, because `lt.tune` takes only MLPs by their dims.
+    tune: ClassVar[bool | None] = True
 
     @property
     def _weights(self) -> tuple[int, int, int]:

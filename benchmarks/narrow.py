@@ -88,7 +88,7 @@ def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any],
         timings,
         bytes=least_bytes(case),
         copy_gb_s=copy_gb_s,
-        flops=case.flops,  # counted for the MLP's own widths, and not for the widths to which a kernel pads them
+        flops=case.flops,  # operations for the MLP's own widths, not for the widths to which a kernel pads them
         peak_tflops=_PEAK_TFLOPS.get(report.machine()["gpu"]),
         setting=setting | {"copy_gb_s": round(copy_gb_s, 1)},
         left_out=left_out,

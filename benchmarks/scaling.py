@@ -109,7 +109,7 @@ def _facts(case: StepCase, found: Mapping[str, Sequence[float]]) -> dict[str, An
         "samples_ratio": round(2 * alone / together, 4),
         "hidden": round(1 - max(0.0, together - alone) / sums, 4),
         "gradient_bytes": size,
-        "nvlink_bytes_per_us": round(size / sums),  # of two GPUs, each sends every byte once
+        "nvlink_bytes_per_us": round(size / sums),  # to sum over two GPUs, each of them sends every byte once
     }
 
 

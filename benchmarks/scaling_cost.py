@@ -25,9 +25,12 @@ _HOP_US: Final = 6.0
 """Microseconds that a message takes from one machine to another."""
 _NVLINK: Final = 330e3
 """Bytes that a GPU sends in a microsecond while large arrays are summed in a machine, measured with NCCL on H100s."""
-_BYTES: Final = 2  # of a parameter, a gradient or a moment in BF16
-_MOVED: Final = 7 * _BYTES  # of a parameter in the update: four arrays are read, and three written
-_MEMORY: Final = 4.2e6  # bytes in a microsecond
+_BYTES: Final = 2
+"""Bytes of a parameter, of a gradient or of a moment in BF16."""
+_MOVED: Final = 7 * _BYTES
+"""Bytes that an update moves for each parameter: it reads four arrays, and writes three."""
+_MEMORY: Final = 4.2e6
+"""Bytes that a GPU's memory moves in a microsecond."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Net:
         products = self.step_us - update
         now, free, last = products * self.forward, 0.0, len(self.gradients) - 1
         for bucket in divided([*reversed(self.gradients)]):
-            for layer in bucket:  # counted from the last layer
+            for layer in bucket:  # `layer` is the index counted backwards from the last layer
                 share = products * self.shares[last - layer]
                 now += share + min(max(0.0, free - now), share) * MOST_BLOCKS / _MULTIPROCESSORS
             size = sum(self.gradients[last - layer] for layer in bucket)

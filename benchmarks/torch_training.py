@@ -122,7 +122,7 @@ class Way(NamedTuple):
 def measure(case: TorchCase, options: argparse.Namespace) -> Row:
     """Builds the contenders of a case, makes their first steps, and times them alternately."""
     torch.set_float32_matmul_precision("high")
-    torch.hub.tqdm.monitor_interval = 0  # otherwise the first progress bar starts a thread that never ends
+    torch.hub.tqdm.monitor_interval = 0  # keeps the first progress bar from starting a thread that never ends
     if not options.no_compile:
         torch._dynamo.reset()
     names = {way: {way.eager} if case.is_host else {way.eager, way.graph} for way in _ways(case, options)}

@@ -14,7 +14,7 @@ namespace lt {
 // number, 1.75 · 2^kLargestExponent, and at least 2^-126. An infinite or NaN element counts as 2^128.
 __device__ inline uint32 inverse_scale(uint32 amax_bits) {
   constexpr uint32 kMantissaBits = 23, kInfinity = 0x7F800000;
-  constexpr uint32 kBeyond = 0x1FFFFF;  // its addition to the bits rounds a mantissa above 1.75 up to the next exponent
+  constexpr uint32 kBeyond = 0x1FFFFF;  // added to a float's bits, carries a mantissa above 1.75 to the next exponent
   constexpr int kLargestExponent = E5M2 ? 15 : 8;
   const uint32 bits = amax_bits < kInfinity ? amax_bits : kInfinity;
   const int exponent = static_cast<int>((bits + kBeyond) >> kMantissaBits) - kLargestExponent;

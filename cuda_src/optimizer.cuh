@@ -67,7 +67,7 @@ struct OptimizerParams {
   float growth_factor;
   float backoff_factor;
   int growth_interval;
-  int nesterov;  // lt::Momentum only
+  int nesterov;  // whether lt::Momentum uses Nesterov's form; other rules do not read it
 };
 
 // The values that one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's settings.

@@ -15,9 +15,9 @@ namespace lt {
 
 // One row of the table of tiles, which the host builds. Every address points to the tile's first element.
 struct alignas(16) OptimizerTile {
-  OptimizerChunk chunk;       // its addresses are multiples of 16
+  OptimizerChunk chunk;       // all addresses in it are multiples of 16
   unsigned char* out;         // the weight in FP8
-  unsigned char* transposed;  // its transpose; null if not wanted
+  unsigned char* transposed;  // the transpose of the weight in FP8; null if not wanted
   const float* scale;
   float* amax;
   uint32 rows;   // number of the tile's rows, at most kRows

@@ -173,7 +173,8 @@ __device__ inline bool is_flat(const Resized& item) {
 // last octet of a row ends in the next row. The loads of two rows are in flight at a time.
 template <bool kFlat>
 __device__ inline void resize_column(const Resized& item, const Source& source, const Place& at, int64 col) {
-  const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;  // elements of the next row
+  // Numbers of the octet's elements that belong to its row, and to the next row.
+  const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;
   const Words mask = masked(Words::ones(), 0, octet_count(col, source.cols));
   const Words next_mask = masked(Words::ones(), there, there + octet_count(0, source.cols < rest ? source.cols : rest));
   // In the first and last rows, and beyond the source's last column, `load_shifted` may read outside the matrix; those

@@ -6,7 +6,9 @@
 
 namespace lt {
 
-constexpr uint32 kRoundingCalls = 1u << 31;  // above dropout's layer ids, so that the two share no counter of Philox
+// Added to the word of Philox's counter that dropout sets to a layer's id, which is smaller, so that the counters of
+// rounding and dropout differ.
+constexpr uint32 kRoundingCalls = 1u << 31;
 
 // Which of the three stored numbers of an element is rounded: parameter, first or second moment.
 enum class Rounded { kParameter, kFirstMoment, kSecondMoment };

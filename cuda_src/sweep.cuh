@@ -35,7 +35,7 @@ struct Sweep {
   int lead;
   int64 col;
   int count;  // number of elements of each octet that exist; 0 beyond the last column
-  int last;   // the same number in the matrix's last row, where a flat octet has no next row to continue in
+  int last;   // like `count`, for the matrix's last row, after which a flat octet has no next row to continue in
 
   __device__ explicit Sweep(int64 cols)
       : row(blockIdx.y * blockDim.y + threadIdx.y),

@@ -98,7 +98,8 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
     """
     spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
     spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]
-    reaching: list[tuple[int, int, bool, Operand]] = []  # earlier address ranges that end beyond `start`
+    # The ranges so far that end beyond `start`, the address at which the present range begins.
+    reaching: list[tuple[int, int, bool, Operand]] = []
     for span in sorted(spans, key=itemgetter(0)):
         start, _, is_written, operand = span
         reaching = [each for each in reaching if each[1] > start]

@@ -218,7 +218,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
     try:
         forms = tuple([None if array is None else form_of(array) for array in arrays])
         addresses = tuple([0 if array is None else address_of(array) for array in arrays])
-    except (AttributeError, TypeError):  # an array is of another library than the first array
+    except (AttributeError, TypeError):  # some array is of another library than the first array
         return None
     bits = 0
     for address in addresses:

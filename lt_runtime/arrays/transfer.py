@@ -106,8 +106,8 @@ class _Writes:
     """Records which training step was the last to write parameters or FP8 scales, of which steps keep copies.
 
     Attributes:
-        latest: an object of that step; None if the last write came from elsewhere. A step that finds another object
-            than its own makes its copies again.
+        latest: an object of the training step that wrote last; None if something else did. A step that finds another
+            object than its own makes its copies again.
     """
 
     latest: object = None

@@ -147,7 +147,7 @@ def nvrtc_libraries() -> Iterator[Path]:
     """
     header = None if _is_loaded() else pathfinder.locate_nvidia_header_directory("nvrtc")
     if header is not None and header.found_via in _SEARCHED_FIRST:
-        # where wheels and conda packages have the library
+        # Wheels and conda packages have the library in the directory lib beside that of the headers.
         library = Path(header.abs_path or "").parent / "lib" / _NVRTC
         if library.is_file():
             yield library

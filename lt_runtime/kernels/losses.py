@@ -23,8 +23,8 @@ LOSSES: Final = {"mse": "lt::SquaredError", "huber": "lt::Huber", "bce_with_logi
 """The struct of `losses.cuh` for each loss."""
 # Octets of each operand whose loads a thread issues before it waits.
 _OCTETS: Final = 2
-# Arrays of more elements are not joined to one row if they have weights: the kernel finds an element's row by a 32-bit
-# division.
+# Arrays with weights and more elements than this are not joined to one row: the kernel finds an element's row by a
+# 32-bit division.
 _MOST_JOINED: Final = 1 << 32
 # Largest number of blocks of a loss's grid, because the last block adds up a partial sum of each.
 _MAX_BLOCKS: Final = 4096

@@ -326,7 +326,7 @@ def _saved(problem: MLPProblem) -> Saved:
 def _backward_bytes(problem: MLPProblem, part: Part) -> int:
     """Bytes of shared memory that a block of mlp_bwd takes.
 
-    The memory holds weights, biases, and the `WarpBuffers` of each row warp; mlp_bwd.cu has a drawing.
+    The shared memory holds weights, biases, and the `WarpBuffers` of each row warp; mlp_bwd.cu has a drawing.
     """
     (inputs, width, *_, outputs), hidden = _sizes(problem), len(problem.dims) - 2
     first, last, saved = part.first, part.last, _saved(problem)

@@ -399,7 +399,8 @@ def _tensor(read: ReadParameter, names: Sequence[str], moments: tuple[Any, ...],
     arrays = {"value": _typed(read.value), "gradient": _typed(read.grad)}
     if read.master is not None:
         arrays["copy"] = _typed(read.data)
-    for name, array in zip(names, moments, strict=bool(moments)):  # other processes may have the moments
+    # There are no moments if another process of the group keeps them.
+    for name, array in zip(names, moments, strict=bool(moments)):
         arrays[name] = array.data.ptr, dtype
     return kernels.Tensor(math.prod(read.data.shape), arrays)
 

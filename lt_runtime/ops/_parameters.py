@@ -238,7 +238,7 @@ def _in_fp32(operand: Operand, stream: int) -> Any:
     A CuPy array is converted on the host, because on the GPU CuPy would first compile a kernel.
     """
     array = operand.array
-    if hasattr(array, "float"):  # only PyTorch's tensors have the method
+    if hasattr(array, "float"):  # only PyTorch's tensors have the method `float`
         return array.float()
     values = fetch(operand, stream).astype(np.float32)
     if operand.device == HOST:

@@ -253,7 +253,7 @@ class Timer:
             # host time is 0, because the host does not run the code within ranges when a graph is replayed
             self._add(frame, path, frame.parent or parent, us, 0.0)
             self._keep(None, path, us, began_us + sum(times[: frame.start]))
-            # sums start again at 0, because the copy's next launch adds its times to the same frame
+            # The sums over inner ranges start again at 0: the next launch of this copy of the graph adds to them.
             frame.inside = frame.host_inside = 0.0
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:

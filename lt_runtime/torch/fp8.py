@@ -263,7 +263,7 @@ class _Fp8Gated(torch.autograd.Function):
             record, saved = _record(made, state, weight)
             ctx.records.append(record)
             kept += saved
-        del source, made  # they hold x in FP8, which nothing reads any more
+        del source, made  # frees x in FP8, which nothing reads any more
         a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
         arrays = a, *placed((down, biases[2])), None, None, add
         y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common))

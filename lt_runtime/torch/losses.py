@@ -124,7 +124,7 @@ class LinearCrossEntropy(Operator):
                 _multiply(z.t(), x[part], dw, adds=i > 0)
             if db is not None:
                 db = z.sum(0, dtype=summed) + (db if i else 0)
-        z = logits = None  # frees the memory before the sums are rounded
+        z = logits = None  # frees the chunk's logits before the rounded gradients are allocated
         made = [None if each is None else each.div_(after) if is_half else each.to(dtype) for each in (dx, dw, db)]
         loss = torch.where(count > 0, losses.sum() / after, math.nan)
         return [loss, *[x.new_empty(0) if each is None else each for each in made]]

@@ -208,7 +208,8 @@ class AdamW(torch.optim.AdamW):
         for i, parameter in [(i, each) for i, group in groups for each in group["params"] if each.grad is not None]:
             state = self._complete_state(parameter, self.param_groups[i])
             if parameter in self._bucket_of:
-                state["step"] = self._bucket_of[parameter].step  # the caller may have replaced the counter by a copy
+                # Parameters of a bucket share a counter of steps, which the caller may have replaced by a copy.
+                state["step"] = self._bucket_of[parameter].step
             else:
                 found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), {})[parameter] = state
         for (i, *_), states in found.items():

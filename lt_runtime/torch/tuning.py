@@ -66,5 +66,5 @@ class _Model:
                     torch.autograd.grad(outputs, leaves, [*map(torch.ones_like, outputs)], allow_unused=True)
         del made, outputs
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # the tuner allocates memory outside of PyTorch's allocator
+        torch.cuda.empty_cache()  # frees memory for the tuner, which does not use PyTorch's allocator
         return met.to_tune()

@@ -329,7 +329,7 @@ class StepBody:
 
     def fp8_weights(self, device: int, stream: int) -> Fp8Weights | None:
         """Makes copies in FP8 of the weights that the step has cast with delayed scales; None if there are none."""
-        if not self.scales or self.optimizer.owners:  # other processes update some of the weights
+        if not self.scales or self.optimizer.owners:  # this process updates only some of the weights
             return None
         # imported late, because few models are in FP8
         from lt_runtime.training.fp8_weights import Fp8Weights, copied_layers

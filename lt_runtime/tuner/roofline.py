@@ -78,7 +78,7 @@ def _work_of_mlp(problem: MLPProblem) -> Work:
     weights, biases = sum(products), sum(itertools.compress(problem.dims[1:], problem.biases))
     inputs, outputs = problem.dims[0], problem.dims[-1]
     passes = 3 * weights - products[0] if problem.backward else weights
-    each = 1 + problem.backward  # the gradients of outputs and parameters are moved too
+    each = 1 + problem.backward  # a backward pass moves a gradient besides each output and each parameter
     moved = problem.rows * (inputs + each * outputs) + each * (weights + biases)
     return Work(2 * problem.rows * passes, problem.dtype.itemsize * moved)
 

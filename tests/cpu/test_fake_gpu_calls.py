@@ -468,7 +468,7 @@ def test_bound_layers(gpu: FakeGpu) -> None:
     layer.wait()
     for seed in range(3):
         layer.refill(seed)
-        other.check()  # these calls use the same plans, with other addresses
+        other.check()  # calls that use the plans of the bound calls, with other addresses
         forward()
         backward()
         layer.check_forward()
@@ -511,7 +511,8 @@ def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
 def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
     case = matmul_case(with_c=True, alpha=2.0, beta=-0.5, device_scalars=True, epilogue=Epilogue.GELU_AUX_BIAS)
     layer, product = Layer(gpu, layer_case(), gpu.stream), Product(gpu, case, gpu.stream)
-    for _ in range(_CALLS):  # the calls are graph launches by now, but the caller's graph gets kernels
+    # After these calls the package launches graphs for them, but in the caller's capture it must launch kernels.
+    for _ in range(_CALLS):
         layer.check()
         product.check()
     gpu.stream.begin_capture()

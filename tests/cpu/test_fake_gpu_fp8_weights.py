@@ -58,7 +58,7 @@ def train(
         arrays = [gpu.host_of(each) for each in (loss, *(each.data for each in model.parameters()))]
         for layer in model.layers[:2]:
             slots = gpu.host_of(layer.scales.slots).copy()
-            slots[WEIGHT, AMAX] = 0  # an update finds it one step earlier than forward
+            slots[WEIGHT, AMAX] = 0  # differs: an update finds w's largest magnitude one step earlier than forward
             arrays += [slots, gpu.host_of(layer.scales.history)]
         found.append(b"".join(each.tobytes() for each in arrays))
     return found
@@ -71,7 +71,7 @@ def train(
         {"amsgrad": True, "max_norm": 0.5},
         {"skip_nonfinite": True, "bad": 2},
         {"rows": (ROWS, 2 * ROWS)},
-        {"rows": (ROWS, ROWS - 1)},  # the second size does not allow FP8
+        {"rows": (ROWS, ROWS - 1)},  # the second number of rows is no multiple of 16, so that its steps run in BF16
     ],
     ids=str,
 )

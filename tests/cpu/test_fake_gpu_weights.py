@@ -132,7 +132,7 @@ def test_values_on_their_way_are_waited_for(gpu: FakeGpu) -> None:
     weight = run.model.layers[0].weight
     with _current(gpu):
         late = gpu.cp.zeros((16, 8), np.float16)
-        late[...] = values  # the first step still waits on the stream
+        late[...] = values  # the copy into `late` has not run yet, so that `assign` must wait for it
         weight.assign(late)
         assert gpu.host_of(weight.data).tobytes() == values.tobytes()
     with _current(gpu):

@@ -88,7 +88,7 @@ def compare(group: lt.Group, *, infinite: bool = False, **options: Any) -> tuple
     together, alone = Training(group.size, group, **options), Training(group.size, None, **options)
     for i, (x, labels) in enumerate(batches(group.size)):
         if infinite and i == 2:
-            x[ROWS, 0] = np.inf  # in the first row of process 1
+            x[ROWS, 0] = np.inf  # row ROWS of the whole batch is the first row of process 1
         own = slice(group.rank * ROWS, (group.rank + 1) * ROWS)
         loss, whole = together.step(x[own], labels[own]), alone.step(x, labels)
         np.testing.assert_allclose(loss, whole, rtol=1e-5)
@@ -132,7 +132,8 @@ def a_scaler_and_averages(group: lt.Group, _: Path) -> None:
         own = slice(group.rank * ROWS, (group.rank + 1) * ROWS)
         together.step(x[own], labels[own])
         alone.step(x, labels)
-    assert alone.optimizer.skipped_steps == 2  # once infinite, as the step number stays 3
+    # A skipped step leaves the step number at 3, so that all later batches have an infinite element too.
+    assert alone.optimizer.skipped_steps == 2
     assert scalers[0].scale == scalers[1].scale == 1024 * 2 * 0.25
     check_equal_bits(group, together.values)
     check_close(together.values, alone.values, 1000)

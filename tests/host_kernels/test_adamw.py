@@ -81,7 +81,7 @@ SOME_OF_EACH = AdamWCase(
         TensorCase(9300, F32, F32),
         TensorCase(7, BF16, BF16, offsets=(1, 0, 3), lr_scale=0.5, weight_decay=0.0),
         TensorCase(0, F16, F32),
-        TensorCase(8100, F16, BF16),  # so large that every block of the last chunk updates elements of it
+        TensorCase(8100, F16, BF16),  # so many elements that every block of the tensor's last chunk updates some
     ],
     AdamWHyper(1e-3, 0.9, 0.999, 1e-8, 0.01, warmup_cosine(2, 10)),
     first=0,

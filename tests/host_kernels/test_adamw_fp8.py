@@ -64,7 +64,7 @@ class Copies:
             expected = cast_fp8(values, 0.25, E4M3)
         turned = expected.T if self.weight.transposes else np.zeros_like(expected.T)
         for copy, exact in ((self.out, expected), (self.transposed, turned)):
-            copy.values()  # nothing around it was written
+            copy.values()  # fails if bytes around the copy were written
             np.testing.assert_array_equal(copy.array.copy().view(np.uint8), exact.copy().view(np.uint8))
         np.testing.assert_array_equal(self.numbers, [0.25, amax_of(np.array([0.5, amax_of(values)]))])
 

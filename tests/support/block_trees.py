@@ -140,7 +140,7 @@ class _Drawing:
         if kind in ("Linear", "MLP", "LayerNorm", *GATES):
             options["bias"] = self.random.random() < 1 / 2
         if kind in ("LayerNorm", "RMSNorm"):
-            options["eps"] = 0.1  # so large that the gradient of a row of zeros, a multiple of 1 / √eps, stays small
+            options["eps"] = 0.1  # large, so that the gradient of a row of zeros, a multiple of 1 / √eps, stays small
         if kind == "Dropout":
             options["p"] = 0.25
         shares = self.shared(inputs, outputs) if kind == "Linear" else None

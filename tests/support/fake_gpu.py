@@ -122,7 +122,7 @@ class FakeGpu:
     def host_of(self, array: Any) -> NDArray[Any]:
         """Returns an array's present values, without waiting for any stream.
 
-        So a test that waits only for the stream of its calls misses results of work on another stream.
+        A test that waits only for the stream of its calls therefore misses results of work on another stream.
         """
         strides = tuple(stride // array.itemsize for stride in array.strides)
         return matrix_at(self.memory, array.data.ptr, array.dtype, tuple(array.shape), strides, "an array")

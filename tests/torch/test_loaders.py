@@ -73,7 +73,7 @@ def test_tensors_for_a_gpu_go_through_its_buffers(
 
     def from_dlpack(array: Any) -> Any:
         given.append(array)
-        return torch.from_numpy(host_of(gpu, array))  # without a copy: the tensor is over the pretended GPU's memory
+        return torch.from_numpy(host_of(gpu, array))  # no copy: the tensor lies in the pretended GPU's memory
 
     streams: list[int] = []
     seen = []

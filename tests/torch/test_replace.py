@@ -165,7 +165,7 @@ def make_like(model: Any, state: Any) -> Any:
 @pytest.mark.parametrize("make", [gpt2, llama, sequence])
 def test_a_replaced_model_compiles_without_a_break(make: Callable[[], Any]) -> None:
     model = make().double().eval()
-    model.loss_type = "ForCausalLM"  # without it transformers gives a warning, which is a break for torch.compile
+    model.loss_type = "ForCausalLM"  # without a loss_type transformers warns, and torch.compile breaks at the warning
     ltt.replace(model)
     expected = step(model)
     torch.testing.assert_close(step(torch.compile(model, fullgraph=True, backend="aot_eager")), expected, **CLOSE)

@@ -153,7 +153,8 @@ def test_bytes_and_operations_are_those_counted_by_hand() -> None:
     assert kernels.cross_entropy(8192, 50304).bytes == 4 * 8192 * 50304
     assert kernels.adamw_step("three", ((3,),), "bfloat16", 1.0).bytes == 3 * 30
     assert kernels.adamw_step("GPT-2", kernels.GPT2, "float32").bytes == 28 * 124_439_808
-    assert kernels.adamw_fp8(16, 32).bytes == 16 * 32 * (3 * 2 * 2 + 2 + 2)  # value and moments, gradient, copies
+    # Value and moments are read and written in BF16; then come the gradient, and two copies in FP8.
+    assert kernels.adamw_fp8(16, 32).bytes == 16 * 32 * (3 * 2 * 2 + 2 + 2)
     assert kernels.adamw_fp8(16, 32, masters=True).bytes == 16 * 32 * (3 * 2 * 4 + 2 + 2 + 2)
     assert kernels.inference(2, 5, 3).bytes == 2 * (2 * 3 + 5 * 3 + 5 + 2 * 5)
     block = Block("test", 64, 32, 16, "bf16", "gelu")

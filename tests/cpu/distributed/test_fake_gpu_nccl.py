@@ -59,7 +59,7 @@ def test_collectives_run_on_the_stream(gpu: FakeGpu, made: Maker, name: str, opt
     gpu.synchronize(gpu.stream.ptr)
     for each in arrays:
         np.testing.assert_array_equal(host_of(gpu, each).astype(np.float64), factor * np.arange(1, 8))
-    stream, operations = gpu.nccl.calls[-1]  # one call for all arrays
+    stream, operations = gpu.nccl.calls[-1]  # a single group call has summed all arrays
     assert (stream, len(operations)) == (gpu.stream.ptr, 3)
 
 
@@ -169,7 +169,7 @@ def test_gradients_are_summed_in_the_order_in_which_they_are_completed(
     net = _Net(gpu, made()[0])
     net.backward(gpu.stream.ptr, sums=False)
     alone, first = net.gradients(), len(gpu.nccl.calls)
-    for _ in range(2):  # the first pass sums at its end, the second one meanwhile
+    for _ in range(2):  # the first backward pass sums the gradients at its end, the second one while it goes on
         net.backward(gpu.stream.ptr)
         for mine, summed in zip(alone, net.gradients(), strict=True):
             np.testing.assert_array_equal(2 * mine, summed)
@@ -194,9 +194,9 @@ def test_a_bucket_runs_beside_the_backward_pass_that_goes_on(
     kinds = [node.arguments is not None and node.arguments[0] == SUM_KERNEL for node in captured.nodes]
     sums = [index for index, is_sum in enumerate(kinds) if is_sum]
     works = [index for index, is_sum in enumerate(kinds) if not is_sum]
-    for index in sums[:2]:  # the first layer writes both gradients of the other two at once
+    for index in sums[:2]:  # the first layer's backward runs beside the sums of the other two layers' gradients
         beside = [each for each in works if each > index and not captured.nodes[each].before >> index & 1]
-        assert beside  # backward goes on without this sum
+        assert beside  # some work of the backward pass does not wait for this sum
     last = captured.nodes[captured.joined]
     assert all(last.before >> index & 1 for index in sums)  # work after the pass waits for all sums
 

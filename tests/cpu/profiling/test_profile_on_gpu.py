@@ -200,7 +200,7 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     monkeypatch.setattr(marks.MarkedGraph, "launch", watched)
 
     def often() -> None:
-        for _ in range(20):  # more steps than there are copies of the graph
+        for _ in range(20):  # there are more steps than copies of the graph that the profile launches in turn
             train()
 
     fake_collector.install(monkeypatch, [], why="it is left out")

@@ -126,4 +126,5 @@ def test_measured_modules_are_replaced_in_fp8() -> None:
     report = ltt.replace(model.cuda().bfloat16(), x, precision=lt.FP8())
     assert any(each.ours is not None for each in report)
     for layer in (model[0], model[2]):
-        assert getattr(getattr(layer, "scales", None), "slots", None) is None  # the measurement left no scales
+        # Measuring the layer must not have made its scales.
+        assert getattr(getattr(layer, "scales", None), "slots", None) is None
