@@ -28,7 +28,7 @@ from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
 from lt_runtime.kernels.fp8 import CastGradientPass, CastPass
 from lt_runtime.layout import packed
 from lt_runtime.nn import narrow
-from lt_runtime.ops._fp8_linear import arrays_of
+from lt_runtime.ops._fp8_state import arrays_of
 from lt_runtime.plans.cache import forget, make_layer_plan
 from lt_runtime.problem import (
     Activation,
@@ -119,8 +119,8 @@ def fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
     partial = cp.empty(cast_gradient.partial_bytes, cp.uint8)
 
     def run(z: int, dy: int, transposed: int, stream: int) -> None:
-        fp8 = scale.data.ptr, 0, transposed, amax.data.ptr
-        cast_gradient.launch(dy, z, fp8, sums.data.ptr, partial.data.ptr, None, stream_memory(DEVICE, stream))
+        addresses = dy, scale.data.ptr, 0, transposed, amax.data.ptr, z, sums.data.ptr, partial.data.ptr
+        cast_gradient.launch(KernelCall(addresses, stream), stream_memory(DEVICE, stream))
 
     return run
 

@@ -8,7 +8,7 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.call import Call, DropoutState
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, declared, define
 from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss
@@ -101,10 +101,11 @@ class CastPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of x, scale, out, transposed and amax; its first mask is that of the dropout.
+            call: its addresses are those of x, scale, out, transposed and amax, further ones are not read; its first
+                mask is that of the dropout.
         """
         params, launch = self._launches[memory.stream]
-        params.x.data, scale, out, transposed, amax = call.addresses
+        params.x.data, scale, out, transposed, amax, *_ = call.addresses
         params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
         if call.dropouts[0] is not None:
             params.dropout = call.dropouts[0].block()
@@ -203,32 +204,22 @@ class CastGradientPass:
         params.db.accumulate, params.slope = accumulate, derivative.activation.negative_slope
         self._launches = Launches(CAST_FP8, macros, device, tiling, params)
 
-    def launch(
-        self,
-        dy: int,
-        saved: int,
-        fp8: tuple[int, int, int, int],
-        db: int,
-        partial: int,
-        dropout: DropoutState | None,
-        memory: StreamMemory,
-    ) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            dy, saved, db: addresses; the pass uses only the operands that it was made with.
-            fp8: addresses of scale, out, transposed and amax.
-            partial: address of `partial_bytes`.
+            call: its addresses are those of dy, scale, out, transposed, amax, the saved tensor, the bias gradient, and
+                `partial_bytes`; the pass uses only the operands that it was made with. Its first mask is that of the
+                dropout.
         """
         params, launch = self._launches[memory.stream]
-        params.x.data, params.saved.data = dy, saved
-        scale, out, transposed, amax = fp8
+        params.x.data, scale, out, transposed, amax, params.saved.data, db, partial = call.addresses
         params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
         if self._sums:
             sums = params.db
             sums.sum, sums.partial, sums.tickets = db, partial, memory.tickets
-        if dropout is not None:
-            params.dropout = dropout.block()
+        if call.dropouts[0] is not None:
+            params.dropout = call.dropouts[0].block()
         launch()
 
 
@@ -323,17 +314,19 @@ class ScalesPass:
         headroom: factor by which later absolute maxima may exceed those of the history without an overflow.
     """
 
+    scratch_bytes = 0
+
     def __init__(self, tensors: int, length: int, headroom: float, device: int) -> None:
         params = FP8_SCALES.params(tensors=tensors, length=length, headroom=headroom)
         self._launches = Launches(FP8_SCALES, (), device, Tiling((-(-tensors // THREADS), 1), (THREADS, 1)), params)
 
-    def launch(self, slots: int, history: int, skipped: int, memory: StreamMemory) -> None:
+    def launch(self, call: Call, memory: StreamMemory) -> None:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            slots, history: addresses of FP32 arrays (tensors, 8) and (tensors, length).
-            skipped: address of a uint32 that is not zero if the step is skipped; 0 if none ever is.
+            call: its addresses are those of slots and history, FP32 arrays (tensors, 8) and (tensors, length), and of a
+                uint32 that is not zero if the step is skipped; 0 if none ever is.
         """
         params, launch = self._launches[memory.stream]
-        params.slots, params.history, params.skipped = slots, history, skipped
+        params.slots, params.history, params.skipped = call.addresses
         launch()

@@ -14,7 +14,6 @@ from lt_runtime.arrays.operand import CUPY, HOST, device_of, library_of, read
 from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store, writes
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.fp8 import FP8, Precision
-from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.ops.call import PassOperation, Request, perform
 from lt_runtime.reference.fp8 import OVERFLOWS, SCALE, fp8_slots, update_fp8_scales
@@ -185,20 +184,7 @@ class _Update(PassOperation):
     names = ("slots", "history", "skipped")
     required = 2
 
-    class Launched:
-        """The launches of a prepared call, which need a `ScalesPass` and no scratch memory."""
-
-        scratch_bytes = 0
-
-        def __init__(self, tensors: int, length: int, headroom: float, device: int) -> None:
-            self._pass = ScalesPass(tensors, length, headroom, device)
-
-        def launch(self, call: Call, memory: Any) -> None:
-            """See `Pass`."""
-            slots, history, skipped = call.addresses
-            self._pass.launch(slots, history, skipped, memory)
-
-    make_pass = Launched
+    make_pass = ScalesPass
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""

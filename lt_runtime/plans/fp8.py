@@ -109,14 +109,16 @@ class Cast:
         """
         slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
         scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
+        *of_derivative, dropout = backward
+        dropouts = dropout, None
         if self._amax is not None and self._scales is not None:
             # The old scale was chosen for earlier values. It is set to 0, so that the update counts no overflow where
             # the present values exceed what the old scale allowed.
             driver_call("cuMemsetD32Async", scale, 0, 1, memory.stream)
-            _launch(self._amax, x, (0, 0, 0, amax), backward, memory)
-            self._scales.launch(slot, history, 0, memory)
-        collected = amax if self._collects else 0
-        _launch(self._cast, x, (scale, out, transposed, collected), backward, memory)
+            self._amax.launch(Call((x, 0, 0, 0, amax, *of_derivative), memory.stream, dropouts=dropouts), memory)
+            self._scales.launch(Call((slot, history, 0), memory.stream), memory)
+        addresses = x, scale, out, transposed, amax if self._collects else 0, *of_derivative
+        self._cast.launch(Call(addresses, memory.stream, dropouts=dropouts), memory)
         return _inverse_of(state[0], self._row)
 
 
@@ -145,21 +147,6 @@ class RowCast:
         del backward  # a cast with a scale for each row applies neither a derivative nor a mask
         self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
         return state[0]
-
-
-def _launch(
-    made: CastPass | CastGradientPass,
-    x: int,
-    fp8: tuple[int, int, int, int],
-    backward: tuple[int, int, int, DropoutState | None],
-    memory: StreamMemory,
-) -> None:
-    """Launches a cast; `fp8` are the addresses of scale, out, transposed and amax, `backward` those of `Cast.put`."""
-    saved, db, partial, dropout = backward
-    if isinstance(made, CastPass):
-        made.launch(Call((x, *fp8), memory.stream, dropouts=(dropout, None)), memory)
-    else:
-        made.launch(x, saved, fp8, db, partial, dropout, memory)
 
 
 class Fp8ForwardPlan(Plan):

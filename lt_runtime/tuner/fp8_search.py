@@ -11,7 +11,6 @@ import numpy as np
 
 from lt_runtime.errors import GpuError
 from lt_runtime.fp8 import Fp8ChainProblem, Needs, Precision, Prologue
-from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.layout import packed
@@ -19,7 +18,7 @@ from lt_runtime.plans.cache import IN_FP8, make_layer_plan
 from lt_runtime.plans.fp8 import Fp8BackwardPlan, Fp8ForwardPlan
 from lt_runtime.plans.fp8_rule import expected_slower_in_fp8
 from lt_runtime.problem import Activation, DType, Saved, Spec
-from lt_runtime.products.plan import Plan
+from lt_runtime.products.plan import PassPlan, Plan
 from lt_runtime.reference.fp8 import SLOT_WIDTH, fp8_slots
 from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy
 from lt_runtime.tuner.chain import LayerChain
@@ -38,19 +37,6 @@ _LAYERS = 2
 
 A tolerance for more layers would accept results of 0.
 """
-
-
-class _ScalesPlan(Plan):
-    """The plan of the update of a layer's scales once a step; a call has the addresses of slots and history."""
-
-    def __init__(self, problem: Fp8ChainProblem, device: int) -> None:
-        self.problem, self.device = problem, device
-        self._pass = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, device)
-
-    def put(self, call: Call, memory: StreamMemory) -> None:
-        """See `Plan`."""
-        slots, history = call.addresses
-        self._pass.launch(slots, history, 0, memory)
 
 
 def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
@@ -74,7 +60,9 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
             forward, prologue = replace(forward, activation=Activation()), Prologue(activation)
         forwards.append((i, Fp8ForwardPlan(forward, precision, of_layer, needs, device)))
         backwards.append((i, Fp8BackwardPlan(backward, precision, device)))
-        updates += [(i, _ScalesPlan(problem, device))] if problem.recipe.recipe == "delayed" else []
+        if problem.recipe.recipe == "delayed":
+            scales = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, device)
+            updates.append((i, PassPlan(scales, device)))
     return [*forwards, *reversed(backwards), *updates]
 
 
@@ -118,8 +106,8 @@ class _Fp8Operands(ChainOperands):
         """See `ChainOperands`."""
         addresses = {name: each.address for name, each in self._added[layer].items()}
         state, kept = ("slots", "history"), ("x8", "w8")
-        if isinstance(plan, _ScalesPlan):
-            return Call(tuple(map(addresses.__getitem__, state)), stream)
+        if isinstance(plan, PassPlan):  # the update of the scales, in no step that is skipped
+            return Call((addresses["slots"], addresses["history"], 0), stream)
         if not isinstance(plan, Fp8ForwardPlan | Fp8BackwardPlan):
             return super().call(layer, plan, stream)
         tensors = tensors_of(layer, plan.problem).items()

@@ -12,7 +12,7 @@ import pytest
 import lt_runtime as lt
 import lt_runtime.ops._fp8_linear as lt_operations
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.ops._fp8_linear import arrays_of
+from lt_runtime.ops._fp8_state import arrays_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fp8_layers import BF16, CASES, FP16, Fp8Case, Fp8Layer, K, M, N, decibels
 from tests.support.over_fake_gpu import own

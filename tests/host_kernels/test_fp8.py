@@ -230,8 +230,8 @@ def test_functions(host: HostKernels, function: Function, case: Case, accumulate
             derived = Derivative(activation, reads, of_saved, 256, function.dropout)
             back = CastGradientPass(dtype, function.to, derived, spec_of(x), *specs, 0, accumulate=accumulate)
             memory = Memory(back.partial_bytes)
-            pointers = x.address, saved.address, fp8_addresses, db.address, memory.workspace
-            back.launch(*pointers, dropout, memory)  # type: ignore[arg-type]
+            pointers = x.address, *fp8_addresses, saved.address, db.address, memory.workspace
+            back.launch(Call(pointers, 0, dropouts=(dropout, None)), memory)  # type: ignore[arg-type]
         else:
             made = CastPass(dtype, function.to, spec_of(x), *specs, 0, activation, dropout=function.dropout)
             memory = Memory()

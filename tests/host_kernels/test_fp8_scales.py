@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_runtime.kernels import fp8
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.reference import fp8_slots, update_fp8_scales
 from lt_runtime.reference.fp8 import AMAX, SCALE
@@ -45,7 +46,7 @@ def test_scales(
             slots.array[:, AMAX] = expected[:, AMAX] = np.float32(amax) * np.float32([1, 2**-20, 0, 0.3, 2**-126])
         slots.array[1, SCALE] = expected[1, SCALE] = 0
         skip[0] = step == skipped
-        made.launch(slots.address, history.address, skip.ctypes.data, Memory())  # type: ignore[arg-type]
+        made.launch(Call((slots.address, history.address, skip.ctypes.data), 0), Memory())  # type: ignore[arg-type]
         with np.errstate(over="ignore", invalid="ignore"):
             update_fp8_scales(expected, past, headroom, skip=step == skipped)
         np.testing.assert_array_equal(slots.array, expected)
