@@ -62,7 +62,7 @@ def _layer(size: int) -> tuple[Any, list[Any]]:
 
 
 def of_torch() -> Kit:
-    """The kit of PyTorch's own modules, losses and optimizer."""
+    """PyTorch's own modules, losses and optimizer, as a `Kit`: the parts of a training step from one library."""
 
     def head(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(functional.linear(x, weight), labels)
@@ -75,7 +75,7 @@ def of_torch() -> Kit:
 
 
 def of_lt(precision: Any = None) -> Kit:
-    """The kit of `lt_runtime.torch`, optionally with products in FP8."""
+    """The modules, losses and optimizer of `lt_runtime.torch`, optionally with products in FP8."""
     import lt_runtime.torch as ltt
 
     def layer(size: int) -> tuple[Any, list[Any]]:
@@ -98,7 +98,7 @@ def of_lt(precision: Any = None) -> Kit:
 
 
 def of_liger() -> Kit:
-    """The kit of Liger's kernels, with PyTorch's parts where Liger has none."""
+    """Liger's modules and losses, with PyTorch's where Liger has none."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
 
@@ -113,7 +113,7 @@ def of_liger() -> Kit:
 
 
 def of_torchao() -> Kit:
-    """The kit of PyTorch, with products in FP8 by torchao's fastest recipe."""
+    """PyTorch's modules, losses and optimizer, with products in FP8 by torchao's fastest recipe."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     adapt = partial(convert_to_float8_training, config=Float8LinearConfig.from_recipe_name("tensorwise"))
@@ -142,7 +142,7 @@ class Task(NamedTuple):
 
 
 def _model(kit: Kit, model: nn.Module) -> Any:
-    """Replaces modules of a PyTorch model by those of a library (its kit), and sets the model's training mode."""
+    """Replaces modules of a PyTorch model by a library's, which `kit` describes, and sets the model's training mode."""
     kit.adapt(model)
     return model.train()
 
@@ -222,7 +222,7 @@ class _Block(nn.Module):
 
 
 def stack(kit: Kit, rows: int, width: int, hidden: int, layers: int = 1) -> Task:
-    """Residual blocks made of the kit's modules, with the mean squared error as the loss."""
+    """Residual blocks made of one library's modules, with the mean squared error as the loss."""
     model = nn.Sequential(*(_Block(kit, width, hidden) for _ in range(layers)))
     return _regression(model, rows, width, width)
 

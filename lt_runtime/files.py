@@ -125,7 +125,7 @@ def parse_json(content: bytes) -> Any:
     try:
         value = json.loads(content.decode(), object_pairs_hook=_distinct, parse_constant=_refuse_constant)
         if _HALF_A_CHARACTER.search(content):
-            json.dumps(value, ensure_ascii=False).encode()  # fails if one half of a surrogate pair stands alone
+            json.dumps(value, ensure_ascii=False).encode()  # raises if half a surrogate pair stands alone
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
     return value

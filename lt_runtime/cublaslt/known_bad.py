@@ -54,37 +54,39 @@ def _splitk_drops_tail(c: Candidate) -> bool:
 
 
 KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
-    # NVIDIA cuBLAS release notes, known and resolved issues.
+    # Described in NVIDIA's cuBLAS release notes, known and resolved issues.
     (_splitk_drops_tail, "split-K drops the tail of K"),
-    # NVIDIA cuBLAS release notes, known and resolved issues.
+    # Described in NVIDIA's cuBLAS release notes, known and resolved issues.
     (
         lambda c: c.version <= 130200 and c.capability == 90 and c.algo_id == 66 and c.largest_pitch > _MAX_INT32,
         "wrong results or a fault where a leading dimension spans more than 2**31 - 1 bytes",
     ),
-    # github.com/NVIDIA/raft issue 3097 (13.6). No version without the fault is known.
+    # Described in issue 3097 of github.com/NVIDIA/raft, for cuBLASLt 13.6. No later version without the fault is known.
     (
         lambda c: c.version >= 130600 and c.algo_id == 68 and c.largest_span > _MAX_INT32,
         "the launch fails where an operand spans 2**31 elements or more",
     ),
-    # The maintainers saw this fault in several versions of cuBLASLt. No version without the fault is known.
+    # Faults with K = 1: seen by this package's maintainers in several versions of cuBLASLt. No version without them is
+    # known.
     (
         lambda c: c.k == 1 and (c.epilogue.has_derivative or c.epilogue.has_bias_gradient),
         "reads out of bounds, or faults, where K is 1",
     ),
-    # github.com/NVIDIA/apex issue 1392 (CUDA 11.6). No version without the fault is known.
+    # Described in issue 1392 of github.com/NVIDIA/apex, for CUDA 11.6. No version without the fault is known.
     (
         lambda c: c.n == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
         "illegal memory access in the sum of an operand with one column",
     ),
-    # NVIDIA cuBLAS release notes, 12.8 update 1.
+    # Described in NVIDIA's cuBLAS release notes, 12.8 update 1.
     (lambda c: c.version <= 120800 and c.epilogue.has_bias and (c.m == 1 or c.n == 1), "wrong bias where M or N is 1"),
-    # The maintainers saw this fault in one version of cuBLASLt. From 13.2 on the library checks the alignment.
+    # A misaligned bias faults: seen by this package's maintainers in one version of cuBLASLt. From 13.2 on the library
+    # checks the alignment.
     (
         lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < 16,
         "a fault where the bias is not aligned to 16 bytes: the heuristic is not told of its alignment",
     ),
-    # The maintainers saw this fault on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32. No version without
-    # the fault is known.
+    # Misaligned rows of D fault: seen by this package's maintainers on an H200 (cuBLASLt 13.1.0) with algorithm 21, in
+    # FP16, BF16 and TF32. No version without the fault is known.
     (
         lambda c: c.d_alignment < min(c.c_alignment, c.asked_alignment),
         "a misaligned address where D's rows are less aligned than C's, by which the library judges them",

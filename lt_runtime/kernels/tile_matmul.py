@@ -24,7 +24,7 @@ _SIDE: Final = 64
 _BLOCKS: Final = 3
 # Largest number of parts of K whose partial sums a single block adds up. More parts are added up in groups first.
 _ONE_GROUP: Final = 16
-# Products with more multiply-adds are left to cuBLASLt.
+# Products with more multiply-adds than this are left to cuBLASLt.
 _MOST: Final = 1 << 30
 EPILOGUES: Final = (
     *(Epilogue.NONE, Epilogue.BIAS, Epilogue.RELU, Epilogue.RELU_BIAS, Epilogue.GELU, Epilogue.GELU_BIAS),

@@ -340,7 +340,8 @@ def test_inference_is_in_fp8(gpu: FakeGpu, device: str, activation: str, recipe:
     assert [layer.scales.slots is not None for layer in model.layers] == [activation != "silu", True]
     for found in (first, second):
         assert 20.0 < decibels(found, wanted) < 40.0
-    assert decibels(second, first) > 30.0  # training rounds the pre-activation, an epilogue need not
+    # The two differ a little: training rounds the pre-activation to BF16, and the epilogue of inference need not.
+    assert decibels(second, first) > 30.0
 
 
 def test_inference_stays_in_bf16_where_fp8_is_expected_to_be_slower(gpu: FakeGpu) -> None:

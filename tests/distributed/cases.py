@@ -73,7 +73,7 @@ def batches(size: int, count: int = 5) -> Iterator[tuple[Any, Any]]:
 
 
 def check_close(found: list[Any], wanted: list[Any], additions: int) -> None:
-    """Compares within the rounding errors of some FP32 additions of the largest element."""
+    """Compares arrays; elements may be off by the rounding errors of `additions` FP32 additions to the largest one."""
     for each, other in zip(found, wanted, strict=True):
         other = np.asarray(other, np.float64)
         np.testing.assert_allclose(each, other, rtol=0, atol=additions * 2.0**-24 * np.abs(other).max())

@@ -59,7 +59,7 @@ class GatedCase(Launch):
 
 cases = st.builds(GatedCase, h=placements, y=placements, dh=placements, **LAUNCH)
 EXAMPLE = GatedCase(shape=(70, 24), drops=Drops(0.5, Philox(1), step_in_memory=True), blocks=None)
-"""In this case a thread has several rows."""
+"""A case of 70 rows, of which a thread computes several."""
 
 
 def launch(

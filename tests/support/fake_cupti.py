@@ -26,7 +26,7 @@ _SUBSCRIBED, _LIMIT, _INVALID = 39, 12, 1
 
 
 class FakeCupti(Observer):
-    """The functions of libcupti, in an observer of the pretended GPU's `Streams`, which tells it of all work.
+    """Stands in for libcupti; the pretended GPU's `Streams` tell this object of all work.
 
     Attributes:
         version: the library's version.

@@ -142,7 +142,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return
         values = value._settled.copy() if isinstance(value, Array) else np.array(value)
         target = self._host[_view_key(_settled(key))]
-        if not np.shares_memory(target, self._host):  # a mask or an index array selects the elements
+        if not np.shares_memory(target, self._host):  # true if `key` is a mask or an index array, which makes a copy
             self._settled[_settled(key)] = values
             return
 

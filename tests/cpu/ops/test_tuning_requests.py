@@ -31,8 +31,8 @@ class Tuner:
     """A fake tuner that reports at once, for every problem, that the time falls from 100 µs to 80 µs.
 
     Attributes:
-        given: the problems of each part, in order.
-        stops_at: the part at which the user presses Ctrl-C, or it fails with `stops_with`.
+        given: for each group of problems that is tuned together, its problems, in the order of the calls.
+        stops_at: index of the group at which tuning raises `stops_with`, by default as if the user pressed Ctrl-C.
     """
 
     def __init__(self) -> None:
