@@ -1,8 +1,8 @@
 """Predicts the time of a training step on many GPUs from its time on one, by the bytes and rates of its sums.
 
 Backward computes the layers' gradients from the last layer to the first. A bucket of gradients is summed over all GPUs
-once it is complete and the sums before it are done. The update waits for the last sum. A sum takes multiprocessors from
-the products that run beside it.
+once it is complete and the sums before it are done. Beside the last sum, the parameters whose gradients are in
+other buckets are updated. A sum takes multiprocessors from the products that run beside it.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ class Net:
         """The predicted microseconds of a step on each of a number of GPUs, with the same rows for each."""
         update = sum(self.gradients) / _BYTES * _MOVED / _MEMORY
         products = self.step_us - update
-        now, free, last = products * self.forward, 0.0, len(self.gradients) - 1
+        now, free, before, last = products * self.forward, 0.0, 0.0, len(self.gradients) - 1
         for bucket in divided([*reversed(self.gradients)]):
             for layer in bucket:  # `layer` is the index counted backwards from the last layer
                 share = products * self.shares[last - layer]
                 now += share + min(max(0.0, free - now), share) * MOST_BLOCKS / _MULTIPROCESSORS
             size = sum(self.gradients[last - layer] for layer in bucket)
-            free = max(now, free) + sum_us(size, gpus, network, nvlink)
-        return max(now, free) + update
+            before, free = max(now, free), max(now, free) + sum_us(size, gpus, network, nvlink)
+        late = update * size / sum(self.gradients)
+        return max(before + update - late, free) + late
 
 
 def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from lt_runtime.distributed.group import Group
@@ -87,16 +87,31 @@ class Buckets:
     def _is_complete(self, key: int) -> bool:
         return self._writes[key] > 0 and self._left[key] == 0
 
-    def finish(self, *extra: Any) -> None:
+    @property
+    def early(self) -> list[Parameter]:
+        """The parameters whose gradients are not in the last bucket; empty before the end of the first pass."""
+        return [self._parameters[key] for bucket in self._buckets[:-1] for key in bucket]
+
+    def finish(self, *extra: Any, early: Callable[[], None] | None = None) -> None:
         """Sums the remaining buckets, and makes the stream wait for all sums.
 
         Args:
             extra: arrays that are summed in place together with the last bucket.
+            early: puts work on the stream that reads no sums of the last bucket, and runs beside these.
         """
         if not self._buckets:
             self._divide()
-        while self._next < len(self._buckets):
-            self._sum(extra if self._next == len(self._buckets) - 1 else ())
+        while self._next < len(self._buckets) - 1:
+            self._sum()
+        if self._next:
+            self._join()
+        self._sum(extra)
+        if early is not None:
+            early()
+        self._join()
+
+    def _join(self) -> None:
+        """Makes the stream wait for all sums so far."""
         if self._stream is not None:
             order_after(self._stream, self._branch)
 

@@ -327,7 +327,15 @@ class GpuState:
             self._table = schedule, array
         return int(self._table[1].data.ptr)
 
-    def updates_with(self, copies: Mapping[int, kernels.Fp8Copy], stream: int, kept: list[Any]) -> list[Launches]:
+    def updates_with(
+        self,
+        copies: Mapping[int, kernels.Fp8Copy],
+        stream: int,
+        kept: list[Any],
+        without: Collection[int] = (),
+        *,
+        advances: bool = True,
+    ) -> list[Launches]:
         """The launches of all groups, whose updates also write copies of weights in FP8.
 
         Only the last group's launch counts its finished blocks; the last of these blocks advances the step number and
@@ -337,6 +345,8 @@ class GpuState:
             copies: by the numbers of the parameters.
             stream: the kernels' tables are copied on this stream, which the caller waits for.
             kept: receives arrays that must live as long as the launches.
+            without: the numbers of parameters that other launches update.
+            advances: whether the step number and the loss scale are advanced, as by the last launches of a step.
         """
         options, made, count = self.options, list[Launches](), len(self._tensors)
         others = set[int]() if self.shard is None else self.shard.others
@@ -355,9 +365,11 @@ class GpuState:
                 both = kernels.UPDATE_FP8.params(params, self._upload(tiles, stream, kept))
                 macros = kernels.fp8_update_macros(rule, options.moments, stochastic=stochastic)
                 made.append(kernels.launches_by_row(kernels.UPDATE_FP8, both, len(tiles), self._device, macros))
-            table = kernels.update_table(own, first, {*copied, *others})
+            if not advances and {*range(first, first + len(own))} <= {*others, *without}:
+                continue
+            table = kernels.update_table(own, first, {*copied, *others, *without})
             params.chunks = self._upload(table, stream, kept)
-            if group == len(options.rules) - 1:
+            if advances and group == len(options.rules) - 1:
                 tickets = np.zeros(kernels.UPDATE_TICKETS, np.uint32)
                 params.tickets = self._upload(tickets, stream, kept)
             macros = kernels.update_macros(rule, options.moments, stochastic=stochastic)

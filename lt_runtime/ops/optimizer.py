@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
@@ -467,6 +467,37 @@ class StepWithCopies:
         ranges.tell(self._optimizer)
         self._optimizer.check_arrays()
         self._state.step(stream, self._updates, set_scales)
+
+
+class StepInParts:
+    """The step of an optimizer on a GPU in two parts, of which the first one reads only some of the gradients.
+
+    The optimizer must need neither the norm nor the finiteness of all gradients.
+
+    Args:
+        first: numbers of the parameters that the first part updates.
+        stream: copies the kernels' tables; the host waits for it.
+    """
+
+    def __init__(self, optimizer: Optimizer, first: Collection[int], stream: int) -> None:
+        state, self._kept = optimizer._state, list[Any]()
+        assert isinstance(state, GpuState)
+        self._optimizer, self._state = optimizer, state
+        others = {*range(len(optimizer.parameters))} - {*first}
+        self._first = state.updates_with({}, stream, self._kept, others, advances=False)
+        self._second = state.updates_with({}, stream, self._kept, first)
+        call("cuStreamSynchronize", stream)
+
+    def begin(self, stream: int) -> None:
+        """Puts the first part on a stream."""
+        for launches in self._first:
+            launches[stream][1]()
+
+    def __call__(self, *, stream: Any) -> None:
+        """Puts the second part on a stream, see `Optimizer.step`."""
+        ranges.tell(self._optimizer)
+        self._optimizer.check_arrays()
+        self._state.step(stream, self._second)
 
 
 def state_arrays(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lt_runtime.nn.linear import Linear
 from lt_runtime.nn.mlp import MLP, check_model_type
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
-from lt_runtime.ops.optimizer import Optimizer
+from lt_runtime.ops.optimizer import Optimizer, StepInParts
 from lt_runtime.problem import Activation, type_name
 from lt_runtime.ranges import range_of
 from lt_runtime.reference.fp8 import AMAX
@@ -198,6 +198,7 @@ class StepBody:
         self._first, self._all_parts = (0, parts) if group is None else (group.rank * parts, group.size * parts)
         self.group = group
         self._buckets = None if group is None else Buckets(group, optimizer.parameters, model.device.ordinal)
+        self._in_parts: StepInParts | None = None
         self.arity: int | None = None
         self._places = len(model.layers) if isinstance(model, MLP) else PLACES
         trained = {id(each) for each in optimizer.parameters}
@@ -308,12 +309,14 @@ class StepBody:
             weights: copies of weights in FP8, which the step reads and its update writes.
         """
         with contextlib.nullcontext() if weights is None else weights.in_use():
-            self._run_parts(parts, tally, stream, met, self._buckets if sums else None)
+            in_parts = self._in_parts if sums and updates and weights is None else None
+            early = None if in_parts is None else functools.partial(in_parts.begin, stream)
+            self._run_parts(parts, tally, stream, met, self._buckets if sums else None, early)
         if updates:
             with range_of("optimizer"):
                 set_scales = functools.partial(self._set_scales, stream)
                 if weights is None:
-                    self.optimizer.step(stream=stream)
+                    (in_parts or self.optimizer.step)(stream=stream)
                     set_scales()
                 else:
                     weights.step(set_scales, stream=stream)
@@ -338,10 +341,29 @@ class StepBody:
         layers = copied_layers(self.optimizer, linear)
         return Fp8Weights(self.optimizer, layers, device, stream) if layers else None
 
+    def split_update(self, stream: int) -> None:
+        """Lets most of the update run beside the last sum of gradients, if it needs no norm of all gradients."""
+        if self._in_parts is not None or self._buckets is None or self.optimizer.options.judges_gradients:
+            return
+        if self._buckets.early:
+            numbers = {id(each): number for number, each in enumerate(self.optimizer.parameters)}
+            self._in_parts = StepInParts(self.optimizer, [numbers[id(each)] for each in self._buckets.early], stream)
+
     def _run_parts(
-        self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, met: Met | None, buckets: Buckets | None
+        self,
+        parts: Sequence[tuple[Any, ...]],
+        tally: Tally,
+        stream: Any,
+        met: Met | None,
+        buckets: Buckets | None,
+        early: Callable[[], None] | None,
     ) -> None:
-        """Runs forward and backward of all micro-batches; `buckets` sum the results over the processes of the group."""
+        """Runs forward and backward of all micro-batches.
+
+        Args:
+            buckets: sum the results over the processes of the group.
+            early: see `Buckets.finish`.
+        """
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
             if buckets is not None and is_last:
@@ -349,7 +371,7 @@ class StepBody:
             self._run_part(part, i, tally, stream, met, buckets if is_last else None)
         if buckets is not None:
             with range_of("sums"):
-                buckets.finish(tally.mean)
+                buckets.finish(tally.mean, early=early)
                 self._share_magnitudes(stream)
 
     def share_scales(self, stream: Any) -> None:

@@ -313,6 +313,7 @@ class GpuStep:
                         buffers.weights, buffers.writer = self._weights, self._weights.writer
                     buffers.claim(stream)
                     self._rehearse(buffers, self._pool, stream, sums=True)  # allocates the memory that the graph keeps
+                    self._body.split_update(stream)
                     buffers.graph = self._record(buffers)
         except BaseException as error:
             if not self._buffers:  # there is no graph, so that nothing uses the pool's memory

@@ -50,8 +50,8 @@ def _model(gpu: FakeGpu, kind: str) -> Any:
     return lt.Chain(lt.Linear(12, 16, **options), norm, shared, lt.Residual(shared), lt.Linear(16, 8, **options))
 
 
-def _step(gpu: FakeGpu, model: Any, **options: Any) -> Any:
-    optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
+def _step(gpu: FakeGpu, model: Any, max_norm: float | None = 1.0, **options: Any) -> Any:
+    optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2, max_norm=max_norm, stochastic_rounding=True)
     return gpu.lt.TrainStep(model, optimizer, loss="mse", batch_size=_ROWS, **options)
 
 
@@ -72,14 +72,22 @@ def _train(gpu: FakeGpu, step: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("kind", ["MLP", "blocks", "FP8"])
+@pytest.mark.parametrize(
+    ("kind", "max_norm"), [("MLP", 1.0), ("blocks", 1.0), ("blocks", None), ("FP8", 1.0), ("FP8", None)]
+)
 def test_equal_batches_give_the_bits_of_one_process(
-    gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch, kind: str, graph: bool, size: int
+    gpu: FakeGpu,
+    grouped: Grouped,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    max_norm: float | None,
+    graph: bool,
+    size: int,
 ) -> None:
     for name in ("LAST_BYTES", "MOST_BYTES"):
         monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", 300)
-    alone = _train(gpu, _step(gpu, _model(gpu, kind), graph=graph))
-    assert _train(gpu, _step(gpu, _model(gpu, kind), graph=graph, group=grouped(size))) == alone
+    alone = _train(gpu, _step(gpu, _model(gpu, kind), max_norm, graph=graph))
+    assert _train(gpu, _step(gpu, _model(gpu, kind), max_norm, graph=graph, group=grouped(size))) == alone
 
 
 def _nodes(gpu: FakeGpu, step: Any) -> tuple[list[Any], list[int]]:
@@ -89,12 +97,13 @@ def _nodes(gpu: FakeGpu, step: Any) -> tuple[list[Any], list[int]]:
     return nodes, [index for index, node in enumerate(nodes) if node.arguments and node.arguments[0] == SUM_KERNEL]
 
 
+@pytest.mark.parametrize("max_norm", [1.0, None])
 def test_the_graph_sums_buckets_beside_backward_and_before_the_update(
-    gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
     for name in ("LAST_BYTES", "MOST_BYTES"):
         monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", 300)
-    step = _step(gpu, _model(gpu, "blocks"), group=grouped())
+    step = _step(gpu, _model(gpu, "blocks"), max_norm, group=grouped())
     _train(gpu, step)
     nodes, sums = _nodes(gpu, step)
     # From the last layer on, gradients have 272, 544, 64 and 416 bytes; the first bucket has those of two layers.
@@ -104,6 +113,10 @@ def test_the_graph_sums_buckets_beside_backward_and_before_the_update(
     beside = [index for index in range(sums[0] + 1, len(nodes)) if not nodes[index].before >> sums[0] & 1]
     assert len(beside) >= 3  # The backward pass of the norm and of the first layer runs beside the first sum.
     assert all(nodes[-1].before >> each & 1 for each in sums)  # The last node, the update, comes after all sums.
+    # Without a norm, parameters whose gradients are not in the last bucket are updated beside the last sum.
+    early = [node for node in nodes[sums[-1] + 1 :] if not node.before >> sums[-1] & 1]
+    assert len(early) == (max_norm is None)
+    assert all(node.before >> sums[-2] & 1 for node in early)
 
 
 def test_the_plans_of_process_0_win(gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch) -> None:
