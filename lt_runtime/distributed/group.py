@@ -71,9 +71,6 @@ class Engine(Protocol):
     def broadcast(self, arrays: Sequence[Any], root: int, stream: int | None) -> None:
         """Copies the arrays of the process `root` into those of all processes."""
 
-    def abort(self) -> None:
-        """Ends operations that are waiting for another process, as far as the library can do that."""
-
     def close(self) -> None:
         """Frees what the engine holds. All processes call it, after graphs with its operations have been freed."""
 
@@ -108,7 +105,7 @@ class Alone:
     def broadcast(self, arrays: Sequence[Any], root: int, stream: int | None) -> None:
         """Does nothing."""
 
-    def abort(self, why: str = "") -> None:
+    def abort(self, why: str) -> None:
         """Does nothing: the caller's exception ends the process."""
 
     def close(self) -> None:
@@ -215,8 +212,6 @@ class Group(Fixed):
         Args:
             why: the reason, which is printed with this process's rank.
         """
-        for engine in self._engines.values():
-            engine.abort()
         self._wire.abort(why)
 
     def close(self) -> None:

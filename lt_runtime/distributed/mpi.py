@@ -84,12 +84,11 @@ class MpiWire:
         for array in arrays:
             self._wait(self._comm.Ibcast([array.reshape(-1).view(np.uint8), self._mpi.BYTE], root), "a broadcast")
 
-    def abort(self, why: str = "") -> None:
-        """See `Wire.abort`. As an engine there is nothing to end: operations end with the processes."""
-        if why:
-            print(f"lt_runtime: rank {self.rank} of {self.size} ends all processes: {why}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            self._mpi.COMM_WORLD.Abort(1)
+    def abort(self, why: str) -> None:
+        """See `Wire.abort`."""
+        print(f"lt_runtime: rank {self.rank} of {self.size} ends all processes: {why}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        self._mpi.COMM_WORLD.Abort(1)
 
     def close(self) -> None:
         """See `Wire.close`. MPI itself ends with the process."""

@@ -23,8 +23,6 @@ from lt_runtime.problem import type_name
 MOST_BLOCKS: Final = 16
 """The largest number of thread blocks of a collective operation; each keeps a multiprocessor from the products."""
 POLL_S: Final = 0.5
-_GRACE_S: Final = 5.0
-"""Seconds that the end of a communicator may take before the process ends without it."""
 
 
 def nccl() -> tuple[ModuleType, ModuleType]:
@@ -97,14 +95,6 @@ class NcclEngine:
         """Tells the watchdog that a step with operations of this engine has been put on `stream`."""
         if self._watchdog is not None:
             self._watchdog.note(stream)
-
-    def abort(self) -> None:
-        """See `Engine.abort`. Waits for at most five seconds."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        ending = threading.Thread(target=self._communicator.abort, daemon=True)
-        ending.start()
-        ending.join(_GRACE_S)
 
     def close(self) -> None:
         """See `Engine.close`."""

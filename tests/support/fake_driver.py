@@ -303,6 +303,12 @@ class FakeDriver:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         return self.elsewhere.get(stream, 0)
 
+    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
+        return 0, -5
+
+    def cuStreamCreateWithPriority(self, _: Any, priority: int) -> int:
+        return next(self._handles)
+
     def cuStreamCreate(self, _: Any) -> int:
         return next(self._handles)
 

@@ -51,22 +51,19 @@ class Communicator:
         size, rank: as given to `init`.
         config: the options of `NCCLConfig`.
         async_error: the result of `get_async_error`.
-        ended: "abort", "destroy", or empty.
+        ended: whether `destroy` was called.
     """
 
     def __init__(self, nccl: FakeNccl, size: int, rank: int, config: dict[str, Any]) -> None:
-        self.size, self.rank, self.config, self.async_error, self.ended = size, rank, config, _SUCCESS, ""
+        self.size, self.rank, self.config, self.async_error, self.ended = size, rank, config, _SUCCESS, False
         nccl.communicators.append(self)
         self.ptr = len(nccl.communicators)
 
     def get_async_error(self) -> int:
         return self.async_error
 
-    def abort(self) -> None:
-        self.ended = "abort"
-
     def destroy(self) -> None:
-        self.ended = "destroy"
+        self.ended = True
 
 
 class FakeNccl:

@@ -107,7 +107,6 @@ def test_the_watchdog_ends_all_processes(
     while not wire.told and time.monotonic() < end:
         time.sleep(0.01)
     assert told in wire.told
-    assert gpu.nccl.communicators[-1].ended == "abort"
     gpu.synchronize(gpu.stream.ptr)
 
 
