@@ -48,6 +48,9 @@ PACKAGES: Final = (
 )  # fmt: skip
 """Distributions that lt_runtime requires; a test compares them with pyproject.toml."""
 
+FOR_GROUPS: Final = {"mpi4py": "mpi4py", "nccl4py": "nccl", "nvidia-nccl-cu13": "nvidia.nccl"}
+"""Distributions that only `lt.group` needs, and their modules; they are listed, but not reported as missing."""
+
 _CUBLASLT_VARIABLE: Final = "LT_RUNTIME_CUBLASLT"
 PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
@@ -176,9 +179,13 @@ def cupy() -> tuple[str, str]:
     return version, path
 
 
-def package(distribution: str) -> tuple[str, str]:
-    """Probes a Python package by finding it, without an import."""
-    if importlib.util.find_spec(distribution.replace("-", ".")) is None:
+def package(distribution: str, module: str | None = None) -> tuple[str, str]:
+    """Probes a Python package by finding it, without an import.
+
+    Args:
+        module: name of its module; None if it is the distribution's name with dots for hyphens.
+    """
+    if importlib.util.find_spec(module or distribution.replace("-", ".")) is None:
         raise ModuleNotFoundError(distribution)
     found = importlib.metadata.distribution(distribution)
     return found.version, str(found.locate_file(""))
@@ -239,7 +246,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     probes: list[Callable[[], tuple[str, str]]] = [cublaslt, nvrtc, cuda_headers, cupy, cupti]
     probes += [functools.partial(package, name) for name in PACKAGES]
-    libraries = tuple(map(library, (*CUDA_REQUIREMENTS, *PACKAGES), probes))
+    probes += [functools.partial(package, *names) for names in FOR_GROUPS.items()]
+    libraries = tuple(map(library, (*CUDA_REQUIREMENTS, *PACKAGES, *FOR_GROUPS), probes))
     machine = Machine(driver_of(), gpus(), libraries, cache_directory())
     findings = [*diagnose(machine)]
     result = {

@@ -112,7 +112,7 @@ def test_this_machine_is_described_alike_in_both_forms(
     status = main(["doctor", "--json"])
     seen = json.loads(capsys.readouterr().out)
     assert status == (0 if seen["ok"] else 1)
-    assert {library["name"] for library in seen["libraries"]} == set(NAMES)
+    assert {library["name"] for library in seen["libraries"]} == {*NAMES, *doctor.FOR_GROUPS}
     assert main(["doctor"]) == status
     shown = capsys.readouterr().out
     assert shown.startswith(f"lt_runtime {seen['version']}, Python {seen['python']}")

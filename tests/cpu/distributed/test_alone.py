@@ -40,6 +40,32 @@ def test_auto_is_the_gpu_of_a_process_on_its_machine(monkeypatch, variable, valu
     assert devices.parse_device("auto") == ordinal
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": None}, "batch_size is None; a step of a group needs"),
+        ({"group": None, "shard_state": True}, "shard_state is True, but group is None"),
+        ({"shard_state": True, "averaged": True}, "ema averages master copies"),
+    ],
+)
+def test_options_that_do_not_fit_a_group_are_refused(options, message):
+    model = lt.MLP([4, 2], dtype="bfloat16", device="cpu")
+    optimizer, averaged = lt.AdamW(model.parameters()), options.pop("averaged", False)
+    given = {"batch_size": 2, "group": lt.group(), "ema": lt.EMA(model) if averaged else None} | options
+    with pytest.raises(lt.errors.ArgumentError, match=message):
+        lt.TrainStep(model, optimizer, **given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [((5, 5), "5 rows"), ((3, 2), "3 and 2 rows"), ((0, 0), "0 rows")],
+)
+def test_batches_that_cannot_be_shared_are_refused(rows, message):
+    batch = np.zeros((rows[0], 3), np.float32), np.zeros(rows[1], np.int32)
+    with pytest.raises(lt.errors.ShapeError, match=f"number 0 of batches has arrays of {message}"):
+        next(lt.share([batch], lt.group(), 4))
+
+
 class _Engine(groups.Alone):
     """Notes the gradients of each sum."""
 
