@@ -18,11 +18,11 @@ from lt_runtime.plans.fp8_rule import NO_MULTIPLE, against_fp8
 from lt_runtime.problem import Compute, DType, activation_of
 
 _MOST: Final = 4
-"""Largest number of layers that share a choice: their operands are all in memory while they are measured."""
+"""Largest number of layers whose precision is decided together: while they are measured all are in memory."""
 
 
 class Candidate(NamedTuple):
-    """What the choice reads of a layer: the FP8 state, None without one, N and K of the weight, and the options."""
+    """What decides a layer's precision: the FP8 state, None without one, N and K of the weight, and the options."""
 
     state: FP8State | None
     outputs: int
@@ -58,7 +58,7 @@ def rows_of(x: Any) -> int:
 
 
 def reasons(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> Iterator[str | None]:
-    """For each layer why it is in its own type, None if it is in FP8; tells `ranges.watchers` of each choice.
+    """For each layer why it is in its own type, None if it is in FP8; tells `ranges.watchers` of what is decided.
 
     Up to `_MOST` consecutive layers that have the same recipe, and whose sizes allow FP8, are decided together.
     """

@@ -27,7 +27,7 @@ class FP8State:
     With the recipe "delayed" the first forward and the first backward call compute scales from the present tensors.
     Call `update` once a step, after the step's last backward call, to compute the scales of the next step; a captured
     graph may hold the call of `update`. With another recipe every call computes scales from the present tensors;
-    "rowwise" leaves slots and history as they are. The first call makes both arrays, on the device of its x.
+    "rowwise" leaves `slots` and `history` as they are. The first call makes both arrays, on the device of its x.
 
     Args:
         recipe: types, scales and accumulation.

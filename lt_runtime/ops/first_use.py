@@ -112,7 +112,7 @@ def before_first_step(given: Sequence[Tunable], device: int, stream: int) -> boo
     caller's work runs during a measurement. A failure costs a warning, and the step runs untuned.
 
     Args:
-        given: the choices, groups of layers and products that the step has run.
+        given: the choices of a precision, the groups of layers and the products that the step has run.
         stream: the step's stream, which is not being captured.
 
     Returns:

@@ -37,10 +37,10 @@ _SCALES: Final = ("scale_a", "scale_b")
 
 
 class Cast:
-    """Casts a tensor of a layer to FP8, row-major and transposed, with the scale in the tensor's row of the slots.
+    """Casts a tensor of a layer to FP8, row-major and transposed, with its scale in the layer's `FP8State.slots`.
 
     Args:
-        row: the tensor's row in the slots and the history.
+        row: the tensor's row in the slots and in the history of largest magnitudes.
         out, transposed: whether to make the row-major result, and whether to make the transpose.
         derivative: if not None, the tensor is dz, which the cast computes from dy and the saved tensor, together with
             the bias gradient; see `CastGradientPass`. The source is then dy.
@@ -152,9 +152,10 @@ class RowCast:
 class Fp8ForwardPlan(Plan):
     """The plan of a layer's forward pass with its product in FP8: two casts, the product, perhaps an epilogue pass.
 
-    A call has the addresses of `ForwardProblem.operands`, then of slots and history, then of three arrays for backward:
-    the transposes of x and of w in FP8, and a copy of the slots of x and w, with the scales of their casts. If each row
-    has a scale, the third array has instead the reciprocals (2, K) of the scales of the transposes' rows. The three
+    A call has the addresses of `ForwardProblem.operands`, then of the layer's slots (scales) and its history of largest
+    magnitudes, then of three arrays for backward: the transposes of x and of w in FP8, and a copy of the slots of x and
+    w, with the scales of their casts. If each row has a scale, the third array has instead the reciprocals (2, K) of
+    the scales of the transposes' rows. The three
     arrays are absent without backward, and a transpose that no gradient needs is absent too. The next address is that
     of w in FP8 if the call is given it: w and its transpose were then cast with the scale in the slot. The last two are
     those of x in FP8 if the call returns it or is given it, and of the slots of the layer that has cast it: x's row of

@@ -137,7 +137,7 @@ def layers_of(steps: Sequence[Step], works: Works, kernels: list[Kernel], ceilin
 
 
 def works_of(steps: Sequence[Step]) -> Works:
-    """FLOPs and bytes of a step's operations at each place, taken from the last step that contains the place."""
+    """FLOPs and bytes of the operations in each layer and phase, in the last step that contains these."""
     return {place: [work_of(ran) for ran in cell.works] for step in steps for place, cell in step.items()}
 
 

@@ -31,10 +31,10 @@ _OTHERS: Final = Place("(other ranges)", "")
 
 @dataclass(slots=True)
 class Cell:
-    """The time that one step spent at one place, without the time of places nested in it.
+    """The time that one step spent in one layer and phase, without that of the layers nested in it.
 
     Attributes:
-        works: the prepared calls and optimizers that ran at the place, as `ranges.tell` passes them.
+        works: the prepared calls and optimizers that ran there, as `ranges.tell` passes them.
     """
 
     calls: int = 0

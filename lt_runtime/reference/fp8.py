@@ -74,7 +74,7 @@ def next_fp8_scale(scale: Any, amax: Any, largest: float, headroom: float) -> np
 
 
 INVERSE, SCALE, AMAX, LARGEST_NUMBER, OVERFLOWS = range(5)
-"""Columns of the slots of FP8 tensors, an FP32 array (tensors, `SLOT_WIDTH`).
+"""Columns of the slots, an FP32 array (tensors, `SLOT_WIDTH`) with the scales of some FP8 tensors.
 
 The columns hold 1 / scale, by which a product is multiplied; the scale, by which the tensor is multiplied before it is
 cast; the largest absolute value since the last update; the largest number of the tensor's type; and the number of
@@ -85,7 +85,7 @@ SLOT_WIDTH: Final = 8
 
 
 def fp8_slots(dtypes: Sequence[str]) -> NDArray[np.float32]:
-    """The slots of tensors of the given FP8 types before the first update, with scales of 1."""
+    """Returns the slots (scales and maxima, see `INVERSE`) of tensors of these FP8 types, with scales of 1."""
     slots = np.zeros((len(dtypes), SLOT_WIDTH), np.float32)
     slots[:, [INVERSE, SCALE]] = 1.0
     slots[:, LARGEST_NUMBER] = [LARGEST[each] for each in dtypes]
@@ -95,7 +95,7 @@ def fp8_slots(dtypes: Sequence[str]) -> NDArray[np.float32]:
 def update_fp8_scales(
     slots: NDArray[np.float32], history: NDArray[np.float32], headroom: float, *, skip: bool = False
 ) -> None:
-    """Updates slots and history in place, for the next step: scales follow the largest value of the history.
+    """Updates the scales in `slots`, and the history, for the next step: scales follow the history's largest value.
 
     Overflows are counted and the absolute maxima start again at 0 in any case. If a maximum is infinite or NaN, or with
     `skip`, the tensor's scale and history stay as they are. A scale of 0 that no maximum replaces becomes 1.

@@ -50,7 +50,7 @@ class Loading(NamedTuple):
     calibrated: list[tuple[FP8State, set[int]]]
 
     def finish(self) -> None:
-        """Marks the tensors whose scales were loaded as calibrated, after the writes."""
+        """Tells each layer's state, after the writes, which of its tensors have scales now."""
         for state, rows in self.calibrated:
             state.calibrated = rows
 

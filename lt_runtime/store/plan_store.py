@@ -141,7 +141,7 @@ class PlanStore:
     def take_over(self, content: bytes) -> None:
         """Replaces all entries by those of another process's store, see `content`.
 
-        From then on, this store is kept in memory alone: its file would bring back the entries that it has lost.
+        From then on, this store does not read or write its file, which would bring back the replaced entries.
 
         Raises:
             UnusableError: the entries are valid for another machine.

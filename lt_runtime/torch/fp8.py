@@ -138,7 +138,7 @@ def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: O
     for each, weight, source in zip(layers, cast_parameters, (x8, x8, None), strict=False):
         each.scales.needs_dx, each.scales.needs_dw = source is None or source.requires_grad, weight.requires_grad
     for each, weight, bias in zip(layers, cast_parameters[:3], cast_parameters[3:], strict=True):
-        # The choice reads the number of rows of x alone, which are those of the hidden values too.
+        # The choice of the precision depends on the number of rows, which x and the hidden values have in common.
         _choose(x8, [_candidate(each.scales, weight, bias, Activation())])
     if not any(_is_in_fp8(each.scales) for each in layers):
         return gated_block(x, parameters, options, add)

@@ -123,7 +123,7 @@ class _Fp8Operands(ChainOperands):
 
 
 def _buffers_of(memory: Memory, layer: Fp8ChainProblem) -> dict[str, Buffer]:
-    """The arrays that a layer has in FP8 only, by name; slots and history are as before the first step."""
+    """The arrays that a layer has in FP8 only, by name; its scales and their history are as before the first step."""
     m, (k, n), recipe = layer.rows, layer.dims, layer.recipe
     e4m3, full = DType.FLOAT8_E4M3FN, DType.FLOAT32
     sizes: dict[str, tuple[int, int, DType]] = {

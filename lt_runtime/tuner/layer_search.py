@@ -75,7 +75,9 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
 
 
 class _Search:
-    """The search for one part: its plans with times and rejections. As `Contenders` it lets splits race.
+    """The search for the fastest split of one part of a chain: holds plans, times and rejections.
+
+    The object is the `Contenders` of a race between splits.
 
     Attributes:
         before: all plans that cuBLASLt accepts and that are not known to be wrong, with untuned algorithms.
@@ -128,7 +130,7 @@ class _Search:
     def _splits(
         self, plans: _Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of
     ) -> list[_Split]:
-        """All splits that can be combined from these plans, in the order of their strategies."""
+        """All splits of the part (a plan for each problem) from these plans, in the order of their strategies."""
         keys = [[(each, one) for each in variants for one in order(each)] for variants in self._variants]
         there = ([plans[key] for key in of_layer if key in plans] for of_layer in keys)
         splits = [*itertools.product(*there)]
@@ -137,7 +139,7 @@ class _Search:
         return [split for split in splits if split[-1].problem == self._readers[split[0].strategy.saved]]
 
     def _untuned_and_plainest(self, plans: _Plans) -> list[_Split]:
-        """Two splits: the first by the priors, which runs untuned, and the plainest, of products without epilogues.
+        """Two splits: the one that runs untuned, by the fitted priors, and that of products without epilogues.
 
         Raises:
             PlanError: all splits have been rejected.
@@ -165,7 +167,7 @@ class _Search:
         return {key[1]: timing for key, timing in self._timings.items() if key[0] == problem}
 
     def time_alone(self, plans: _Plans, rounds: int, budget_s: float) -> None:
-        """Times forward plans against each other, and backward plans, each alone, the priors' choice first."""
+        """Times forward plans against each other, and backward plans; the plan that runs untuned comes first."""
         untuned, _ = self._untuned_and_plainest(plans)
         for first, layer, variants, floor in zip(untuned, self._layers, self._variants, self._floors_us, strict=True):
             contenders = [first, *(plan for plan in plans.values() if plan.problem in variants)]
@@ -203,7 +205,7 @@ class _Search:
         self.time_alone(self.after, *_PLANS)
 
     def conclude(self) -> Decided:
-        """Times the best splits against the untuned split; returns the report and the entries for the plan cache.
+        """Times the best splits of the part against the one that runs untuned; returns report and plan-cache entries.
 
         Raises:
             PlanError: all splits have been rejected.
@@ -226,7 +228,7 @@ class _Search:
         return tuned, {**products, **self._entries(winner, new)}
 
     def names(self) -> list[_Split]:
-        """The finalists: the untuned split, unless rejected, and the fastest splits with tuned and untuned algorithms.
+        """The splits of the last race: the untuned one, unless rejected, and the fastest tuned and untuned ones.
 
         The algorithm that is fastest alone need not be the fastest within a pass, where clocks, contents of caches and
         concurrent kernels differ: at 1600x256x1024 in TF32 the product with GELU's derivative takes 39 µs concurrently
@@ -245,13 +247,13 @@ class _Search:
         return [*dict.fromkeys(finalists)]
 
     def take_times(self, names: Collection[_Split]) -> dict[_Split, Timing]:
-        """Times the splits; the untuned split is timed for the report even if it is rejected. See `Contenders`."""
+        """Times splits of the part; the untuned one is timed for the report even if rejected. See `Contenders`."""
         placed = {split: self._placed(split) for split in (*names, self._untuned)}
         rounds, budget_s = _FINALS
         return self._operands.take_times(placed, budget_s, rounds, least_us=sum(self._floors_us))
 
     def reject_wrong(self, names: Collection[_Split]) -> list[_Split]:
-        """Compares the results of each split with those of the plainest split; see `Contenders`.
+        """Compares each split's results with those of products without epilogues; see `Contenders`.
 
         If an output is wrong, the strategy of the plan that computed it is rejected.
         """

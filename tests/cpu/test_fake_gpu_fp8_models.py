@@ -198,7 +198,7 @@ def test_explain_says_which_layers_are_in_fp8_and_why(gpu: FakeGpu, asks: bool, 
 
 
 def test_neighbours_share_a_choice(gpu: FakeGpu) -> None:
-    """A choice has at most four layers, all of one recipe and of sizes that allow FP8."""
+    """FP8 or the own type is chosen for at most four layers together, of one recipe and of sizes that allow FP8."""
     precisions = [gpu.lt.FP8(fallback=True)] * 6 + [None] + [gpu.lt.FP8(recipe="current")] * 2
     outputs = [64, 64, 64, 64, 64, 48, 48, 48, 10]
     layers = [
