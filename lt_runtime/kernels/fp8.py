@@ -90,6 +90,10 @@ class CastPass:
         dropout: bool = False,
     ) -> None:
         check_fp8(device)
+        # The kernel's fast path reads rows: a column-major matrix is read as its transpose, whose results swap.
+        self._swaps = x.layout.order is Order.COLUMN and activation == _IDENTITY and not dropout
+        if self._swaps:
+            x, out, transposed = x.transposed, transposed, out
         self._writes = out is not None, transposed is not None
         aligned = moves_tiles((scalar, x), out=out, transposed=transposed)
         macros = cast_macros(scalar, dtype, activation, dropout=dropout, aligned=aligned)
@@ -106,6 +110,8 @@ class CastPass:
         """
         params, launch = self._launches[memory.stream]
         params.x.data, scale, out, transposed, amax, *_ = call.addresses
+        if self._swaps:
+            out, transposed = transposed, out
         params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
         if call.dropouts[0] is not None:
             params.dropout = call.dropouts[0].block()

@@ -12,6 +12,7 @@ from lt_runtime.problem import DType
 from lt_runtime.reference import amax_of, cast_fp8
 from lt_runtime.reference.fp8 import FP8_TYPES, cast_fp8_rows
 from tests.support.fake_gpu import FakeGpu
+from tests.support.over_fake_gpu import own
 from tests.support.placed import COLUMNS, FLAT, ODD, Placed, host_of
 from tests.support.strategies import Placement
 
@@ -93,6 +94,21 @@ def test_leading_axes_and_new_arrays(gpu: FakeGpu, shape: tuple[int, ...]) -> No
         turned = expected.reshape(-1, shape[-1]).T if values.size else np.zeros((shape[-1], shape[0]))
         np.testing.assert_array_equal(host_of(gpu, made[1]).astype(np.float32), turned)
     assert (len(gpu.kernels.launched) > before) == (values.size > 0)
+
+
+def test_a_column_major_matrix_is_read_by_the_fast_path(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, aligned = own("kernels.fp8"), list[bool]()
+    macros = module.cast_macros
+    monkeypatch.setattr(
+        module, "cast_macros", lambda *given, **more: aligned.append(more["aligned"]) or macros(*given, **more)
+    )
+    values = np.random.default_rng(7).standard_normal((96, 176)).astype(np.float32)
+    expected = cast_fp8(values, 1.0, "float8_e4m3fn").astype(np.float32)
+    out, transposed = gpu.lt.cast_fp8(gpu.cp.asarray(values.T.copy()).T)
+    gpu.synchronize(0)
+    np.testing.assert_array_equal(host_of(gpu, out).astype(np.float32), expected)
+    np.testing.assert_array_equal(host_of(gpu, transposed).astype(np.float32), expected.T)
+    assert aligned == [True]
 
 
 def test_a_gpu_without_fp8_is_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
