@@ -76,7 +76,7 @@ def recipes() -> dict[str, Any]:
         CONTROL: None,
         "delayed": lt.FP8(),  # not precision="fp8", which would leave small layers in BF16
         "delayed, e4m3 gradients": lt.FP8(gradients="e4m3"),
-        "delayed, fast accumulation": lt.FP8(fast_accumulation="always"),
+        "delayed, exact backward": lt.FP8(fast_accumulation="forward"),
         "current": lt.FP8(recipe="current"),
         "rowwise": lt.FP8(recipe="rowwise"),
     }

@@ -32,7 +32,8 @@ class FP8:
         gradients: type of the gradients of outputs: "e5m2", or "e4m3" with one bit more of mantissa and less range.
         history: steps whose largest magnitudes decide a delayed scale, in [1, 1024].
         headroom: at least 1; a delayed scale leaves room for this multiple of the largest magnitude.
-        fast_accumulation: which products are summed with about 14 bits: "forward", "always" or "never".
+        fast_accumulation: which products are summed with about 14 bits, which is faster: "always", "forward" or
+            "never". Training loses nothing by it in the comparisons of `docs/fp8.md`.
         fallback: whether layers on a GPU are computed in their own type where FP8 is slower, as measured or else as
             expected, or where the GPU lacks scales for rows; `FP8State.fallback` tells why. `precision="fp8"` of a
             model asks for it.
@@ -45,13 +46,13 @@ class FP8:
     gradients: Literal["e5m2", "e4m3"] = "e5m2"
     history: int = 16
     headroom: float = 2.0
-    fast_accumulation: Literal["forward", "always", "never"] = "forward"
+    fast_accumulation: Literal["always", "forward", "never"] = "always"
     fallback: bool = False
 
     def __post_init__(self) -> None:
         one_of("recipe", self.recipe, ("delayed", "current", "rowwise"))
         one_of("gradients", self.gradients, ("e5m2", "e4m3"))
-        one_of("fast_accumulation", self.fast_accumulation, ("forward", "always", "never"))
+        one_of("fast_accumulation", self.fast_accumulation, ("always", "forward", "never"))
         if not 1 <= integer("history", self.history) <= _MOST_STEPS:
             raise ArgumentError(f"history is {shown(self.history)}; it must be in [1, {_MOST_STEPS}]")
         headroom = number("headroom", self.headroom)

@@ -148,7 +148,7 @@ def test_rows_of_fp8(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "SUSTAINED_US", 1e4)
     case = fp8.case((64, 128, 64), 256)
     row = fp8.measure_compared(case, asked("fp8", "--ours"), stream).as_json()
-    assert {*row["us"]} == {*row["sustained_us"]} == {"lt", "lt_bf16", "lt_fast"}
+    assert {*row["us"]} == {*row["sustained_us"]} == {"lt", "lt_bf16", "lt_exact_backward"}
     assert row["memory_ratio"] > 0
     assert {*fp8.measure(case, asked("fp8"), stream).timings} == {"lt", "lt_bf16"}
     inference = fp8.measure_inference(case, asked("fp8"), stream)
