@@ -9,13 +9,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any, Final, Protocol
 
 from lt_runtime.arguments import Fixed, check_instance, number, shown
 from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.environment import local_rank
-from lt_runtime.errors import ArgumentError, GroupError
+from lt_runtime.errors import ArgumentError, GroupError, MissingLibraryError
 
 _MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
@@ -59,8 +58,8 @@ class Engine(Protocol):
     call returns, and their `stream` is None. Results have equal bits in all processes.
     """
 
-    def sum(self, arrays: Sequence[Any], stream: int | None, out: Sequence[Any] | None = None) -> None:
-        """Adds up each array over all processes, into `out` or, if it is None, in place."""
+    def sum(self, arrays: Sequence[Any], stream: int | None) -> None:
+        """Adds up each array over all processes, in place."""
 
     def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:
         """Replaces each element by its maximum over all processes."""
@@ -91,10 +90,8 @@ class Alone:
         """Returns this object, which is also an engine."""
         return self
 
-    def sum(self, arrays: Sequence[Any], stream: int | None, out: Sequence[Any] | None = None) -> None:
-        """Copies the arrays into `out`, if it is given."""
-        for array, target in zip(arrays, out or (), strict=bool(out)):
-            target[...] = array
+    def sum(self, arrays: Sequence[Any], stream: int | None) -> None:
+        """Does nothing."""
 
     def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:
         """Does nothing."""
@@ -141,26 +138,32 @@ class Group(Fixed):
 
         Raises:
             GroupError: two processes have the same GPU, or nothing carries arrays of this kind.
-            MissingLibraryError: NCCL is not installed.
+            MissingLibraryError: NCCL is not installed, which a process that no launcher has started does not need.
         """
         key = HOST if device is None else device
         if key not in self._engines:
-            if device is None:
-                self._engines[key] = self._wire.host_engine()
-            else:
-                # imported late, because only GPUs need it
-                self._engines[key] = import_module("lt_runtime.distributed.nccl").NcclEngine(self, device)
+            self._engines[key] = self._wire.host_engine() if device is None else self._gpu_engine(device)
         return self._engines[key]
 
-    def sum(self, *arrays: Any, stream: int | None = None) -> None:
+    def _gpu_engine(self, device: int) -> Engine:
+        from lt_runtime.distributed.nccl import NcclEngine  # imported late, because only GPUs need it
+
+        try:
+            return NcclEngine(self, device)
+        except MissingLibraryError:
+            if not isinstance(self._wire, Alone):
+                raise
+            return self._wire
+
+    def sum(self, first: Any, *others: Any, stream: int | None = None) -> None:
         """Adds up each array over all processes, in place.
 
         Args:
-            arrays: NumPy arrays, or arrays on one GPU, without gaps between their elements.
+            first, others: NumPy arrays, or arrays on one GPU, without gaps between their elements.
             stream: handle of the stream for arrays on a GPU.
         """
-        device = device_of("the first array", arrays[0])
-        self.engine(None if device == HOST else device).sum(arrays, stream)
+        device = device_of("first", first)
+        self.engine(None if device == HOST else device).sum([first, *others], stream)
 
     def gather(self, value: bytes, what: str) -> list[bytes]:
         """Returns the values that all processes have given, in the order of their ranks.

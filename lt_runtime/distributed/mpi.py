@@ -62,13 +62,15 @@ class MpiWire:
         """The wire itself."""
         return self
 
-    def sum(self, arrays: Sequence[NDArray[Any]], stream: int | None = None, out: Any = None) -> None:
+    def sum(self, arrays: Sequence[NDArray[Any]], stream: int | None = None) -> None:
         """See `Engine.sum`. Sums of 16-bit numbers are computed in FP32, and rounded once."""
-        for array, target in zip(arrays, out or arrays, strict=True):
-            total = array.astype(np.float32 if array.itemsize == 2 else array.dtype, order="C")
+        for array in arrays:
+            is_short = array.itemsize == 2
+            total = array.astype(np.float32) if is_short else array
             self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, total), "a sum of arrays")
-            with np.errstate(all="ignore"):
-                target[...] = total.astype(array.dtype, copy=False)
+            if is_short:
+                with np.errstate(all="ignore"):
+                    array[...] = total.astype(array.dtype)
 
     def maximum(self, arrays: Sequence[NDArray[Any]], stream: int | None = None) -> None:
         """See `Engine.maximum`."""

@@ -72,11 +72,9 @@ class NcclEngine:
         self._handle = self._bindings.Comm(self._communicator.ptr)
         self._watchdog = Watchdog(group, device, self._communicator) if group.size > 1 else None
 
-    def sum(self, arrays: Sequence[Any], stream: int | None, out: Sequence[Any] | None = None) -> None:
+    def sum(self, arrays: Sequence[Any], stream: int | None) -> None:
         """See `Engine.sum`."""
-        targets = (
-            self._spares(arrays, stream or 0) if out is None and self._group.size == 1 else _addresses(out or arrays)
-        )
+        targets = self._spares(arrays, stream or 0) if self._group.size == 1 else _addresses(arrays)
         self._call("all_reduce", arrays, targets, stream, int(self._core.SUM))
 
     def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:

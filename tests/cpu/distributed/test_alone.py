@@ -1,5 +1,7 @@
 """A group of one process, which no launcher has started."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,16 @@ def test_auto_is_the_gpu_of_a_process_on_its_machine(monkeypatch, variable, valu
     assert devices.parse_device("auto") == ordinal
 
 
+def test_one_process_needs_no_nccl(monkeypatch):
+    def nccl():
+        raise lt.errors.MissingLibraryError("NCCL is not installed")
+
+    monkeypatch.setattr("lt_runtime.distributed.nccl.nccl", nccl)
+    assert isinstance(lt.group().engine(0), groups.Alone)
+    with pytest.raises(lt.errors.MissingLibraryError):
+        groups.Group(SimpleNamespace(rank=0, size=2, limit=1.0)).engine(0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -73,7 +85,7 @@ class _Engine(groups.Alone):
         super().__init__(1.0)
         self.sums = list[list[str]]()
 
-    def sum(self, arrays, stream, out=None):
+    def sum(self, arrays, stream):
         self.sums.append([each.tobytes().decode() for each in arrays])
 
 
