@@ -48,7 +48,7 @@ CASES: Final = {
 
 
 class GroupSetup(Setup):
-    """A setup whose step is of a group."""
+    """A `Setup` whose training step runs in a group of processes."""
 
     def __init__(self, case: StepCase, stream: Any, group: Any) -> None:
         super().__init__(case, stream)

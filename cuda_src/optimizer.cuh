@@ -37,7 +37,7 @@ struct alignas(16) OptimizerSettings {
   float lr;
   int decay;  // 0 constant, 1 linear, 2 cosine
   uint32 warmup_steps;
-  uint32 total_steps;  // with a table, its length
+  uint32 total_steps;  // number of updates after which the factor is constant; the table's length if there is one
   float final_factor;
   uint32 reserved;
   const float* table;  // the factor of each update, in place of a decay; null without a table

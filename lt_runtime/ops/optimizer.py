@@ -148,7 +148,7 @@ class Optimizer(Fixed):
     def whole_state(self) -> Iterator[None]:
         """Within a `with` block every process has the moments and master copies of all parameters.
 
-        All processes enter it; those of other processes are copies, and are dropped at the end.
+        All processes must enter the block. Arrays that another process owns are copies, and are dropped at its end.
         """
         shard, own = self._state.shard, self._state.moments
         if shard is None:

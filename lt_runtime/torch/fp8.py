@@ -35,7 +35,7 @@ _ENTRIES: Final = {name: f"fp8_{name}" for name in ("slots", "history", "calibra
 """Keys of a layer's scales in a state_dict."""
 _PLAIN: Final = "none", 0.01, 0.0
 _COMMON: Final = "float32", False, True
-"""Options of a call of the operation `LinearForward`: without activation and dropout, and those after dropout."""
+"""Options of each call of `LinearForward` here: compute type, `propagate_nan`, and whether backward follows."""
 _layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Layers that have been called in FP8, whose scales `_update` follows."""
 
@@ -180,7 +180,7 @@ def _record(made: LinearContext, state: FP8State, weight: Tensor) -> tuple[Recor
 
 
 def _share_x(gate: FP8State, up: FP8State) -> bool:
-    """Whether one cast of x serves both layers: forward of the gate makes all that the other one keeps."""
+    """Whether the layers `gate` and `up` can read one cast of x: the gate's cast makes all that `up` keeps of x."""
     is_possible = _is_in_fp8(gate) and _is_in_fp8(up) and gate.recipe == up.recipe and not gate.recipe.by_rows
     return is_possible and (gate.needs_dw or not up.needs_dw)
 

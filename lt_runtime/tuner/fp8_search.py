@@ -106,7 +106,7 @@ class _Fp8Operands(ChainOperands):
         """See `ChainOperands`."""
         addresses = {name: each.address for name, each in self._added[layer].items()}
         state, kept = ("slots", "history"), ("x8", "w8")
-        if isinstance(plan, PassPlan):  # the update of the scales, in no step that is skipped
+        if isinstance(plan, PassPlan):  # the update of the scales; address 0 means that no step is skipped
             return Call((addresses["slots"], addresses["history"], 0), stream)
         if not isinstance(plan, Fp8ForwardPlan | Fp8BackwardPlan):
             return super().call(layer, plan, stream)

@@ -200,7 +200,7 @@ def test_layers_with_the_same_inputs_can_share_their_cast(gpu: FakeGpu, recipe: 
             for state in states:
                 state.update()
             gpu.synchronize_all()
-            # Of x, w and dy of each layer; a tensor whose scale is not known is read once more.
+            # Casts of x, w and dy of each layer; a tensor whose scale is not known is read once more.
             assert gpu.kernels.launched.count("cast_fp8") == on_gpu * (6 - shares) * (1 if is_calibrated else 2)
         made.append([*map(host, arrays), *(state.state_dict()["slots"] for state in states)])
     for alone, shared in zip(*made, strict=True):

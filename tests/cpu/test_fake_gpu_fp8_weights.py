@@ -12,7 +12,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.fp8_layers import BF16
 
 ROWS, INPUTS = 32, 256
-WEIGHT, AMAX = 1, 2  # the row of w in the slots, and the column of the largest magnitude
+WEIGHT, AMAX = 1, 2  # indices in `FP8State.slots`: the row of w, and the column of the largest magnitude
 
 Change = Callable[[FakeGpu, Any, Any], object]
 """Something that a script does between two steps, given the model and its optimizer."""
@@ -93,7 +93,7 @@ def _assign(gpu: FakeGpu, model: Any, optimizer: Any) -> None:
 
 
 def _write(gpu: FakeGpu, model: Any, optimizer: Any) -> None:
-    """Into the arrays themselves."""
+    """Writes values into the arrays of a parameter themselves."""
     weight = model.layers[0].weight
     for array in (weight.data, weight.master):
         gpu.host_of(array)[...] *= -1
@@ -117,7 +117,7 @@ def _scale(gpu: FakeGpu, model: Any, optimizer: Any) -> None:
 
 
 def _update_scales(gpu: FakeGpu, model: Any, optimizer: Any) -> None:
-    """As in a step that is skipped."""
+    """Updates a layer's scales as in a step that is skipped."""
     model.layers[1].scales.update(skipped=gpu.cp.asarray(np.ones(1, np.uint32)))
 
 
@@ -126,7 +126,7 @@ def _step(gpu: FakeGpu, model: Any, optimizer: Any) -> None:
 
 
 def _train_small_batches(gpu: FakeGpu, model: Any, optimizer: Any) -> None:
-    """In a step of its own, in which no size allows FP8."""
+    """Trains by another step, whose number of rows is no multiple of 16 and so does not allow FP8."""
     step = gpu.lt.TrainStep(model, optimizer, loss="cross_entropy", tune=False)
     x, labels = np.ones((ROWS - 1, INPUTS), BF16), np.zeros(ROWS - 1, np.int32)
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_a_step_casts_no_weight(gpu: FakeGpu) -> None:
     step(x, labels)
     names = gpu.kernels.launched
     captured = names[len(names) - names[::-1].index("copy_rows") : len(names) - names[::-1].index("optimizer")]
-    # a cast for each x and each gradient of outputs; the copies, and all other parameters
+    # Two layers cast x and dy; one kernel updates the weights with FP8 copies, another one all other parameters.
     assert [captured.count(name) for name in ("cast_fp8", "optimizer_fp8", "optimizer")] == [4, 1, 1]
     assert captured.index("fp8_scales") < captured.index("optimizer_fp8") < captured.index("optimizer")
     names.clear()

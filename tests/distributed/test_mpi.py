@@ -26,7 +26,7 @@ def run(size: int, module: str, *arguments: str, **variables: str) -> subprocess
 
 @cache
 def errors(size: int, directory: Path) -> dict[str, list[str]]:
-    """The errors of each case, which all have one start of mpiexec."""
+    """The errors of each case; one start of mpiexec runs all cases."""
     done = run(size, "cases", str(directory))
     found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert found.keys() == CASES.keys(), done.stdout + done.stderr

@@ -22,7 +22,7 @@ with_torchrun = pytest.mark.skipif(importlib.util.find_spec("torch") is None, re
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
-    """A group of this process."""
+    """A group that consists of this process alone."""
     group = lt.group()
     assert (group.rank, group.size) == (0, 1)
     yield group
@@ -40,7 +40,7 @@ def test_a_group_of_one_gives_the_bits_of_no_group(alone: Any, dtype: str) -> No
     assert loss == other_loss
     ours, theirs = weights(step), weights(other)
     assert {name: each.tobytes() for name, each in ours.items()} == {n: each.tobytes() for n, each in theirs.items()}
-    # Each sum is a copy in the graph: of every gradient, and of the loss.
+    # In a group of one process, each sum over the processes is a copy in the graph: of a gradient, or of the loss.
     more = _node_types(other) - _node_types(step)
     assert more["MEMCPY"] == len(step.model.parameters()) + 1
 

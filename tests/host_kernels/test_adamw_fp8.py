@@ -30,7 +30,7 @@ class Weight:
     transposes: bool = True
 
 
-# Tiles of 32 rows, and of 16.
+# Weights whose rows make whole tiles of 32 rows, and weights whose last tile has 16 rows.
 WEIGHTS = (
     Weight((64, 256), BF16, in_place=True),
     Weight((80, 512), BF16, in_place=True, offset=8),
@@ -92,7 +92,7 @@ def test_updates(host: HostKernels, variant: AdamWVariant, special: bool) -> Non
     assert bits(ours) == bits(plain)
     for tensor, copy in zip(ours, copies, strict=True):
         for each in tensor.written:
-            each.values()  # nothing around it was written
+            each.values()  # fails if bytes around the array were written
         copy.check(tensor)
 
 

@@ -79,7 +79,7 @@ def test_batches_that_cannot_be_shared_are_refused(rows, message):
 
 
 class _Engine(groups.Alone):
-    """Notes the gradients of each sum."""
+    """An engine that notes which gradients it is asked to sum."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
