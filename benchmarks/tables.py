@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import fp8, plot, torch, tuning
+from benchmarks import fp8, plot, scaling_cost, torch, tuning
 from benchmarks.kept import COMPARED, Comparison, against, comparisons, is_peer, label, result, rows_of
 from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, speedups
 
 PAGE: Final = Path(__file__).parent / "README.md"
+PAGES: Final = (PAGE, PAGE.parents[1] / "docs" / "distributed.md")
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
 _VERSIONS: Final = {
     "PyTorch": "torch",
@@ -288,6 +289,37 @@ def tuning_figures() -> str:
     return markdown(["Figure", ""], [[each.what, f"{each.value:.3g}"] for each in found if each.value is not None])
 
 
+def scaling() -> str:
+    """Table of training steps of a group: one process, and two on two GPUs."""
+    lines = []
+    for row in rows_of("scaling"):
+        found = row["us"]
+        one = f"{us(found['lt_group_of_one'])}, {found['lt_group_of_one'] / found['lt']:.2f}×"
+        two = [us(found["lt_two"]), f"{row['samples_ratio']:.2f}×"] if "lt_two" in found else ["", ""]
+        sums = [us(found["lt_sums"]), f"{100 * max(0.0, row['hidden']):.0f} %"] if "lt_two" in found else ["", ""]
+        lines.append([f"{row['case']}, batch {row['rows']}", us(found["lt"]), one, *two, *sums])
+    headings = "alone", "group of one", "two GPUs", "samples of two / of one", "sums alone", "of these hidden"
+    return markdown(["MLP", *headings], lines)
+
+
+_SHOWS: Final = 0.95
+"""Share of one GPU's samples a second below which communication shows."""
+
+
+def scaling_predicted() -> str:
+    """Table of predicted samples a second of each GPU, relative to one GPU alone, for two networks."""
+    lines = []
+    times_of = {row["case"]: row["us"]["lt"] for row in rows_of("scaling")}
+    predicted = result("scaling")["predicted_us"] if times_of else {}
+    for network, cases in predicted.items():
+        for case, found in cases.items():
+            shares = {gpus: times_of[case] / value for gpus, value in found.items()}
+            first = next((gpus for gpus, share in shares.items() if share < _SHOWS), "none of these")
+            lines.append([network, case, *(f"{100 * share:.0f} %" for share in shares.values()), first])
+    counts = [f"{gpus} GPUs" for gpus in scaling_cost.GPUS]
+    return markdown(["network", "MLP", *counts, "communication shows from"], lines)
+
+
 TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "slower": (slower, ()),
     "steps": (steps, ("steps",)),
@@ -303,6 +335,8 @@ TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "host": (host, ("host",)),
     "cold": (cold, ("cold",)),
     "tuning": (tuning_figures, ("tuning",)),
+    "scaling": (scaling, ("scaling",)),
+    "scaling-predicted": (scaling_predicted, ("scaling",)),
 }
 """By name: the function that makes a table, and the suites whose source stands above it."""
 
@@ -327,7 +361,8 @@ def rendered(text: str) -> str:
 
 
 def main(_: Sequence[str]) -> None:
-    """Writes benchmarks/README.md and the plot."""
-    PAGE.write_text(rendered(PAGE.read_text()))
-    for file in (PAGE, plot.write(), *plot.write_losses()):
+    """Writes the tables of all pages, and the plots."""
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
+    for file in (*PAGES, plot.write(), *plot.write_losses()):
         print(f"written to {file}")
