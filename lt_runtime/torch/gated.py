@@ -74,14 +74,16 @@ class GatedLayers(Operator):
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`.
 
-        The kernel that reads h computes the gated values again, because forward did not keep them.
+        The kernel that reads h computes the gated values again, because forward did not keep them. The gradient of h is
+        written over h if autograd frees h.
         """
         gradients = iter(placed(made))
         dx, _, _, dgate, dup, ddown, *of_biases = [next(gradients) if need else None for need in needs]
         (dy, *_), (x, key, gate, up, down, h) = placed(dys), placed(saved)
         activation, p, width = Activation.of(*options[:2]), options[2], gate.shape[0]
         a = linear(dy, down.T, compute=compute_of(dy.dtype))
-        dh = gated_bwd(a, GatedContext(h, activation, p, masks_of(p, 0, key)), remake_y=True)
+        context, over_h = GatedContext(h, activation, p, masks_of(p, 0, key)), None if options[-1] else h
+        dh = gated_bwd(a, context, remake_y=True, out=over_h)
         for weight, inputs, dz, outs, adds in (
             (down, a, dy, (None, ddown, of_biases[2]), False),
             (gate, x, dh[..., :width], (dx, dgate, of_biases[0]), False),

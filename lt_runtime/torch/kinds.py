@@ -218,7 +218,8 @@ class Kind(NamedTuple):
         return [each for each in (module, *self.absorbed(module)) if name_of(each) in LAYERS]
 
     def _holders(self, module: Any) -> list[Any]:
-        return [getattr(module, name.partition(".")[0]) for name in self.parts.split() if "." in name]
+        names = {name.partition(".")[0]: None for name in self.parts.split() if "." in name}
+        return [getattr(module, name) for name in names]
 
     def _parts(self, module: Any) -> list[Any]:
         return [attrgetter(name)(module) for name in self.parts.split()]

@@ -134,9 +134,11 @@ class LinearCrossEntropy(Operator):
         return outputs[1:]
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """See `Operator`."""
-        dtype = torch.float16 if options[3] else None
-        return [torch.empty_like(each, dtype=dtype) for each, need in zip(saved, needs, strict=False) if need]
+        """See `Operator`. Gradients of the operands' type are scaled in place if autograd frees them."""
+        wanted = [each for each, need in zip(saved, needs, strict=False) if need]
+        is_half, keeps = options[3], options[-1]
+        dtype = torch.float16 if is_half else None
+        return [torch.empty_like(each, dtype=dtype) for each in wanted] if is_half or keeps else wanted
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""

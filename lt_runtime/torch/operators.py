@@ -36,7 +36,9 @@ class Operator(ABC):
 
     Attributes:
         name: the operator's name.
-        options: the schema of its options. A last option, `training`, is added: whether a gradient will be computed.
+        options: the schema of its options. A last option, `training`, is added: whether a gradient will be computed. In
+            backward it is False if results may be written over the saved tensors: the caller did not get these, and
+            autograd frees them.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
         addend: index of an operand that is added to the output; None without one. Its gradient is dy itself, which the
             registered operator may not return.
@@ -149,7 +151,7 @@ class Operator(ABC):
         if is_eager((*dys, *saved)):
             made = iter(self.run_backward(dys, saved, asked, options))
         else:
-            made = iter(self._backward([*dys], [*saved], asked, *options))
+            made = iter(self._backward([*dys], [*saved], asked, *options[:-1], True))
         return [next(made) if a else dys[0] if need else None for a, need in zip(asked, needs, strict=True)]
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
@@ -190,10 +192,11 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, operator: Operator, run: Any, options: Options, *operands: Tensor) -> tuple[Tensor, ...]:
         """Runs the operator by `run`, which takes the operands and the options."""
         outputs = run(operands, options)
-        ctx.operator, ctx.options, ctx.is_tuning = operator, options, is_tuning()
+        ctx.operator, ctx.options, ctx.is_tuning = operator, options[:-1], is_tuning()
+        ctx.is_eager = run == operator.run
         ctx.save_for_backward(*operator.saved(operands, outputs, ctx.needs_input_grad[3:], options))
         ctx.set_materialize_grads(False)
-        if run == operator.run:  # in an eager call the caller gets the visible outputs only
+        if ctx.is_eager:  # the caller gets the visible outputs only
             return tuple(outputs[: operator.visible])
         ctx.mark_non_differentiable(*outputs[operator.visible :])
         return tuple(outputs)
@@ -206,7 +209,8 @@ class _Differentiable(torch.autograd.Function):
         dys, needs = dys[: operator.visible], ctx.needs_input_grad[3:]
         if not [dy for dy in dys if dy is not None]:
             return (None,) * (3 + len(needs))
-        return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, ctx.options)
+        keeps = not ctx.is_eager or torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, (*ctx.options, keeps))
 
 
 def applied(function: Any, name: str) -> Callable[..., Any]:

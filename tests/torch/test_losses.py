@@ -253,6 +253,16 @@ def test_a_second_derivative_is_refused_and_a_second_backward_is_not(loss: Calla
         torch.autograd.grad(made, x, create_graph=True)
 
 
+def test_the_last_backward_pass_scales_the_gradients_in_place(path: str) -> None:
+    x, weight = leaves((8, 6), (5, 6), dtype=torch.float32)
+    loss = linear_cross_entropy(x, weight, labels_for((8,), 5))
+    kept = [each.data_ptr() for each in loss.grad_fn.saved_tensors[:2]]
+    first, last = (torch.autograd.grad(3 * loss, (x, weight), retain_graph=retains) for retains in (True, False))
+    torch.testing.assert_close(first, last, rtol=0, atol=0)
+    assert [each.data_ptr() for each in last] == kept
+    assert not {each.data_ptr() for each in first} & {*kept}
+
+
 X, W, T = torch.ones(8, 6), torch.ones(5, 6), torch.zeros(8, dtype=torch.int64)
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "reduction": (lambda: cross_entropy(X, T, reduction="none"), ArgumentError, "reduction is 'none'"),

@@ -326,6 +326,14 @@ def test_memory_that_backward_needs_is_watched(place: Any) -> None:
         assert ltt.functional.linear(x, w, activation="gelu").is_inference()
 
 
+def test_a_second_backward_finds_what_the_first_has_read(place: Any) -> None:
+    """A last backward pass may overwrite saved tensors; a pass that retains the graph must not."""
+    operands = leaves_of((3, 4), (6, 4), (6, 4), (4, 6), dtype=place[0])
+    y = ltt.functional.gated(*operands)
+    first, second = (torch.autograd.grad(y.sum(), operands, retain_graph=retains) for retains in (True, False))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def test_second_derivatives_and_transforms_are_refused() -> None:
     x, w = leaves_of((3, 4), (5, 4))
     y = ltt.functional.linear(x, w)
