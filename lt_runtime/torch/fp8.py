@@ -27,7 +27,7 @@ from lt_runtime.problem import Activation
 from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated_block, linear_layers
 from lt_runtime.torch.linear import masks_of, scratch
 from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward, is_eager
-from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, placed
+from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, as_tensors, placed
 
 Precision: TypeAlias = "Literal['fp8'] | FP8 | None"
 
@@ -175,7 +175,7 @@ Record: TypeAlias = tuple[Layer, FP8State, bool]
 
 def _record(made: LinearContext, state: FP8State, weight: Tensor) -> tuple[Record, list[Tensor]]:
     """The record and the tensors for a layer's backward."""
-    kept = _tensors((made.x, made.w, made.cast_slots, made.saved))
+    kept = as_tensors((made.x, made.w, made.cast_slots, made.saved))
     return (made.layer, state, weight.is_contiguous()), kept
 
 
@@ -202,10 +202,6 @@ def _backward(
         options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
     need_dx, need_dw, need_db = needs
     return [*linear_bwd(dy, context, need_dx=need_dx, need_dw=need_dw, need_db=need_db, **options)]
-
-
-def _tensors(arrays: Sequence[Any]) -> list[Tensor]:
-    return [each if each is None else as_tensor(each) for each in arrays]
 
 
 class _Fp8Layers(torch.autograd.Function):
@@ -241,7 +237,7 @@ class _Fp8Layers(torch.autograd.Function):
             dx, *found[at : at + 2] = _backward(dx, ctx.records[i], kept[4 * i : 4 * i + 4], key, wanted, number=i)
             if dx is None:
                 break
-        return None, None, *_tensors([dx]), dy if of_add else None, None, *_tensors(found)
+        return None, None, *as_tensors([dx]), dy if of_add else None, None, *as_tensors(found)
 
 
 class _Fp8Gated(torch.autograd.Function):
@@ -288,7 +284,7 @@ class _Fp8Gated(torch.autograd.Function):
             dx, dgate, dgate_bias = _backward(dh[..., :width], gate, kept[:4], key, (of_x, needs[0], needs[3]))
             adds: Any = {"out_dx": dx, "accumulate_dx": True} if of_x else {}
             _, dup, dup_bias = _backward(dh[..., width:], up, kept[4:8], key, (of_x, needs[1], needs[4]), **adds)
-        dx, *of_layers = _tensors((dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias))
+        dx, *of_layers = as_tensors((dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias))
         return None, None, dx, dy if of_add else None, None, *of_layers
 
 
