@@ -228,8 +228,10 @@ def _difference(theirs: Any, ours: Any) -> tuple[str, str]:
     """Two values that differ, as texts; of mappings only the first entry that differs."""
     if not (isinstance(theirs, dict) and isinstance(ours, dict)):
         return shown(theirs), shown(ours)
-    key = next(key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key))
-    their, our = _difference(theirs.get(key), ours.get(key))
+    pairs = {key: (theirs.get(key, "missing"), ours.get(key, "missing")) for key in {**theirs, **ours}}
+    # as JSON, in which also 1 and 1.0 differ
+    key, pair = next(each for each in pairs.items() if len({*map(json.dumps, each[1])}) > 1)
+    their, our = _difference(*pair)
     return f"{key} = {their}", f"{key} = {our}"
 
 

@@ -1,5 +1,6 @@
 """A group of one process, which no launcher has started."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +41,22 @@ def test_auto_is_the_gpu_of_a_process_on_its_machine(monkeypatch, variable, valu
     monkeypatch.setattr(devices, "device_count", lambda: 2)
     monkeypatch.setenv(variable, value)
     assert devices.parse_device("auto") == ordinal
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2, 2], r"rank 0 differs from rank 1 in a test: 1 on rank 0, 2 there"),
+        ([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1}], "b = 'missing' on rank 2, b = 2 there"),
+        ([{"a": {"b": 1.0}}, {"a": {"b": 1}}], "a = b = 1 on rank 1, a = b = 1.0 there"),
+        ([1, 1, 2, 3], r"rank 2 differs from rank 0 .* \(and 1 other ranks differ\)"),
+    ],
+)
+def test_a_difference_names_a_rank_and_an_entry(values, message):
+    texts = [json.dumps(each).encode() for each in values]
+    wire = SimpleNamespace(rank=0, size=len(values), limit=1.0, gather=lambda value, what: texts)
+    with pytest.raises(lt.errors.GroupError, match=message):
+        groups.Group(wire).agree(values[0], "a test")
 
 
 def test_one_process_needs_no_nccl(monkeypatch):
