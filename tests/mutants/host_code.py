@@ -21,6 +21,25 @@ FAULTS: Final[Table] = {
             f"{_CHANGES}[_train_small_batches]",
         ),
     },
+    "lt_runtime/distributed/buckets.py": {
+        "gradients that nobody has announced are summed early": (
+            "return self._writes[key] > 0 and self._left",
+            "return self._left",
+            "tests/cpu/distributed/test_alone.py::test_gradients_of_one_kernel_are_summed_at_the_end",
+        ),
+        "a gradient is summed before its second write": (
+            "self._writes[key] = self._writes.pop(key, 0) + 1",
+            "self._writes[key] = 1",
+            "tests/cpu/distributed/test_fake_gpu_groups.py::test_equal_batches_give_the_bits_of_one_process",
+        ),
+    },
+    "lt_runtime/distributed/together.py": {
+        "one process owns all parameters": (
+            "loads[owners[i]] += sizes[i]",
+            "pass",
+            "tests/cpu/distributed/test_fake_gpu_groups.py::test_each_process_updates_and_keeps_its_part_of_the_state",
+        ),
+    },
     "lt_runtime/training/fp8_weights.py": {
         "a weight that was replaced keeps its magnitude": (
             'call("cuMemsetD32Async", amax.data.ptr, 0, 1, stream)',

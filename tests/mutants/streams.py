@@ -42,13 +42,13 @@ FAULTS: Final[Table] = {
             f"{_MADE}[AdamW]",
         ),
         "the first of several rules advances the step": (
-            "            if group == len(options.rules) - 1:\n",
-            "            if True:\n",
+            "if advances and group == len(options.rules) - 1:",
+            "if advances:",
             "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
         ),
         "the parameters of every group are numbered from zero": (
-            "kernels.update_table(own, first, {*copied, *others})",
-            "kernels.update_table(own, 0, {*copied, *others})",
+            "kernels.update_table(own, first, {*copied, *others, *without})",
+            "kernels.update_table(own, 0, {*copied, *others, *without})",
             "tests/cpu/test_fake_gpu_settings.py::test_three_rules_and_a_table_in_a_graph",
         ),
     },
