@@ -96,7 +96,7 @@ def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
 def row_of_measuring(model: str, found: Sequence[tuple[Found, Found]]) -> Row:
     """Measures the first training step with and without tuning, and a later step of either.
 
-    Also computes after how many steps the time for tuning has paid off.
+    The row also tells after how many steps the time for tuning has paid off.
     """
     tuned, untuned = ([each["us"] for each in one] for one in zip(*found, strict=True))
     timings = {"lt": summarise([us["first"] for us in tuned]), "lt_untuned": summarise([us["first"] for us in untuned])}

@@ -36,10 +36,7 @@ _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
 Entries = dict[str, dict[str, float]]
-"""Measured microseconds, by the name that `roles` gives a pass of the block, and then by strategy.
-
-The chosen strategy comes first.
-"""
+"""Measured microseconds, by the name that `roles` gives a pass of the block, and by strategy, the chosen one first."""
 
 
 def chain_of(case: Any) -> LayerChain:

@@ -161,8 +161,8 @@ class CastRowsPass:
 class CastGradientPass:
     """out = dz · scale in FP8, its transpose, and the bias gradient, where dz = dropout'(dy) · act'(saved).
 
-    Also amax = max(amax, max |dz|). The bias gradient is the FP32 sum of dz before the cast, rounded once. dy is
-    BF16, and `moves_tiles` holds for all matrices.
+    The pass also computes amax = max(amax, max |dz|). The bias gradient is the FP32 sum of dz before the cast, rounded
+    once. dy is BF16, and `moves_tiles` holds for all matrices.
 
     Args:
         derivative: the factor of dy; it saves the pre-activation or nothing. Its `db` is None without a bias gradient.

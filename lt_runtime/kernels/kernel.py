@@ -156,7 +156,8 @@ class Kernel:
     def _allow_shared(self, size: int) -> None:
         """Allows a kernel's blocks `size` bytes of dynamic shared memory each.
 
-        Also asks the driver for the largest share of L1 as shared memory, so that several blocks fit a multiprocessor.
+        The driver is also asked for the largest share of L1 as shared memory, so that several blocks fit a
+        multiprocessor.
         """
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)

@@ -40,9 +40,9 @@ class NarrowPasses:
     def take(self, x: Any, *, backward: bool) -> bool:
         """Whether to use the fused passes for inputs x.
 
-        False for a model that the kernels do not support with any number of rows, for a model with a layer in FP8, and
-        for inputs that do not fit the model: the layers then raise the error. With gradients the layers' states tell
-        why they are not in FP8.
+        The answer is False for a model that the kernels do not support with any number of rows, for a model with a
+        layer in FP8, and for inputs that do not fit the model: the layers then raise the error. With gradients the
+        layers' states tell why they are not in FP8.
 
         Args:
             backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.

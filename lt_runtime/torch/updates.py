@@ -344,7 +344,7 @@ def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _upload(table: NDArray[Any], like: Tensor) -> Tensor:
-    """A copy of a table on a tensor's device, where it stays at its address.
+    """Copies a table to the device of the tensor `like`; the copy stays at its address as long as it is referred to.
 
     During a capture the copy is made at once, on another stream: otherwise it would become part of the graph, in
     memory that the graph uses for other tensors too.

@@ -41,7 +41,7 @@ def floor_us(problems: Iterable[Remembered], device: int) -> float:
 def least_us(problem: Remembered, hardware: Hardware) -> float | None:
     """Microseconds of a problem at the GPU's peak rates: the longer of compute time and time to move the data.
 
-    None if the peak rates are not known.
+    The result is None if the GPU's peak rates are not known.
     """
     is_fp8 = isinstance(problem, Fp8ChainProblem)
     types = (DType.FLOAT8_E4M3FN, Compute.FLOAT32) if is_fp8 else (problem.dtype, problem.compute)

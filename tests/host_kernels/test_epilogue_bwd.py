@@ -193,9 +193,9 @@ EXAMPLE = BackwardCase(
     blocks=Blocks((4, 8), 2),
     tall_blocks=Blocks((4, 8), 2),
 )
-"""In this case several blocks share a column's sum, and each block has several rows."""
+"""A test case in which several blocks share a column's sum, and each block has several rows."""
 TALL = replace(EXAMPLE, shape=(700, 40), blocks=None)
-"""In this case the runtime chooses the blocks: a thread has several rows, and blocks share a column's sum."""
+"""A test case in which the runtime chooses the blocks: a thread has several rows, and blocks share a column's sum."""
 
 
 @pytest.mark.parametrize("variant", BACKWARD_EPILOGUES, ids=str)

@@ -196,9 +196,9 @@ def check(rows: Rows) -> None:
 
 
 EXAMPLE = Case(shape=(40, 136))
-"""In this case a block processes several groups of rows, and adds up their sums for the weight's gradient."""
+"""A test case in which a block processes several groups of rows, and adds up their sums for the weight's gradient."""
 WARPS = Case(shape=(9, 1000), aligned=False, accumulate=True, shift=1000.0)
-"""In this case several warps share a row, and the last octet of a row is not whole."""
+"""A test case in which several warps share a row, and the last octet of a row is not whole."""
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=name_of)

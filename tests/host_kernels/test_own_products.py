@@ -142,14 +142,14 @@ def tile_product(host: HostKernels, variant: Tile, case: TileCase, order: int) -
 
 
 MANY = NarrowCase(tiny=3, long=(700, 264), c="in place", vector=True, busy=True)
-"""In this case threads have several rows of D, and blocks share K."""
+"""A test case in which threads have several rows of D, and blocks share K."""
 MANY_ROWS = replace(MANY, long=(800, 32), c="nowhere")
-"""In this case blocks share M, and their threads have several rows."""
+"""A test case in which blocks share M, and their threads have several rows."""
 LONG = TileCase(shape=(70, 67, 700), c="in place")
-"""In this case D has four tiles, and blocks that make the same tile share K."""
+"""A test case in which D has four tiles, and blocks that make the same tile share K."""
 SHARED = replace(LONG, shape=(30, 21, 700))
 TALL = replace(LONG, shape=(700, 65, 21), c="nowhere")
-"""In this case several tiles of D lie in one column, and share its sums."""
+"""A test case in which several tiles of D lie in one column, and share its sums."""
 
 
 @pytest.mark.parametrize("variant", NARROW, ids=str)
