@@ -46,7 +46,7 @@ _CHOSEN_S: Final = 25.0
 Tests of the mutated file are chosen first, then those in the folder of tests/cpu with the name of the file's package.
 """
 _TELLING: Final = 4
-"""About a quarter of all changes survive; it is unlikely that this many survive in turn."""
+"""The command fails if all changes survive, and are at least this many; usually about a quarter survives."""
 
 _SWAPS: Final[dict[type[ast.AST], type[ast.AST]]] = {
     ast.Lt: ast.LtE,

@@ -108,7 +108,7 @@ def test_a_vocabulary(gpu: Any, dtype: DType, classes: int, place: Placement | N
     ("rows", "classes"), [(20000, 10), (8000, 1000), (5000, 300), (5000, 3000), (300, 70000), (150, 128256)]
 )
 def test_many_rows(gpu: Any, rows: int, classes: int, dtype: DType, out: Placement | None) -> None:
-    """There are so many rows that a block or warp processes several, and a separate launch counts the ignored labels."""
+    """There are so many rows that a block or warp has several, and that a separate launch counts the ignored labels."""
     generator = np.random.default_rng(rows)
     logits = generator.standard_normal((rows, classes)).astype(dtype.numpy)
     labels = generator.integers(0, classes, rows)
