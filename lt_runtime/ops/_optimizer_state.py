@@ -59,7 +59,9 @@ class Shard(NamedTuple):
         """Copies the arrays of each parameter from its owner to all processes."""
         for rank in sorted({*self.owners}):
             pairs = zip(arrays, self.owners, strict=True)
-            self.broadcast([array for each, owner in pairs if owner == rank for array in each], rank, stream)
+            sent = [array for each, owner in pairs if owner == rank for array in each]
+            if sent:  # rules without moments have none
+                self.broadcast(sent, rank, stream)
 
 
 def _moments(
@@ -266,7 +268,8 @@ class GpuState:
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """A new array of zeros, written on the current stream."""
-        return CUPY.zeros(shape, dtype, self._device, self._current_stream(self._device))
+        with activated(self._device):
+            return CUPY.zeros(shape, dtype, self._device, self._current_stream(self._device))
 
     def _with_moments(self) -> list[kernels.Tensor]:
         """The addresses of the arrays that updates read and write."""

@@ -183,17 +183,17 @@ def other_initial_values(group: lt.Group, _: Path) -> None:
 def uneven_batches(group: lt.Group, _: Path) -> None:
     """The last batch has fewer rows than the processes want, so that the last process has none of its own."""
     (x, labels), (rest, other) = batches(group.size, 2)
-    count = (group.size - 1) * ROWS - 3
-    target, options = np.eye(CLASSES, dtype=np.float32), {"loss": "mse", "parts": 2}
-    together = Training(group.size, group, **options)
-    given = [(x, target[labels]), (rest[:count], target[other[:count]])]
-    for batch in lt.prefetch(lt.share(given, group, ROWS), device="cpu"):
-        together.step(*batch)
-    alone = Training(1, None, loss="mse")
-    alone.step = lt.TrainStep(alone.model, alone.optimizer, loss="mse")
-    for batch in given:
-        alone.step(*batch)
-    check_close(together.gradients, alone.gradients, 200)
+    count, one_hot = (group.size - 1) * ROWS - 3, np.eye(CLASSES, dtype=np.float32)
+    for loss, targets in (("cross_entropy", (labels, other)), ("mse", (one_hot[labels], one_hot[other]))):
+        given = [(x, targets[0]), (rest[:count], targets[1][:count])]
+        together, alone = Training(group.size, group, loss=loss, parts=2), Training(1, None, loss=loss)
+        alone.step = lt.TrainStep(alone.model, alone.optimizer, loss=loss)
+        for batch in lt.prefetch(lt.share(given, group, ROWS), device="cpu"):
+            found = together.step(*batch)
+        for batch in given:
+            wanted = alone.step(*batch)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        check_close(together.gradients, alone.gradients, 200)
     assert [len(batch) for batch in lt.share(given, group, ROWS)] == [2, 3]
     assert [len(batch) for batch in lt.share(given, group, ROWS, drop_uneven=True)] == [2]
 
