@@ -356,7 +356,7 @@ def logger_set_mask(mask: int) -> None:
     """Has cuBLASLt log the kinds of messages whose bits are set in the mask.
 
     Raises:
-        ArgumentError: the mask has other bits.
+        ArgumentError: the mask has a bit that stands for no kind of message.
     """
     if not 0 <= mask <= 31:
         raise ArgumentError(f"mask is {mask}; accepted: 0 (off) to 31, the sum of 1, 2, 4, 8 and 16")

@@ -62,7 +62,7 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
         architecture: such as "sm_90".
 
     Raises:
-        CompileError: NVRTC rejected it; carries the compiler's log.
+        CompileError: NVRTC rejected the source; the error carries the compiler's log.
         MissingLibraryError: NVRTC or the CUDA runtime's headers are not installed.
     """
     code, options = (kernel_sources() / source).read_bytes(), _options(source, macros, architecture)
@@ -123,7 +123,7 @@ def runtime_headers() -> str:
     """The directory of the CUDA runtime's headers (`cuda_bf16.h` and others).
 
     Raises:
-        MissingLibraryError: they are not installed.
+        MissingLibraryError: the headers are not installed.
     """
     directory = pathfinder.find_nvidia_header_directory("cudart")
     if directory is None:
@@ -173,7 +173,7 @@ def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
         name: name of the source, for messages.
 
     Raises:
-        CompileError: the compiler rejected it; carries its log.
+        CompileError: the compiler rejected the source; the error carries the compiler's log.
     """
     from cuda.bindings import nvrtc  # imported late: a process that finds every kernel in the cache does not need it
 

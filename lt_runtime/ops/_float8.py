@@ -55,8 +55,8 @@ def check_options(
     """Checks scales and options of a product against the types of A, B and D.
 
     Raises:
-        ArgumentError: scales or fast accumulation without FP8 matrices; a scale, C or epilogue that D's type excludes,
-            as FP8 excludes vectors of scales.
+        ArgumentError: scales or fast accumulation without FP8 matrices; or a scale, C or epilogue that D's type
+            excludes: if D is FP8, vectors of scales are.
         DTypeError: cuBLASLt does not have this combination of types; or a scale is no FP32 number.
         AlignmentError: a scale's address is not a multiple of 16 bytes.
     """

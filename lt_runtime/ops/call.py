@@ -215,7 +215,7 @@ class Operation(ABC):
             scalars: arguments that no plan depends on: factors, or the sources of dropout masks.
 
         Raises:
-            LtError: something is not accepted.
+            LtError: an operand or option is not accepted.
         """
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:

@@ -192,8 +192,8 @@ def _check_vectors(x: Operand, cols: int, weight: Operand, *bias: Operand) -> DT
     """The type of weight and bias.
 
     Raises:
-        DTypeError: it is neither x's nor FP32, or the two differ.
-        ShapeError, LayoutError: they are not vectors without gaps, with an element for each column of x.
+        DTypeError: the type is neither x's nor FP32, or weight and bias have different types.
+        ShapeError, LayoutError: weight or bias is no vector without gaps, with an element for each column of x.
     """
     if weight.dtype not in (x.dtype, "float32"):
         raise DTypeError(f"weight is {weight.dtype} but {x.name} is {x.dtype}; accepted are {x.dtype} and float32")

@@ -146,8 +146,8 @@ class Document:
             is_own: whether the file belongs to this cache; if so, it is refused if another user could have written it.
 
         Raises:
-            UnusableError: "damaged" or "schema-K".
-            UntrustedError: another user could have written it.
+            UnusableError: the file is damaged ("damaged"), or has version K of the file format ("schema-K").
+            UntrustedError: another user could have written the file.
             OSError: the file cannot be read.
         """
         try:
@@ -161,7 +161,7 @@ class Document:
         """Reads a document from the bytes of a file.
 
         Raises:
-            UnusableError: "damaged" or "schema-K".
+            UnusableError: the file is damaged ("damaged"), or has version K of the file format ("schema-K").
         """
         try:
             data = parse_json(content)
@@ -183,7 +183,7 @@ class Document:
         """Checks that the entries are valid for the machine with this fingerprint.
 
         Raises:
-            UnusableError: "foreign", because they are valid for another machine.
+            UnusableError: the entries are valid for another machine ("foreign").
         """
         differences = fingerprint.differences(self.fingerprint)
         if differences:
@@ -193,7 +193,7 @@ class Document:
         """Checks every entry, as is required before entries of another machine are merged.
 
         Raises:
-            UnusableError: "damaged", because of the first entry with a fault.
+            UnusableError: an entry has a fault ("damaged"); the message describes the first one.
         """
         for fault in self.faults():
             raise UnusableError("damaged", f"is damaged ({fault})")
