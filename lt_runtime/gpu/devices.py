@@ -19,7 +19,7 @@ from lt_runtime.errors import ArgumentError, GpuError, LtError
 from lt_runtime.gpu.driver import call
 
 _FP8_CAPABILITY: Final = 89
-# Larger numbers cannot be ordinals, and Python refuses to print integers of thousands of digits.
+# Larger numbers than this cannot be ordinals of GPUs, and Python refuses to print integers of thousands of digits.
 _MOST_GPUS: Final = 10**9
 
 

@@ -30,7 +30,7 @@ _SUM_OCTETS: Final = 4
 _MAX_SIDE: Final = 16
 # If a thread of narrow_m had more rows of the large dimension K than this, several blocks share them.
 _LONG: Final = 16
-# Fewest of these rows that each thread keeps if several blocks share them.
+# Fewest rows of K that each thread of narrow_m keeps if several blocks share them.
 _PART: Final = 4
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
 

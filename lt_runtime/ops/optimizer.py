@@ -489,12 +489,12 @@ class StepInParts:
         call("cuStreamSynchronize", stream)
 
     def begin(self, stream: int) -> None:
-        """Puts the first part on a stream."""
+        """Puts the update of the first parameters on a stream."""
         for launches in self._first:
             launches[stream][1]()
 
     def __call__(self, *, stream: Any) -> None:
-        """Puts the second part on a stream, see `Optimizer.step`."""
+        """Puts the update of all other parameters on a stream, see `Optimizer.step`."""
         ranges.tell(self._optimizer)
         self._optimizer.check_arrays()
         self._state.step(stream, self._second)

@@ -405,7 +405,7 @@ class FakeCublasLt:
     def _check_owner(self, workspace: int, stream: int, captured: int) -> None:
         """Checks that a workspace is used by one stream only.
 
-        The stream is the one that runs the work, or the one from which the graph was captured.
+        A product in a graph counts for the stream from which the graph was captured, any other for its own stream.
         """
         block = self._memory.block(workspace)
         if block is None:
