@@ -176,7 +176,8 @@ class Arrays(NamedTuple):
 def arrays(block: Block, make: Callable[[tuple[int, ...], str], Any] = normal) -> Arrays:
     """Fills operands and results with random numbers."""
     m, n, k = block.layer
-    padded = -(-n // 8) * 8  # cuBLASLt needs a saved pre-activation's rows to be a multiple of 8; a mask is smaller.
+    # Rows of the tensor saved for backward: cuBLASLt saves a pre-activation only in rows of a multiple of 8 elements.
+    padded = -(-n // 8) * 8
     w1, w2 = (n, k), (k, n)
     shapes = ((m, k), w1, (n,), w2, (k,), (m, k), (m, n), (m, k), (m, padded), (m, k), w1, (n,), (m, n), w2, (k,))
     return Arrays(*(make(shape, block.dtype) for shape in shapes))

@@ -89,7 +89,7 @@ def measure(case: StepCase, options: argparse.Namespace, plans: str, stream: Any
 
 def _turns(case: StepCase, stream: Any, group: Any, which: Mapping[str, bool]) -> dict[str, Any]:
     """The turns of contenders, by name; each tells whether its steps are of the group."""
-    # The group's step comes first, because its tuning serves the other one in all processes.
+    # The group's step comes first, because its tuning serves the steps without a group in all processes.
     order = sorted(which, key=which.__getitem__, reverse=True)
     setups = {name: GroupSetup(case, stream, group if which[name] else None) for name in order}
     made = {name: contender(setup) for name, setup in setups.items()}

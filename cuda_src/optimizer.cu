@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) optimizer(const l
   }
   __syncthreads();
   uint32 before = ~0u;  // the initial value is no possible count: `advance` does nothing if this block is not counted
-  // Counted here, although the count is read only at the end, so that the update hides the latency of the atomic.
+  // The block is counted here, although the count is read only at the end: the update hides the atomic's latency.
   if (threadIdx.x == 0 && p.tickets) before = count_in(p);
   if (!step.skipped) {
     const Octets result = update(p, chunk, step, old);
