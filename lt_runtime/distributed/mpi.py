@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lt_runtime.distributed.group import Engine
 from lt_runtime.errors import GroupError, MissingLibraryError
 
-_SPINNING: Final = 2e-3
+_SPINNING: Final = 2e-2
 """Seconds of a wait in which the process only yields its core; afterwards it sleeps between its looks."""
 _PAUSE: Final = 2e-4
 _BETWEEN_QUESTIONS: Final = 0.1

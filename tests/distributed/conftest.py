@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -14,5 +15,5 @@ if os.environ.get("LT_REQUIRE_MPI") == "1" and find_spec("mpi4py") is None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("mpi4py") is None:
         for item in items:
-            if "distributed" in item.path.parts and "cpu" not in item.path.parts:
+            if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip("needs mpi4py: pip install '.[test-mpi]'"))
