@@ -16,7 +16,7 @@ struct Rows {
 // The destination of an array. The rows are split into parts of equally many rows; each part is contiguous in memory.
 struct RowBuffers {
   void* data;
-  int64 rows;    // number of rows of a part
+  int64 rows;    // number of rows of each part
   int64 width;   // number of bytes of a row
   int64 stride;  // bytes from the beginning of a part to that of the next
 };

@@ -35,7 +35,7 @@ struct alignas(16) OptimizerChunk {
 // Settings that the host may write between two updates, so that a captured graph follows them.
 struct alignas(16) OptimizerSettings {
   float lr;
-  int decay;  // 0 constant, 1 linear, 2 cosine
+  int decay;  // of the learning rate: 0 constant, 1 linear, 2 cosine
   uint32 warmup_steps;
   uint32 total_steps;  // number of updates after which the factor is constant; the table's length if there is one
   float final_factor;

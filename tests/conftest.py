@@ -66,7 +66,7 @@ _GPU_TESTS: Final = Path(__file__).parent / "gpu"
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out `tests/gpu`, unless the command names it, where there is no GPU and none is required.
 
-    To collect and skip these thousands of tests took each process several seconds.
+    To collect and skip the thousands of tests in `tests/gpu` took each process several seconds.
     """
     is_of_use = collection_path != _GPU_TESTS or "LT_REQUIRE_GPU" in os.environ or device_count() > 0
     return None if is_of_use else True

@@ -63,7 +63,7 @@ class Block:
         """Wraps a derived class's forward and backward in the checks of `Pass`.
 
         Args:
-            surrounded: False for a class that makes these checks itself.
+            surrounded: False for a class whose methods call `Pass.forward_of` and `backward_of` themselves.
         """
         if not surrounded:
             return

@@ -270,8 +270,9 @@ def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
 def casts_dz(problem: BackwardProblem, precision: Precision) -> bool:
     """Whether dz is cast before it is rounded to the layer's type.
 
-    This is so if the caller does not want dz itself, the layer's type is BF16, and each tensor has one scale. If the
-    operands also allow vector loads, one pass then computes dz, casts dz, and computes the bias gradient.
+    dz is cast before it is rounded if the caller does not want dz itself, the layer's type is BF16, and each tensor has
+    one scale. If the operands also allow vector loads, one pass then computes dz, casts dz, and computes the bias
+    gradient.
     """
     wants_product = problem.dx is not None or problem.dw is not None
     is_possible = problem.dtype is DType.BFLOAT16 and not precision.recipe.by_rows

@@ -113,8 +113,8 @@ class Data(NamedTuple):
 
 
 def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
-    # In FP16 the tiny value is subnormal. In BF16 and wider types all values are normal, because a kernel may flush
-    # subnormal numbers to 0. In FP8 the tiny value is the least normal number of E4M3.
+    # The data have tiny values: in FP16 a subnormal one; in BF16 and wider types a normal one, because a kernel may
+    # flush subnormal numbers to 0; in FP8 the least normal number of E4M3.
     tiny = 2.0**-6 if dtype.is_float8 else 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
     # Products of two large values stay within the type's range.
     large = 16.0 if dtype is DType.FLOAT16 or dtype.is_float8 else 64.0

@@ -258,7 +258,7 @@ class Products:
         return any(each.blob in [one.algorithm for one in entry.rejected] for each, entry in self._known(plan))
 
     def as_planned(self, plan: Plan) -> dict[MatmulProblem, ProductEntry]:
-        """Entries with the algorithms of a layer's plan, for products whose entry names another algorithm."""
+        """New entries, with the plan's algorithms, for products of a layer's plan whose entry names another one."""
         others = {each.problem: (each.blob, entry) for each, entry in self._known(plan) if entry.algorithm != each.blob}
         return {
             problem: replace(entry, algorithm=blob, config=methods.configuration(blob), us=entry.first_us, when=now())

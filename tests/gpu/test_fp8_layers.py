@@ -39,7 +39,7 @@ def test_a_graph_of_a_step_replays_as_eager_steps(gpu: Any, recipe: Any) -> None
         _, ctx = lt.linear_fwd(x, w, activation="silu", precision=state, out=y, out_z=z, stream=stream)
         lt.linear_bwd(dy, ctx, out_dx=dx, out_dw=dw, stream=stream)
         state.update(stream=stream)
-        contexts.append(ctx)  # kept, because the captured graph writes into the context's arrays
+        contexts.append(ctx)  # keeps the context alive, because the captured graph writes into its arrays
 
     def run(launch: Any) -> list[bytes]:
         made = []

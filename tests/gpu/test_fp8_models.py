@@ -46,7 +46,7 @@ def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: Any, recipe: Any) -> Non
 
 
 def test_the_loss_casts_as_the_last_layer_does(gpu: Any) -> None:
-    """A loss with row weights leaves the cast to the layer."""
+    """A loss casts its gradient to FP8 for the last layer; with row weights the layer casts the gradient itself."""
     losses, arrays = train(gpu, 10, precision=lt.FP8())
     others, expected = train(gpu, 10, precision=lt.FP8(), weights=(gpu.cp.ones(ROWS, np.float32),))
     assert arrays == expected

@@ -136,7 +136,7 @@ def test_looking_writes_nothing(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
     written = [path.name for path in tmp_path.iterdir()]
-    assert [name for name in written if name != ".nv"] == []  # a driver, if installed, creates .nv
+    assert [name for name in written if name != ".nv"] == []  # the NVIDIA driver, if installed, creates the folder .nv
 
 
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
