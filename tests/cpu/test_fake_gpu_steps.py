@@ -19,7 +19,7 @@ _DIMS, _ROWS, _STEPS = [12, 16, 5], 8, 6
 def _step(gpu: FakeGpu, **options: Any) -> Any:
     model = gpu.lt.MLP(_DIMS, seed=3, dropout=0.3, device=0)
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=1e-2), **options)
-    gpu.streams.synchronize_all()  # the model was made on the default stream
+    gpu.streams.synchronize_all()  # initialises the model on the default stream; calls run on other streams
     return step
 
 

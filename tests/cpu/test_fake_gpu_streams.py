@@ -50,7 +50,7 @@ def _other_calls(gpu: FakeGpu) -> Calls:
     optimizer = gpu.lt.AdamW([gpu.lt.Parameter(value, gradient)], lr=1e-2)
     model = gpu.lt.MLP(_DIMS, seed=3, device=0)
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=1e-2))
-    gpu.streams.synchronize_all()  # the model was made on the default stream
+    gpu.streams.synchronize_all()  # initialises the model on the default stream; calls run on other streams
     return {
         "mse_loss": lambda: gpu.lt.mse_loss(logits, gradient),
         "cross_entropy": lambda: gpu.lt.cross_entropy(logits, labels),

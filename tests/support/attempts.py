@@ -330,7 +330,7 @@ def training(*, other_stream: bool = False, tolerance: float = 2e-5, **options: 
         _, optimizer, step = _run_of(gpu.lt, "cuda", **options)
         with gpu.others_package() as lt:
             _, host_optimizer, host_step = _run_of(lt, "cpu", **options | {"graph": True})
-        gpu.synchronize_all()  # the model was made on the default stream
+        gpu.synchronize_all()  # initialises the model on the default stream; calls run on other streams
         batch = _batch()
         placed, losses = [gpu.cp.asarray(each) for each in batch], []
         streams = [gpu.other_stream] * other_stream + [gpu.stream] * 100

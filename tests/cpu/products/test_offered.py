@@ -180,7 +180,7 @@ def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
     assert most_promising(tf32(48, 221, 13830), offered) == 0
     assert most_promising(tf32(21, 24, 640), offered) == 0, "all parts have few terms"
     assert most_promising(forward(21, 24, 3904), offered) == 0
-    full_fp32 = forward(25, 128, 192, **FP32)  # 10.2 µs with K split into 132 parts, 5.6 µs with K not split
+    full_fp32 = forward(25, 128, 192, **FP32)  # takes 10.2 µs with K split into 132 parts, 5.6 µs with K whole
     assert most_promising(full_fp32, offered) == 3
 
 

@@ -47,7 +47,7 @@ class World:
     def model(self, **options: Any) -> Any:
         model = self.lt.MLP(DIMS, device="cpu" if self.gpu is None else "cuda", seed=4, **options)
         if self.gpu is not None:
-            self.gpu.synchronize_all()  # the model was initialised on the default stream
+            self.gpu.synchronize_all()  # initialises the model on the default stream; calls run on other streams
         return model
 
     def batches(self, x: Array, target: Array) -> Iterator[tuple[Any, Any]]:
