@@ -306,7 +306,7 @@ def a_batch_of_another_kind_is_named(group: lt.Group, _: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    group = lt.group(timeout=20)
+    group = lt.group(timeout=40)
     for name, function in CASES.items():
         error = ""
         try:
