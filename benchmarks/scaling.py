@@ -102,14 +102,12 @@ def _turns(case: StepCase, stream: Any, group: Any, which: Mapping[str, bool]) -
 
 
 def _facts(case: StepCase, found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Samples a second of two GPUs as a multiple of one's, the hidden share of the sums, and the rate of the sums."""
+    """Samples a second of two GPUs as a multiple of one's, the hidden share of the sums, and the gradients' bytes."""
     alone, together, sums = (found[name][0] for name in (ALONE, PAIR, SUMS))
-    size = 2 * case.parameters
     return {
         "samples_ratio": round(2 * alone / together, 4),
         "hidden": round(1 - max(0.0, together - alone) / sums, 4),
-        "gradient_bytes": size,
-        "nvlink_bytes_per_us": round(size / sums),  # to sum over two GPUs, each of them sends every byte once
+        "gradient_bytes": 2 * case.parameters,
     }
 
 

@@ -302,22 +302,27 @@ def scaling() -> str:
     return markdown(["MLP", *headings], lines)
 
 
-_SHOWS: Final = 0.95
-"""Share of one GPU's samples a second below which communication shows."""
+_SHOWS: Final = 0.05
+"""Share of a step's time from which on communication is said to show."""
 
 
 def scaling_predicted() -> str:
-    """Table of predicted samples a second of each GPU, relative to one GPU alone, for two networks."""
-    lines = []
-    times_of = {row["case"]: row["us"]["lt"] for row in rows_of("scaling")}
-    predicted = result("scaling")["predicted_us"] if times_of else {}
-    for network, cases in predicted.items():
+    """Table of predicted samples a second of each GPU, relative to one GPU alone, for two networks.
+
+    The last column has the rows of each process at which communication takes `_SHOWS` of the step with the fewest and
+    the most GPUs, if the step's time without it is proportional to the rows.
+    """
+    lines, known = [], {row["case"]: row for row in rows_of("scaling")}
+    for network, cases in (result("scaling")["predicted_us"] if known else {}).items():
         for case, found in cases.items():
-            shares = {gpus: times_of[case] / value for gpus, value in found.items()}
-            first = next((gpus for gpus, share in shares.items() if share < _SHOWS), "none of these")
-            lines.append([network, case, *(f"{100 * share:.0f} %" for share in shares.values()), first])
+            alone, rows = known[case]["us"]["lt"], known[case]["rows"]
+            shares = [f"{100 * alone / value:.0f} %" for value in found.values()]
+            most = [
+                rows * (value / alone - 1) * (1 / _SHOWS - 1) for value in (min(found.values()), max(found.values()))
+            ]
+            lines.append([network, case, *shares, " to ".join(f"{each / 1e3:.0f}" for each in most)])
     counts = [f"{gpus} GPUs" for gpus in scaling_cost.GPUS]
-    return markdown(["network", "MLP", *counts, "communication shows from"], lines)
+    return markdown(["network", "MLP", *counts, "shows below this batch, thousands"], lines)
 
 
 TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {

@@ -14,7 +14,7 @@ from lt_runtime.gpu.streams import order_after, private_stream
 from lt_runtime.ops._parameters import Parameter
 
 MOST_BYTES: Final = 25 << 20
-LAST_BYTES: Final = 4 << 20
+LAST_BYTES: Final = 1 << 20
 """The last bucket is closed at this size, because no backward pass hides its sum; each one before may be twice as large
 as the next one, up to `MOST_BYTES`.
 """

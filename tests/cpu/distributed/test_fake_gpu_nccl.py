@@ -177,11 +177,11 @@ def test_gradients_are_summed_in_the_order_in_which_they_are_completed(
 
 def test_the_last_bucket_is_the_smallest() -> None:
     mib = 1 << 20
-    sizes = [10 * mib, *[3 * mib] * 20, mib, 5 * mib]
+    sizes = [10 * mib, *[3 * mib] * 20, mib, mib]
     made = divided(sizes)
     assert [*itertools.chain(*made)] == [*range(len(sizes))]
     totals = [sum(sizes[index] for index in each) // mib for each in made]
-    assert totals == [16, 27, 18, 10, 5]
+    assert totals == [34, 18, 9, 6, 4, 1]
 
 
 def test_a_bucket_runs_beside_the_backward_pass_that_goes_on(
