@@ -61,7 +61,7 @@ struct LabelCount {
     return label >= 0 && label < cols ? class_weights[label] : 0.0f;
   }
 
-  // The sum over every `step`-th row from `first` on.
+  // Sums the labels' contributions to the divisor over every `step`-th row from `first` on.
   __device__ float sum(int64 first, int64 step) const {
     constexpr int kInFlight = 4;
     float count = 0.0f;

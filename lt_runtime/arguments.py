@@ -158,7 +158,7 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...], acce
 class Fixed:
     """Base class that refuses to set public attributes once `__init__` has set `_is_made`.
 
-    Without this class, setting a misspelt attribute, or an option that only `__init__` reads, would silently do
+    In an ordinary class, setting a misspelt attribute, or an option that only `__init__` reads, would silently do
     nothing.
     """
 

@@ -31,7 +31,7 @@ ends with all alignments."""
 _looks: dict[type, Look] = {}
 
 current_streams: Final[dict[type, Callable[[int], int]]] = {}
-"""By class of arrays that have signatures: function that returns the library's current stream on a device."""
+"""For CuPy's and PyTorch's class of arrays, a function that returns the library's current stream on a device."""
 
 
 class Library(ABC):

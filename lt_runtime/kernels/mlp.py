@@ -291,7 +291,7 @@ def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tup
 def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...]:
     """Divides the layers into parts (launches), from the last layer to the first, each with as many layers as fit.
 
-    Returns an empty tuple if some layer does not fit even alone.
+    Returns an empty tuple if a block's memory or registers do not suffice for some layer alone.
     """
     found, last = list[Part](), len(problem.dims) - 2
     while last >= 0:

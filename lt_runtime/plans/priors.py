@@ -33,7 +33,7 @@ RAGGED: Final = "ragged"
 """Prefix of the names of the decision trees for problems whose products are computed by our kernel for ragged rows."""
 _FILES: Final = "priors_sm*.json"
 OTHER: Final = "other"
-"""Key of the backward tree for activations without an epilogue in cuBLASLt, whose derivatives our kernel computes."""
+"""Name of the decision tree of backward passes with an activation for which cuBLASLt has no epilogue."""
 _TALL: Final = 1 << 15
 """Number of rows from which FP32 and TF32 products without ragged rows are bound by memory bandwidth."""
 _FEW_COLUMNS: Final = OCTET

@@ -237,7 +237,7 @@ class TrainStep(Fixed):
     def _agree_on(self, batch: tuple[Any, ...]) -> None:
         """Raises `GroupError` unless all processes have a batch of the same shapes and types.
 
-        Batches of the same kind are not compared again.
+        Batches of shapes and types that have been compared before are not compared again.
         """
         if self.group is None:
             return

@@ -105,7 +105,7 @@ def goes_down(found: Import) -> bool:
 
 
 def joins_operations(found: Import) -> bool:
-    """Whether one operation's module imports another's, directly or through `ops`. All may import helpers."""
+    """Whether an operation's module imports another operation's, directly or through `ops`; helpers do not count."""
     if room(found.importer) != "ops" or room(found.imported) != "ops" or found.importer == ("lt_runtime", "ops"):
         return False
     is_helper = found.imported[2:] and (found.imported[2].startswith("_") or found.imported[2] in SHARED_BY_OPERATIONS)

@@ -117,7 +117,7 @@ class Float8Product:
         return {"epilogue": self.case.epilogue.value, "dtype": self.case.d.name, "fast_accumulation": self.case.fast}
 
     def check(self, made: dict[str, NDArray[Any]]) -> None:
-        """Compares results with float64: one rounding to D's type, after the accumulation."""
+        """Compares results with float64, allowing errors of the accumulation and one rounding to the type of D."""
         case, expected = self.case, self.expected.d
         inexact = ACCUMULATION * np.abs(expected).max()
         if case.vectors:
