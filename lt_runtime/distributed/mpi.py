@@ -88,8 +88,9 @@ class MpiWire:
 
     def abort(self, why: str) -> None:
         """See `Wire.abort`."""
-        print(f"lt_runtime: rank {self.rank} of {self.size} ends all processes: {why}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        sys.stderr.write(f"lt_runtime: rank {self.rank} of {self.size} ends all processes: {why}\n")
+        for stream in (sys.stderr, sys.stdout):
+            stream.flush()
         self._mpi.COMM_WORLD.Abort(1)
 
     def close(self) -> None:

@@ -47,8 +47,9 @@ class StoreWire:
 
     def abort(self, why: str) -> None:
         """See `Wire.abort`. torchrun ends the other processes when it sees the end of this one."""
-        print(f"lt_runtime: rank {self.rank} of {self.size} ends all processes: {why}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        sys.stderr.write(f"lt_runtime: rank {self.rank} of {self.size} ends all processes: {why}\n")
+        for stream in (sys.stderr, sys.stdout):
+            stream.flush()
         os._exit(1)
 
     def close(self) -> None:

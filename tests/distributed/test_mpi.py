@@ -57,7 +57,7 @@ def test_case(size: int, name: str, directory: Path) -> None:
 def test_a_failing_process_ends_all(way: str, message: str) -> None:
     done = run(3, "failing", way)
     assert done.returncode != 0
-    assert message in done.stdout + done.stderr
+    assert message in (text := done.stdout + done.stderr), text
 
 
 def test_another_mpi_than_the_launcher_s_is_refused() -> None:
