@@ -105,7 +105,8 @@ def test_a_model_is_tuned_once_for_a_shape() -> None:
     ]
     shapes = {(each.x.layout.rows, each.w.layout.rows) for each in problems}
     assert shapes >= {(336, 208), (336, 48)}
-    assert [each.after_us for each in again] == [each.after_us for each in first]
+    assert any(each.measured for each in first)
+    assert not any(each.measured for each in again)
     assert all(each.grad is None for each in model.parameters())
 
 
