@@ -153,9 +153,7 @@ def _norm(module: Any) -> Function:
 
     def compute(x: Tensor) -> Any:
         is_cast = x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)
-        # torch.compile joins PyTorch's norm with the residual additions before it, and in backward behind it. In the
-        # other cases PyTorch's result may have another type than x.
-        if torch.compiler.is_compiling() or is_cast or x.dtype is not weight.dtype:
+        if is_cast or x.dtype is not weight.dtype:  # PyTorch's result may have another type than x
             return None
         return layer_norm(x, weight, bias, eps=eps) if has_mean else rms_norm(x, weight, eps=eps)
 

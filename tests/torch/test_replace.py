@@ -171,19 +171,6 @@ def test_a_replaced_model_compiles_without_a_break(make: Callable[[], Any]) -> N
     torch.testing.assert_close(step(torch.compile(model, fullgraph=True, backend="aot_eager")), expected, **CLOSE)
 
 
-def test_a_compiled_model_keeps_pytorch_s_norms_which_the_compiler_joins_with_their_neighbours() -> None:
-    model, called = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.RMSNorm(8)), []
-
-    def backend(graph: Any, _: Any) -> Any:
-        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
-    ltt.replace(model)
-    torch.compile(model, backend=backend)(torch.ones(2, 8))
-    assert [each for each in called if "lt_runtime" in each] == ["lt_runtime.linear_fwd.default"]
-    assert sum("norm" in each for each in called) == 2
-
-
 @pytest.mark.parametrize("make", [gpt2, llama, t5])
 def test_generation_with_a_cache_gives_the_same_tokens(make: Callable[[], Any]) -> None:
     model, options = make().double().eval(), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
