@@ -23,7 +23,7 @@ from lt_runtime.problem import type_name
 MOST_BLOCKS: Final = 32
 """The largest number of thread blocks of a collective operation; each keeps a multiprocessor from the products.
 
-On two H200s, steps with fewer took longer, because sums did: for 235 MB 0.86 ms with 32 blocks, and 1.06 ms with 16.
+On two H200s, steps took longer with fewer blocks, because sums did: 235 MB took 0.86 ms with 32, and 1.06 ms with 16.
 """
 POLL_S: Final = 0.5
 

@@ -241,8 +241,8 @@ class LossCastPass:
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
-        loss: without weights.
-        accumulate: whether the sums are added to the present values of their buffer.
+        loss: a loss without row weights and class weights.
+        accumulate: whether the sums of columns are added to the present values of their buffer.
 
     Attributes:
         scratch_bytes: bytes of scratch memory for the blocks' partial sums.

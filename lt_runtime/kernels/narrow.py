@@ -104,8 +104,8 @@ def _row_major(spec: Spec) -> Spec | None:
 _Geometry: TypeAlias = tuple[Tiling, int | None, int]
 """How threads share a product: tiling of the kernel, rows of a thread, and partial sums of a thread.
 
-The rows of a thread are None for narrow_m, which is not compiled for a number of rows. The partial sums are those that
-blocks in the same column of the grid add up among them; 0 if the kernel needs none.
+The rows of a thread are None for narrow_m, which is not compiled for a number of rows. The number of partial sums
+is that of the blocks in a column of the grid, which add up their sums; 0 if the kernel needs none.
 """
 
 

@@ -1,7 +1,7 @@
 """optimizer.cu, optimizer_fp8.cu, gradient_norm.cu and ema.cu: kernels over all parameters, and tables of addresses.
 
 Each kernel reads a table on the device, which has a row for every chunk of a tensor, or for every tile of a weight with
-a copy in FP8. The kernel optimizer has eight blocks for each row, the others have one.
+a copy in FP8. The kernel `optimizer` has eight blocks for each row, and the other kernels have one.
 """
 
 from __future__ import annotations

@@ -169,10 +169,13 @@ def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
 
 
 def precision_of(state: FP8State, *rows: int) -> Precision:
-    """The `Precision` of a call that casts the tensors of the given rows.
+    """The `Precision` of a call that casts some of a layer's tensors.
 
     The call computes scales first if one of these tensors has none yet, with the recipe "current" always, and with
     "rowwise" never.
+
+    Args:
+        rows: the rows of `FP8State.slots` for the tensors that are cast: 0 for x, 1 for w, 2 for dy.
     """
     is_found = state.recipe.recipe != "current" and state.calibrated.issuperset(rows)
     return Precision(state.recipe, not (is_found or state.recipe.by_rows))

@@ -35,7 +35,7 @@ class MadeBy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ForwardStrategy:
-    """How a forward pass is split.
+    """How a forward pass is divided between cuBLASLt's product, with its epilogue, and our kernel that follows it.
 
     Our kernel applies bias, activation, dropout and addend as far as the product does not.
 

@@ -121,7 +121,7 @@ class Method:
 
 
 def _is_copied(problem: MatmulProblem, *, k_major: bool = False) -> bool:
-    """Whether padding would change an operand; with `k_major`, whether copies along K are possible as well."""
+    """Whether an operand must be copied to be padded; with `k_major`, also that K-major copies of it can be made."""
     return padded_problem(problem) is not None and (not k_major or padded_problem(problem, k_major=True) is not None)
 
 

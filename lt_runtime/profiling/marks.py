@@ -185,7 +185,7 @@ class MarkedGraph:
 
     @property
     def next(self) -> MarkedCopy | None:
-        """The copy to launch next; None if the graph has fewer than two moments."""
+        """The copy of the graph to launch next; None if the graph has no range, so that nothing is timed."""
         return self._turns[0] if self._turns else None
 
     def launch(self, copy: MarkedCopy) -> None:

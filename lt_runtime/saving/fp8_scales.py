@@ -103,7 +103,8 @@ def scales_to_load(path: AnyPath, model: Block, arrays: Arrays) -> Loading:
         arrays: the arrays of scales alone, by their names in the model.
 
     Raises:
-        CheckpointError: training cannot reach a value; or the model has no layer with the name.
+        CheckpointError: the file has a scale or a magnitude that no training can produce; or the model has no layer
+            with the name.
     """
     layers, loading = _layers(model), Loading([], [])
     places = sorted({name.rpartition(".")[0] + "." for name in arrays})

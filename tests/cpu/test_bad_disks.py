@@ -50,7 +50,7 @@ class _Disk:
         return watched
 
     def calls_of(self, step: Any, batch: Any) -> int:
-        """The number of calls of `os` functions on the directory in a training step."""
+        """The number of calls of `os` functions on the watched directory that a training step makes."""
         before = self.calls
         step(*batch)
         return self.calls - before
