@@ -125,15 +125,14 @@ class ModelCase(StepCase):
         def norm() -> Any:
             return lt.RMSNorm(inputs, eps=NORM_EPSILON, **place)
 
-        def gated(index: int) -> Any:
-            recompute = self.form == "feed_forward" or index % 2 == 1
-            gated = lt.SwiGLU(inputs, hidden, recompute=recompute, seed=next(seeds), **place)
+        def gated() -> Any:
+            gated = lt.SwiGLU(inputs, hidden, recompute=self.form == "feed_forward", seed=next(seeds), **place)
             return lt.Residual(lt.Chain(norm(), gated))
 
         active = partial(linear, activation=self.activation)
         if self.form in ("stack", "feed_forward"):
             last = (norm(), linear(inputs, outputs)) if self.form == "feed_forward" else ()
-            return lt.Chain(*map(gated, range(self.layers)), *last)
+            return lt.Chain(*(gated() for _ in range(self.layers)), *last)
         if self.form == "towers":
             towers = (lt.Chain(active(inputs, hidden), active(hidden, hidden)) for _ in range(2))
             return lt.Chain(lt.Parallel(*towers, split=False), linear(2 * hidden, outputs))
