@@ -1,4 +1,4 @@
-"""`Group`: the processes that train one model together, and the protocols of what carries their values."""
+"""`Group`: the processes that train one model together."""
 
 from __future__ import annotations
 
@@ -9,69 +9,17 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from lt_runtime.arguments import Fixed, check_instance, number, shown
 from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.distributed.protocols import Engine, Wire
 from lt_runtime.environment import local_rank
 from lt_runtime.errors import ArgumentError, GroupError, MissingLibraryError
 
 _MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Wire(Protocol):
-    """Exchanges small values of the host between all processes, and ends all of them.
-
-    Attributes:
-        limit: seconds after which a call that waits for another process ends all processes, with a message that names
-            the missing ones.
-    """
-
-    rank: int
-    size: int
-    limit: float
-
-    def gather(self, value: bytes, what: str) -> list[bytes]:
-        """The values of all processes, in the order of their ranks.
-
-        Args:
-            what: the purpose of the call, for errors.
-        """
-
-    def host_engine(self) -> Engine:
-        """The engine for NumPy arrays. Raises `GroupError` if there is none."""
-
-    def abort(self, why: str) -> None:
-        """Ends all processes of the group, this one included. `why` is printed."""
-
-    def close(self) -> None:
-        """Frees the communicators or connections that the wire holds. All processes call this method."""
-
-
-class Engine(Protocol):
-    """Collective operations on arrays of one device. All processes call the same operations in the same order.
-
-    The arrays of a call have the same number, order, shapes and types in all processes, and no gaps between elements.
-    On a GPU the operations are put on `stream`, a handle, and may be captured; NumPy arrays have been written when the
-    call returns, and their `stream` is None. Results have equal bits in all processes.
-    """
-
-    def sum(self, arrays: Sequence[Any], stream: int | None) -> None:
-        """Adds up each array over all processes, in place."""
-
-    def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:
-        """Replaces each element by its maximum over all processes."""
-
-    def reduce(self, arrays: Sequence[Any], owner: int, stream: int | None) -> None:
-        """Adds up each array in place in the process `owner`. Elsewhere the arrays' contents are undefined then."""
-
-    def broadcast(self, arrays: Sequence[Any], root: int, stream: int | None) -> None:
-        """Copies the arrays of the process `root` into those of all processes."""
-
-    def close(self) -> None:
-        """Frees what the engine holds. All processes call it, after graphs with its operations have been freed."""
 
 
 class Alone:
@@ -149,7 +97,7 @@ class Group(Fixed):
         from lt_runtime.distributed.nccl import NcclEngine  # imported late, because only GPUs need it
 
         try:
-            return NcclEngine(self, device)
+            return NcclEngine(self._wire, device, self.timeout)
         except MissingLibraryError:
             if not isinstance(self._wire, Alone):
                 raise

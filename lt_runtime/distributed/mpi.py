@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.distributed.group import Engine
+from lt_runtime.distributed.protocols import Engine
 from lt_runtime.errors import GroupError, MissingLibraryError
 
 _SPINNING: Final = 2e-2
@@ -20,6 +20,8 @@ _PAUSE: Final = 2e-4
 _BETWEEN_QUESTIONS: Final = 0.1
 _GRACE: Final = 1.0
 """Seconds in which a waiting process answers another one's question."""
+_TO_PRINT: Final = 0.2
+"""Seconds between the message of the end and the end: mpiexec drops what it has not printed by then."""
 _QUESTION, _ANSWER = 1, 2
 _SIZES: Final = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """Variables of MPICH, Open MPI and srun that hold the number of processes."""
@@ -91,6 +93,7 @@ class MpiWire:
         sys.stderr.write(f"lt_runtime: rank {self.rank} of {self.size} ends all processes: {why}\n")
         for stream in (sys.stderr, sys.stdout):
             stream.flush()
+        time.sleep(_TO_PRINT)
         self._mpi.COMM_WORLD.Abort(1)
 
     def close(self) -> None:

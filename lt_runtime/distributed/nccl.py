@@ -14,7 +14,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from lt_runtime.arrays.operand import CUPY, library_of
-from lt_runtime.distributed.group import Group
+from lt_runtime.distributed.protocols import Wire
 from lt_runtime.errors import GroupError, MissingLibraryError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, check, function
@@ -53,31 +53,35 @@ class NcclEngine:
     Operations run on the stream that the caller gives; captured operations become nodes of the graph. A process alone
     copies the arrays of a sum into a spare buffer, so that its graph has a node for each, as in a larger group.
 
+    Args:
+        wire: exchanges values of the host between the processes.
+        timeout: see `Watchdog`.
+
     Attributes:
         closes_first: functions that free graphs with operations of this engine, which `close` calls first.
     """
 
-    def __init__(self, group: Group, device: int) -> None:
+    def __init__(self, wire: Wire, device: int, timeout: float) -> None:
         # A step has one graph in flight at a time, and no other operations of the communicator beside it.
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
         # NCCL connects the processes now, and not in the first operation of each kind, which may be captured.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         self._core, self._bindings = nccl()
-        self._group, self._device = group, device
+        self._device, self._is_alone = device, wire.size == 1
         self.closes_first: list[Callable[[], object]] = []
         self._spare: list[Any] = []  # buffers for sums of a process alone; graphs may hold the address of any of them
         with activated(device):
-            _check_places(group, device)
-            first = bytes(self._core.get_unique_id()) if group.rank == 0 else b""
-            unique = self._core.UniqueId.from_bytes(group.from_first(first, "NCCL's unique id"))
+            _check_places(wire, device)
+            first = bytes(self._core.get_unique_id()) if wire.rank == 0 else b""
+            unique = self._core.UniqueId.from_bytes(wire.gather(first, "NCCL's unique id")[0])
             config = self._core.NCCLConfig(max_ctas=MOST_BLOCKS)
-            self._communicator = self._core.Communicator.init(group.size, group.rank, unique, config)
+            self._communicator = self._core.Communicator.init(wire.size, wire.rank, unique, config)
         self._handle = self._bindings.Comm(self._communicator.ptr)
-        self._watchdog = Watchdog(group, device, self._communicator) if group.size > 1 else None
+        self._watchdog = None if self._is_alone else Watchdog(wire, device, self._communicator, timeout)
 
     def sum(self, arrays: Sequence[Any], stream: int | None) -> None:
         """See `Engine.sum`."""
-        targets = self._spares(arrays, stream or 0) if self._group.size == 1 else _addresses(arrays)
+        targets = self._spares(arrays, stream or 0) if self._is_alone else _addresses(arrays)
         self._call("all_reduce", arrays, targets, stream, int(self._core.SUM))
 
     def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:
@@ -128,10 +132,10 @@ def _addresses(arrays: Sequence[Any]) -> list[int]:
     return [library_of(array).address(array) for array in arrays]
 
 
-def _check_places(group: Group, device: int) -> None:
+def _check_places(wire: Wire, device: int) -> None:
     """Raises `GroupError` in all processes if two of them have the same GPU, which NCCL refuses."""
     own = bytes(call("cuDeviceGetUuid", call("cuDeviceGet", device)).bytes)
-    places = group.gather(own, "the GPUs of all processes")
+    places = wire.gather(own, "the GPUs of all processes")
     for rank, place in enumerate(places):
         if (first := places.index(place)) != rank:
             others = "start as many processes on a machine as it has GPUs, and give each model its own device"
@@ -141,11 +145,11 @@ def _check_places(group: Group, device: int) -> None:
 class Watchdog:
     """A thread that ends all processes if NCCL reports an error, or if a step waits too long for another process.
 
-    A step waits too long if it has not ended although the process has launched no other step for the group's timeout.
+    A step waits too long if it has not ended although the process has launched no other step for `timeout` seconds.
     """
 
-    def __init__(self, group: Group, device: int, communicator: Any) -> None:
-        self._group, self._device, self._communicator = group, device, communicator
+    def __init__(self, wire: Wire, device: int, communicator: Any, timeout: float) -> None:
+        self._wire, self._device, self._communicator, self._timeout = wire, device, communicator, timeout
         self._steps, self._stopped = 0, threading.Event()
         with activated(device):
             self._event = int(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
@@ -174,11 +178,9 @@ class Watchdog:
                     self._end(f"NCCL reports {nccl()[0].get_error_string(error)}")
                 elif steps != seen or driver.cuEventQuery(self._event)[0] != driver.CUresult.CUDA_ERROR_NOT_READY:
                     seen, since = steps, now
-                elif now - since > self._group.timeout:
-                    self._end(
-                        f"its step {steps} has not ended for {self._group.timeout:g} s: it waits for another rank"
-                    )
+                elif now - since > self._timeout:
+                    self._end(f"its step {steps} has not ended for {self._timeout:g} s: it waits for another rank")
 
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():
-            self._group.abort(why)
+            self._wire.abort(why)

@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 from typing import Final
 
-from lt_runtime.distributed.group import Engine
+from lt_runtime.distributed.protocols import Engine
 from lt_runtime.errors import GroupError, MissingLibraryError
 
 _LONGEST: Final = 1e7
