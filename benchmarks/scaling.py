@@ -88,7 +88,11 @@ def measure(case: StepCase, options: argparse.Namespace, plans: str, stream: Any
 
 
 def _turns(case: StepCase, stream: Any, group: Any, which: Mapping[str, bool]) -> dict[str, Any]:
-    """The turns of contenders, by name; each tells whether its steps are of the group."""
+    """The function of each contender, by name, that runs and times its steps.
+
+    Args:
+        which: for each contender, whether the group sums the gradients of its steps.
+    """
     # The group's step comes first, because its tuning serves the steps without a group in all processes.
     order = sorted(which, key=which.__getitem__, reverse=True)
     setups = {name: GroupSetup(case, stream, group if which[name] else None) for name in order}

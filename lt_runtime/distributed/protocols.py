@@ -50,7 +50,10 @@ class Engine(Protocol):
         """Replaces each element by its maximum over all processes."""
 
     def reduce(self, arrays: Sequence[Any], owner: int, stream: int | None) -> None:
-        """Adds up each array in place in the process `owner`. Elsewhere the arrays' contents are undefined then."""
+        """Adds up each array over all processes, in place in the process `owner`.
+
+        In the other processes the contents of the arrays are undefined afterwards.
+        """
 
     def broadcast(self, arrays: Sequence[Any], root: int, stream: int | None) -> None:
         """Copies the arrays of the process `root` into those of all processes."""

@@ -190,7 +190,7 @@ class Fp8ForwardPlan(Plan):
         x8, w8 = (Spec(packed(*each.layout.shape)) for each in (problem.x, problem.w))
         in_scratch = not (precision.has_x8 or needs.x8), self._w is not None
         self._bytes = tuple(own * aligned(each.layout.size) for own, each in zip(in_scratch, (x8, w8), strict=True))
-        # Bytes of 1 / scale of each row of x and of w.
+        # The bytes of two vectors: 1 / scale of each row of x, and of each row of w.
         self._vector_bytes = tuple(by_rows * aligned(_WORD * each.layout.rows) for each in (problem.x, problem.w))
         self.kept_spec = fp8_kept_spec(problem)
         has_bias, is_16_bits = problem.bias is not None, problem.dtype.itemsize == 2
@@ -336,7 +336,7 @@ class Fp8BackwardPlan(Plan):
         self._partial_bytes = aligned(sums.partial_bytes) if sums else 0
         # Bytes of dz in FP8, row-major and transposed.
         self._cast_bytes = (0, 0) if is_cast else (needs_dx * aligned(m * n), needs_dw * aligned(m * n))
-        # Bytes of 1 / scale of each row and of each column of dz.
+        # The bytes of two vectors: 1 / scale of each row of dz, and of each of its columns.
         self._vector_bytes = by_rows * aligned(_WORD * m), by_rows * aligned(_WORD * n)
         # Distance in bytes from the scales of the x that forward kept to those of w.
         self._pitch = _WORD * k if by_rows else _SLOT

@@ -55,10 +55,10 @@ def _step(gpu: FakeGpu, model: Any, max_norm: float | None = 1.0, **options: Any
     return gpu.lt.TrainStep(model, optimizer, loss="mse", batch_size=_ROWS, **options)
 
 
-def _train(gpu: FakeGpu, step: Any) -> list[bytes]:
-    """Trains for some steps; returns the losses and the parameters."""
+def _train(gpu: FakeGpu, step: Any, steps: int = _STEPS) -> list[bytes]:
+    """Calls `step` on `steps` batches; returns the bytes of each loss, and of each parameter at the end."""
     kept, model = list[bytes](), step.model
-    for seed in range(_STEPS):
+    for seed in range(steps):
         generator = np.random.default_rng(seed)
         batch = [generator.standard_normal((_ROWS, columns)).astype(model.dtype.numpy) for columns in (12, 8)]
         x, target = map(gpu.cp.asarray, batch)
@@ -173,13 +173,11 @@ def test_the_watchdog_hears_of_each_step(gpu: FakeGpu, grouped: Grouped, graph: 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("kind", ["blocks", "FP8"])
 def test_each_process_updates_and_keeps_its_part_of_the_state(
-    gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch, kind: str, graph: bool
+    gpu: FakeGpu, grouped: Grouped, kind: str, graph: bool
 ) -> None:
-    monkeypatch.setitem(
-        globals(), "_STEPS", 1
-    )  # pretended processes send nothing, so that the second step would differ
+    """The test makes one step: pretended processes send no parameters, and a second step would need them."""
     whole = _step(gpu, _model(gpu, kind), graph=graph)
-    expected = _train(gpu, whole)
+    expected = _train(gpu, whole, steps=1)
     moments = whole.optimizer.state_dict()
     order = json.dumps([*range(len(expected) - 1)]).encode()
     plans = importlib.import_module("lt_runtime.store.plan_store").plan_store(0).content()
@@ -187,10 +185,8 @@ def test_each_process_updates_and_keeps_its_part_of_the_state(
     for rank in (0, 1):
         group = grouped(rank=rank, **(replies if rank else {}))
         step = _step(gpu, _model(gpu, kind), graph=graph, group=group, shard_state=True)
-        found, before = (
-            _train(gpu, step),
-            [host_of(gpu, each.data).tobytes() for each in _model(gpu, kind).parameters()],
-        )
+        found = _train(gpu, step, steps=1)
+        before = [host_of(gpu, each.data).tobytes() for each in _model(gpu, kind).parameters()]
         state = step.optimizer.state_dict()
         for i, parameter in enumerate(step.optimizer.parameters):
             is_own = bool(step.optimizer.moments[i])
