@@ -45,9 +45,9 @@ def test_the_whole_report(tmp_path: Path, *, graph: bool) -> None:
     totals = prof.totals()
     assert totals.unattributed_us <= 0.01 * totals.kernel_us
     # Eager steps wait for the host, so that the medians of the layers' times need not add up to the median of the
-    # steps.
+    # steps. Other programs on the GPU may lengthen some layers of some steps.
     if graph:
-        assert sum(layer.us for layer in prof.layers()) == pytest.approx(totals.step_us, rel=0.03)
+        assert sum(layer.us for layer in prof.layers()) == pytest.approx(totals.step_us, rel=0.1)
     names = " ".join(kernel.name.lower() for kernel in prof.kernels())
     assert "transpose" not in names
     assert "pow" not in names
