@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ _GRACE: Final = 1.0
 """Seconds in which a waiting process answers another one's question."""
 _TO_PRINT: Final = 0.2
 """Seconds between the message of the end and the end: mpiexec drops what it has not printed by then."""
-_QUESTION, _ANSWER = 1, 2
+_QUESTION, _ANSWER, _FAREWELL = 1, 2, 3
 _SIZES: Final = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """Variables of MPICH, Open MPI and srun that hold the number of processes."""
 
@@ -31,7 +32,8 @@ class MpiWire:
     """Exchanges values over MPI, see `Wire`; it is also the engine for NumPy arrays, see `Engine`.
 
     Each wait is a loop that looks at a nonblocking operation. A process that has waited for too long asks all others
-    over a second communicator; those that wait too answer from their loops, and all others are missing.
+    over a second communicator; those that wait too answer from their loops, and all others are missing. A process that
+    ends before `close` tells the others, so that one which waits for it later need not wait for the limit.
     """
 
     def __init__(self, limit: float) -> None:
@@ -45,6 +47,9 @@ class MpiWire:
         self._comm, self._values, self._questions = (MPI.COMM_WORLD.Dup() for _ in range(3))
         self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
         self._count = 0  # number of operations so far
+        self._farewells = list[Any]()
+        self._left = dict[int, int]()  # of processes that have ended, the number of operations that they took part in
+        atexit.register(self._leave)  # runs before MPI_Finalize, which waits for the other processes
         started = max(int(os.environ.get(name) or 1) for name in _SIZES)
         if started > 1 == self.size:
             found = MPI.Get_library_version().splitlines()[0]
@@ -98,6 +103,12 @@ class MpiWire:
 
     def close(self) -> None:
         """See `Wire.close`. MPI itself ends with the process."""
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """Tells the other processes that this one ends, and in how many operations it has taken part."""
+        others = [] if self._mpi.Is_finalized() else [rank for rank in range(self.size) if rank != self.rank]
+        self._farewells = [self._questions.isend(self._count, rank, tag=_FAREWELL) for rank in others]
 
     def _wait(self, request: Any, what: str) -> None:
         """Waits for an operation, and answers questions of processes that have waited for too long."""
@@ -118,6 +129,11 @@ class MpiWire:
         while self._questions.iprobe(tag=_QUESTION, status=status):
             self._questions.recv(source=status.source, tag=_QUESTION)
             self._questions.send((self._count, what), status.source, tag=_ANSWER)
+        while self._questions.iprobe(tag=_FAREWELL, status=status):
+            self._left[status.source] = self._questions.recv(source=status.source, tag=_FAREWELL)
+        # a process that took part in the present operation before it ended is not missing
+        if gone := [rank for rank, count in self._left.items() if count < self._count]:
+            self.abort(f"it waits for {what}, and rank {', '.join(map(str, gone))} has ended")
 
     def _missing(self, what: str) -> str:
         """Says which processes keep this one waiting: those that give no answer, or that wait for something else."""

@@ -50,7 +50,7 @@ def test_case(size: int, name: str, directory: Path) -> None:
         ("killed", "signal 9"),
         ("hanging", "has waited 1 s for a sum of arrays, to which rank 1 has not come"),
         ("raising", "rank 1 of 3 ends all processes: an exception: ValueError"),
-        ("ending early", "to which rank 1 has not come"),
+        ("ending early", "it waits for a sum of arrays, and rank 1 has ended"),
         ("in another order", "the end of the epoch (call"),  # whether rank 1 or another one is the first to tell
     ],
 )
