@@ -184,7 +184,7 @@ def _load(path: AnyPath, model: Block, optimizer: Optimizer | None, may_differ: 
     take_choices(path, plans, model)
 
 
-def save_model(path: AnyPath, model: Block) -> None:
+def save_model(path: AnyPath, model: Block, *, optimizer: Optimizer | None = None, group: Group | None = None) -> None:
     """Writes a model to a safetensors file: its parameters' values and its options, for `load_model`.
 
     The model is an `lt.MLP`, or made of the package's blocks, which may share weights. If there are FP32 master copies,
@@ -192,13 +192,28 @@ def save_model(path: AnyPath, model: Block) -> None:
     "layer0.bias" and so on. The scales of layers in FP8 are saved too, see `lt.FP8State`. An older file is replaced as
     by `save_checkpoint`. Waits for the GPU.
 
+    Args:
+        optimizer: the model's optimizer, needed if processes of a group divide its state: it gathers the master copies,
+            of which each process has only some. Nothing of the optimizer itself is saved.
+        group: processes that train together, as for `save_checkpoint`.
+
     Raises:
+        GroupError: process 0 could not write the file, in the other processes.
         ArgumentError: the model has a block that is not of the package; `lt.save` takes such models.
         OperandError: a parameter's data are not the rounding of its master copy, see `Parameter.assign`.
         FileError: the file cannot be written; it is an OSError too. An older file stays unchanged, unless it had been
             replaced and only the flush of the directory failed.
     """
     _check_kinds(path, model)
+    check_instance("optimizer", optimizer, (Optimizer, type(None)), "None or the model's optimizer")
+    check_group(group)
+    whole = contextlib.nullcontext() if optimizer is None else optimizer.whole_state()
+    with whole, first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
+        if is_first:
+            _save_model(path, model)
+
+
+def _save_model(path: AnyPath, model: Block) -> None:
     model.device.synchronize()
     described, values = json.dumps({"format": _FORMAT, "model": _options_of(model)}), scales_to_save(model)
     for name, each in named_parameters(model).items():

@@ -239,9 +239,10 @@ def _check_sharded_state(group: lt.Group, directory: Path, options: dict[str, An
     files = []
     for training in (whole, parted):
         train(training, group, batches(group.size))
-        path = directory / f"sharded-{group.size}.safetensors"
-        lt.save_checkpoint(path, training.model, training.optimizer, group=group)
-        files.append(path.read_bytes())
+        paths = [directory / f"{name}-{group.size}.safetensors" for name in ("sharded", "model")]
+        lt.save_checkpoint(paths[0], training.model, training.optimizer, group=group)
+        lt.save_model(paths[1], training.model, optimizer=training.optimizer, group=group)
+        files.append([path.read_bytes() for path in paths])
     assert files[0] == files[1]
     check_equal_bits(group, parted.values)
     assert [each.tobytes() for each in parted.values] == [each.tobytes() for each in whole.values]
