@@ -13,9 +13,11 @@ from lt_runtime.torch.gated import GatedLayers
 from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.norms import Dropout, Norm
 from lt_runtime.torch.operators import Options
+from lt_runtime.torch.padded import PaddedLinear, is_ragged
 from lt_runtime.torch.tensors import Tensor, Tensors
 
 LINEAR: Final = LinearLayers()
+_PADDED: Final = PaddedLinear()
 GATED: Final = GatedLayers()
 _NORMS: Final = {flags: Norm(*flags) for flags in itertools.product((True, False), repeat=2)}
 """The norm operators; the key's two flags say whether the rows' mean is subtracted, and whether there is an `add`."""
@@ -57,7 +59,8 @@ def linear(
         add: (..., N), or None.
 
     Returns:
-        y (..., N), of x's type.
+        y (..., N), of x's type. It is contiguous, unless N is at least 4096 and no multiple of 8, and nothing follows
+        the product: y's rows then begin at multiples of 8 elements, and the product takes a third of the time.
 
     Raises:
         OperandError: shapes, types, devices or layouts that do not fit.
@@ -79,7 +82,8 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
     key = draw_key(x) if any(options[2]) else None
     if x.dim() == 1:
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
-    return LINEAR(cast((x, add, key, *parameters)), options)
+    operator = _PADDED if add is None and options == PLAIN and is_ragged(parameters[0]) else LINEAR
+    return operator(cast((x, add, key, *parameters)), options)
 
 
 def gated(

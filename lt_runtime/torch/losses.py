@@ -17,14 +17,13 @@ from lt_runtime.ops.matmul import matmul
 from lt_runtime.torch.functional import LINEAR, PLAIN, cast
 from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import Needs, Operator, Options
+from lt_runtime.torch.padded import columns_of, padded_like, whole_rows
 from lt_runtime.torch.tensors import Tensor, Tensors, as_numpy, as_rows, check_operands, check_shape, placed, store
 
 _REDUCTIONS: Final = ("mean", "sum")
 _CHUNK_BYTES: Final = 1 << 28
 _CHUNK_ROWS: Final = 128
 """The number of rows of a chunk of logits is a multiple of 128, the height of cuBLASLt's tiles."""
-_PADDING: Final = 8
-"""Rows of logits begin at multiples of this many elements, which keeps 16-bit rows aligned to 16 bytes."""
 
 
 class CrossEntropy(Operator):
@@ -54,6 +53,10 @@ class CrossEntropy(Operator):
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         self._run(outputs[0], None, operands, options)
+
+    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
+        """See `Operator`. The gradient has padded rows if the logits have them, so that the layer need not copy it."""
+        return [padded_like(saved[0])]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
@@ -103,28 +106,32 @@ class LinearCrossEntropy(Operator):
         # of x, weight and bias are divided afterwards.
         weights, after = kept.to(exact) / (1 if is_half else divisor), divisor if is_half else 1
         chunk = chunk or _rows_of_chunk(rows, classes, x)
+        if weight.is_contiguous():  # a transposed weight stays as it is, and so does the layout of its gradient
+            weight, bias = whole_rows(weight), whole_rows(bias)
         losses = x.new_zeros(-(-rows // chunk), dtype=exact)
         dtype = exact if is_half else x.dtype
         summed = exact if len(losses) > 1 else dtype  # the type of sums over chunks
         empty = torch.empty_like if rows else torch.zeros_like
         dx, dw, db = [
             empty(each, dtype=kind) if need and training else None
-            for each, need, kind in zip(operands[:3], needs, (dtype, summed, summed), strict=True)
+            for each, need, kind in zip((x, weight, bias), needs, (dtype, summed, summed), strict=True)
         ]
-        logits = x.new_empty((min(chunk, rows), -(-classes // _PADDING) * _PADDING))[:, :classes]
+        logits = x.new_empty((min(chunk, rows), columns_of(classes)))[:, : len(weight)]
         for i, start in enumerate(range(0, rows, chunk)):
             part, z = slice(start, start + chunk), logits[: rows - start]
             row, matrix, vector, out = placed((x[part], weight, bias, z))
             linear(row, matrix, vector, compute=compute_of(x.dtype), out=out)
             row_weights = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
-            _evaluate(z, labels[part], z, losses[i], label_smoothing=smoothing, row_weights=row_weights)
+            own = z[:, :classes]
+            _evaluate(own, labels[part], own, losses[i], label_smoothing=smoothing, row_weights=row_weights)
             if dx is not None:
                 _multiply(z, weight, dx[part])
             if dw is not None:
                 _multiply(z.t(), x[part], dw, adds=i > 0)
             if db is not None:
                 db = z.sum(0, dtype=summed) + (db if i else 0)
-        z = logits = None  # frees the chunk's logits before the rounded gradients are allocated
+        z = own = logits = None  # frees the chunk's logits before the rounded gradients are allocated
+        dw, db = [None if each is None else each[:classes] for each in (dw, db)]
         made = [None if each is None else each.div_(after) if is_half else each.to(dtype) for each in (dx, dw, db)]
         loss = torch.where(count > 0, losses.sum() / after, math.nan)
         return [loss, *[x.new_empty(0) if each is None else each for each in made]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,6 +96,26 @@ def step_of(model: Any, x: Any) -> Any:
         return loss
 
     return step
+
+
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
+@pytest.mark.parametrize("loss", [ltt.cross_entropy, F.cross_entropy])
+def test_a_vocabulary_that_is_no_multiple_of_8_is_as_exact_as_pytorch_s(loss: Any, mode: Any) -> None:
+    leaves = leaves_of((64, 96), (4099, 96), (4099,), dtype=torch.bfloat16)
+    labels = torch.arange(64, device="cuda") * 61
+
+    def trained(linear: Any, loss: Any, *operands: Any) -> list[Any]:
+        made = loss(linear(*operands), labels)
+        return [made.detach(), *torch.autograd.grad(made, operands)]
+
+    run = (lambda f: f) if mode is None else partial(torch.compile, mode=mode)
+    ours = lambda *operands: loss(ltt.functional.linear(*operands), labels)  # noqa: E731
+    for _ in range(3):
+        value = run(ours)(*leaves)
+        found = [value.detach().clone(), *torch.autograd.grad(value, leaves)]
+    exact = trained(F.linear, F.cross_entropy, *[each.detach().double().requires_grad_() for each in leaves])
+    theirs = trained(F.linear, lambda z, t: F.cross_entropy(z.float(), t), *leaves)
+    check_as_exact_as_pytorch([found[0].float(), *found[1:]], theirs, exact)
 
 
 def test_a_captured_step_has_new_masks_in_each_replay() -> None:
