@@ -18,7 +18,7 @@ from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated, device_info
 from lt_runtime.gpu.driver import call, check, function, is_capturing
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures
+from lt_runtime.gpu.streams import end_of, is_captured, order_after, private_stream, relaxed_captures
 from lt_runtime.problem import ALIGNMENT
 
 MAX_TICKETS: Final = 4096
@@ -53,11 +53,13 @@ class StreamMemory:
         zeros: address of `ALIGNMENT` zero bytes that nothing ever writes; used as a β of 0 in device memory.
         tickets: address of `MAX_TICKETS` uint32 counters that are zero between kernels: a kernel counts its blocks
             with them, and resets them to zero.
+        defers: whether the stream goes on at the end of a branch without waiting for it, see `deferred_joins`.
     """
 
     def __init__(self, device: int, stream: int) -> None:
         self.stream, self._device = stream, device
         self._branch: StreamMemory | None = None
+        self.defers = False
         # Address and size of each buffer; the objects that `on` returns share this dict.
         self._buffers: dict[str, tuple[int, int]] = {}
         self._allocated: list[int] = []
@@ -159,15 +161,18 @@ def release(device: int, stream: int) -> None:
 
 
 @contextlib.contextmanager
-def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
+def branch(memory: StreamMemory, *, reads_scratch: bool = False) -> Iterator[StreamMemory]:
     """Opens a branch of the graph that is being captured, for work that runs concurrently with the rest.
 
-    The branch starts after all work captured so far, and the stream waits for it at the end of the `with` block. If the
-    stream is not being captured, the work goes to the stream itself, because the events of a branch would take longer
-    than most work. The branch's memory is allocated even then, because that is impossible during a later capture.
+    The branch starts after all work captured so far, and the stream waits for it at the end of the `with` block, or
+    later (`deferred_joins`). If the stream is not being captured, the work goes to the stream itself, because the
+    events of a branch would take longer than most work. The branch's memory is allocated even then, because that is
+    impossible during a later capture.
 
     Args:
         memory: the memory of the stream that is being captured.
+        reads_scratch: whether the branch reads scratch memory of the stream. The stream's next operation overwrites
+            that memory, so that the stream always waits at the end of the block.
 
     Returns:
         The memory of the stream on which the caller launches the branch's work.
@@ -176,14 +181,40 @@ def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
         CaptureError: the stream is captured, and has never had a branch.
     """
     own = memory.branch
-    if not is_capturing(memory.stream):
+    if not is_captured(memory.stream):
         yield memory
         return
     order_after(own.stream, memory.stream)
     try:
         yield own
     finally:
-        order_after(memory.stream, own.stream)
+        if reads_scratch or not memory.defers:
+            order_after(memory.stream, own.stream)
+
+
+@contextlib.contextmanager
+def deferred_joins(memory: StreamMemory) -> Iterator[None]:
+    """Within the `with` block the stream does not wait at the end of a branch, but goes on with its next operations.
+
+    The stream waits for the branch at the end of the next such block, in `join`, or at the end of a branch outside of
+    such blocks. Such a branch must be open already, so that the graph waits for everything in the end.
+    """
+    if not is_captured(memory.stream):
+        yield
+        return
+    with end_of(memory.branch.stream) as earlier:
+        memory.defers = True
+        try:
+            yield
+        finally:
+            memory.defers = False
+        call("cuStreamWaitEvent", memory.stream, earlier, 0)
+
+
+def join(memory: StreamMemory) -> None:
+    """Makes the stream wait for all branches that `deferred_joins` has left running."""
+    if is_captured(memory.stream):
+        order_after(memory.stream, memory.branch.stream)
 
 
 _ended: Final[list[tuple[Graph, int]]] = []

@@ -138,10 +138,17 @@ def order_after(stream: int, producer: int) -> None:
     """Makes `stream` wait for all work on `producer` so far; the host does not wait."""
     if stream == producer:
         return
+    with end_of(producer) as event:
+        call("cuStreamWaitEvent", stream, event, 0)
+
+
+@contextlib.contextmanager
+def end_of(stream: int) -> Iterator[Any]:
+    """Yields an event that marks the end of all work on `stream` so far; it is destroyed at the end of the block."""
     event = call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
     try:
-        call("cuEventRecord", event, producer)
-        call("cuStreamWaitEvent", stream, event, 0)
+        call("cuEventRecord", event, stream)
+        yield event
     finally:
         # Destroying a recorded event is safe: the driver keeps it until the wait is over.
         call("cuEventDestroy", event)

@@ -58,6 +58,9 @@ class Block:
     outputs: int | None = None
     has_range: ClassVar[bool] = True
     """Whether profiles show forward and backward as ranges; False for blocks that only call other blocks."""
+    overwrites: ClassVar[bool] = True
+    """Whether backward may write into arrays that a part's forward or backward has got. If False, weight gradients of a
+    part may run on, in the graph of a step, after the part's backward has returned."""
 
     def __init_subclass__(cls, *, surrounded: bool = True) -> None:
         """Wraps a derived class's forward and backward in the checks of `Pass`.

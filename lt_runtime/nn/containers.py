@@ -36,6 +36,7 @@ class Chain(Block):
     """
 
     has_range: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
 
     def __init__(self, *blocks: Block) -> None:
         if not blocks:
@@ -113,6 +114,7 @@ class Residual(Block):
     """
 
     has_range: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
 
     def __init__(self, block: Block) -> None:
         check_instance("block", block, Block, "an lt.Block")
@@ -145,6 +147,7 @@ class Parallel(Block):
     """
 
     has_range: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
 
     def __init__(self, *towers: Block, join: JoinName = "concatenate", split: bool = True) -> None:
         if len(towers) < 2:

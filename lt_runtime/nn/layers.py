@@ -137,6 +137,7 @@ class Gated(Block):
         up: the layer (2·hidden, width). down: the layer (width, hidden).
     """
 
+    overwrites: ClassVar[bool] = False
     usual: ClassVar[ActivationName] = "silu"
     """The activation of the class, if the caller gives none."""
 

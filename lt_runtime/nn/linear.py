@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -272,7 +273,9 @@ def backward_layers(
         options: dict[str, Any] = {"need_dw": dw is not None, "need_db": db is not None, "need_dx": goes_on or needs_dx}
         options |= {"through": contexts[-1], "need_db_below": db_below is not None} if takes_through else {}
         options |= {"out_dw": dw, "out_db": db, "before_activation": is_through, "accumulate": adds}
-        with range_of(f"backward/{layers[i].name}"):
+        has_branch = dw is not None and options["need_dx"] and context.state is None  # the graph may have one for dw
+        deferring = run.deferring(dy[0], context.x) if has_branch else contextlib.nullcontext()
+        with range_of(f"backward/{layers[i].name}"), deferring:
             dx, *_ = linear_bwd(dy.pop(), context, out_db_below=db_below, stream=run.stream, **options)
         run.wrote()
         dy.append(dx)

@@ -17,6 +17,7 @@ from lt_runtime.errors import ArgumentError, CaptureError
 from lt_runtime.fp8 import Fp8ChainProblem, Fp8Problem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, is_capturing
+from lt_runtime.gpu.memory import StreamMemory, deferred_joins, join
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
@@ -87,6 +88,7 @@ class Surrounded(Protocol):
 
     name: str
     has_range: ClassVar[bool]
+    overwrites: ClassVar[bool]
 
     @property
     def title(self) -> str:
@@ -125,6 +127,7 @@ class Pass:
         has_db: whether the loss has made the bias gradient of the linear layer whose backward runs next.
         on_written: a function that gets parameters when all work of this pass so far on their gradients has been put
             on the stream; None if nothing waits for single gradients.
+        memory: the memory of the stream if `deferring` may have an effect; None otherwise.
     """
 
     def __init__(
@@ -153,6 +156,8 @@ class Pass:
         self.on_written: Callable[[Sequence[Parameter]], None] | None = None
         # The block and parameter of each gradient buffer that was given and may not have been written yet.
         self._given: list[tuple[Surrounded | None, Parameter]] = []
+        self.memory: StreamMemory | None = None
+        self._read: tuple[Any, ...] = ()  # arrays that a weight gradient which may still run is computed from
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []
@@ -222,6 +227,8 @@ class Pass:
             return None, False
         owner = id(parameter.owner)
         adds = self._accumulate or owner in self._written
+        if owner in self._written:
+            self.join()  # the first gradient must be complete before another one is added
         self._written.add(owner)
         if self.on_written is not None:
             self._given.append((self.running, parameter.owner))
@@ -234,6 +241,7 @@ class Pass:
         buffers were given outside of any block, count as written too.
         """
         if self.on_written is not None:
+            self.join()
             done = [parameter for block, parameter in self._given if block in (None, self.running)]
             self._given = [each for each in self._given if each[0] not in (None, self.running)]
             self.on_written(done)
@@ -249,6 +257,29 @@ class Pass:
             if adds and not is_added and buffer is not None:
                 _clear(buffer, self.stream)
         return [buffer for buffer, _ in found], adds
+
+    @contextlib.contextmanager
+    def deferring(self, *read: Any) -> Iterator[None]:
+        """Context manager around a layer's backward: in a graph, the weight gradient may run on after the `with` block.
+
+        The stream waits for it at the end of the next such block, around the next layer's backward. Until then its
+        product uses multiprocessors that the next layer's kernels leave idle.
+
+        Args:
+            read: the arrays that the weight gradient is computed from, which are kept until then.
+        """
+        if self.memory is None:
+            yield
+            return
+        with deferred_joins(self.memory):
+            yield
+        self._read = read
+
+    def join(self) -> None:
+        """Makes the stream wait for weight gradients that still run, see `deferring`."""
+        if self.memory is not None and self._read:
+            join(self.memory)
+            self._read = ()
 
     def may_overwrite(self, y: Any) -> bool:
         """Whether outputs y that were just computed may be overwritten, because no backward reads their values."""
@@ -290,6 +321,8 @@ class Pass:
             with _range("backward", block):
                 yield
             self.wrote()
+        if self.running is not None and self.running.overwrites:
+            self.join()
         if len(self._ran) > ran:
             raise ArgumentError(f"{block.title}.backward has not called {self._ran[-1][0].title}.backward")
         if left := len(self._kept) - self._start:

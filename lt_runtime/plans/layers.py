@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.gpu.driver import call, is_capturing
+from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import StreamMemory, aligned, branch
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
@@ -206,10 +206,12 @@ class BackwardPlan(Plan):
             self._copy.launch([(dz, copied)], memory.stream)
             dz = copied
         self._reserve_branch(memory)
-        branches = self.strategy.dw_concurrent and memory.stream and is_capturing(memory.stream)
-        beside = branch(memory) if branches else contextlib.nullcontext(memory)
+        beside: contextlib.AbstractContextManager[StreamMemory] = contextlib.nullcontext(memory)
+        if self.strategy.dw_concurrent:
+            beside = branch(memory, reads_scratch=self._dz_bytes + self._copy_bytes > 0)
         with beside as other:
-            if branches and self._dx_first:
+            dx_first = self._dx_first and other is not memory
+            if dx_first:
                 self._put_dx(call, dz, partial, memory)
             if self._sums_beside and not self._sums_last:
                 self._put_sums(dy, db, other)
@@ -219,7 +221,7 @@ class BackwardPlan(Plan):
                 self._dw.put(Call((dz, x, dw, vector, 0, dw), other.stream, (1.0, beta)), other)
             if self._sums_beside and self._sums_last:
                 self._put_sums(dy, db, other)
-            if not (branches and self._dx_first):
+            if not dx_first:
                 self._put_dx(call, dz, partial, memory)
 
     def _put_sums(self, dy: int, db: int, memory: StreamMemory) -> None:

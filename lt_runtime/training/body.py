@@ -434,8 +434,8 @@ class StepBody:
         device, held = model.device.ordinal, [gradient]
         del gradient
         # No other operation reads the tally of losses, so that on a GPU a branch of the graph updates it concurrently.
-        concurrent = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
-        with concurrent as memory:
+        run.memory = None if device is None else stream_memory(device, stream)
+        with contextlib.nullcontext() if run.memory is None else branch(run.memory) as memory:
             with range_of("loss"):
                 tally.add(value, scores, share, first=first, stream=memory and memory.stream)
             with range_of("backward"):

@@ -46,18 +46,18 @@ class _Case(NamedTuple):
 
 
 _CASES = {
-    # The gradient of the outputs is written over the outputs, and exists while the next layer's gradient is computed.
-    # Later gradients of the same size reuse the memory of the gradient two layers above.
-    "two blocks": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160]),
-    # The first gradient has memory of its own; later gradients reuse the memory of outputs that are not read again.
-    "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160]),
+    # The gradient of the outputs is written over the outputs. A layer's weight gradient may read the layer's inputs and
+    # the gradient of its outputs until the backward pass of the layer below has ended, so that the first three
+    # gradients exist together. Later gradients reuse memory.
+    "two blocks": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160, 32]),
+    "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160, 160]),
     # The metrics' tally reads the outputs during the backward pass; so the loss's gradient needs memory of its own.
-    "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160], "cross_entropy"),
-    # The derivative of the last layer's activation is computed from the outputs: their memory is not reused until then.
+    "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160, 32], "cross_entropy"),
+    # The derivative of the last layer's activation is computed from the outputs; the third gradient has their memory.
     "output activation": _Case(
         [32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160, 32], [32, 160], output_activation="sigmoid"
     ),
-    "micro-batches": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160], parts=2),
+    "micro-batches": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160, 32], parts=2),
 }
 
 
@@ -140,7 +140,9 @@ def test_the_peak_of_gated_blocks(gpu: FakeGpu, recompute: bool, monkeypatch: py
     x, target = _ones(gpu, _WIDTH), _ones(gpu, _WIDTH)
     # The first block keeps no copy of x, which is the batch's array.
     kept = 3 * (_WIDTH + 2 * _HIDDEN + (0 if recompute else _HIDDEN)) + 2 * _WIDTH
-    others = _WIDTH + _HIDDEN + _WIDTH  # The outputs; the gradients of the gated product and of the normalised input.
+    # The outputs; the gradients of the gated product, of the normalised input, and of the last block's input, which is
+    # computed while the weight gradient may still read the normalised input.
+    others = _WIDTH + _HIDDEN + 2 * _WIDTH
     statistics = 3 * 4 * _ROWS
     expected = 2 * _ROWS * (kept + others + 2 * _WIDTH) + statistics + _LOSS_BYTES + TABLE_BYTES
     assert _taken(gpu, make, (x, target), monkeypatch) == expected

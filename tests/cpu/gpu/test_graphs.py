@@ -183,6 +183,31 @@ def test_a_branch_runs_beside_its_stream_and_is_joined(gpu: FakeGpu, fresh: Any)
     assert edges == [[], [0], [0], [1, 2], [1, 2, 3]]
 
 
+def test_a_stream_waits_for_a_branch_one_block_later(gpu: FakeGpu, fresh: Any) -> None:
+    memory, edges = own("gpu.memory"), list[list[int]]()
+
+    def run(stream: int) -> None:
+        view = fresh.on(stream)
+
+        def both(**options: Any) -> None:
+            with memory.branch(view, **options) as beside:
+                put(beside)
+                put(view)
+
+        with memory.branch(view):
+            for options in {}, {}, {"reads_scratch": True}, {}:
+                with memory.deferred_joins(view):
+                    both(**options)
+            memory.join(view)
+            put(view)
+        edges.extend(sorted(node.after) for node in gpu.streams.captures[stream].nodes)
+
+    fresh.scratch(16), fresh.branch.scratch(16)
+    own("gpu.graphs").Graph(run, gpu.stream.ptr).close()
+    # Branches have nodes 0, 2, 4, 6. The stream waits for 0 before 5, and before 7 for 4, which reads scratch memory.
+    assert edges == [[], [], [0, 1], [1], [0, 2, 3], [0, 3], [2, 4, 5], [2, 4, 5], [4, 6, 7]]
+
+
 def test_buffers_grow_apart_and_not_during_a_capture(fresh: Any) -> None:
     scratch, copies = fresh.scratch(2 << 20), fresh.copies(1 << 20)
     assert scratch != copies
