@@ -59,8 +59,8 @@ def linear(
         add: (..., N), or None.
 
     Returns:
-        y (..., N), of x's type. It is contiguous, unless N is at least 4096 and no multiple of 8, and nothing follows
-        the product: y's rows then begin at multiples of 8 elements, and the product takes a third of the time.
+        y (..., N), of x's type. It is contiguous, unless N is at least 4096 and no multiple of 8, x has K rows or more,
+        and nothing follows the product: y's rows then begin at multiples of 8 elements, which saves copies.
 
     Raises:
         OperandError: shapes, types, devices or layouts that do not fit.
@@ -82,7 +82,7 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
     key = draw_key(x) if any(options[2]) else None
     if x.dim() == 1:
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
-    operator = _PADDED if add is None and options == PLAIN and is_ragged(parameters[0]) else LINEAR
+    operator = _PADDED if add is None and options == PLAIN and is_ragged(x, parameters[0]) else LINEAR
     return operator(cast((x, add, key, *parameters)), options)
 
 

@@ -67,10 +67,10 @@ class PaddedLinear(LinearLayers):
         linear_bwd(dy, plain_context(x, weight), **chosen, **buffers)
 
 
-def is_ragged(weight: Tensor) -> bool:
-    """Whether the output of a layer with this weight gets padded rows."""
-    count = weight.shape[0]
-    return bool(count % _MULTIPLE and count >= _LEAST and weight.is_contiguous())
+def is_ragged(x: Tensor, weight: Tensor) -> bool:
+    """Whether the output of a layer gets padded rows: if x has too few rows, the copy of the weight takes longer."""
+    count, width = weight.shape
+    return bool(count % _MULTIPLE and count >= _LEAST and weight.is_contiguous() and x.numel() >= width * width)
 
 
 def columns_of(count: int) -> int:

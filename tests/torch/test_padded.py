@@ -74,6 +74,11 @@ def test_logits_and_their_gradient_lie_in_padded_rows() -> None:
     assert not gradients[0].as_strided((ROWS, 16), (16, 1))[:, CLASSES:].any()
 
 
+def test_few_rows_do_not_pay_for_a_copy_of_the_weight() -> None:
+    x, weight = leaves((5, 6), (CLASSES, 6), dtype=torch.bfloat16)
+    assert ltt.functional.linear(x, weight).is_contiguous()
+
+
 def test_columns_of_a_larger_gradient_are_not_taken_for_zeros() -> None:
     x, weight = leaves((ROWS, 6), (CLASSES, 6), dtype=torch.float32)
     dy = padded.padded(x, (ROWS, CLASSES + 2)).fill_(1.0)[:, :CLASSES]
