@@ -26,6 +26,7 @@ SUITES: Final = (
     "torch",
     "narrow",
     "host",
+    "growth",
     "tuning",
     "cold",
     "fp8",
@@ -50,7 +51,7 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
     "max-autotune": (
         ("layers", "wide", "steps", "models", "torch", "narrow", "fp8"),
-        "add torch.compile, a minute for each row; layers: only six shapes; torch: its greatest effort",
+        "add torch.compile, a minute for each row; layers: of 24 blocks; torch: its greatest effort",
         _FLAG,
     ),
     "torch-compile": (("kernels",), "add torch.compile, a minute for each row", _FLAG),
@@ -60,7 +61,7 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
         "measure only contenders in whose name this regular expression is found",
         {"metavar": "PATTERN"},
     ),
-    "jax": (("steps", "models", "narrow"), "add JAX", _FLAG),
+    "jax": (("layers", "wide", "steps", "models", "narrow"), "add JAX; layers: to 24 blocks", _FLAG),
     "prefetch": (("steps",), "add training from batches on the host", _FLAG),
 }
 """Options that only some suites have: for each, the suites, the help text, and the function that parses its value."""
@@ -76,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", metavar="PATTERN", help="cases in whose name this regular expression is found")
     made.add_argument("--rounds", type=int, metavar="N", help="rounds that count; each suite has a default")
     made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no row after this time")
-    made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure the missing ones")
+    made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure missing and stale ones")
     told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
     made.add_argument("--out", metavar="DIR", help=told)
     for name, (suites, told, how) in _SPECIAL.items():

@@ -26,7 +26,6 @@ from benchmarks.timing import Call, HostTurn, built, synchronize, take_turns
 _QUEUE: Final = 1000  # The driver queues about this many launches before the host has to wait for the GPU.
 _ALIGNED: Final = 256  # Memory that comes from an allocator begins at a multiple of this many bytes.
 _PLACES: Final = 20_000  # An operand has this many addresses in turn, more than timed calls, so that none is repeated.
-_RANGES: Final = 1000
 _BATCHES: Final = 4  # the number of buffers through which `lt.prefetch` rotates
 
 Builders = Mapping[str, Callable[[], Call]]
@@ -83,6 +82,7 @@ def _matmul(m: int, n: int, k: int) -> Builders:
         "cupy": lambda: partial(cp.matmul, a, b, out=d),
         "torch_eager": peer("torch_host", "matmul", *at),
         "torch_linear": peer("torch_host", "matmul_linear", *at),
+        "torch_graph": peer("torch_host", "replayed", "matmul", *at),
     }
 
 
@@ -160,6 +160,7 @@ def _forward(m: int, n: int, k: int) -> Builders:
         "lt_bound": partial(bound, at),
         "torch_eager": peer("torch_host", "linear_forward", at),
         "torch_eager_recording": peer("torch_host", "linear_forward", at, gradients=True),
+        "torch_graph": peer("torch_host", "replayed", "linear_forward", at),
     }
 
 
@@ -179,7 +180,7 @@ def _both(m: int, n: int, k: int) -> Builders:
     }
 
 
-# Builders of the rows for an optimizer's step, a training step, and ranges.
+# Builders of the rows for an optimizer's step and a training step.
 
 
 def _adamw() -> Builders:
@@ -210,29 +211,6 @@ def _our_train_step(dims: tuple[int, ...], batches: list[tuple[Any, Any]]) -> Ca
     return lambda: step(*next(turns))
 
 
-def _ranges() -> Builders:
-    """Enters and leaves a thousand ranges while no profile runs: by one range object, or by a look-up each time.
-
-    The baseline is `contextlib.nullcontext`, entered and left equally often.
-    """
-    import lt_runtime as lt
-
-    made, nothing = lt.range("benchmark"), contextlib.nullcontext()
-
-    def entered(context: contextlib.AbstractContextManager[object]) -> None:
-        for _ in itertools.repeat(None, _RANGES):
-            with context:
-                pass
-
-    def by_name() -> None:
-        for name in itertools.repeat("benchmark", _RANGES):
-            with lt.range(name):
-                pass
-
-    calls = {"lt": partial(entered, made), "lt_by_name": by_name, "nullcontext": partial(entered, nothing)}
-    return {name: lambda call=call: call for name, call in calls.items()}
-
-
 _SMALL: Final = (64, 64, 64)
 _MNIST: Final = (256, 512, 784)
 _ADAMW: Final = adamw_step(GPT2_NAME, GPT2, "float32").name
@@ -250,7 +228,6 @@ CASES: Final = (
     HostCase("linear_fwd + linear_bwd GELU BF16 64×64×64, eager", partial(_both, *_SMALL), 12),
     HostCase("linear_fwd + linear_bwd GELU BF16 256×512×784, eager", partial(_both, *_MNIST), 12),
     HostCase(_ADAMW, _adamw, 40, most=10),
-    HostCase("a thousand ranges that nobody hears", _ranges, 1),
     HostCase("TrainStep call, mnist MLP BF16, batch 256", _train_step, 50, most=20),
 )
 

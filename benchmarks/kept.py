@@ -1,4 +1,8 @@
-"""Reads the repository's result files; compares our times with the fastest other library that does the same task."""
+"""Reads the repository's result files; compares our times with the fastest other library that does the same task.
+
+A row is current if the code that its suite runs was the same when the row was measured as when `report` ran last, which
+wrote the digests of that code. Other rows are stale.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,16 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.report import RESULTS, Json
 
-COMPARED: Final = ("kernels", "layers", "wide", "steps", "narrow", "host")
-"""The suites in which other libraries take part."""
+_WITH_COMPILE: Final = frozenset(("PyTorch", "torch.compile"))
+_EVERY: Final = _WITH_COMPILE | {"JAX"}
+WANTED: Final[Mapping[str, frozenset[str]]] = {
+    **dict.fromkeys(("kernels", "wide"), _WITH_COMPILE),
+    **dict.fromkeys(("layers", "steps", "models", "narrow"), _EVERY),
+    **dict.fromkeys(("host", "growth"), frozenset({"PyTorch"})),
+}
+"""The suites in which other libraries take part: the peers that a row must have for figures about the fastest peer."""
+CODE: Final = "code.json"
+"""The file beside the results with the commit for which `report` ran last, and the digest of each suite's code."""
 
 _LABELS: Final = {
     "torch_max_autotune": "torch.compile max-autotune",
@@ -23,6 +35,7 @@ _LABELS: Final = {
     "cupy": "CuPy",
 }
 """Names of other libraries as tables show them, by the beginning of the contender's name; the first match counts."""
+_COMMIT_DIGITS: Final = 40
 _DOES_LESS: Final = "without"  # Occurs in the name of a contender that leaves out a part of the task.
 _CALL: Final = "_call"  # Occurs in the name of a contender whose time includes the host's work for a call.
 
@@ -33,11 +46,39 @@ def result(suite: str) -> dict[str, Any]:
     return found
 
 
+def code() -> dict[str, Any]:
+    """Reads `CODE`: "commit", and "digests" by suite."""
+    found: dict[str, Any] = json.loads((RESULTS / CODE).read_text())
+    return found
+
+
 def rows_of(suite: str) -> list[dict[str, Any]]:
-    """The rows of a suite that hold times; an empty list if the repository has no results of the suite."""
+    """The rows of a suite that hold times, with their commit and "stale"; an empty list if the suite has no results."""
     if not (RESULTS / f"{suite}.json").exists():
         return []
-    return [row for row in result(suite)["rows"] if row["us"]]
+    kept, digest = result(suite), code()["digests"].get(suite)
+    default = {"commit": kept["commit"], "when": kept.get("when", "")}
+    return [default | row | {"stale": row.get("digest", "") != digest} for row in kept["rows"] if row["us"]]
+
+
+def short(commit: str) -> str:
+    """A commit's first digits; other text, such as "unknown", as it is."""
+    return commit[:7] if len(commit) == _COMMIT_DIGITS else commit
+
+
+def mark(row: Json) -> str:
+    """What is written behind the name of a stale row."""
+    return " (stale)" if row["stale"] else ""
+
+
+def peers_of(row: Json) -> list[str]:
+    """The other libraries that a row was measured against, torch.compile as one of its own."""
+    return [*dict.fromkeys(label(name).split()[0] for name in row["us"] if is_peer(name))]
+
+
+def missing_peers(suite: str, row: Json) -> list[str]:
+    """The peers of `WANTED` that a row lacks; figures about the fastest peer leave the row out if there are any."""
+    return sorted(WANTED.get(suite, frozenset()) - {*peers_of(row)})
 
 
 def is_peer(name: str) -> bool:
@@ -72,6 +113,11 @@ class Comparison(NamedTuple):
         """The peer's time divided by ours: more than 1 if we are faster."""
         return self.theirs / self.ours
 
+    @property
+    def marked(self) -> str:
+        """The comparison's name, marked if its row is stale."""
+        return self.what + mark(self.row)
+
 
 def against(row: Json, suite: str = "", ours: str = "lt", what: str = "", *names: str) -> Comparison | None:
     """Compares one of lt_runtime's contenders with the fastest of the peers; None if either side was not measured.
@@ -102,18 +148,19 @@ def comparisons(suite: str) -> Iterator[Comparison]:
 
 _KEEPS: Final = ("torch_eager_recording",)
 _PRODUCTS: Final = ("torch_eager", "torch_linear")
+_REPLAY: Final = ("torch_graph",)
 _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
-    "matmul": {"lt": ("matmul{}", (*_PRODUCTS, "cupy")), "lt_bound": ("matmul{}, through lt.bind", _PRODUCTS)},
+    "matmul": {"lt": ("matmul{}", (*_PRODUCTS, "cupy")), "lt_bound": ("matmul{}, through lt.bind", _REPLAY)},
     "linear_fwd": {
         "lt_inference": ("linear{}, which keeps nothing for backward", ("torch_eager",)),
         "lt": ("linear_fwd{}", _KEEPS),
         "lt_out_z": ("linear_fwd{} out_z=", _KEEPS),
         "lt_elsewhere": ("linear_fwd{} out_z=, x at a new address each time", _KEEPS),
-        "lt_bound": ("linear_fwd{} out_z=, through lt.bind", _KEEPS),
+        "lt_bound": ("linear_fwd{} out_z=, through lt.bind", _REPLAY),
     },
     "linear_fwd + linear_bwd": {"lt": ("linear_fwd + linear_bwd{}", ("torch_eager_one_thread",))},
     "AdamW": {"lt": ("AdamW{}", ("torch_eager",))},
-    "TrainStep": {"lt": ("TrainStep{}", ("torch_graph",))},
+    "TrainStep": {"lt": ("TrainStep{}", _REPLAY)},
 }
 """A call's title and peers (contenders of other libraries), by the case's kind and by contender.
 

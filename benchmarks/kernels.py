@@ -134,7 +134,7 @@ def _dropout(dtype: str, shape: tuple[int, int], p: float, sets: int) -> Builder
 
         return Contender(run)
 
-    return {"lt": ours, "torch": peer("torch_kernels", "dropout", made, p)}
+    return {"lt": ours, **_torch("dropout", made, p)}
 
 
 # Case: SwiGLU in BF16. Forward moves six bytes an element of y, and backward ten.

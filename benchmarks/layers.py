@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import time
@@ -22,7 +23,7 @@ from benchmarks.buffers import itemsize, normal
 from benchmarks.kept import is_peer
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import MAX_AUTOTUNE, Job, Suite, plan_cache
+from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import Contender, Timing
 
 TYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -41,7 +42,7 @@ REPRESENTATIVE: Final = (
     (4096, 4096, 1024),
     (8192, 3072, 768),
 )
-"""The layers that `--max-autotune` compares with torch.compile, which takes a minute for each."""
+"""Small and large layers that the suite `tuning` tunes."""
 
 FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # approximate rates of an H200
 BYTES_PER_US: Final = 4.2e6
@@ -146,6 +147,17 @@ def blocks() -> list[Block]:
     return [Block(*layer, kind, activation) for layer in layers for kind in _KINDS for activation in ACTIVATIONS]
 
 
+def compared() -> list[Block]:
+    """The blocks that `--max-autotune` and `--jax` compare with torch.compile and JAX, which take up to a minute each.
+
+    They are three of four layers of the presets, whose types and activations take turns.
+    """
+    layers = [(group, *layer) for group, members in presets()["layers"].items() for layer in members]
+    some = (layer for number, layer in enumerate(layers) if number % 4 < 3)
+    ways = itertools.cycle(itertools.product(_KINDS, ACTIVATIONS))
+    return [Block(*layer, *way) for layer, way in zip(some, ways, strict=False)]
+
+
 # Contenders that run the block through public calls.
 
 
@@ -233,8 +245,12 @@ def tune(case: Any) -> Tuned:
     return Tuned(time.perf_counter() - start, made)
 
 
-def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes a block, with an empty plan cache unless `--keep-plans` is given, and times all contenders alternately."""
+def measure_block(block: Block, options: argparse.Namespace, stream: Any, *, strategies: bool = True) -> Row:
+    """Tunes a block, with an empty plan cache unless `--keep-plans` is given, and times all contenders alternately.
+
+    Args:
+        strategies: whether the block is also measured by strategies that the tuner did not choose.
+    """
     sets = block.sets(timing.cache_size())
     count = block.repetitions(sets)
     with plan_cache(keep=options.keep_plans):
@@ -243,9 +259,10 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
         builders: Builders = {"lt": partial(ours, block, buffers)}
         candidates: Builders = {}
         facts: dict[str, Any] = {}
-        if not options.ours:
+        if strategies and not options.ours:
             others, candidates, facts = _others(block, buffers)
-            builders |= others | candidates | _peers(block, buffers, options)
+            builders |= others | candidates
+        builders |= {} if options.ours else _peers(block, buffers, options)
         timings, left_out = timing.measure(builders, sets, count, options.rounds, stream)
     setting = block.as_json() | {"buffer_sets": sets, "repetitions": count, "rounds": options.rounds} | tuned.as_json()
     setting |= facts
@@ -286,12 +303,14 @@ def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace)
     made: Builders = {"torch_graph": peer("torch_layers", "eager", block, buffers)}
     if options.max_autotune:
         made[MAX_AUTOTUNE] = peer("torch_layers", "compiled", block, buffers)
+    if options.jax:
+        made[JAX] = peer("jax_layers", "block", block, buffers)
     return made
 
 
 # Functions that compute the figures over all rows for the suite's summary.
 
-_OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE)
+_OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE, JAX)
 
 
 def no_loss(timings: Mapping[str, Timing], candidates: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -311,10 +330,8 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
     """Makes a job for each block of two layers that the command line selects; `--only` filters them later."""
     chosen = [
         block
-        for block in blocks()
-        if options.dtype in (None, block.kind)
-        and options.activation in (None, block.activation)
-        and (block.layer in REPRESENTATIVE or not options.max_autotune)
+        for block in (compared() if options.max_autotune or options.jax else blocks())
+        if options.dtype in (None, block.kind) and options.activation in (None, block.activation)
     ]
     return {block.name: partial(measure_block, block, options) for block in chosen}
 

@@ -15,10 +15,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.kept import Comparison, comparisons, result, rows_of
+from benchmarks.growth import LAYERS
+from benchmarks.kept import Comparison, comparisons, missing_peers, result, rows_of
 from benchmarks.report import RESULTS
 
 FILE: Final = RESULTS / "plots" / "speedup.png"
+GROWTH: Final = RESULTS / "plots" / "growth.png"
 DIGEST: Final = "Source"
 """The key in the picture's metadata under which the digest is stored."""
 
@@ -26,6 +28,7 @@ _KINDS: Final = {"bf16": ("#0072B2", "o"), "tf32": ("#E69F00", "s")}
 _ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
 _TICKS: Final = (0.5, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
 _RING: Final = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 11, "linestyle": "none"}
+_FAINT: Final = 0.25
 _COLOURS: Final = 64  # number of colours in the PNG file, which make the file a third as large
 _PANELS: Final[Mapping[str, Sequence[str]]] = {
     "Blocks of two layers": ("layers",),
@@ -63,21 +66,44 @@ def write(file: Path = FILE) -> Path:
 
 def write_losses(file: Path = RESULTS / "plots" / "torch_losses.png") -> list[Path]:
     """Draws the losses of that row of the suite `torch` with the most losses; returns no file if there is no row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     row = max(rows_of("torch"), key=lambda row: max(map(len, row["losses"].values()), default=0), default=None)
     if row is None:
         return []
-    figure = Figure(layout="constrained", dpi=100, figsize=(9, 4))
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = _panels(1, (9, 4))
     for name, losses in row["losses"].items():
         axes.plot(losses, label=name, linewidth=1)
     axes.set(title=row["case"], xlabel="step", ylabel="loss before the step's update")
     axes.legend()
     figure.savefig(file)
     return [file]
+
+
+def write_growth(file: Path = GROWTH) -> list[Path]:
+    """Draws the times of the suite `growth`, a panel for each quantity that grows; returns no file without a row."""
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows_of("growth"):
+        for name, us in row["us"].items():
+            told = f"{name}, {row['case'].split(' layers of ')[-1]}" if row["quantity"] == LAYERS else name
+            lines.setdefault(row["quantity"], {}).setdefault(told, []).append((row["size"], us))
+    if not lines:
+        return []
+    figure, every = _panels(len(lines), (12, 4))
+    for axes, (quantity, of_panel) in zip(every, lines.items(), strict=True):
+        for told, points in of_panel.items():
+            axes.loglog(*zip(*points, strict=True), marker="o", label=told)
+        axes.set(xlabel=quantity, ylabel="µs")
+        axes.legend()
+    figure.savefig(file)
+    return [file]
+
+
+def _panels(count: int, inches: tuple[float, float]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained", dpi=100, figsize=inches)
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
 def _draw(figure: Any) -> None:
@@ -127,7 +153,9 @@ def _line(each: Comparison) -> str:
 def _point(axes: Any, each: Comparison, place: float) -> None:
     colour, marker = _KINDS[each.row["type"]]
     face = colour if each.row["activation"] == "gelu" else "none"
-    axes.plot(each.ratio, place, marker, color=colour, markerfacecolor=face, markersize=5.5)
+    faint = each.row["stale"] or missing_peers(each.suite, each.row)
+    style = {"color": colour, "markerfacecolor": face, "alpha": _FAINT if faint else 1.0}
+    axes.plot(each.ratio, place, marker, markersize=5.5, **style)
     if each.ratio < 1:
         axes.plot(each.ratio, place, **_RING)
 
@@ -141,4 +169,6 @@ def _legend() -> list[Any]:
             face = colour if activation == "gelu" else "white"
             style = {"color": colour, "marker": marker, "markerfacecolor": face, "linestyle": "none"}
             made.append(Line2D([], [], label=f"{kind.upper()} {told}", **style))
+    grey = {"color": "grey", "marker": "o", "linestyle": "none", "alpha": _FAINT}
+    made.append(Line2D([], [], label="faint: of older code, or a peer is missing", **grey))
     return [*made, Line2D([], [], label="the peer is faster", **_RING)]

@@ -293,10 +293,22 @@ def _version(module: str) -> str | None:
 
 def commit() -> str:
     """$GIT_COMMIT, which is set for a copy without its history, or the commit that git reports."""
-    if "GIT_COMMIT" in os.environ:
-        return os.environ["GIT_COMMIT"]
-    command = ["git", "rev-parse", "HEAD"]
+    return os.environ.get("GIT_COMMIT") or _git("rev-parse", "HEAD") or UNKNOWN
+
+
+def clean_commit(folders: Iterable[str]) -> str:
+    """The last commit that changed code in some folders; `UNKNOWN` if the code has changed since."""
+    code = [*(f":(top){each}" for each in folders), ":(top,exclude)benchmarks/results", ":(top,exclude)*.md"]
+    changed = _git("status", "--porcelain", "--", *code)
+    return UNKNOWN if changed else _git("log", "-1", "--format=%H", "--", *code) or UNKNOWN
+
+
+def _git(*arguments: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return ""
+    return done.stdout.strip()
+
+
+UNKNOWN: Final = "unknown"

@@ -330,10 +330,10 @@ def peers(
 
 
 def _turns(contenders: Mapping[str, StepContender], count: int, stream: Any) -> dict[str, Turn]:
-    """Returns how each contender is timed: as a graph, and ours, PyTorch's and JAX's also as calls from a script."""
+    """Returns how each contender is timed: as a graph, and ours and the peers' also as calls from a script."""
     turns = {name: graph_turn(each, count, stream) for name, each in contenders.items()}
     for name, each in contenders.items():
-        base = name if name in ("lt", JAX) else GRAPH if name.startswith(GRAPH) else None
+        base = name if name in ("lt", JAX) else next(filter(name.startswith, (GRAPH, MAX_AUTOTUNE)), None)
         if base is not None:
             turns[name.replace(base, f"{base}_call")] = timed_calls(each.calls, count, stream)
     return turns

@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks import report
+from benchmarks import digests, report
 from benchmarks.report import Finding, Json, Row
 from benchmarks.timing import has_gpu, release
 
@@ -89,17 +89,22 @@ def file_of(name: str, options: argparse.Namespace) -> Path | None:
 def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     """Measures the rows of a command line, prints them, and writes them if there is a result file.
 
-    A row that fails holds the error instead of times, and the run continues.
+    A row that fails holds the error instead of times, and the run continues. With `--resume` the rows of older code
+    stay in the file until they are measured anew.
 
     Raises:
-        SystemExit: there is no GPU.
+        SystemExit: there is no GPU, or the result file has rows of another one.
     """
     if not has_gpu():
         raise SystemExit(f"the suite {name} needs an NVIDIA GPU")
     file = file_of(name, options)
     rows = kept_rows(file) if options.resume else {}
+    if rows and (gpu := json.loads(Path(str(file)).read_text())["machine"]["gpu"]) != report.machine()["gpu"]:
+        raise SystemExit(f"{file} has rows of another GPU, {gpu}: name another folder by --out")
+    origin = {"digest": digests.digest(name, digests.working_files()), "commit": report.commit()}
+    current = {case for case, row in rows.items() if row.get("digest") == origin["digest"]}
     wanted = {case: job for case, job in suite.jobs(options).items() if matches(options.only, case)}
-    jobs, console = {case: job for case, job in wanted.items() if case not in rows}, report.console()
+    jobs, console = {case: job for case, job in wanted.items() if case not in current}, report.console()
     stream, start = None, time.monotonic()
     if suite.has_context:
         import cupy as cp
@@ -114,12 +119,14 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
             if time.monotonic() - start > 60 * options.minutes:
                 break
             progress.update(task, description=case, refresh=True)
-            rows[case] = _measured(case, job, stream, console)
+            made = _measured(case, job, stream, console)
+            if made["us"] or case not in rows:
+                rows[case] = made | origin
             if suite.has_context:
                 release()
-            save(suite, rows, file)
+            save(suite, rows, file, origin["digest"])
             progress.advance(task)
-    if found := suite.findings(list(rows.values())):
+    if found := suite.findings(_of_digest(rows.values(), origin["digest"])):
         console.print(report.findings_table(found))
     if file is not None:
         console.print(f"written to {file}")
@@ -137,13 +144,17 @@ def _measured(case: str, job: Job, stream: Any, console: Console) -> dict[str, A
     return {**row.as_json(), "when": report.now()}
 
 
-def save(suite: Suite, rows: Rows, file: Path | None) -> None:
-    """Writes the rows in the order of the suite, and the figures over them; does nothing without a file or rows."""
+def _of_digest(rows: Iterable[dict[str, Any]], digest: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row.get("digest") == digest]
+
+
+def save(suite: Suite, rows: Rows, file: Path | None, digest: str) -> None:
+    """Writes the rows in the order of the suite, and figures over those with the digest; needs a file and rows."""
     if file is None or not rows:
         return
     places = {name: place for place, name in enumerate(suite.order)}
     ordered = sorted(rows.values(), key=lambda row: places.get(row["case"], len(places)))
-    found = suite.findings(ordered)
+    found = suite.findings(_of_digest(ordered, digest))
     summary = {"summary": [each.as_json() for each in found]} if found else {}
     report.write(file, ordered, **suite.facts(ordered), **summary)
 

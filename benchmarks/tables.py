@@ -1,8 +1,11 @@
-"""Writes the tables of benchmarks/README.md, and the plot, from the kept results: `python -m benchmarks report`.
+"""Writes the tables of the pages, and the plots, from the kept results: `python -m benchmarks report`.
 
-A table of the page stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of
-`TABLES`. The table's commit, its date and the peers stand above it. A ratio is a peer's time divided by ours; it is
+A table of a page stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of
+`TABLES`. The table's commit, its dates and the peers stand above it. A ratio is a peer's time divided by ours; it is
 bold where we are slower.
+
+The command first compares the present code with the code of each row. Rows that were measured with other code are
+stale: tables mark them, and leave them out of their means.
 """
 
 from __future__ import annotations
@@ -13,12 +16,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import fp8, plot, scaling_cost, torch, tuning
-from benchmarks.kept import COMPARED, Comparison, against, comparisons, is_peer, label, result, rows_of
-from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, speedups
+from benchmarks import digests, fp8, kept, plot, report, scaling_cost, torch, tuning
+from benchmarks import growth as grown
+from benchmarks.__main__ import SUITES
+from benchmarks.kept import (
+    WANTED,
+    Comparison,
+    against,
+    comparisons,
+    label,
+    mark,
+    missing_peers,
+    peers_of,
+    result,
+    rows_of,
+)
+from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Finding, Json, geometric_mean, speedups
 
 PAGE: Final = Path(__file__).parent / "README.md"
-PAGES: Final = (PAGE, PAGE.parents[1] / "docs" / "distributed.md")
+PAGES: Final = (PAGE, PAGE.parents[1] / "docs" / "distributed.md", report.RESULTS / "rows.md")
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
 _VERSIONS: Final = {
     "PyTorch": "torch",
@@ -30,7 +46,13 @@ _VERSIONS: Final = {
 }
 """For the first word of a peer's label, the key of its version in a result file's "machine"."""
 
+_MEASURED_AGAINST: Final = "measured against"
+
 Lines = Sequence[Sequence[str]]
+
+
+def _peers(row: Json) -> str:
+    return ", ".join(peers_of(row))
 
 
 def us(value: float | None) -> str:
@@ -62,16 +84,19 @@ def source(suites: Iterable[str]) -> str:
 
 
 def _source(suite: str) -> str:
-    kept, rows = result(suite), rows_of(suite)
-    machine, others = kept["machine"], sum(row.get("commit", kept["commit"]) != kept["commit"] for row in rows)
-    when = max([kept.get("when", ""), *(row.get("when", "") for row in rows)])[:10]
-    told = f"`{suite}` at commit {kept['commit'][:7]}"
-    told += f" ({others} of {len(rows)} rows at other commits)" if others else ""
-    told += f", measured until {when} on {machine['gpu']} with driver {machine['driver']}"
+    rows, machine = rows_of(suite), result(suite)["machine"]
+    dates = sorted(row["when"][:10] for row in rows)
+    told = f"`{suite}`, {_at_commit(rows)}, from {dates[0]} to {dates[-1]}"
+    told += f" on {machine['gpu']} with driver {machine['driver']}"
     told += f" and cuBLASLt {machine['cublaslt'] // 10000}.{machine['cublaslt'] // 100 % 100}"
-    names = dict.fromkeys(label(name).split()[0] for row in rows for name in row["us"] if is_peer(name))
+    names = dict.fromkeys(name for row in rows for name in peers_of(row))
     versions = [f"{name} {machine.get(_VERSIONS[name], 'of a version that was not recorded')}" for name in names]
     return told + (f", against {', '.join(versions)}" if versions else "")
+
+
+def _at_commit(rows: Sequence[Json]) -> str:
+    """How many rows were measured with the code of the commit for which `report` ran last."""
+    return f"{sum(not row['stale'] for row in rows)} of {len(rows)} rows at {kept.short(kept.code()['commit'])}"
 
 
 # One function for each table.
@@ -86,9 +111,10 @@ def kernels() -> str:
         less = row["us"].get("torch_without_bias_gradient")
         also = "" if less is None else f" ({us(less)} without the bias gradient)"
         fraction = f"{100 * row['fraction_of_copy']:.0f} %"
-        lines.append([row["case"], us(row["us"]["lt"]), fraction, peer(against(row)) + also])
+        cells = [us(row["us"]["lt"]), fraction, peer(against(row)) + also]
+        lines.append([row["case"] + mark(row), *cells, _peers(row)])
     copy = result("kernels")["copy_gb_s"]
-    return markdown(["Kernel", "µs", f"of the copy's {copy:.0f} GB/s", "fastest peer, µs"], lines)
+    return markdown(["Kernel", "µs", f"of the copy's {copy:.0f} GB/s", "fastest peer, µs", _MEASURED_AGAINST], lines)
 
 
 _ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
@@ -106,40 +132,44 @@ _AGAINST: Final = {
 def layers() -> str:
     """Table of layers: mean and worst block against each contender, and tuned plans against the best candidates."""
     rows = rows_of("layers")
-    losses = [row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row]
-    near = sum(loss <= 1.03 for loss in losses) / max(len(losses), 1)
-    seconds = statistics.median([row.get("tuning_s", 0.0) for row in rows])
+    losses = [row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row and not row["stale"]]
+    seconds = [row["tuning_s"] for row in rows if "tuning_s" in row and not row["stale"]]
+    if not (losses and seconds):
+        return _means("layers", lambda row: "")
+    near = sum(loss <= 1.03 for loss in losses) / len(losses)
     return (
-        _means(rows, lambda row: "")
+        _means("layers", lambda row: "")
         + f"\n\nThe tuned plan is within 3 % of the best candidate in {100 * near:.0f} % of "
-        f"{len(losses)} blocks, and at most {100 * (max(losses, default=1) - 1):.1f} % slower. Tuning a block takes "
-        f"{seconds:.2f} s at the median."
+        f"{len(losses)} blocks, and at most {100 * (max(losses) - 1):.1f} % slower. Tuning a block takes "
+        f"{statistics.median(seconds):.2f} s at the median."
     )
 
 
 def wide() -> str:
     """The table of `layers` for the shapes of the suite `wide`: a line for each stratum."""
-    return _means(rows_of("wide"), lambda row: f" {row['stratum']}")
+    return _means("wide", lambda row: f" {row['stratum']}")
 
 
-def _means(rows: Sequence[Json], group: Callable[[Json], str]) -> str:
-    lines, rows = [], [_with_fastest(row) for row in rows]
-    groups = sorted({(row["type"], group(row)) for row in rows})
+def _means(suite: str, group: Callable[[Json], str]) -> str:
+    """A line for each contender, type and group; stale rows have lines of their own."""
+    lines, rows = [], [_with_fastest(suite, row) for row in rows_of(suite)]
+    groups = sorted({(row["stale"], row["type"], group(row)) for row in rows})
     for contender, told_as in _AGAINST.items():
-        for kind, of_group in groups:
-            some = [row for row in rows if (row["type"], group(row)) == (kind, of_group) and contender in row["us"]]
-            if some:
+        for each in groups:
+            of_group = [row for row in rows if (row["stale"], row["type"], group(row)) == each]
+            if some := [row for row in of_group if contender in row["us"]]:
                 activations = " and ".join(sorted({_ACTIVATIONS[row["activation"]] for row in some}))
                 found = speedups(some, contender)
                 where = min(found, key=found.__getitem__)
-                told = f"{len(some)}{of_group} {kind.upper()} {activations}"
+                told = f"{len(some)}{each[2]} {each[1].upper()} {activations}{mark(some[0])}"
                 figures = times(geometric_mean(found.values())), f"{times(found[where])} ({where})"
                 lines.append([told_as, told, *figures, str(sum(value < 1 for value in found.values()))])
     return markdown(["Against", "blocks", "geometric mean", "worst", "slower"], lines)
 
 
-def _with_fastest(row: Json) -> dict[str, Any]:
-    found = against(row)
+def _with_fastest(suite: str, row: Json) -> dict[str, Any]:
+    """The row, with the time of the fastest peer if it was measured against all of them."""
+    found = None if missing_peers(suite, row) else against(row)
     return {**row} if found is None else {**row, "us": {**row["us"], _PEER: found.theirs}}
 
 
@@ -152,12 +182,14 @@ def steps() -> str:
         masters = ", FP32 masters" if row["type"] == "bf16" and row["master"] else ""
         of_layers = f"{_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}"
         what = f"{'-'.join(map(str, row['dims']))}, batch {row['rows']}, {of_layers}, {row['type'].upper()}{masters}"
+        what += mark(row)
         untuned = f"{us(row['us']['lt_untuned'])}, {times(row['us']['lt_untuned'] / row['us']['lt'])}"
         called = us(row["us"].get("lt_call")), peer(against(row, ours="lt_call"))
         memory = f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
-        lines.append([what, us(row["us"]["lt"]), peer(against(row)), *called, untuned, memory])
+        lines.append([what, us(row["us"]["lt"]), peer(against(row)), *called, untuned, memory, _peers(row)])
     called = "called", "fastest peer, called"
-    headings = "MLP", "lt_runtime", "fastest peer", *called, "lt_runtime untuned", "memory / PyTorch's"
+    others = "lt_runtime untuned", "memory / PyTorch's", _MEASURED_AGAINST
+    headings = "MLP", "lt_runtime", "fastest peer", *called, *others
     return markdown(headings, lines)
 
 
@@ -165,15 +197,17 @@ def models() -> str:
     """Table of training steps of models of blocks."""
     lines = [
         [
-            row["case"],
+            row["case"] + mark(row),
             us(row["us"]["lt"]),
             peer(against(row)),
             times(row["ratio"]["torch_graph"]),
             f"{row['memory_ratio']:.2f}",
+            _peers(row),
         ]
         for row in rows_of("models")
     ]
-    return markdown(("model", "lt_runtime", "fastest peer", "PyTorch in a graph", "memory / PyTorch's"), lines)
+    headings = "model", "lt_runtime", "fastest peer", "PyTorch in a graph", "memory / PyTorch's", _MEASURED_AGAINST
+    return markdown(headings, lines)
 
 
 def torch_models() -> str:
@@ -184,7 +218,7 @@ def torch_models() -> str:
         cells = [us(ours) + ("" if ratio is None else f", {times(ratio)}") for ours, ratio in found.values()]
         liger = min((ratio for way in torch.WAYS if (ratio := torch.ratio(row, way, "liger"))), default=None)
         memory = [f"{ratio:.2f}" if (ratio := torch.memory_ratio(row, way)) else "" for way in torch.WAYS[1::2]]
-        lines.append([row["case"], *cells, "" if liger is None else times(liger), *memory])
+        lines.append([row["case"] + mark(row), *cells, "" if liger is None else times(liger), *memory])
     headings = "eager", "in a graph", "compiled", "compiled, in a graph", "Liger at best"
     return markdown(("model", *headings, "memory / PyTorch's in a graph", "compiled, in a graph"), lines)
 
@@ -193,7 +227,7 @@ def torch_fp8() -> str:
     """Table of training steps of PyTorch models in FP8: our time in a graph, with the others' as multiples."""
     lines = []
     for row in filter(_has_fp8, rows_of("torch")):
-        line, found = [row["case"]], row["us"]
+        line, found = [row["case"] + mark(row)], row["us"]
         for way in torch.WAYS[1::2]:
             ours, others = found.get(f"lt_fp8_{way}"), (found.get(f"{name}_{way}") for name in ("lt", "torchao"))
             line += [us(ours), *("" if None in (ours, each) else times(each / ours) for each in others)]
@@ -212,8 +246,10 @@ def narrow() -> str:
     for each in comparisons("narrow"):
         least = each.row.get("floors_us", {})
         floors = [name in least and f"{us(least[name])}, {100 * least[name] / each.ours:.1f} %" for name in _FLOORS]
-        lines.append([each.what, us(each.ours), *(told or "" for told in floors), peer(each)])
-    return markdown(["MLP", "lt_runtime", "least by copy", "least by peak", "fastest peer"], lines)
+        cells = [us(each.ours), *(told or "" for told in floors), peer(each)]
+        lines.append([each.marked, *cells, _peers(each.row)])
+    headings = "MLP", "lt_runtime", "least by copy", "least by peak", "fastest peer", _MEASURED_AGAINST
+    return markdown(headings, lines)
 
 
 _FLOORS: Final = (COPY_FLOOR, PEAK_FLOOR)
@@ -226,7 +262,7 @@ def fp8_steps() -> str:
         if "lt" in row.get("sustained_us", {}):
             cells = [cell for times_of in ("us", "sustained_us") for cell in _fp8_cells(row[times_of])]
             memory = f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
-            lines.append([f"{row['case']}, batch {row['rows']}", *cells, memory])
+            lines.append([f"{row['case']}, batch {row['rows']}{mark(row)}", *cells, memory])
     others = "our BF16", "PyTorch in BF16", "torchao"
     headings = "MLP", "FP8, bursts", *others, "FP8, sustained", *others, "memory / BF16's"
     return markdown(headings, lines)
@@ -240,16 +276,17 @@ def _fp8_cells(found: Mapping[str, float]) -> list[str]:
 
 def fp8_widths() -> str:
     """Tables of training steps over widths and batches, and of inference: our time in FP8, and BF16's as a multiple."""
-    found = {row["case"]: row["us"] for row in rows_of("fp8") if {"lt", "lt_bf16"} <= row["us"].keys()}
+    rows = [row for row in rows_of("fp8") if {"lt", "lt_bf16"} <= row["us"].keys()]
+    found, marks = {row["case"]: row["us"] for row in rows}, {row["case"]: mark(row) for row in rows}
     lines = dict[str, list[str]]()
     for case in fp8.GRID:
         each = found.get(case.name)
-        cell = "" if each is None else f"{us(each['lt'])}, {times(each['lt_bf16'] / each['lt'])}"
+        cell = "" if each is None else f"{us(each['lt'])}, {times(each['lt_bf16'] / each['lt'])}{marks[case.name]}"
         lines.setdefault("-".join(map(str, case.dims)), []).append(cell)
     batches = [f"batch {rows}" for rows in dict.fromkeys(case.rows for case in fp8.GRID)]
     made = markdown(["MLP", *batches], [[name, *cells] for name, cells in lines.items()])
     inference = [
-        [str(case.rows), us(each["lt"]), times(each["lt_bf16"] / each["lt"])]
+        [str(case.rows) + marks[case.name], us(each["lt"]), times(each["lt_bf16"] / each["lt"])]
         for case in fp8.INFERENCE
         if (each := found.get(case.name))
     ]
@@ -259,14 +296,14 @@ def fp8_widths() -> str:
 
 def host() -> str:
     """Table of the host's time for a call."""
-    lines = [[each.what, us(each.ours), peer(each)] for each in comparisons("host")]
+    lines = [[each.marked, us(each.ours), peer(each)] for each in comparisons("host")]
     return markdown(["Call", "lt_runtime", "fastest peer"], lines)
 
 
 def slower() -> str:
     """Every row of every suite in which some peer is faster, the worst first."""
-    found = sorted((each for suite in COMPARED for each in comparisons(suite)), key=lambda each: each.ratio)
-    lines = [[each.suite, each.what, us(each.ours), peer(each)] for each in found if each.ratio < 1]
+    found = sorted((each for suite in WANTED for each in comparisons(suite)), key=lambda each: each.ratio)
+    lines = [[each.suite, each.marked, us(each.ours), peer(each)] for each in found if each.ratio < 1]
     return markdown(["Suite", "row", "lt_runtime", "fastest peer"], lines)
 
 
@@ -275,18 +312,34 @@ def cold() -> str:
     lines = []
     for row in rows_of("cold"):
         found = {name: f"{value / 1e3:.1f}" for name, value in row["us"].items()}
-        lines.append([row["case"], found["lt"], found.get("lt_empty_cache", "")])
+        lines.append([row["case"] + mark(row), found["lt"], found.get("lt_empty_cache", "")])
         if "lt_all_names" in found:
-            lines.append([f"{row['case']}, and the use of all its names", found["lt_all_names"], ""])
+            lines.append([f"{row['case']}, and the use of all its names{mark(row)}", found["lt_all_names"], ""])
     # Results of older versions were measured with a filled cache of CuPy.
     caches = "empty caches" if any("cupy_cache" in row for row in rows_of("cold")) else "an empty kernel cache"
     return markdown(["Process", "ms", f"with {caches}"], lines)
 
 
 def tuning_figures() -> str:
-    """Table of the figures over all rows of the suite `tuning`."""
-    found = tuning.findings(rows_of("tuning"))
-    return markdown(["Figure", ""], [[each.what, f"{each.value:.3g}"] for each in found if each.value is not None])
+    """Table of the figures over all rows of the suite `tuning`, current and stale ones apart."""
+    return _figures("tuning", tuning.findings)
+
+
+def growth() -> str:
+    """Table of the figures over all rows of the suite `growth`, and its picture."""
+    if not rows_of("growth"):
+        return "Not measured yet."
+    picture = plot.GROWTH.relative_to(PAGE.parent).as_posix()
+    return f"![Times by rows, parameters and layers]({picture})\n\n{_figures('growth', grown.findings)}"
+
+
+def _figures(suite: str, findings: Callable[[Sequence[Json]], Sequence[Finding]]) -> str:
+    lines = []
+    for stale in (False, True):
+        some = [row for row in rows_of(suite) if row["stale"] == stale]
+        found = [each for each in findings(some) if each.value is not None] if some else []
+        lines += [[each.what + mark(some[0]), f"{each.value:.3g}", each.where or ""] for each in found]
+    return markdown(["Figure", "", "where"], lines)
 
 
 def scaling() -> str:
@@ -297,7 +350,7 @@ def scaling() -> str:
         one = f"{us(found['lt_group_of_one'])}, {found['lt_group_of_one'] / found['lt']:.2f}×"
         two = [us(found["lt_two"]), f"{row['samples_ratio']:.2f}×"] if "lt_two" in found else ["", ""]
         sums = [us(found["lt_sums"]), f"{100 * max(0.0, row['hidden']):.0f} %"] if "lt_two" in found else ["", ""]
-        lines.append([f"{row['case']}, batch {row['rows']}", us(found["lt"]), one, *two, *sums])
+        lines.append([f"{row['case']}, batch {row['rows']}{mark(row)}", us(found["lt"]), one, *two, *sums])
     headings = "alone", "group of one", "two GPUs", "samples of two / of one", "sums alone", "of these hidden"
     return markdown(["MLP", *headings], lines)
 
@@ -320,12 +373,37 @@ def scaling_predicted() -> str:
             most = [
                 rows * (value / alone - 1) * (1 / _SHOWS - 1) for value in (min(found.values()), max(found.values()))
             ]
-            lines.append([network, case, *shares, " to ".join(f"{each / 1e3:.0f}" for each in most)])
+            below = " to ".join(f"{each / 1e3:.0f}" for each in most)
+            lines.append([network, case + mark(known[case]), *shares, below])
     counts = [f"{gpus} GPUs" for gpus in scaling_cost.GPUS]
     return markdown(["network", "MLP", *counts, "shows below this batch, thousands"], lines)
 
 
+def code() -> str:
+    """Table of suites: how many rows are current, stale, and measured against every peer, and when."""
+    lines = []
+    for suite, rows in ((suite, rows_of(suite)) for suite in SUITES):
+        dates = sorted(row["when"][:10] for row in rows) or [""]
+        stale = sum(row["stale"] for row in rows)
+        complete = sum(not missing_peers(suite, row) for row in rows) if suite in WANTED else ""
+        lines.append([f"`{suite}`", *map(str, (len(rows), len(rows) - stale, stale, complete)), dates[0], dates[-1]])
+    every = [row for suite in SUITES for row in rows_of(suite)]
+    made = markdown(["Suite", "rows", "current", "stale", "against every peer", "first", "last"], lines)
+    return f"Measured on this code: {_at_commit(every)}.\n\n{made}"
+
+
+def each_row() -> str:
+    """Table of all rows: date, commit, whether they are current, and the peers that they have and lack."""
+    lines = []
+    for suite, row in ((name, each) for name in SUITES for each in rows_of(name)):
+        origin = row["when"][:10], kept.short(row["commit"]), "stale" if row["stale"] else "current"
+        lines.append([suite, row["case"], *origin, _peers(row), ", ".join(missing_peers(suite, row))])
+    return markdown(["Suite", "row", "date", "commit", "code", _MEASURED_AGAINST, "not against"], lines)
+
+
 TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
+    "code": (code, ()),
+    "each-row": (each_row, ()),
     "slower": (slower, ()),
     "steps": (steps, ("steps",)),
     "models": (models, ("models",)),
@@ -340,6 +418,7 @@ TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "host": (host, ("host",)),
     "cold": (cold, ("cold",)),
     "tuning": (tuning_figures, ("tuning",)),
+    "growth": (growth, ("growth",)),
     "scaling": (scaling, ("scaling",)),
     "scaling-predicted": (scaling_predicted, ("scaling",)),
 }
@@ -365,9 +444,27 @@ def rendered(text: str) -> str:
     return _BLOCK.sub(lambda block: f"{block[1]} -->\n\n{table(block[1])}\n\n", text)
 
 
+def note_code() -> None:
+    """Writes the digests of the present code and its commit beside the results.
+
+    Rows that were measured with this code on a machine without git are given the commit.
+    """
+    files, commit = digests.working_files(), report.clean_commit(digests.SOURCES)
+    found = {suite: digests.digest(suite, files) for suite in SUITES}
+    report.write_json(kept.RESULTS / kept.CODE, {"commit": commit, "digests": found})
+    for suite in filter(rows_of, SUITES):
+        content, own = result(suite), {"digest": found[suite], "commit": report.UNKNOWN}
+        if unknown := [row for row in content["rows"] if own.items() <= row.items()]:
+            for row in unknown:
+                row["commit"] = commit
+            report.write_json(kept.RESULTS / f"{suite}.json", content)
+
+
 def main(_: Sequence[str]) -> None:
-    """Writes the tables of all pages, and the plots."""
+    """Notes the present code, and writes the tables of all pages, and the plots."""
+    note_code()
     for page in PAGES:
         page.write_text(rendered(page.read_text()))
-    for file in (*PAGES, plot.write(), *plot.write_losses()):
+    for file in (*PAGES, plot.write(), *plot.write_losses(), *plot.write_growth()):
         print(f"written to {file}")
+    print(code())

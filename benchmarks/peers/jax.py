@@ -8,42 +8,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
-# By default JAX allocates most of the GPU's memory when it starts, which other contenders need.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-import cupy as cp
 import jax
 import jax.numpy as jnp
 
+from benchmarks.peers.jax_layers import ACTIVATIONS, array, check_gpu, linear
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepContender
 from benchmarks.timing import timed_by_host
 
 _BETAS: Final = (0.9, 0.999)
 _EPSILON: Final = 1e-8
 Cost = Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array]
-_ACTIVATIONS: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=True),
-}
-
-
-def _check_gpu() -> None:
-    if jax.default_backend() != "gpu":
-        raise RuntimeError(f"JAX finds no GPU, only {jax.default_backend()}")
-
-
-def _array(values: Any) -> jax.Array:
-    """Copies a GPU array to JAX through the host, where every type can be converted."""
-    return jnp.asarray(cp.asnumpy(values))
-
-
-def _linear(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-    """A layer's product and bias; FP32 operands are multiplied in TF32."""
-    return jnp.matmul(x, w.T, precision="tensorfloat32" if x.dtype == jnp.float32 else None) + bias
 
 
 def step(setup: Setup, of: Cost | None = None) -> StepContender:
@@ -54,10 +31,10 @@ def step(setup: Setup, of: Cost | None = None) -> StepContender:
     Args:
         of: computes the loss from parameters, inputs and targets; if left out, the model is an MLP.
     """
-    _check_gpu()
+    check_gpu()
     case, count = setup.case, setup.case.replays
-    batches = [(_array(x), _array(target)) for x, target in setup.batches]
-    parameters = [_array(each).astype(case.dtype) for each in setup.values]
+    batches = [(array(x), array(target)) for x, target in setup.batches]
+    parameters = [array(each).astype(case.dtype) for each in setup.values]
     moments = [(jnp.zeros_like(each), jnp.zeros_like(each)) for each in parameters]
     averages = [] if case.decay is None else [jnp.array(each, jnp.float32) for each in parameters]
     state = (parameters, moments, averages, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
@@ -114,8 +91,8 @@ def cost(parameters: list[jax.Array], x: jax.Array, target: jax.Array, activatio
     """The loss of the model's outputs."""
     layers = list(zip(parameters[::2], parameters[1::2], strict=True))
     for w, bias in layers[:-1]:
-        x = _ACTIVATIONS[activation](_linear(x, w, bias))
-    outputs = _linear(x, *layers[-1]).astype(jnp.float32)
+        x = ACTIVATIONS[activation](linear(x, w, bias))
+    outputs = linear(x, *layers[-1]).astype(jnp.float32)
     if loss == "cross_entropy":
         return -jnp.take_along_axis(jax.nn.log_softmax(outputs), target[:, None], 1).mean()
     return jnp.square(outputs - target.astype(jnp.float32)).mean()

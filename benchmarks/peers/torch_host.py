@@ -63,6 +63,12 @@ def adamw(shapes: Shapes) -> Call:
     return lambda: run(0, 0)
 
 
+def replayed(name: str, *arguments: Any) -> Call:
+    """Replays a graph of one of this module's calls."""
+    graph = _captured(globals()[name](*arguments))
+    return graph.replay
+
+
 def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
     """Copies the batch into the graph's buffers, and replays the graph of a whole training step."""
     inputs, wanted = tensor(x), tensor(targets)

@@ -55,7 +55,10 @@ def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> 
 
 def _compiled(task: Callable[..., Any], *, wanted: bool = True) -> Callable[..., Any]:
     """The task compiled by torch.compile at its greatest effort; the uncompiled task if `wanted` is false."""
-    return torch.compile(task, mode="max-autotune-no-cudagraphs", dynamic=False) if wanted else task
+    if not wanted:
+        return task
+    torch._dynamo.reset()  # After eight compilations of the same code for other shapes, the code would run uncompiled.
+    return torch.compile(task, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
 def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
@@ -175,14 +178,14 @@ def norm_backward(buffers: Sets, vectors: tuple[Any, ...], *, compiled: bool = F
     return Contender(lambda i, _: made(inputs[i], statistics[i]), capture)
 
 
-def dropout(buffers: Sets, p: float) -> Contender:
+def dropout(buffers: Sets, p: float, *, compiled: bool = False) -> Contender:
     """The operations behind F.dropout and its derivative, which store the mask as one byte an element."""
 
     def task(x: torch.Tensor, dy: torch.Tensor) -> object:
         y, mask = torch.native_dropout(x, p, True)
         return y, mask, _aten.native_dropout_backward(dy, mask, 1 / (1 - p))
 
-    return _over(_inputs(buffers, 2), task)
+    return _over(_inputs(buffers, 2), _compiled(task, wanted=compiled))
 
 
 def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:

@@ -13,7 +13,7 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import buffers, cold, fp8, host, kernels, models, narrow, splits, steps, tuning
+from benchmarks import buffers, cold, fp8, growth, host, kernels, models, narrow, splits, steps, tuning
 from benchmarks.__main__ import options_of
 from benchmarks.copies import Ceiling
 from benchmarks.host import HostCase
@@ -107,6 +107,19 @@ def test_a_row_of_layers(stream: Any) -> None:
     assert row["candidates"]
     assert row["tuning_s"] > 0
     assert {*measure_block(BLOCKS[1], asked("layers", "--ours"), stream).as_json()["us"]} == {"lt"}
+    compared = measure_block(BLOCKS[1], asked("layers", "--jax"), stream, strategies=False)
+    assert {*compared.timings} == {
+        "lt",
+        *(name for name, has in (("torch_graph", "torch"), ("jax", "jax")) if HAS[has]),
+    }
+
+
+def test_rows_of_growth(stream: Any) -> None:
+    cases = {growth.ROWS: BLOCKS[0], growth.PARAMETERS: STEPS[2], growth.LAYERS: STEPS[2]}
+    for (quantity, case), size in zip(cases.items(), (96, STEPS[2].parameters, 2), strict=True):
+        row = growth.measure(quantity, case, asked("growth"), stream).as_json()
+        theirs = {"torch_graph"} if HAS["torch"] and quantity != growth.LAYERS else set()
+        assert ({*row["us"]}, row["size"]) == ({"lt"} | theirs, size)
 
 
 def test_a_row_of_steps(stream: Any) -> None:
@@ -276,13 +289,22 @@ def test_all_splits_of_a_block_compute_the_block(block: Block) -> None:
             far = np.abs(to_host(getattr(at, name)).astype(np.float64) - wanted) > 0.02 * np.abs(wanted).max()
             # Rounding may move a pre-activation near 0 across ReLU's corner.
             assert far.mean() <= 0.002, (name, plans and splits.split_of(plans))
+    others: list[list[Any]] = []
     if HAS["torch"]:
         from benchmarks.peers import torch_layers
 
         y, gradients = torch_layers.eager(block, [at]).run(0, handle)
-        for name, theirs in zip(("y2", "dx", "dw1", "db1", "dw2", "db2"), (y, *gradients), strict=True):
+        others.append([each.double().cpu().numpy() for each in (y, *gradients)])
+    if HAS["jax"]:
+        from benchmarks.peers import jax_layers
+
+        state: Any = jax_layers.block(block, [at]).capture(lambda *_: None, 2, 1, None)()
+        y, gradients = state[1][0]
+        others.append([np.asarray(each, np.float64) for each in (y, *gradients)])
+    for theirs in others:
+        for name, values in zip(("y2", "dx", "dw1", "db1", "dw2", "db2"), theirs, strict=True):
             ours = to_host(getattr(at, name)).astype(np.float64)
-            off = np.linalg.norm(theirs.double().cpu().numpy() - ours) / np.linalg.norm(ours)
+            off = np.linalg.norm(values - ours) / np.linalg.norm(ours)
             assert off <= (0.1 if block.activation == "relu" else 0.03), (name, off)
 
 

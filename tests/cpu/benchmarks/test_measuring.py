@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import buffers, copies, distances, host, kernels, models, narrow, steps, timing
+from benchmarks import buffers, copies, distances, growth, host, kernels, models, narrow, steps, timing
 from benchmarks.__main__ import options_of
-from benchmarks.layers import Block
+from benchmarks.layers import Block, blocks, compared
 from benchmarks.steps import StepCase
 from benchmarks.timing import HostTurn, Timing, buffer_sets, repetitions, summarise, take_turns
 from lt_runtime.gpu.compiler import compile_cubin
@@ -165,6 +165,20 @@ def test_bytes_and_operations_are_those_counted_by_hand() -> None:
     # bytes of x and targets; then of each parameter's BF16 value, FP32 master and two FP32 moments, each read and
     # written
     assert narrow.least_bytes(named) == 2**18 * (64 + 3) * 2 + 12_675 * 2 * (2 + 4 + 4 + 4)
+
+
+def test_growing_cases_have_the_sizes_that_their_names_tell() -> None:
+    blocks_, steps_, networks = (growth.CASES[each] for each in (growth.ROWS, growth.PARAMETERS, growth.LAYERS))
+    assert (blocks_[0].rows, blocks_[-1].rows) == (2**8, 2**20)
+    assert [round(math.log10(case.parameters), 1) for case in steps_] == pytest.approx([4, 5, 6, 7, 8, 9], abs=0.11)
+    assert [(len(case.dims) - 1, len(set(case.dims))) for case in networks[3::4]] == [(64, 1), (64, 65)]
+
+
+def test_blocks_that_are_compared_with_every_peer_cover_all_presets_types_and_activations() -> None:
+    some = compared()
+    assert len(some) == len({*some} & {*blocks()}) == 24
+    assert {block.group for block in some} == {block.group for block in blocks()}
+    assert {(block.kind, block.activation) for block in some} == {(each.kind, each.activation) for each in blocks()}
 
 
 def test_the_faster_of_pytorch_s_ways_counts() -> None:

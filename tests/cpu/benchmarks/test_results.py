@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from benchmarks import kept, plot, report, tables, torch
-from benchmarks.__main__ import main
+from benchmarks import digests, growth, kept, plot, report, tables, torch
+from benchmarks.__main__ import SUITES, main
 from benchmarks.report import Row
 from benchmarks.timing import Timing
 
@@ -69,7 +69,9 @@ def test_a_result_file_has_lists_on_one_line(tmp_path: Path) -> None:
     assert '"a": [1, 2.5, "three  [4]", null],' in text
 
 
-@pytest.mark.parametrize("file", sorted(report.RESULTS.glob("*.json")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted({*report.RESULTS.glob("*.json")} - {report.RESULTS / kept.CODE}), ids=lambda file: file.name
+)
 def test_kept_results_have_the_common_form(file: Path) -> None:
     result = json.loads(file.read_text())
     assert {"gpu", "cublaslt", "cupy", "torch", "python"} <= set(result["machine"])
@@ -88,15 +90,20 @@ def test_the_page_and_its_picture_are_those_of_the_results() -> None:
     assert plot.FILE.stat().st_size < 100_000
 
 
+COMMIT = "1234567" + 33 * "8"
+
+
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes result files from which the tables and the plot are made."""
+    """Writes result files of current rows, from which the tables and the plots are made."""
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
+    (tmp_path / kept.CODE).write_text(json.dumps({"commit": COMMIT, "digests": dict.fromkeys(SUITES, "now")}))
     machine = {"gpu": "a GPU", "driver": "580", "cublaslt": 130100, "torch": "2.11", "jax": "0.11"}
 
     def write(suite: str, *rows: dict[str, Any], **more: Any) -> None:
         facts = {"machine": machine, "commit": "abcdefgh", "when": "2026-01-02T03:04:05Z", **more}
-        (tmp_path / f"{suite}.json").write_text(json.dumps({**facts, "rows": rows}))
+        current = [{"digest": "now", **row} for row in rows]
+        (tmp_path / f"{suite}.json").write_text(json.dumps({**facts, "rows": current}))
 
     return write
 
@@ -104,19 +111,21 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_table_has_its_source_and_the_rest_of_the_page_stays(results: Any) -> None:
     row = {"case": "loss", "fraction_of_copy": 0.5}
     us = {"lt": 2.0, "torch": 8.0, "torch_log_softmax": 6.0, "torch_without_bias_gradient": 1.0}
-    results("kernels", {**row, "us": us, "commit": "other"}, copy_gb_s=4000.0)
+    older = {**row, "us": {"lt": 3.0, "torch_compile": 3.0}, "digest": "before", "when": "2025-12-31T00:00:00Z"}
+    results("kernels", {**row, "us": us}, older, copy_gb_s=4000.0)
     made = tables.rendered("before <!-- benchmarks:kernels -->\nold\n<!-- /benchmarks:kernels --> after")
-    source = "`kernels` at commit abcdefg (1 of 1 rows at other commits), measured until 2026-01-02 on a GPU"
+    source = "`kernels`, 1 of 2 rows at 1234567, from 2025-12-31 to 2026-01-02 on a GPU"
     source += " with driver 580 and cuBLASLt 13.1"
     told = "6.00 PyTorch log_softmax by hand, 3.00× (1.00 without the bias gradient)"
     assert made.splitlines() == [
         "before <!-- benchmarks:kernels -->",
         "",
-        f"*{source}, against PyTorch 2.11.*",
+        f"*{source}, against PyTorch 2.11, torch.compile 2.11.*",
         "",
-        "| Kernel | µs | of the copy's 4000 GB/s | fastest peer, µs |",
-        "| --- | --- | --- | --- |",
-        f"| loss | 2.00 | 50 % | {told} |",
+        "| Kernel | µs | of the copy's 4000 GB/s | fastest peer, µs | measured against |",
+        "| --- | --- | --- | --- | --- |",
+        f"| loss | 2.00 | 50 % | {told} | PyTorch |",
+        "| loss (stale) | 3.00 | 50 % | 3.00 torch.compile, 1.00× | torch.compile |",
         "",
         "<!-- /benchmarks:kernels --> after",
     ]
@@ -129,20 +138,71 @@ def test_calls_are_compared_with_calls_that_do_the_same_and_losses_are_shown(res
     results(
         "host",
         {"case": "linear_fwd + linear_bwd, eager", "us": both},
-        {"case": "matmul", "us": {"lt": 9.0, "torch_eager": 12.0, "cupy": 8.0, "lt_bound": 2.0}},
+        {"case": "matmul", "us": {"lt": 9.0, "torch_eager": 12.0, "cupy": 8.0, "lt_bound": 2.0, "torch_graph": 6.0}},
     )
     step = {"lt": 10.0, "jax": 8.0, "lt_call": 11.0, "torch_graph_call": 12.0, "jax_call": 10.9}
     results("steps", {"case": "a", "us": step})
     assert tables.host().splitlines()[2:] == [
         "| linear_fwd + linear_bwd, eager | 18.4 | 128 PyTorch, 6.96× |",
         "| matmul | 9.00 | 8.00 CuPy, **0.89×** |",
-        "| matmul, through lt.bind | 2.00 | 12.0 PyTorch, 6.00× |",
+        "| matmul, through lt.bind | 2.00 | 6.00 PyTorch in a graph, 3.00× |",
     ]
     assert tables.slower().splitlines()[2:] == [
         "| steps | a | 10.0 | 8.00 JAX, **0.80×** |",
         "| host | matmul | 9.00 | 8.00 CuPy, **0.89×** |",
         "| steps | a, called | 11.0 | 10.9 JAX, **0.99×** |",
     ]
+
+
+def test_stale_rows_and_rows_without_every_peer_are_left_out_of_means(results: Any) -> None:
+    row = {"type": "bf16", "activation": "gelu", "chosen_vs_best": 1.0, "tuning_s": 2.0}
+    every = {"lt": 1.0, "torch_graph": 4.0, "torch_max_autotune": 3.0, "jax": 2.0}
+    results(
+        "layers",
+        {**row, "case": "whole", "us": every},
+        {**row, "case": "without JAX", "us": {name: us for name, us in every.items() if name != "jax"}},
+        {**row, "case": "before", "us": {**every, "torch_graph": 9.0}, "digest": "before", "commit": "a1b2c3d"},
+    )
+    made = tables.layers()
+    for line in (
+        "| the fastest peer of each block | 1 BF16 GELU | 2.00× | 2.00× (whole) | 0 |",
+        "| PyTorch's kernels in a graph | 2 BF16 GELU | 4.00× | 4.00× (whole) | 0 |",
+        "| PyTorch's kernels in a graph | 1 BF16 GELU (stale) | 9.00× | 9.00× (before) | 0 |",
+    ):
+        assert line in made.splitlines()
+    assert "100 % of 2 blocks" in made
+    assert tables.each_row().splitlines()[2:] == [
+        "| layers | whole | 2026-01-02 | abcdefgh | current | PyTorch, torch.compile, JAX | |",
+        "| layers | without JAX | 2026-01-02 | abcdefgh | current | PyTorch, torch.compile | JAX |",
+        "| layers | before | 2026-01-02 | a1b2c3d | stale | PyTorch, torch.compile, JAX | |",
+    ]
+    counted = tables.code()
+    assert "2 of 3 rows at 1234567" in counted
+    assert "| `layers` | 3 | 2 | 1 | 2 | 2026-01-02 | 2026-01-02 |" in counted
+    assert "| `steps` | 0 | 0 | 0 | 0 | | |" in counted
+
+
+def test_rows_of_the_present_code_are_current_and_get_its_commit(
+    results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = digests.digest("cold", digests.working_files())
+    row = {"us": {"lt": 1.0}, "commit": "unknown"}
+    results("cold", {**row, "case": "a", "digest": present}, {**row, "case": "b", "digest": "before"})
+    monkeypatch.setattr(report, "clean_commit", lambda folders: COMMIT)
+    tables.note_code()
+    assert [(each["stale"], each["commit"]) for each in kept.rows_of("cold")] == [(False, COMMIT), (True, "unknown")]
+
+
+def test_growth_has_a_figure_and_a_curve_for_each_quantity(results: Any, tmp_path: Path) -> None:
+    assert plot.write_growth(tmp_path / "none.png") == []
+    quick = {"quantity": growth.ROWS, "us": {"lt": 2.0, "torch_graph": 3.0}}
+    tuned = {"quantity": growth.LAYERS, "case": "tuning 4 layers of one width", "us": {"lt": 2e6}, "size": 4}
+    results("growth", {"case": "a", "size": 1, **quick}, {"case": "b", "size": 4, **quick}, tuned)
+    made = tables.growth().splitlines()
+    assert made[-1] == "| seconds of tuning for each layer, worst | 0.5 | tuning 4 layers of one width |"
+    assert "| torch_graph / lt, rows of a block, worst | 1.5 | a |" in made
+    with Image.open(*plot.write_growth(tmp_path / "growth.png")) as picture:
+        assert picture.size == (1200, 400)
 
 
 def test_the_picture_is_drawn_from_the_results(results: Any, tmp_path: Path) -> None:
@@ -154,8 +214,9 @@ def test_the_picture_is_drawn_from_the_results(results: Any, tmp_path: Path) -> 
     results("narrow", step | {"case": "16x1 2^10 BF16"})
     before = plot.write(tmp_path / "some.png").read_bytes()
     assert plot.write(tmp_path / "some.png").read_bytes() == before
-    results("steps", step | {"us": {"lt": 3.0, "jax": 5.0}})
-    assert plot.write(tmp_path / "some.png").read_bytes() != before
+    for other in ({"us": {"lt": 3.0, "jax": 5.0}}, {"us": {"lt": 3.0, "jax": 4.0, "torch": 4.0, "torch_compile": 4.0}}):
+        results("steps", step | other)
+        assert plot.write(tmp_path / "some.png").read_bytes() != before
 
 
 def runs(folder: Path, side: str, *times: dict[str, float]) -> list[str]:
@@ -163,7 +224,8 @@ def runs(folder: Path, side: str, *times: dict[str, float]) -> list[str]:
     for number, us in enumerate(times):
         file = folder / f"{side}-{number}" / "steps.json"
         file.parent.mkdir()
-        rows = [{"case": case, "us": {"lt": time, "torch": 1.0}} for case, time in us.items()]
+        spread = {"lt": 0.5, "torch": 0.5}
+        rows = [{"case": case, "us": {"lt": time, "torch": 1.0}, "spread": spread} for case, time in us.items()]
         file.write_text(json.dumps({"rows": [*rows, {"case": "failed", "us": {}}]}))
         files.append(str(file))
     return files
@@ -181,15 +243,18 @@ def test_a_row_is_slower_if_it_is_in_two_of_three_runs(
         main(["compare", "--old", *old, "--new", *new])
     out = capsys.readouterr().out
     assert ended.value.code == status
-    assert f"two thirds of the runs: {slower}" in out
+    assert f"two thirds of the pairs: {slower}" in out
     mean = (0.8 * (1.06 if slower else 1.0)) ** 0.5
-    assert [line for line in out.splitlines() if "not in every file" in line] == [
-        f"not in every file: {case}: lt" for case in ("added", "gone")
+    assert [line for line in out.splitlines() if "not in every run" in line] == [
+        f"not in every run: steps: {case}: lt" for case in ("added", "gone")
     ]
-    assert f"geometric mean of 2 rows over 3 runs: {mean:.4f}" in out
+    assert f"geometric mean of 2 rows over 3 pairs: {mean:.4f}" in out
+    assert f"steps, lt_runtime: {1 + slower} of 2 times differ beyond their spread" in out
+    assert "steps, others: 0 of 2 times differ beyond their spread, new / old 1.0000, 95 % within 0.0 %" in out
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "--old", *new, "--new", *old])
+        main(["compare", *(str(Path(runs[0]).parent) for runs in (new, old))])
     assert ended.value.code == 1, "the mean is 1.1"
+    assert "steps: b: lt" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no row of lt_runtime in common"):
         main(["compare", "--old", *old[:1], "--new", *runs(tmp_path, "other", {"c": 1.0})])
 

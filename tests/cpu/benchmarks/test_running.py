@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cold, report, suite
+from benchmarks import cold, digests, report, suite
 from benchmarks.__main__ import SUITES, main, options_of
 from benchmarks.report import Finding, Row
 from benchmarks.suite import Suite, plan_cache
@@ -122,9 +122,25 @@ def test_a_run_continues_and_its_file_is_whole_after_errors_and_interruptions(
     assert (written["machine"], written["commit"], written["first"]) == ({"gpu": "a GPU"}, "later", "one")
     assert written["summary"][0]["value"] == 3
     assert [(row["case"], row.get("commit")) for row in written["rows"]] == [
-        *(("one", "abc"), ("two", None), ("three", None))
+        *(("one", "abc"), ("two", "later"), ("three", "later"))
     ]
     assert all(row["when"].endswith("Z") for row in written["rows"])
+
+
+def test_a_resumed_run_measures_stale_rows_anew_on_the_same_gpu(
+    machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed, both = asked("--out", str(tmp_path), "--resume"), suite_of("one", "two")
+    first = suite.run("some", both, asked("--out", str(tmp_path)))
+    monkeypatch.setattr(digests, "digest", lambda *_: "later")
+    one = suite.run("some", both, asked("--out", str(tmp_path), "--resume", "--only", "one"))
+    assert [each["digest"] for each in one.values()] == ["later", first["two"]["digest"]]
+    summary = json.loads((tmp_path / "some.json").read_text())["summary"]
+    assert summary[0]["value"] == 1, "figures are over current rows"
+    assert {each["digest"] for each in suite.run("some", both, resumed).values()} == {"later"}
+    monkeypatch.setattr(report, "machine", lambda: {"gpu": "another GPU"})
+    with pytest.raises(SystemExit, match="rows of another GPU, a GPU: name another folder"):
+        suite.run("some", both, resumed)
 
 
 @pytest.mark.parametrize(
