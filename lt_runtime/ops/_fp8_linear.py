@@ -165,7 +165,7 @@ class Fp8Forward(LinearForward):
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        x, w, bias, y, z, add, slots, history, x8, w8, cast_slots, _, given_x8, slots_of_x = arrays
+        x, w, bias, y, z, add, slots, history, x8, w8, cast_slots, given_w8, given_x8, slots_of_x = arrays
         problem, precision, drops = request.problem.layer, request.problem.precision, request.problem.layer.dropout
         if precision.has_x8:
             slots[X] = slots_of_x[X]
@@ -173,7 +173,11 @@ class Fp8Forward(LinearForward):
         else:
             source = _through(request.problem.prologue, rows_of(x), scalars[1])
             of_x = _cast_on_host(source, X, precision, slots, history)
-        exact, transposed, scales = zip(of_x, _cast_on_host(w, W, precision, slots, history), strict=True)
+        if precision.has_w8:
+            of_w = given_w8.astype(np.float64) * slots[W, INVERSE], given_w8.T, slots[W]
+        else:
+            of_w = _cast_on_host(w, W, precision, slots, history)
+        exact, transposed, scales = zip(of_x, of_w, strict=True)
         kept = (x8, transposed[0]), (w8, transposed[1]), (cast_slots, scales), (given_x8, transposed[0].T)
         for array, values in kept:
             if array is not None:
@@ -385,6 +389,7 @@ def forward_in_fp8(
     precision, w8, w8_transposed = precision_of(state, X, W), None, None
     if precision.calibrates:
         writes.latest = None
+        state.changes += 1
     elif state.copies is not None and (state.copies[1] is not None or not state.needs_dx):
         precision, (w8, w8_transposed) = replace(precision, has_w8=True), state.copies
     x8_transposed = x8 = slots_of_x = None

@@ -46,6 +46,8 @@ class FP8State:
         kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
         copies: while a training step runs that keeps the weight in FP8, the weight and its transpose, which is None
             where no dx is computed; see `Fp8Weights`. Otherwise None: forward casts the weight.
+        changes: how often the scales have been changed, or a graph's capture has recorded a change. Copies of a weight
+            in FP8 are compared with it: they are stale if the scale has changed since.
 
     Raises:
         KindError: `recipe` is no `FP8`.
@@ -61,6 +63,7 @@ class FP8State:
         self.fallback: str | None = None
         self.kept: Any = None
         self.copies: tuple[Any, Any] | None = None
+        self.changes = 0
 
     def __repr__(self) -> str:
         return f"FP8State({self.recipe})"
@@ -75,6 +78,7 @@ class FP8State:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
         """
         if self.slots is not None and self.recipe.recipe == "delayed":
+            self.changes += 1
             writes.latest = None
             arrays = self.slots, self.history, skipped
             perform(_UPDATE, arrays, (*self.history.shape, self.recipe.headroom), None, stream)
@@ -131,6 +135,7 @@ class FP8State:
             values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
             check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
             loaded.append((operand, values, stream))
+        self.changes += 1
         replace_all(loaded)
         self.calibrated = {int(each) for each in np.flatnonzero(state["calibrated"])}
 

@@ -25,6 +25,7 @@ from lt_runtime.errors import ArgumentError, CaptureError, KindError, LayoutErro
 from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.nn.run import Met
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
+from lt_runtime.torch.fp8_steps import followed
 from lt_runtime.torch.tensors import Tensor
 
 _INNER: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -211,7 +212,8 @@ class CapturedStep:
         capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
         compilations = _compilations()
         try:
-            with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing:
+            follows = followed(self._optimizers.followed)
+            with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing, follows:
                 outputs = self._step(*arguments)
         except Exception as error:
             _forget_failed(graph, self._stream)
@@ -305,11 +307,15 @@ class _Optimizers:
         """Whether a parameter has another address than in the last eager call, or parameters were added."""
         return self._present_addresses() != self._addresses
 
+    @property
+    def followed(self) -> list[Any]:
+        """The optimizers whose `apply_settings` is called before each launch."""
+        return [each for each in self._found if hasattr(each, "apply_settings")]
+
     def apply_settings(self) -> None:
         """Writes changed options of optimizers that have `apply_settings` to the GPU."""
-        for each in self._found:
-            if hasattr(each, "apply_settings"):
-                each.apply_settings()
+        for each in self.followed:
+            each.apply_settings()
 
     def note_numbers(self) -> None:
         """Notes the options that the first graph holds as numbers; later graphs must hold the same numbers."""

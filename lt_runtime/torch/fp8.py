@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.errors import LtError
@@ -24,6 +22,7 @@ from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.problem import Activation
+from lt_runtime.torch import fp8_steps
 from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated_block, linear_layers
 from lt_runtime.torch.linear import masks_of, scratch
 from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward, is_eager
@@ -36,8 +35,6 @@ _ENTRIES: Final = {name: f"fp8_{name}" for name in ("slots", "history", "calibra
 _PLAIN: Final = "none", 0.01, 0.0
 _COMMON: Final = "float32", False, True
 """Options of each call of `LinearForward` here: compute type, `propagate_nan`, and whether backward follows."""
-_layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""Layers that have been called in FP8, whose scales `_update` follows."""
 
 
 def set_precision(layer: Any, precision: Precision) -> None:
@@ -157,16 +154,21 @@ def _trains(*operands: Tensor) -> bool:
 def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, operands: tuple[Any, ...]) -> Tensor:
     """Calls the FP8 autograd function that stands for an operator; errors come from that operator's `check`."""
     x, _, _, weight, *_ = operands
-    _layers.update(layers)
+    weights = operands[3:6] if of is GATED else operands[3::2]
+    fp8_steps.layers.update(layers)
     try:
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
             for each in layers:
                 _follow(each.scales, weight)
+            fp8_steps.read_copies(layers, weights)
             made: Tensor = function([each.scales for each in layers], options, *operands)
             return made
     except LtError:
         of.check(operands, options)
         raise
+    finally:
+        for each in layers:
+            each.scales.copies = None
 
 
 Record: TypeAlias = tuple[Layer, FP8State, bool]
@@ -299,34 +301,6 @@ def _follow(scales: FP8State, weight: Tensor) -> None:
     state = scales.state_dict()
     scales.slots = scales.history = None
     scales.load_state_dict(state, like=placed([weight])[0])
-
-
-def _update(optimizer: Any, *_: Any) -> None:
-    """After an optimizer's step, updates the FP8 scales of the layers that the optimizer trains.
-
-    A layer whose parameters are all frozen follows every optimizer. If `GradScaler` sets the optimizer's flag
-    `found_inf`, the scales stay as they are.
-    """
-    if not _layers:
-        return
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found: Any = getattr(optimizer, "found_inf", None)
-    for layer in [*_layers]:
-        trained = [id(each) for each in (layer.weight, layer.bias) if each is not None and each.requires_grad]
-        scales: FP8State | None = layer.scales
-        if scales is None or scales.slots is None or (trained and trained[0] not in held):
-            continue
-        device = device_of("scales", scales.slots)
-        if device == HOST:
-            scales.update(skipped=None if found is None else np.array([bool(found)], np.uint32))
-            continue
-        with torch.cuda.device(device):
-            # The flag is read as an integer: the bits of 0.0 are 0, those of 1.0 are not.
-            skipped = None if found is None else found.to(device).view(torch.uint32)
-            scales.update(skipped=skipped, stream=torch.cuda.current_stream())
-
-
-register_optimizer_step_post_hook(_update)
 
 
 def _save(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

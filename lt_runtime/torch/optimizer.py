@@ -10,9 +10,10 @@ import torch
 from lt_runtime.arguments import flag, number, shown
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError
 from lt_runtime.problem import Philox
-from lt_runtime.torch import updates
+from lt_runtime.torch import fp8_steps, updates
 from lt_runtime.torch.tensors import Tensor
-from lt_runtime.torch.updates import DTYPES, MOMENTS, Bucket, HostStep, Options, local, remember
+from lt_runtime.torch.updates import DTYPES, MOMENTS, Bucket, HostStep, Options, Tiles, local, remember
+from lt_runtime.training.fp8_weights import are_aligned
 
 _OTHERS: Final = ("master", "ema")
 """The names of a state's FP32 tensors besides the moments."""
@@ -99,6 +100,8 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[Any, HostStep] = {}
         self._captured: list[Any] = []  # tensors that captured graphs read, and which must live as long as the graphs
         self._numbered = 0
+        # Whether a graph that `capture` did not capture holds a step: after its launches copies in FP8 may be stale.
+        self.is_recorded = False
         self.grad_norm: Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +130,7 @@ class AdamW(torch.optim.AdamW):
     def apply_settings(self) -> None:
         """Writes changed learning rates and weight decays to the GPU, for graphs that were captured from `step`.
 
-        Values that were written into parameters also go into their master copies.
+        Values that were written into parameters also go into their master copies, and into their copies in FP8.
 
         Raises:
             CaptureError: the current stream is being captured, and settings have been changed.
@@ -136,6 +139,7 @@ class AdamW(torch.optim.AdamW):
             bucket.apply_settings()
             bucket.refresh_masters()
             bucket.note_versions()
+        fp8_steps.refresh(self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -157,32 +161,43 @@ class AdamW(torch.optim.AdamW):
         loss = None if closure is None else torch.enable_grad()(closure)()
         parameters = [each for each in self._parameters() if each.grad is not None]
         if not parameters:
+            fp8_steps.update_scales(self)
             return loss
-        prepared = self._prepared.get(self._key(parameters)) or self._prepare(parameters)
+        captures = updates.is_capturing(parameters[0])
+        copies = fp8_steps.copies_for(self, captures=captures, is_fixed=captures or bool(self._captured))
+        updated, tiles = {*parameters}, dict[Tensor, Any]()
+        for layer, copy in copies:
+            if layer.weight in updated and are_aligned([layer.weight.grad]):
+                tiles[layer.weight] = copy.entry(layer)
+        prepared = self._prepared.get(self._key(parameters, tiles)) or self._prepare(parameters, tiles)
+        fp8_steps.update_scales(self)
         for bucket in prepared.buckets:
             bucket.refresh_masters()
         read = prepared.run(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if updates.is_capturing(parameters[0]):
-            self._captured.append((prepared, read))
+        if captures:
+            self._captured.append((prepared, read, [copy for _, copy in copies]))
         torch.autograd.graph.increment_version(parameters)
         for bucket in prepared.buckets:
             bucket.note_versions()
+        for layer, copy in copies:
+            (copy.note if layer.weight in prepared.tiles else copy.renew)(layer)
         self.grad_norm = prepared.grad_norm
         return loss
 
     def _parameters(self) -> Iterator[Tensor]:
         return (each for group in self.param_groups for each in group["params"])
 
-    def _key(self, active: list[Tensor]) -> tuple[Any, ...]:
+    def _key(self, active: list[Tensor], tiles: Tiles) -> tuple[Any, ...]:
         """Everything that a prepared step depends on, except the addresses of gradients, which change in many steps."""
         key: list[Any] = [(group["amsgrad"], group.get("max_norm", "shared")) for group in self.param_groups]
         for parameter in active:
             grad, state = local(parameter.grad), self.state.get(parameter, {})
             strides = grad.layout is torch.strided and grad.stride()
-            key.append((grad.dtype, strides, *[local(each).data_ptr() for each in (parameter, *state.values())]))
+            addresses = [local(each).data_ptr() for each in (parameter, *state.values())]
+            key.append((grad.dtype, strides, tiles.get(parameter), *addresses))
         return tuple(key)
 
-    def _prepare(self, active: list[Tensor]) -> HostStep:
+    def _prepare(self, active: list[Tensor], tiles: Tiles) -> HostStep:
         """Sorts the parameters that have gradients into buckets, and prepares the launches for their addresses."""
         for parameter in active:
             self._check(parameter, active[0])
@@ -197,8 +212,8 @@ class AdamW(torch.optim.AdamW):
             raise CaptureError("a parameter gets its first gradient in a capture; run a step with all gradients before")
         self._fill_buckets()
         buckets = [*dict.fromkeys(self._bucket_of[each] for each in active)]
-        prepared = updates.step_class(active[0])(buckets, self._options)
-        remember(self._prepared, self._key(active), prepared)
+        prepared = updates.step_class(active[0])(buckets, self._options, tiles)
+        remember(self._prepared, self._key(active, tiles), prepared)
         return prepared
 
     def _fill_buckets(self) -> None:

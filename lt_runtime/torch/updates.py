@@ -24,6 +24,8 @@ from lt_runtime.torch.tensors import Tensor, as_numpy
 State: TypeAlias = dict[str, Tensor]
 """A parameter's entry in the state of an optimizer."""
 DTYPES: Final = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
+Tiles: TypeAlias = "dict[Tensor, kernels.Fp8Copy]"
+"""The entry of each weight that an update also writes in FP8."""
 MOMENTS: Final = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max"}
 """Maps PyTorch's names of the moments to the kernel's names."""
 _STATE: Final = [name for name, *_ in kernels.OptimizerState._fields_]
@@ -65,7 +67,7 @@ class Bucket:
     def __init__(self, states: dict[Tensor, State], group: dict[str, Any], first: int, options: Options) -> None:
         self.states, self.group, self.first, self.options = states, group, first, options
         self._versions, self._written = [-1] * len(states), (0.0, 0.0)
-        self._launches: dict[tuple[AdamW, float | None], Launches] = {}
+        self._launches: dict[tuple[Any, ...], Launches] = {}
         parameter, state = next(iter(states.items()))
         self.moments, done = DTYPES[state["exp_avg"].dtype], float(state["step"])
         self.step = torch.tensor(done, dtype=torch.float32, device=parameter.device)
@@ -138,30 +140,36 @@ class Bucket:
             made.append(kernels.Tensor(local(parameter).numel(), arrays))
         return made
 
-    def gradients(self) -> tuple[int, ...]:
-        """The addresses of the gradients that are not empty."""
-        grads = [local(each.grad) for each in self.states]
-        return tuple([each.data_ptr() for each in grads if each.numel()])
-
     def averaged(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs of a parameter's moving average (EMA) and the tensor that it averages."""
         return [(state["ema"], state.get("master", parameter)) for parameter, state in self.states.items()]
 
-    def launches(self, rows: int, device: int) -> Launches:
-        """The update's launch for each stream, for a table of `rows` rows and the group's present betas and epsilon."""
+    def launches(self, rows: int, device: int, *, in_fp8: bool) -> Launches:
+        """The update's launch for each stream, for a table of `rows` rows and the group's present betas and epsilon.
+
+        Args:
+            in_fp8: whether the update also writes weights in FP8. It then leaves the number of steps as it is.
+        """
         rule = self.rule
-        if (rule, self.max_norm) not in self._launches:
+        key = rule, self.max_norm, rows, in_fp8
+        if key not in self._launches:
             start, size, count = self.words.data_ptr(), kernels.WORD_BYTES, self.first + len(self.states)
             params = kernels.update_params(self._kernel_options(), 0, start + _SETTINGS * size, count)
-            params.state, params.tickets = start, start + len(_STATE) * size
+            params.state = start
             # PyTorch's GradScaler changes the scale: factors of 1 keep the kernel's own rule from changing it.
             params.growth_factor, params.backoff_factor, params.growth_interval = 1.0, 1.0, 1
             params.growth_tracker = start + (self.words.numel() - 1) * size
             stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.states.items())
-            macros = kernels.update_macros(rule, self.moments, stochastic=stochastic)
-            made = Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
-            self._launches = {(rule, self.max_norm): made}
-        return self._launches[rule, self.max_norm]
+            options: Any = {"rule": rule, "moments": self.moments, "stochastic": stochastic}
+            if in_fp8:
+                macros, both = kernels.fp8_update_macros(**options), kernels.UPDATE_FP8.params(params)
+                made = kernels.launches_by_row(kernels.UPDATE_FP8, both, rows, device, macros)
+            else:
+                macros, params.tickets = kernels.update_macros(**options), start + len(_STATE) * size
+                made = Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
+            present = {each: old for each, old in self._launches.items() if each[:2] == key[:2]}
+            self._launches = present | {key: made}
+        return self._launches[key]
 
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
         """Writes the scale and the flag of PyTorch's GradScaler into the bucket.
@@ -183,12 +191,17 @@ class Bucket:
 class HostStep:
     """Updates the parameters of some buckets on the CPU, by the NumPy reference.
 
+    Args:
+        tiles: the weights that a step on a GPU also writes in FP8.
+
     Attributes:
+        tiles: the weights that this step also writes in FP8.
         clipped: lists of buckets whose gradients are clipped to a norm over all of the list. A group with its own
             "max_norm" has its own list.
     """
 
-    def __init__(self, buckets: list[Bucket], options: Options) -> None:
+    def __init__(self, buckets: list[Bucket], options: Options, tiles: Tiles) -> None:
+        self.tiles: Tiles = {}
         self.buckets, self.options, lists = buckets, options, dict[Any, list[Bucket]]()
         for each in buckets:
             if each.max_norm is not None:
@@ -238,23 +251,42 @@ class HostStep:
                 parameter.copy_(state["master"])
 
 
+class _Update(NamedTuple):
+    """A launch that updates some parameters of a bucket, and also writes them in FP8 if `in_fp8`."""
+
+    bucket: Bucket
+    parameters: list[Tensor]
+    in_fp8: bool
+
+
 class GpuStep(HostStep):
     """Updates the parameters of some buckets on a GPU.
 
-    A step launches a kernel for each bucket, one for the norm of the gradients, and one for the moving averages.
+    A step launches a kernel for each bucket, another one for its weights with a copy in FP8, one for the norm of the
+    gradients, and one for the moving averages.
     """
 
-    def __init__(self, buckets: list[Bucket], options: Options) -> None:
-        super().__init__(buckets, options)
+    def __init__(self, buckets: list[Bucket], options: Options, tiles: Tiles) -> None:
+        super().__init__(buckets, options, tiles)
+        self.tiles = tiles
         self._like = buckets[0].words
         self._device = self._like.device.index or 0
-        self._tables = [kernels.update_table(each.rows(), each.first) for each in buckets]
+        self._updates, self._tables = list[_Update](), list[NDArray[Any]]()
+        for bucket in buckets:
+            rows, of_fp8 = bucket.rows(), [each for each in bucket.states if each in tiles]
+            numbered = enumerate(zip(bucket.states, rows, strict=True), bucket.first)
+            tiled = {number: (row, tiles[each]) for number, (each, row) in numbered if each in tiles}
+            if tiled:
+                self._updates.append(_Update(bucket, of_fp8, True))
+                self._tables.append(kernels.fp8_table(tiled))
+            self._updates.append(_Update(bucket, [each for each in bucket.states if each not in tiles], False))
+            self._tables.append(kernels.update_table(rows, bucket.first, tiled))
         self._norms: list[tuple[Tensor, Launches]] = []
         self._uploaded: dict[Any, list[Tensor]] = {}
         self._places: dict[int, collections.deque[list[Tensor]]] = {}
         with activated(self._device):
-            for bucket, table in zip(buckets, self._tables, strict=True):
-                bucket.launches(len(table), self._device)
+            for update, table in zip(self._updates, self._tables, strict=True):
+                update.bucket.launches(len(table), self._device, in_fp8=update.in_fp8)
             for clipped in self.clipped:
                 table = kernels.norm_table([row for each in clipped for row in each.rows()])
                 self._tables.append(table)
@@ -280,18 +312,22 @@ class GpuStep(HostStep):
                 bucket.apply_settings()
             scales = {bucket: bucket.set_scale(scale, found_inf) for bucket in self.buckets}
             tables = self._tables_on(stream)
-            of_norms = zip(self.clipped, self._norms, tables[len(self.buckets) :], strict=True)
+            of_norms = zip(self.clipped, self._norms, tables[len(self._updates) :], strict=True)
             for (first, *others), (_, launches), table in of_norms:
                 params, launch = launches[stream]
                 params.chunks, params.scale = table.data_ptr(), scales[first]
                 launch()
                 for bucket in others:
                     bucket.norm.copy_(first.norm)
-            for i, bucket in enumerate(self.buckets):
-                params, launch = bucket.launches(len(self._tables[i]), self._device)[stream]
-                params.chunks, params.scale = tables[i].data_ptr(), scales[bucket]
-                params.skip_nonfinite = found_inf is not None
+            for (bucket, _, in_fp8), table, on_device in zip(self._updates, self._tables, tables, strict=False):
+                params, launch = bucket.launches(len(table), self._device, in_fp8=in_fp8)[stream]
+                if in_fp8:
+                    params.tiles, params = on_device.data_ptr(), params.update
+                else:
+                    params.chunks = on_device.data_ptr()
+                params.scale, params.skip_nonfinite = scales[bucket], found_inf is not None
                 launch()
+            for bucket in self.buckets:
                 bucket.step.copy_(bucket.steps)
             if self.options.ema_decay is not None:
                 _, launch = self._ema[stream]
@@ -300,10 +336,10 @@ class GpuStep(HostStep):
 
     def _tables_on(self, stream: int) -> list[Tensor]:
         """The kernels' tables on the GPU with the gradients' present addresses, for work on the given stream."""
-        addresses = [bucket.gradients() for bucket in self.buckets]
+        addresses = [_gradients(each.parameters) for each in self._updates]
         key = stream, *addresses
         if key not in self._uploaded:
-            of_norms = [tuple([each for bucket in clipped for each in bucket.gradients()]) for clipped in self.clipped]
+            of_norms = [_gradients([each for bucket in clipped for each in bucket.states]) for clipped in self.clipped]
             tables = [_filled(*each) for each in zip(self._tables, (*addresses, *of_norms), strict=True)]
             is_kept = is_capturing(self._like)
             made = [_upload(each, self._like) for each in tables] if is_kept else self._placed(tables, stream)
@@ -328,12 +364,20 @@ class GpuStep(HostStep):
 
 def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
     """A copy of a kernel's table that replaces the gradients' address 0 by the addresses of non-empty gradients."""
-    rows, column = table.copy(), "gradient" if "gradient" in (table.dtype.names or ()) else "data"
+    made, names = table.copy(), table.dtype.names or ()
+    rows = made["chunk"] if "chunk" in names else made
+    column = "data" if "data" in names else "gradient"
     # A tensor has one row for each of its chunks; the row whose address is 0 is its first.
     starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]
     rows[column] += starts
     rows["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)
-    return rows
+    return made
+
+
+def _gradients(parameters: list[Tensor]) -> tuple[int, ...]:
+    """The addresses of the gradients that are not empty."""
+    grads = [local(each.grad) for each in parameters]
+    return tuple([each.data_ptr() for each in grads if each.numel()])
 
 
 def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:

@@ -7,7 +7,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from lt_runtime.arrays.operand import CUPY, library_of
+import numpy as np
+
+from lt_runtime.arrays.operand import CUPY, library_of, read
 from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.optimizer import FP8_COLUMNS, Fp8Copy
 from lt_runtime.kernels.tiling import VECTOR_BYTES
@@ -19,6 +21,39 @@ from lt_runtime.plans.fp8 import W
 from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE
 
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
+
+
+def can_write(state: FP8State, shape: Sequence[int], arrays: Sequence[Any]) -> bool:
+    """Whether an optimizer's update can write a layer's weight in FP8: the layer has cast it with a delayed scale.
+
+    Args:
+        shape: rows and columns of the weight as it lies in memory.
+        arrays: the arrays that the update reads and writes.
+    """
+    casts = state.recipe.recipe == "delayed" and state.fallback is None and W in state.calibrated
+    return casts and shape[1] % FP8_COLUMNS == 0 and are_aligned(arrays)
+
+
+def are_aligned(arrays: Sequence[Any]) -> bool:
+    """Whether all arrays lie at multiples of 16 bytes."""
+    return all(library_of(each).address(each) % VECTOR_BYTES == 0 for each in arrays)
+
+
+def entry_of(state: FP8State, out: Any, transposed: Any) -> Fp8Copy:
+    """The entry of the update's table for a weight in FP8; `transposed` may be None."""
+    arrays = out, transposed, *_scale_and_amax(state)
+    return Fp8Copy(tuple(out.shape), *[0 if each is None else read("fp8", each, 0).address for each in arrays])
+
+
+def cast_weight(state: FP8State, weight: Any, out: Any, transposed: Any, *, stream: int | None) -> None:
+    """Casts a weight with its present scale, and finds its largest magnitude; `transposed` may be None."""
+    scale, amax = _scale_and_amax(state)
+    if isinstance(amax, np.ndarray):
+        amax[...] = 0
+    else:
+        call("cuMemsetD32Async", amax.data.ptr, 0, 1, stream)
+    results = {"out": out, "out_transposed": transposed, "need_transposed": transposed is not None}
+    cast_fp8(weight, scale, amax=amax, **results, stream=stream)
 
 
 def _scale_and_amax(state: FP8State) -> tuple[Any, Any]:
@@ -36,7 +71,7 @@ class _Copied(NamedTuple):
 def copied_layers(
     optimizer: Optimizer, layers: Sequence[tuple[FP8State | None, Parameter]]
 ) -> list[tuple[FP8State, Parameter]]:
-    """The layers whose weights in FP8 an update can write: those that have cast their weights with delayed scales.
+    """The layers whose weights in FP8 an update can write, see `can_write`.
 
     Layers that share a weight, those whose weight is not trained, and those with a number of columns or an alignment
     that the kernel does not take, go on casting it.
@@ -50,20 +85,15 @@ def copied_layers(
         (state, weight)
         for state, weight in layers
         if state is not None
-        and state.recipe.recipe == "delayed"
-        and state.fallback is None
-        and W in state.calibrated
         and id(weight) in trained
         and users[id(weight)] == 1
-        and weight.data.shape[1] % FP8_COLUMNS == 0
-        and _is_aligned(weight)
+        and can_write(state, weight.data.shape, _arrays(weight))
     ]
 
 
-def _is_aligned(weight: Parameter) -> bool:
-    """Whether all arrays of a parameter lie at multiples of 16 bytes; the optimizer's moments always do."""
-    arrays = [each for each in (weight.data, weight.grad, weight.master) if each is not None]
-    return all(library_of(each).address(each) % VECTOR_BYTES == 0 for each in arrays)
+def _arrays(weight: Parameter) -> list[Any]:
+    """The arrays of a parameter; the optimizer's moments are always aligned."""
+    return [each for each in (weight.data, weight.grad, weight.master) if each is not None]
 
 
 class Fp8Weights:
@@ -93,9 +123,7 @@ class Fp8Weights:
             out = CUPY.empty((rows, cols), _E4M3, device, stream)
             transposed = CUPY.empty((cols, rows), _E4M3, device, stream) if state.needs_dx else None
             self._copied.append(_Copied(state, weight, out, transposed))
-            places = out.data.ptr, 0 if transposed is None else transposed.data.ptr
-            scale, amax = (each.data.ptr for each in _scale_and_amax(state))
-            copies[numbers[id(weight)]] = Fp8Copy((rows, cols), *places, scale, amax)
+            copies[numbers[id(weight)]] = entry_of(state, out, transposed)
         self.step = StepWithCopies(optimizer, copies, stream)
 
     @property
@@ -106,10 +134,7 @@ class Fp8Weights:
     def remake(self, stream: int) -> None:
         """Casts all weights with their present scales, and finds their largest magnitudes."""
         for state, weight, out, transposed in self._copied:
-            scale, amax = _scale_and_amax(state)
-            call("cuMemsetD32Async", amax.data.ptr, 0, 1, stream)
-            results = {"out": out, "out_transposed": transposed, "need_transposed": transposed is not None}
-            cast_fp8(weight.data, scale, amax=amax, **results, stream=stream)
+            cast_weight(state, weight.data, out, transposed, stream=stream)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

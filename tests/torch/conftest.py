@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from lt_runtime.errors import MissingLibraryError
+from lt_runtime.gpu.compiler import runtime_headers
+from lt_runtime.kernels import kernel
 
 if os.environ.get("LT_REQUIRE_TORCH") == "1" and find_spec("torch") is None:
     raise ImportError("PyTorch is not installed, and LT_REQUIRE_TORCH asks for it: pip install '.[test-torch]'")
@@ -79,3 +85,20 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
             monkeypatch.setattr(module, name, over_numpy(getattr(module, name)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     return made
+
+
+@pytest.fixture(params=["CPU", "GPU"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, host: Any) -> str:
+    """How a step is computed: by the reference, or by the kernels built for the CPU."""
+    if request.param == "GPU":
+        from lt_runtime.torch import updates
+
+        with contextlib.suppress(MissingLibraryError):
+            runtime_headers()
+            monkeypatch.setattr(kernel, "get_kernel", host.get)
+            monkeypatch.setattr(updates, "TORCH", SimpleNamespace(current_stream=lambda _: 0))
+            monkeypatch.setattr(updates, "activated", lambda _: contextlib.nullcontext())
+            monkeypatch.setattr(updates, "step_class", lambda _: updates.GpuStep)
+            return "GPU"
+        pytest.skip("the headers of CUDA are not installed")
+    return "CPU"

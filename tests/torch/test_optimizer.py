@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,30 +15,12 @@ torch = pytest.importorskip("torch")
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError, MissingLibraryError
-from lt_runtime.gpu.compiler import runtime_headers
-from lt_runtime.kernels import kernel
+from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError
 from lt_runtime.torch import AdamW, updates
-from tests.host_kernels.harness import HostKernels
 
 SHAPES = [(3, 5), (300,), (0,), (2049,), (), (2, 3, 4, 4)]
 Make = Callable[[list[Any]], Any]
 """Type of a function that makes an optimizer of parameters."""
-
-
-@pytest.fixture(params=["CPU", "GPU"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, host: HostKernels) -> str:
-    """How a step is computed: by the reference, or by the kernels built for the CPU."""
-    if request.param == "GPU":
-        with contextlib.suppress(MissingLibraryError):
-            runtime_headers()
-            monkeypatch.setattr(kernel, "get_kernel", host.get)
-            monkeypatch.setattr(updates, "TORCH", SimpleNamespace(current_stream=lambda _: 0))
-            monkeypatch.setattr(updates, "activated", lambda _: contextlib.nullcontext())
-            monkeypatch.setattr(updates, "step_class", lambda _: updates.GpuStep)
-            return "GPU"
-        pytest.skip("the headers of CUDA are not installed")
-    return "CPU"
 
 
 def parameters(dtype: Any = torch.float32, shapes: list[tuple[int, ...]] = SHAPES) -> list[Any]:

@@ -1,0 +1,199 @@
+"""The part of an optimizer's step for layers in FP8: the step sets their scales, and `AdamW` writes their weights.
+
+`AdamW` writes a weight in FP8 and its transpose from the update itself, so that the next forward does not cast it. The
+copy is the cast that this forward would make. It is made anew if the weight or the scale was changed otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lt_runtime.arrays.operand import HOST, TORCH, device_of
+from lt_runtime.kernels.optimizer import Fp8Copy
+from lt_runtime.ops._fp8_state import FP8State
+from lt_runtime.torch.tensors import Tensor, placed
+from lt_runtime.torch.updates import is_capturing, local
+from lt_runtime.training.fp8_weights import can_write, cast_weight, entry_of
+
+layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""Layers that have been called in FP8."""
+_copies: Final[weakref.WeakKeyDictionary[Any, WeightCopy]] = weakref.WeakKeyDictionary()
+"""The copies by layer."""
+_ready: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""Layers whose weight an earlier step of `AdamW` could have written in FP8."""
+_followed: Final[list[Any]] = []
+"""The optimizers whose copies may be read by the present capture."""
+
+
+class WeightCopy:
+    """The weight of a layer in FP8, which the steps of one optimizer keep up to date.
+
+    Attributes:
+        owner: weak reference to the optimizer.
+        out, transposed: the weight as it lies in memory, and its transpose, in FP8.
+    """
+
+    def __init__(self, layer: Any, owner: Any) -> None:
+        (rows, cols), device = _matrix(layer.weight).shape, layer.weight.device
+        self.out = torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=device)
+        self.transposed = torch.empty((cols, rows), dtype=torch.float8_e4m3fn, device=device)
+        self.owner, self._slots = weakref.ref(owner), layer.scales.slots
+        self._made_of: tuple[int, ...] = ()
+
+    def suits(self, layer: Any) -> bool:
+        """Whether the optimizer exists, and the layer has the same scales and a weight of the same shape and device."""
+        matrix, slots = _matrix(layer.weight), getattr(layer.scales, "slots", None)
+        is_alike = matrix is not None and (matrix.shape, matrix.device) == (self.out.shape, self.out.device)
+        return is_alike and slots is self._slots and self.owner() is not None
+
+    def renew(self, layer: Any) -> None:
+        """Casts the weight, unless the copy is the cast of its present values by its present scale."""
+        owner: Any = self.owner()
+        if self._made_of == _version(layer) and not owner.is_recorded:
+            return
+        arrays = placed([_matrix(layer.weight).detach(), self.out, self.transposed])
+        with torch.cuda.device_of(self.out):
+            stream = TORCH.current_stream(self.out.get_device()) if self.out.is_cuda else None
+            cast_weight(layer.scales, *arrays, stream=stream)
+        self.note(layer)
+
+    def note(self, layer: Any) -> None:
+        """Notes that the copy has been made of the weight's present values by its present scale."""
+        # A backward pass that would read the copy's former values raises PyTorch's error for saved tensors.
+        torch.autograd.graph.increment_version([self.out, self.transposed])
+        self._made_of = _version(layer)
+
+    def entry(self, layer: Any) -> Fp8Copy:
+        """The entry of the update's table."""
+        return entry_of(layer.scales, *placed([self.out, self.transposed]))
+
+
+def _version(layer: Any) -> tuple[int, ...]:
+    """Changes with each write into the weight that PyTorch notices, and with each change of the scales."""
+    return layer.weight._version, layer.weight.data_ptr(), layer.scales.changes
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """A weight, or its transposed view, whichever is row-major; None for a `DTensor` and for other layouts."""
+    if not isinstance(weight, torch.nn.Parameter) or local(weight) is not weight or weight.dim() != 2:
+        return None
+    return next((each for each in (weight, weight.t()) if each.is_contiguous()), None)
+
+
+def _present() -> list[tuple[Any, WeightCopy]]:
+    """The layers with a copy, and the copies, without those that are of no use any more."""
+    for layer in [layer for layer, copy in _copies.items() if not copy.suits(layer)]:
+        del _copies[layer]
+    return [*_copies.items()]
+
+
+def read_copies(called: Sequence[Any], weights: Sequence[Tensor]) -> None:
+    """Lets the next calls of layers in FP8 read the copies of their weights, made anew if they are stale.
+
+    A graph that `lt_runtime.torch.capture` does not capture casts the weights: nothing would renew its copies before
+    its launches.
+    """
+    for layer, weight in zip(called, weights, strict=True):
+        copy, own = _copies.get(layer), layer.weight
+        is_own = weight.data_ptr() == own.data_ptr() and weight.dtype == own.dtype  # autocast gives another tensor
+        if copy is None or not (is_own and copy.suits(layer)):
+            continue
+        if copy.owner() in _followed or not is_capturing(weight):
+            copy.renew(layer)
+            out, transposed = placed([copy.out, copy.transposed if weight.is_cuda else copy.transposed.clone()])
+            w8, w8_transposed = (out, transposed) if weight.is_contiguous() else (transposed, out)
+            layer.scales.copies = w8, w8_transposed if layer.scales.needs_dx else None
+
+
+@contextlib.contextmanager
+def followed(optimizers: Sequence[Any]) -> Iterator[None]:
+    """A `with` block for a capture whose graph reads the copies of the given optimizers.
+
+    The caller calls `refresh` before each launch of the graph.
+    """
+    _followed.extend(optimizers)
+    try:
+        yield
+        for each in optimizers:  # the captured step may have written weights after the optimizer's step
+            refresh(each)
+    finally:
+        _followed.clear()
+
+
+def refresh(optimizer: Any) -> None:
+    """Makes an optimizer's stale copies anew."""
+    for layer, copy in _present():
+        if copy.owner() is optimizer:
+            copy.renew(layer)
+
+
+def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[Any, WeightCopy]]:
+    """The layers whose weights an optimizer's step has to write in FP8, and their copies.
+
+    A step in a graph that `lt_runtime.torch.capture` does not capture writes no copies. From then on all copies are
+    stale, because nothing tells when the graph has been launched.
+
+    A weight gets its copy in the second step in which its layer is in FP8: after the first one, tuning may find that
+    the layer's own type is faster.
+
+    Args:
+        captures: whether the step is being captured.
+        is_fixed: whether there must be no new copies, because graphs hold steps without them.
+    """
+    optimizer.is_recorded |= captures and optimizer not in _followed
+    if optimizer.is_recorded and optimizer not in _followed:
+        return []
+    taken = {id(layer.weight) for layer, _ in _present()}
+    for layer in () if is_fixed else _layers_of(optimizer):
+        weight, matrix = layer.weight, _matrix(layer.weight)
+        if id(weight) in taken or weight.grad is None or matrix is None:
+            continue
+        arrays = [weight, *[each for each in optimizer.state.get(weight, {}).values() if each.dim()]]
+        if can_write(layer.scales, matrix.shape, arrays):
+            if layer in _ready:
+                _copies[layer] = WeightCopy(layer, optimizer)
+                taken.add(id(weight))
+            _ready.add(layer)
+    return [(layer, copy) for layer, copy in _present() if copy.owner() is optimizer]
+
+
+def _layers_of(optimizer: Any) -> Iterator[Any]:
+    """The layers in FP8 that an optimizer trains; also those of which no parameter is trained."""
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for layer in [*layers]:
+        trained = [id(each) for each in (layer.weight, layer.bias) if each is not None and each.requires_grad]
+        scales: FP8State | None = layer.scales
+        if scales is not None and scales.slots is not None and (not trained or trained[0] in held):
+            yield layer
+
+
+def update_scales(optimizer: Any) -> None:
+    """Sets the scales for the next step of the layers in FP8 that an optimizer trains.
+
+    If `GradScaler` sets the optimizer's flag `found_inf`, the scales stay as they are.
+    """
+    found: Any = getattr(optimizer, "found_inf", None)
+    for layer in _layers_of(optimizer) if layers else ():
+        device = device_of("scales", layer.scales.slots)
+        if device == HOST:
+            layer.scales.update(skipped=None if found is None else np.array([bool(found)], np.uint32))
+            continue
+        with torch.cuda.device(device):
+            # The flag is read as an integer: the bits of 0.0 are 0, those of 1.0 are not.
+            skipped = None if found is None else found.to(device).view(torch.uint32)
+            layer.scales.update(skipped=skipped, stream=torch.cuda.current_stream())
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    if not hasattr(optimizer, "is_recorded"):  # `AdamW` sets the scales before it writes the weights
+        update_scales(optimizer)
+
+
+register_optimizer_step_post_hook(_after_step)
