@@ -2,8 +2,8 @@
 
 Some words are commands instead of suites, with options of their own: compare (compares old results with new ones),
 distances (measures how far losses are from a float64 run), fp8-accuracy (compares losses of training in FP8 and in
-BF16), report (writes the tables and the plot of benchmarks/README.md), derive-priors (fits the table of strategies for
-unmeasured layers).
+BF16), report (writes the tables and plots of the pages, and tells which rows are of older code), derive-priors (fits
+the table of strategies for unmeasured layers).
 """
 
 from __future__ import annotations

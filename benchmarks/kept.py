@@ -35,7 +35,6 @@ _LABELS: Final = {
     "cupy": "CuPy",
 }
 """Names of other libraries as tables show them, by the beginning of the contender's name; the first match counts."""
-_COMMIT_DIGITS: Final = 40
 _DOES_LESS: Final = "without"  # Occurs in the name of a contender that leaves out a part of the task.
 _CALL: Final = "_call"  # Occurs in the name of a contender whose time includes the host's work for a call.
 
@@ -59,11 +58,6 @@ def rows_of(suite: str) -> list[dict[str, Any]]:
     kept, digest = result(suite), code()["digests"].get(suite)
     default = {"commit": kept["commit"], "when": kept.get("when", "")}
     return [default | row | {"stale": row.get("digest", "") != digest} for row in kept["rows"] if row["us"]]
-
-
-def short(commit: str) -> str:
-    """A commit's first digits; other text, such as "unknown", as it is."""
-    return commit[:7] if len(commit) == _COMMIT_DIGITS else commit
 
 
 def mark(row: Json) -> str:

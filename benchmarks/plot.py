@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.growth import LAYERS
-from benchmarks.kept import Comparison, comparisons, missing_peers, result, rows_of
+from benchmarks.kept import Comparison, comparisons, is_peer, label, missing_peers, result, rows_of
 from benchmarks.report import RESULTS
 
 FILE: Final = RESULTS / "plots" / "speedup.png"
@@ -49,12 +49,9 @@ def digest() -> str:
 
 def write(file: Path = FILE) -> Path:
     """Draws the picture; returns its file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from PIL import Image, PngImagePlugin
 
-    figure, facts = Figure(layout="constrained", dpi=100), PngImagePlugin.PngInfo()
-    canvas = FigureCanvasAgg(figure)
+    (figure, canvas), facts = _figure(), PngImagePlugin.PngInfo()
     _draw(figure)
     canvas.draw()
     facts.add_text(DIGEST, digest())
@@ -69,7 +66,8 @@ def write_losses(file: Path = RESULTS / "plots" / "torch_losses.png") -> list[Pa
     row = max(rows_of("torch"), key=lambda row: max(map(len, row["losses"].values()), default=0), default=None)
     if row is None:
         return []
-    figure, (axes,) = _panels(1, (9, 4))
+    figure, _ = _figure(figsize=(9, 4))
+    axes = figure.subplots()
     for name, losses in row["losses"].items():
         axes.plot(losses, label=name, linewidth=1)
     axes.set(title=row["case"], xlabel="step", ylabel="loss before the step's update")
@@ -83,12 +81,13 @@ def write_growth(file: Path = GROWTH) -> list[Path]:
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows_of("growth"):
         for name, us in row["us"].items():
-            told = f"{name}, {row['case'].split(' layers of ')[-1]}" if row["quantity"] == LAYERS else name
+            told = label(name) if is_peer(name) else "lt_runtime"
+            told = row["case"].split(" ", 2)[2] if row["quantity"] == LAYERS else told
             lines.setdefault(row["quantity"], {}).setdefault(told, []).append((row["size"], us))
     if not lines:
         return []
-    figure, every = _panels(len(lines), (12, 4))
-    for axes, (quantity, of_panel) in zip(every, lines.items(), strict=True):
+    figure, _ = _figure(figsize=(12, 4))
+    for axes, (quantity, of_panel) in zip(figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True):
         for told, points in of_panel.items():
             axes.loglog(*zip(*points, strict=True), marker="o", label=told)
         axes.set(xlabel=quantity, ylabel="µs")
@@ -97,13 +96,13 @@ def write_growth(file: Path = GROWTH) -> list[Path]:
     return [file]
 
 
-def _panels(count: int, inches: tuple[float, float]) -> Any:
+def _figure(**options: Any) -> tuple[Any, Any]:
+    """An empty figure, and the canvas that turns it into pixels without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(layout="constrained", dpi=100, figsize=inches)
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, count, squeeze=False)[0]
+    figure = Figure(layout="constrained", dpi=100, **options)
+    return figure, FigureCanvasAgg(figure)
 
 
 def _draw(figure: Any) -> None:

@@ -96,7 +96,7 @@ def _source(suite: str) -> str:
 
 def _at_commit(rows: Sequence[Json]) -> str:
     """How many rows were measured with the code of the commit for which `report` ran last."""
-    return f"{sum(not row['stale'] for row in rows)} of {len(rows)} rows at {kept.short(kept.code()['commit'])}"
+    return f"{sum(not row['stale'] for row in rows)} of {len(rows)} rows at {kept.code()['commit'][:7]}"
 
 
 # One function for each table.
@@ -396,7 +396,7 @@ def each_row() -> str:
     """Table of all rows: date, commit, whether they are current, and the peers that they have and lack."""
     lines = []
     for suite, row in ((name, each) for name in SUITES for each in rows_of(name)):
-        origin = row["when"][:10], kept.short(row["commit"]), "stale" if row["stale"] else "current"
+        origin = row["when"][:10], row["commit"][:7], "stale" if row["stale"] else "current"
         lines.append([suite, row["case"], *origin, _peers(row), ", ".join(missing_peers(suite, row))])
     return markdown(["Suite", "row", "date", "commit", "code", _MEASURED_AGAINST, "not against"], lines)
 

@@ -172,8 +172,8 @@ def test_stale_rows_and_rows_without_every_peer_are_left_out_of_means(results: A
         assert line in made.splitlines()
     assert "100 % of 2 blocks" in made
     assert tables.each_row().splitlines()[2:] == [
-        "| layers | whole | 2026-01-02 | abcdefgh | current | PyTorch, torch.compile, JAX | |",
-        "| layers | without JAX | 2026-01-02 | abcdefgh | current | PyTorch, torch.compile | JAX |",
+        "| layers | whole | 2026-01-02 | abcdefg | current | PyTorch, torch.compile, JAX | |",
+        "| layers | without JAX | 2026-01-02 | abcdefg | current | PyTorch, torch.compile | JAX |",
         "| layers | before | 2026-01-02 | a1b2c3d | stale | PyTorch, torch.compile, JAX | |",
     ]
     counted = tables.code()
@@ -198,6 +198,8 @@ def test_growth_has_a_figure_and_a_curve_for_each_quantity(results: Any, tmp_pat
     quick = {"quantity": growth.ROWS, "us": {"lt": 2.0, "torch_graph": 3.0}}
     tuned = {"quantity": growth.LAYERS, "case": "tuning 4 layers of one width", "us": {"lt": 2e6}, "size": 4}
     results("growth", {"case": "a", "size": 1, **quick}, {"case": "b", "size": 4, **quick}, tuned)
+    failed = {"case": "c", "us": {}}
+    assert growth.findings([failed, *kept.rows_of("growth")]) == growth.findings(kept.rows_of("growth"))
     made = tables.growth().splitlines()
     assert made[-1] == "| seconds of tuning for each layer, worst | 0.5 | tuning 4 layers of one width |"
     assert "| torch_graph / lt, rows of a block, worst | 1.5 | a |" in made
