@@ -53,7 +53,7 @@ class StreamMemory:
         zeros: address of `ALIGNMENT` zero bytes that nothing ever writes; used as a β of 0 in device memory.
         tickets: address of `MAX_TICKETS` uint32 counters that are zero between kernels: a kernel counts its blocks
             with them, and resets them to zero.
-        defers: whether the stream goes on at the end of a branch without waiting for it, see `deferred_joins`.
+        defers: whether `deferred_joins` is open, so that the stream does not wait at the end of a branch.
     """
 
     def __init__(self, device: int, stream: int) -> None:
@@ -76,7 +76,7 @@ class StreamMemory:
     def on(self, stream: int) -> Self:
         """Returns this memory for captures from another stream, `stream`, whose graphs are launched on this stream."""
         view = copy.copy(self)
-        view.stream = stream
+        view.stream, view.defers = stream, False
         return view
 
     def scratch(self, size: int) -> int:
@@ -199,16 +199,15 @@ def deferred_joins(memory: StreamMemory) -> Iterator[None]:
     The stream waits for the branch at the end of the next such block, in `join`, or at the end of a branch outside of
     such blocks. Such a branch must be open already, so that the graph waits for everything in the end.
     """
-    if not is_captured(memory.stream):
-        yield
-        return
-    with end_of(memory.branch.stream) as earlier:
+    captured = is_captured(memory.stream)
+    with end_of(memory.branch.stream) if captured else contextlib.nullcontext() as earlier:
         memory.defers = True
         try:
             yield
         finally:
             memory.defers = False
-        call("cuStreamWaitEvent", memory.stream, earlier, 0)
+        if captured:
+            call("cuStreamWaitEvent", memory.stream, earlier, 0)
 
 
 def join(memory: StreamMemory) -> None:

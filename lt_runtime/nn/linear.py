@@ -273,7 +273,8 @@ def backward_layers(
         options: dict[str, Any] = {"need_dw": dw is not None, "need_db": db is not None, "need_dx": goes_on or needs_dx}
         options |= {"through": contexts[-1], "need_db_below": db_below is not None} if takes_through else {}
         options |= {"out_dw": dw, "out_db": db, "before_activation": is_through, "accumulate": adds}
-        has_branch = dw is not None and options["need_dx"] and context.state is None  # the graph may have one for dw
+        # A graph computes dw on a branch, beside dx or, if dx was computed before, beside the layer below.
+        has_branch = dw is not None and context.state is None and (options["need_dx"] or remake is not None)
         deferring = run.deferring(dy[0], context.x) if has_branch else contextlib.nullcontext()
         with range_of(f"backward/{layers[i].name}"), deferring:
             dx, *_ = linear_bwd(dy.pop(), context, out_db_below=db_below, stream=run.stream, **options)

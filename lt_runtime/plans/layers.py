@@ -182,9 +182,13 @@ class BackwardPlan(Plan):
             product.reserve(memory)
         self._reserve_branch(memory)
 
+    def _has_branch(self, memory: StreamMemory) -> bool:
+        """Whether a graph computes dw on a branch: beside dx or, without dx, beside later operations."""
+        return self.strategy.dw_concurrent or (self._dx is None and memory.defers)
+
     def _reserve_branch(self, memory: StreamMemory) -> None:
         """Allocates the memory of the branch for dw before any capture, because a capture forbids allocations."""
-        if self.strategy.dw_concurrent and self._dw is not None:
+        if self._dw is not None and self._has_branch(memory):
             self._dw.reserve(memory.branch)
             memory.branch.scratch(self._partial_bytes)
 
@@ -207,7 +211,7 @@ class BackwardPlan(Plan):
             dz = copied
         self._reserve_branch(memory)
         beside: contextlib.AbstractContextManager[StreamMemory] = contextlib.nullcontext(memory)
-        if self.strategy.dw_concurrent:
+        if self._has_branch(memory):
             beside = branch(memory, reads_scratch=self._dz_bytes + self._copy_bytes > 0)
         with beside as other:
             dx_first = self._dx_first and other is not memory

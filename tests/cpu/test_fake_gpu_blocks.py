@@ -107,7 +107,22 @@ def _derivatives(lt: Any) -> Any:
     return lt.Chain(*(lt.Chain(layer, lt.LayerNorm(WIDTH)) for layer in layers), lt.Linear(WIDTH, 5, seed=3))
 
 
-@pytest.mark.parametrize("make", [_tied_chain, _in_place, _derivatives, _stack])
+def _recomputing(lt: Any) -> Any:
+    blocks = (lt.SwiGLU(WIDTH, 24, recompute=True, bias=True, seed=i, device="cuda") for i in range(2))
+    return lt.Chain(lt.Linear(WIDTH, WIDTH, seed=2), *map(lt.Residual, blocks), lt.Linear(WIDTH, 5, seed=3))
+
+
+def test_a_block_that_recomputes_has_its_weight_gradients_on_a_branch(gpu: FakeGpu) -> None:
+    model = gpu.lt.Chain(gpu.lt.Linear(32, 32, device="cuda"), gpu.lt.SwiGLU(32, 64, recompute=True, device="cuda"))
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", tune=False)
+    step(*(gpu.cp.asarray(np.ones((64, 32), np.float32)) for _ in range(2)))
+    gpu.synchronize_all()
+    streams = {each.d: each.stream for each in gpu.library.calls}  # the capture's products, which came last
+    first, up, down = (streams[each.grad.data.ptr] for each in model.parameters() if each.name.endswith("weight"))
+    assert up == down != first  # the first layer's gradient has no other product beside it
+
+
+@pytest.mark.parametrize("make", [_tied_chain, _in_place, _derivatives, _recomputing, _stack])
 def test_weight_gradients_that_end_later_read_what_they_shall(gpu: FakeGpu, make: Callable[[Any], Any]) -> None:
     """The checker of races looks on while a graph computes weight gradients beside later work, which reuses memory."""
     kept = list[list[bytes]]()
