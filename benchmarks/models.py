@@ -126,7 +126,7 @@ class ModelCase(StepCase):
             return lt.RMSNorm(inputs, eps=NORM_EPSILON, **place)
 
         def gated() -> Any:
-            gated = lt.SwiGLU(inputs, hidden, recompute=self.form == "feed_forward", seed=next(seeds), **place)
+            gated = lt.SwiGLU(inputs, hidden, recompute=True, seed=next(seeds), **place)
             return lt.Residual(lt.Chain(norm(), gated))
 
         active = partial(linear, activation=self.activation)
