@@ -77,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", metavar="PATTERN", help="cases in whose name this regular expression is found")
     made.add_argument("--rounds", type=int, metavar="N", help="rounds that count; each suite has a default")
     made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no row after this time")
-    made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure missing and stale ones")
+    told = "keep the file's rows, and measure those that are missing, stale or lack a peer that is asked for"
+    made.add_argument("--resume", action="store_true", help=told)
     told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
     made.add_argument("--out", metavar="DIR", help=told)
     for name, (suites, told, how) in _SPECIAL.items():

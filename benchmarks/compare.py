@@ -16,83 +16,72 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import report
 from benchmarks.timing import Timing
 
-
-class Time(NamedTuple):
-    """Names a time of the result files."""
-
-    suite: str
-    case: str
-    contender: str
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the contender is lt_runtime's."""
-        return self.contender.startswith("lt")
+Time = tuple[str, str, str]
+"""Type: the suite, the case and the contender of a time."""
 
 
-class Change(NamedTuple):
-    """How one time changed: the ratios of all pairs of runs, and how many of them differ beyond their spread."""
+class Changes(NamedTuple):
+    """How times changed.
 
-    ratios: Sequence[float]
-    beyond: int
+    Attributes:
+        ratios: the ratios of all pairs of runs, by time.
+        beyond: the times that differ beyond their spread.
+        lacking: the times that some run lacks.
+    """
 
-    @property
-    def ratio(self) -> float:
-        """The median of the ratios."""
-        return statistics.median(self.ratios)
-
-    @property
-    def is_beyond(self) -> bool:
-        """Whether the time differs beyond its spread."""
-        return self._are_most(self.beyond)
-
-    def is_slower(self, limit: float) -> bool:
-        """Whether most ratios exceed a limit."""
-        return self._are_most(sum(ratio > limit for ratio in self.ratios))
-
-    def _are_most(self, pairs: int) -> bool:
-        return 3 * pairs >= 2 * len(self.ratios)
+    ratios: dict[Time, list[float]]
+    beyond: set[Time]
+    lacking: list[Time]
 
 
-def changes(old: Sequence[Path], new: Sequence[Path]) -> tuple[dict[Time, Change], list[Time]]:
-    """How the times that all runs have changed; and the times that some run lacks."""
+def changes(old: Sequence[Path], new: Sequence[Path]) -> Changes:
+    """Compares all times that all runs have."""
     pairs = [(_times(first), _times(second)) for first, second in zip(old, new, strict=True)]
     runs = [set(times) for pair in pairs for times in pair]
-    common, lacking = set.intersection(*runs), set.union(*runs) - set.intersection(*runs)
-    return {time: _change([(first[time], second[time]) for first, second in pairs]) for time in common}, sorted(lacking)
-
-
-def _change(pairs: Sequence[tuple[Timing, Timing]]) -> Change:
-    beyond = sum(abs(new.median - old.median) > max(old.spread, new.spread) for old, new in pairs)
-    return Change([new.median / old.median for old, new in pairs], beyond)
+    common = sorted(set.intersection(*runs))
+    ratios = {time: [second[time].median / first[time].median for first, second in pairs] for time in common}
+    beyond = {time for time in common if _most(_is_beyond(first[time], second[time]) for first, second in pairs)}
+    return Changes(ratios, beyond, sorted(set.union(*runs) - {*common}))
 
 
 def _times(run: Path) -> dict[Time, Timing]:
     return {
-        Time(file.stem, row["case"], name): Timing(us, row["spread"][name])
+        (file.stem, row["case"], name): Timing(us, row["spread"][name])
         for file in (run.glob("*.json") if run.is_dir() else [run])
         for row in json.loads(file.read_text()).get("rows", ())
         for name, us in row["us"].items()
     }
 
 
-def summary(found: Mapping[Time, Change]) -> Iterable[str]:
+def _is_beyond(old: Timing, new: Timing) -> bool:
+    return abs(new.median - old.median) > max(old.spread, new.spread)
+
+
+def _most(pairs: Iterable[bool]) -> bool:
+    """Whether at least two thirds are true."""
+    every = [*pairs]
+    return 3 * sum(every) >= 2 * len(every)
+
+
+def _is_ours(time: Time) -> bool:
+    return time[2].startswith("lt")
+
+
+def summary(medians: Mapping[Time, float], beyond: set[Time]) -> Iterator[str]:
     """A line for each suite about lt_runtime's times, and one about those of other libraries."""
-    groups: dict[tuple[str, str], list[Change]] = {}
-    for time, change in sorted(found.items()):
-        groups.setdefault((time.suite, "lt_runtime" if time.is_ours else "others"), []).append(change)
-    for (suite, whose), some in groups.items():
-        far = sorted(abs(change.ratio - 1) for change in some)[math.ceil(0.95 * len(some)) - 1]
-        mean = report.geometric_mean(change.ratio for change in some)
-        beyond = f"{sum(change.is_beyond for change in some)} of {len(some)} times differ beyond their spread"
-        yield f"{suite}, {whose}: {beyond}, new / old {mean:.4f}, 95 % within {100 * far:.1f} %"
+    for suite, ours in sorted({(time[0], _is_ours(time)) for time in medians}):
+        some = [time for time in medians if (time[0], _is_ours(time)) == (suite, ours)]
+        far = sorted(abs(medians[time] - 1) for time in some)[math.ceil(0.95 * len(some)) - 1]
+        mean = report.geometric_mean(medians[time] for time in some)
+        told = f"{suite}, {'lt_runtime' if ours else 'others'}: {len(beyond & {*some})} of {len(some)} times differ"
+        yield f"{told} beyond their spread, new / old {mean:.4f}, 95 % within {100 * far:.1f} %"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -110,25 +99,25 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--limit", type=float, default=1.05, help="of a row's ratio; default: %(default)g")
     parser.add_argument("--mean", type=float, default=1.01, help="of the geometric mean; default: %(default)g")
     options = parser.parse_args(argv)
-    if len(options.runs) not in (0, 2) or len(options.old) != len(options.new) or not (options.runs or options.old):
-        parser.error("name two runs, or as many runs of --old as of --new")
-    found, lacking = changes([*options.old, *options.runs[:1]], [*options.new, *options.runs[1:]])
-    ours = {time: change for time, change in found.items() if time.is_ours}
+    old, new = [*options.old, *options.runs[:1]], [*options.new, *options.runs[1:]]
+    if len(old) != len(new) or not old:
+        parser.error("name two runs, or as many of --old as of --new")
+    ratios, beyond, lacking = changes(old, new)
+    medians = {time: statistics.median(each) for time, each in ratios.items()}
+    ours = {time: median for time, median in medians.items() if _is_ours(time)}
     if not ours:
         raise SystemExit("the runs have no row of lt_runtime in common")
-    slower = {time for time, change in ours.items() if change.is_slower(options.limit)}
+    slower = {time for time in ours if _most(ratio > options.limit for ratio in ratios[time])}
     table = report.Table("new / old", "median", "pairs", "", box=None, header_style="bold")
-    for time, change in sorted(found.items(), key=lambda item: (item[0] not in slower, -abs(math.log(item[1].ratio)))):
-        if time in slower or change.is_beyond:
-            pairs = " ".join(f"{ratio:.3f}" for ratio in change.ratios)
-            table.add_row(": ".join(time), f"{change.ratio:.3f}", pairs, "slower" if time in slower else "")
+    for time in sorted(beyond | slower, key=lambda time: (time not in slower, -abs(math.log(medians[time])))):
+        pairs = " ".join(f"{ratio:.3f}" for ratio in ratios[time])
+        table.add_row(": ".join(time), f"{medians[time]:.3f}", pairs, "slower" if time in slower else "")
     console = report.console()
     console.print(table)
-    for line in (*(f"not in every run: {': '.join(time)}" for time in lacking if time.is_ours), *summary(found)):
+    missing = (f"not in every run: {': '.join(time)}" for time in lacking if _is_ours(time))
+    for line in (*missing, *summary(medians, beyond)):
         console.print(line, markup=False)
-    mean = report.geometric_mean(change.ratio for change in ours.values())
-    console.print(
-        f"geometric mean of {len(ours)} rows over {len(options.old) or 1} pairs: {mean:.4f} (≤ {options.mean:g})"
-    )
+    mean = report.geometric_mean(ours.values())
+    console.print(f"geometric mean of {len(ours)} rows over {len(old)} pairs: {mean:.4f} (≤ {options.mean:g})")
     console.print(f"rows slower by more than {options.limit:g} in two thirds of the pairs: {len(slower)}")
     sys.exit(bool(slower) or mean > options.mean)

@@ -22,12 +22,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks import digests, report
+from benchmarks.kept import is_peer
 from benchmarks.report import Finding, Json, Row
 from benchmarks.timing import has_gpu, release
 
 MAX_AUTOTUNE: Final = "torch_max_autotune"
 TORCH_COMPILE: Final = "torch_compile"
 JAX: Final = "jax"
+_ASKED: Final = {"max_autotune": MAX_AUTOTUNE, "torch_compile": TORCH_COMPILE, "jax": JAX}
+"""For each option that adds a peer, the beginning of the peer's names."""
 CACHE_VARIABLE: Final = "LT_RUNTIME_CACHE_DIR"
 UNTUNED: Final = ("LT_RUNTIME_TUNE", "off")
 """The environment variable that switches measuring off in training steps, and its value: suites tune explicitly."""
@@ -89,8 +92,8 @@ def file_of(name: str, options: argparse.Namespace) -> Path | None:
 def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     """Measures the rows of a command line, prints them, and writes them if there is a result file.
 
-    A row that fails holds the error instead of times, and the run continues. With `--resume` the rows of older code
-    stay in the file until they are measured anew.
+    A row that fails holds the error instead of times, and the run continues. With `--resume` a row of older code, or
+    without a peer that the options ask for, stays in the file until it is measured anew.
 
     Raises:
         SystemExit: there is no GPU, or the result file has rows of another one.
@@ -102,9 +105,9 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     if rows and (gpu := json.loads(Path(str(file)).read_text())["machine"]["gpu"]) != report.machine()["gpu"]:
         raise SystemExit(f"{file} has rows of another GPU, {gpu}: name another folder by --out")
     origin = {"digest": digests.digest(name, digests.working_files()), "commit": report.commit()}
-    current = {case for case, row in rows.items() if row.get("digest") == origin["digest"]}
+    done = {case for case, row in rows.items() if _is_done(row, origin["digest"], options)}
     wanted = {case: job for case, job in suite.jobs(options).items() if matches(options.only, case)}
-    jobs, console = {case: job for case, job in wanted.items() if case not in current}, report.console()
+    jobs, console = {case: job for case, job in wanted.items() if case not in done}, report.console()
     stream, start = None, time.monotonic()
     if suite.has_context:
         import cupy as cp
@@ -131,6 +134,14 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     if file is not None:
         console.print(f"written to {file}")
     return rows
+
+
+def _is_done(row: Json, digest: str, options: argparse.Namespace) -> bool:
+    """Whether a row is of the present code and, unless no library is its peer, has the peers that options ask for."""
+    tried = [name for name in (*row["us"], *row.get("left_out", ())) if is_peer(name)]
+    asked = [name for option, name in _ASKED.items() if getattr(options, option)]
+    has_all = all(any(name.startswith(each) for name in tried) for each in asked)
+    return row.get("digest") == digest and (has_all or not tried)
 
 
 def _measured(case: str, job: Job, stream: Any, console: Console) -> dict[str, Any]:

@@ -138,6 +138,12 @@ def test_a_resumed_run_measures_stale_rows_anew_on_the_same_gpu(
     summary = json.loads((tmp_path / "some.json").read_text())["summary"]
     assert summary[0]["value"] == 1, "figures are over current rows"
     assert {each["digest"] for each in suite.run("some", both, resumed).values()} == {"later"}
+    file, asked_for = tmp_path / "some.json", asked("--out", str(tmp_path), "--resume", "--jax")
+    written = json.loads(file.read_text())
+    for row, peers in zip(written["rows"], ({"torch": 2.0}, {"torch": 2.0, "jax": 3.0}), strict=True):
+        row["us"] |= peers
+    file.write_text(json.dumps(written))
+    assert [{*each["us"]} for each in suite.run("some", both, asked_for).values()] == [{"lt"}, {"lt", "torch", "jax"}]
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "another GPU"})
     with pytest.raises(SystemExit, match="rows of another GPU, a GPU: name another folder"):
         suite.run("some", both, resumed)
