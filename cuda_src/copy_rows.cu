@@ -2,16 +2,11 @@
 // the number of the array.
 
 #include "instructions.cuh"
+#include "rows.cuh"
 
 namespace lt {
 
 constexpr uint32 kCopied = 3;
-
-// A source array's rows: the address of the first, and the distance in bytes from one row's beginning to the next.
-struct Rows {
-  const void* data;
-  int64 pitch;
-};
 
 // The destination of an array. The rows are split into parts of equally many rows; each part is contiguous in memory.
 struct RowBuffers {

@@ -14,6 +14,7 @@
 #include "mlp_sums.cuh"
 #include "mma.cuh"
 #include "reduce.cuh"
+#include "rows.cuh"
 
 namespace lt {
 
@@ -33,6 +34,8 @@ struct MlpParams {
   MlpLayer layers[kMaxLayers];
   Matrix x;  // inputs of the MLP (rows, inputs of the first layer)
   Matrix y;  // (rows, outputs of the last layer); the outputs; in the backward pass their gradient or, with a loss, their targets
+  const Rows* table;  // with a loss, if not null: rows of x and of the targets, which replace x and y
+  int64 first;        // number of the first row of `table` that the launch reads
   float* partial;           // backward pass: the sums of each block
   const float* grad_scale;  // factor of the loss's gradient, in device memory; null means 1
   int64 rows;

@@ -321,6 +321,20 @@ __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], cons
 }
 #endif
 
+// The inputs x, and the gradients of the outputs or, with a loss, the targets.
+struct Ends {
+  Matrix x, y;
+};
+
+__device__ inline Matrix rows_from(const Rows& rows, int64 first) {
+  char* data = static_cast<char*>(const_cast<void*>(rows.data)) + first * rows.pitch;
+  return Matrix{data, rows.pitch / static_cast<int64>(sizeof(SCALAR)), 1};
+}
+__device__ inline Ends ends_of(const MlpParams& p) {
+  if (!kHasLoss || p.table == nullptr) return Ends{p.x, p.y};
+  return Ends{rows_from(p.table[0], p.first), rows_from(p.table[1], p.first)};
+}
+
 // The number of the calling warp's first chunk of rows, the number of chunks, and a chunk's first row. Chunks are
 // counted in 32 bits, which saves registers.
 __device__ inline int first_chunk(int warp) { return gridDim.x * warp + blockIdx.x; }
@@ -328,19 +342,19 @@ __device__ inline int chunks_of(const MlpParams& p) { return static_cast<int>((p
 __device__ inline int64 row_of(int chunk) { return static_cast<int64>(chunk) * kChunk; }
 
 // Begins to copy the calling warp's chunk of x, if there is one.
-__device__ inline void copy_x(const MlpParams& p, SCALAR* to, int chunk) {
+__device__ inline void copy_x(const MlpParams& p, const Matrix& x, SCALAR* to, int chunk) {
   const int64 first = row_of(chunk);
   constexpr int kOctets = INPUTS / kOctet;
   const int columns = p.layers[0].inputs, lane = threadIdx.x % kWarp;
-  if (columns == INPUTS && first + kChunk <= p.rows && lies_whole(p.x, columns)) {
-    const SCALAR* from = element<SCALAR>(p.x, first, 0);
+  if (columns == INPUTS && first + kChunk <= p.rows && lies_whole(x, columns)) {
+    const SCALAR* from = element<SCALAR>(x, first, 0);
 #pragma unroll
     for (int i = lane; i < kChunk * kOctets; i += kWarp) {
       const int row = i / kOctets, col = i % kOctets * kOctet;
-      copy_async(to + row * kInputPitch + col, from + row * p.x.row_stride + col, 16);
+      copy_async(to + row * kInputPitch + col, from + row * x.row_stride + col, 16);
     }
   } else if (first < p.rows) {
-    copy_rows(to, kInputPitch, kChunk, INPUTS, p.x, first, p.rows, columns, lane, kWarp);
+    copy_rows(to, kInputPitch, kChunk, INPUTS, x, first, p.rows, columns, lane, kWarp);
   }
   end_copies();
 }
@@ -365,7 +379,7 @@ __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float 
 __device__ inline float output_backward(float (&sums)[kRowTiles][kTiles][4],
                                   [[maybe_unused]] const uint32 (&rows)[kSteps][kRowTiles][4], OutputTile& given,
                                   const MlpParams& p, const Weights& weights, [[maybe_unused]] const float* biases,
-                                  const WarpBuffers& own, int64 row) {
+                                  const WarpBuffers& own, const Matrix& y, int64 row) {
   float loss = 0.0f;
   memset(sums, 0, sizeof(sums));
 #pragma unroll 1
@@ -389,7 +403,7 @@ __device__ inline float output_backward(float (&sums)[kRowTiles][kTiles][4],
     }
     multiply_step<false>(sums, words, weights.of(HIDDEN), kPitch, step);
     if (++step == kOutputSteps) return loss;
-    given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, step * kStep);
+    given.load(y, row, p.rows, p.layers[HIDDEN].outputs, step * kStep);
   }
 }
 
@@ -406,22 +420,22 @@ __device__ inline void activation_backward(uint32 (&rows)[kSteps][kRowTiles][4],
 
 // The work of a row warp: runs its chunks forward and backward, and stores the factors of the weight gradients for the
 // sum warps. The copy of the first chunk of x has been started. Returns the calling lane's share of the sum of losses.
-__device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const WarpBuffers& own,
-                                  int warp) {
+__device__ inline float take_rows(const MlpParams& p, const Ends& ends, const Weights& weights, const float* biases,
+                                  const WarpBuffers& own, int warp) {
   const int first = first_chunk(warp), stride = gridDim.x * ROW_WARPS, chunks = chunks_of(p);
   float loss = 0.0f, sums[kRowTiles][kTiles][4];
   uint32 rows[kSteps][kRowTiles][4];
   int turn = 0;
   for (int chunk = first; chunk < chunks; chunk += stride, turn ^= 1) {
     OutputTile given;  // gradients of the outputs or, with a loss, targets
-    given.load(p.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
+    given.load(ends.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
     wait_for_copies<0>();
     __syncwarp();
     start_with_bias(sums, biases);
     multiply_tile<true, kInputSteps>(sums, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
     if (WarpBuffers::kX == 1) __syncwarp();
     if (chunk != first) wait_at_barrier(empty(warp), kTogether);
-    copy_x(p, own.x(turn ^ 1), chunk + stride);
+    copy_x(p, ends.x, own.x(turn ^ 1), chunk + stride);
 #pragma unroll 1
     for (int i = 0;;) {
       finish_layer(rows, sums, p, own, i);
@@ -429,7 +443,7 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
       start_with_bias(sums, biases + i * WIDTH);
       multiply_rows<true>(sums, rows, weights.of(i));
     }
-    loss += output_backward(sums, rows, given, p, weights, biases, own, row_of(chunk));
+    loss += output_backward(sums, rows, given, p, weights, biases, own, ends.y, row_of(chunk));
 #pragma unroll 1
     for (int i = HIDDEN - 1; FIRST < HIDDEN; --i) {
       activation_backward(rows, sums, p, own, i);
@@ -489,13 +503,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpPa
   wait_for_predecessor();
   const WarpBuffers own{rows + warp * WarpBuffers::kSize};
   load_layers(p, weights, biases, p.count);
-  if (warp < ROW_WARPS) copy_x(p, own.x(0), first_chunk(warp));
+  const Ends ends = ends_of(p);
+  if (warp < ROW_WARPS) copy_x(p, ends.x, own.x(0), first_chunk(warp));
   end_copies();
   wait_for_copies<0>();
   __syncthreads();
   [[maybe_unused]] float loss = 0.0f;
   if (warp < ROW_WARPS) {
-    loss = take_rows(p, weights, biases, own, warp);
+    loss = take_rows(p, ends, weights, biases, own, warp);
   } else {
     sum_products(p, rows, warp - ROW_WARPS);
   }

@@ -94,6 +94,21 @@ With eight warps that sum weight gradients a thread has no registers for two til
 """
 
 
+class LossArguments(NamedTuple):
+    """Arguments of a backward pass that begins with a loss.
+
+    Attributes:
+        factor: number by which the loss's gradient is multiplied.
+        table: device address of a table with the addresses of x and of the targets (`lt::Rows`), which the kernel reads
+            when it runs; 0 to use the addresses of the call.
+        first: number of the first row to read of the arrays in the table.
+    """
+
+    factor: float
+    table: int = 0
+    first: int = 0
+
+
 class Part(NamedTuple):
     """One launch of mlp_bwd, which computes the gradients of the layers from `first` to `last`."""
 
@@ -201,7 +216,7 @@ class MlpBackward:
         Args:
             call: its addresses are those of x, of dy or the targets, of each layer's weight and bias, of the gradients
                 of weights and biases, and of the loss if there is one; 0 for an absent one. Only a loss reads the
-                scalars.
+                scalars: `LossArguments`, and the address of a factor of the loss's gradient, or 0.
         """
         x, y, *rest = call.addresses
         partial = memory.scratch(self.scratch_bytes)
@@ -212,8 +227,9 @@ class MlpBackward:
             params, launch = launches[memory.stream]
             params.x.data, params.y.data, params.partial = x, y, partial
             if self._has_loss:
-                number, params.grad_scale = call.scalars
-                params.gradient_scale = number / self._size
+                arguments, params.grad_scale = call.scalars
+                params.gradient_scale = arguments.factor / self._size
+                params.table, params.first = arguments.table, arguments.first
             _fill(params, rest[: 2 * self._layers])
             launch()
         _fill(last, rest[2 * self._layers :])

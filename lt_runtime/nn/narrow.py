@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lt_runtime.kernels.losses import ElementwiseLoss
-from lt_runtime.kernels.mlp import supports
+from lt_runtime.kernels.mlp import LossArguments, supports
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import asked_for, before_first_use
@@ -87,7 +87,15 @@ class NarrowPasses:
         return perform(MLP_OUTPUTS, (x, None, *self._arrays("data")), self._problem.activation, None, stream)
 
     def backward(
-        self, x: Any, y: Any, *, loss: ElementwiseLoss | None, scale: Any, share: float, accumulate: bool, stream: Any
+        self,
+        x: Any,
+        y: Any,
+        *,
+        loss: ElementwiseLoss | None,
+        scale: Any,
+        arguments: LossArguments | None,
+        accumulate: bool,
+        stream: Any,
     ) -> Any:
         """Writes every parameter's gradient into its buffer, or adds it to the buffer's values.
 
@@ -96,13 +104,14 @@ class NarrowPasses:
         Args:
             y: the gradient with respect to the outputs or, with a loss, the targets.
             loss: the loss that gives the gradient with respect to the outputs; None if y is this gradient.
-            scale, share: factors of the loss's gradient, as in `StepLoss.compute`; not used without a loss.
+            scale: a factor of the loss's gradient, as in `StepLoss.compute`; not used without a loss.
+            arguments: another factor, and a table that may replace the addresses of x and y; None without a loss.
 
         Returns:
             With a loss, its value: one FP32 number on the device.
         """
         arrays = x, y, *self._arrays("data"), *self._arrays("grad"), scale, None
-        return perform(MLP_GRADIENTS, arrays, (self._problem.activation, accumulate, loss), share, stream)
+        return perform(MLP_GRADIENTS, arrays, (self._problem.activation, accumulate, loss), arguments, stream)
 
     def _arrays(self, kind: str) -> tuple[Any, ...]:
         """Each layer's weight and bias: their values ("data") or their gradients ("grad")."""

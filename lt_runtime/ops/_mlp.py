@@ -69,7 +69,7 @@ class MlpGradients(MlpOutputs):
 
     A call's options are the hidden layers' activation, whether the gradients are accumulated in their buffers, and an
     `ElementwiseLoss` or None. The array `y` holds the gradient of the outputs or, with a loss, the targets. With a loss
-    the call's scalar is a factor of the gradients. The array `grad_scale` then holds another factor, one FP32 number,
+    the call's scalars are `LossArguments`. The array `grad_scale` then holds another factor, one FP32 number,
     and the array `out_loss` receives the loss.
     """
 

@@ -23,11 +23,13 @@ from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
+from lt_runtime.kernels.mlp import LossArguments
 from lt_runtime.kernels.tiling import OCTET
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.containers import Chain, Residual
 from lt_runtime.nn.linear import Linear
 from lt_runtime.nn.mlp import MLP, check_model_type
+from lt_runtime.nn.narrow import NarrowPasses
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
 from lt_runtime.ops.optimizer import Optimizer, StepInParts
@@ -296,6 +298,7 @@ class StepBody:
         sums: bool = True,
         met: Met | None = None,
         weights: Fp8Weights | None = None,
+        table: int = 0,
     ) -> None:
         """Runs a step.
 
@@ -307,11 +310,13 @@ class StepBody:
             sums: whether gradients and loss are summed over the processes of the group, if there is one.
             met: collects the groups of linear layers that run, for tuning; a narrow MLP then runs layer by layer.
             weights: copies of weights in FP8, which the step reads and its update writes.
+            table: only for a step that `reads_table`: device address of a table with the addresses of the whole batch's
+                inputs and targets, which replace those of `parts`; 0 without a table.
         """
         with contextlib.nullcontext() if weights is None else weights.in_use():
             in_parts = self._in_parts if sums and updates and weights is None else None
             early = None if in_parts is None else functools.partial(in_parts.begin, stream)
-            self._run_parts(parts, tally, stream, met, self._buckets if sums else None, early)
+            self._run_parts(parts, tally, stream, met, self._buckets if sums else None, early, table)
         if updates:
             with range_of("optimizer"):
                 set_scales = functools.partial(self._set_scales, stream)
@@ -357,18 +362,20 @@ class StepBody:
         met: Met | None,
         buckets: Buckets | None,
         early: Callable[[], None] | None,
+        table: int,
     ) -> None:
         """Runs forward and backward of all micro-batches.
 
         Args:
             buckets: sum the results over the processes of the group.
             early: see `Buckets.finish`.
+            table: see `run`.
         """
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
             if buckets is not None and is_last:
                 buckets.begin(stream)
-            self._run_part(part, i, tally, stream, met, buckets if is_last else None)
+            self._run_part(part, i, tally, stream, met, buckets if is_last else None, table)
         if buckets is not None:
             with range_of("sums"):
                 buckets.finish(tally.mean, early=early)
@@ -400,14 +407,31 @@ class StepBody:
                 each[:, AMAX] = magnitudes
         self.group.engine(self.model.device.ordinal).maximum(slots, stream)
 
+    def reads_table(self, part: tuple[Any, ...]) -> bool:
+        """Whether a fused pass computes a micro-batch's loss and gradients, which can read a table of addresses."""
+        return self.loss.elementwise is not None and len(part) == 2 and self._narrow(part[0], None, 0) is not None
+
+    def _narrow(self, x: Any, met: Met | None, table: int) -> NarrowPasses | None:
+        """The fused passes of a narrow MLP, if they are used for inputs x; they are the only ones that read a table."""
+        model = self.model
+        if not isinstance(model, MLP) or met is not None:
+            return None
+        return model.narrow if table or model.narrow.take(x, backward=True) else None
+
     def _run_part(
-        self, part: tuple[Any, ...], index: int, tally: Tally, stream: Any, met: Met | None, buckets: Buckets | None
+        self,
+        part: tuple[Any, ...],
+        index: int,
+        tally: Tally,
+        stream: Any,
+        met: Met | None,
+        buckets: Buckets | None,
+        table: int,
     ) -> None:
         count, model, loss, scaler = self.arity or 1, self.model, self.loss, self.optimizer.scaler
         xs, (target, *weights) = part[:count], part[count:]
         x = xs[0] if count == 1 else xs
-        is_narrow = isinstance(model, MLP) and met is None and model.narrow.take(x, backward=True)
-        narrow = model.narrow if isinstance(model, MLP) and is_narrow else None
+        narrow = self._narrow(x, met, table)
         scale, share, first = None if scaler is None else scaler.scale, 1.0 / self._all_parts, index == 0
         options: dict[str, Any] = {"accumulate": not first, "stream": stream}
         run = Pass(
@@ -415,8 +439,9 @@ class StepBody:
         )
         run.places, run.met, run.on_written = self._places, met, buckets.written if buckets else None
         if narrow is not None and not weights and loss.elementwise is not None:
+            arguments = LossArguments(share, table, index * target.shape[0])
             with range_of("backward"):
-                number = narrow.backward(x, target, loss=loss.elementwise, scale=scale, share=share, **options)
+                number = narrow.backward(x, target, loss=loss.elementwise, scale=scale, arguments=arguments, **options)
             with range_of("loss"):
                 tally.add(number, None, share, first=first, stream=stream)
             return
@@ -440,7 +465,7 @@ class StepBody:
                 tally.add(value, scores, share, first=first, stream=memory and memory.stream)
             with range_of("backward"):
                 if narrow is not None:
-                    narrow.backward(x, held.pop(), loss=None, scale=None, share=1.0, **options)
+                    narrow.backward(x, held.pop(), loss=None, scale=None, arguments=None, **options)
                 else:
                     model.backward(held.pop(), run)
                     run.finish()

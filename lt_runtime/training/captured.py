@@ -1,4 +1,7 @@
-"""Training steps on a GPU: a graph copies each batch into fixed buffers and runs the step on them."""
+"""Training steps on a GPU: a graph copies each batch into fixed buffers and runs the step on them.
+
+The graph of a narrow MLP whose step is one kernel copies nothing: the kernel reads the batch where it lies.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from lt_runtime.gpu.driver import call, check, function, is_capturing, is_curren
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
+from lt_runtime.kernels.tiling import VECTOR_BYTES
 from lt_runtime.nn.run import Met
 from lt_runtime.ops._parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
@@ -91,37 +95,48 @@ def _order(device: int) -> GraphOrder:
 class StepBuffers:
     """Buffers for the micro-batches of one batch size, and the graph that runs on them.
 
-    The graph first copies a batch into the buffers. It reads the addresses of the batch's arrays from a table on the
-    device, which the host rewrites before a launch if they have changed since the last launch.
+    The graph first copies a batch into the buffers, or reads it in place. It takes the addresses of the batch's arrays
+    from a table on the device, which the host rewrites before a launch if they have changed since the last launch.
 
     Attributes:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
         graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
         weights: the copies of weights in FP8 that the graph reads and updates; None if it does not.
         writer: stands in `writes` after a launch of the graph.
+        in_place: whether the graph reads batches in place. If a batch is not aligned as the kernel needs, it is copied
+            into the buffers before the launch.
+        table: device address of the table.
     """
 
     def __init__(self, batch: Batch, parts: int, stream: int) -> None:
-        device, made, targets = batch[0].device, list[list[Any]](), list[RowBuffers]()
+        device, made, targets, whole = batch[0].device, list[list[Any]](), list[RowBuffers](), list[RowBuffers]()
         for rows, dtype, rest in ((each.shape[0] // parts, np.dtype(each.dtype), each.shape[1:]) for each in batch):
             shapes = [(rows, *rest)] * parts
             flat = CUPY.zeros((arena_size(shapes, dtype.itemsize),), dtype, device, stream)
             made.append(arena_views(flat, shapes))
             # `flat` holds the micro-batches of an array one after another, in parts of equal size.
             targets.append(RowBuffers(flat.data.ptr, rows, dtype.itemsize * math.prod(rest), flat.nbytes // parts))
+            whole.append(RowBuffers(flat.data.ptr, rows * parts, targets[-1].width, flat.nbytes))
         self.parts = [*zip(*made, strict=True)]
+        self.in_place = False
         self.graph: Graph | None = None
         self.weights: Fp8Weights | None = None
         self.writer = object()
         self._table = CUPY.zeros((TABLE_BYTES,), np.dtype(np.uint8), device, stream)
+        self.table = int(self._table.data.ptr)
         self._copy = RowsCopy(targets, parts, device)
+        # For a graph that reads in place: the copy of a whole batch without gaps, where it then lies, and the alignment
+        # of inputs that need no copy. The kernel reads rows of other lengths than whole vectors element by element.
+        self._whole_copy = RowsCopy(whole, 1, device)
+        self._places = tuple(each.data for each in whole), tuple(each.width for each in whole)
+        self._alignment = 1 if whole[0].width % VECTOR_BYTES else VECTOR_BYTES
         self._written: tuple[Any, ...] | None = None
         self._range = range_of("input")
 
     def fill(self, places: Sequence[Place], stream: int) -> None:
         """Copies the arrays at `places` into the buffers; if it is empty, those at the addresses in the table."""
         with self._range:
-            self._copy.launch(places, stream, 0 if places else self._table.data.ptr)
+            self._copy.launch(places, stream, 0 if places else self.table)
 
     def claim(self, stream: int) -> None:
         """Prepares a launch of the graph after something else may have written weights or scales of FP8."""
@@ -130,12 +145,19 @@ class StepBuffers:
         writes.latest = self.writer
 
     def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
-        """Writes the addresses of a batch's arrays into the table, if they have changed, in order on `stream`."""
+        """Writes the addresses of a batch's arrays into the table, if they have changed, in order on `stream`.
+
+        First copies a batch that the graph cannot read in place; its copy's addresses are written.
+        """
         wanted = addresses, pitches
+        if self.in_place and (addresses[0] | pitches[0]) % self._alignment:
+            with self._range:
+                self._whole_copy.launch([*zip(addresses, pitches, strict=True)], stream)
+            wanted = self._places
         if wanted != self._written:
             self._written = None  # if the write fails, the contents of the table are unknown
             with self._range:
-                write_table(self._table.data.ptr, [*zip(addresses, pitches, strict=True)], stream)
+                write_table(self.table, [*zip(*wanted, strict=True)], stream)
             self._written = wanted
 
 
@@ -314,6 +336,7 @@ class GpuStep:
                     buffers.claim(stream)
                     self._rehearse(buffers, self._pool, stream, sums=True)  # allocates the memory that the graph keeps
                     self._body.split_update(stream)
+                    buffers.in_place = self._body.reads_table(buffers.parts[0])
                     buffers.graph = self._record(buffers)
         except BaseException as error:
             if not self._buffers:  # there is no graph, so that nothing uses the pool's memory
@@ -393,8 +416,10 @@ class GpuStep:
         with _memory_from(self._pool), ranges.on(captured):
 
             def run(handle: int) -> None:
-                buffers.fill((), handle)
-                self._body.run(buffers.parts, self.tally, handle, weights=buffers.weights)
+                if not buffers.in_place:
+                    buffers.fill((), handle)
+                table = buffers.table if buffers.in_place else 0
+                self._body.run(buffers.parts, self.tally, handle, weights=buffers.weights, table=table)
 
             return Graph(run, captured)
 

@@ -44,9 +44,12 @@ class TrainStep(Fixed):
 
     On a GPU the whole step is one CUDA graph. The first batch of each size is rehearsed without the update, which makes
     the plans; layers and products that the plan cache does not know are then measured, see `tune`. Then the step is
-    captured; the graph is launched for this batch and for every later one. Batches are copied into fixed buffers. The
-    step's number, the learning rate, the loss scale and dropout's masks advance on the device. Only the first call of a
-    batch size waits for the GPU and allocates memory.
+    captured; the graph is launched for this batch and for every later one. The step's number, the learning
+    rate, the loss scale and dropout's masks advance on the device. Only the first call of a batch size waits for the
+    GPU and allocates memory.
+
+    A step may read its batch in place until it has run. So the batch may be overwritten by later work on the step's
+    stream, by work that waits for an event recorded there after the call, or once the host has waited for the step.
 
     With `graph=False` the same operations are launched one by one, each in a range of its own, and give the same
     results bit by bit. Models on the host always run this way.

@@ -54,7 +54,7 @@ class _Network:
         gradients = [each.copy() for each in parameters]
         y = perform(MLP_OUTPUTS, (x, None, *filled(parameters)), self.activation, None, None)
         operands = (x, dy, *filled(parameters), *filled(gradients), None, None)
-        perform(MLP_GRADIENTS, operands, (self.activation, False, None), 1.0, None)
+        perform(MLP_GRADIENTS, operands, (self.activation, False, None), None, None)
         return [cp.asnumpy(each).astype(np.float64) for each in (y, *gradients)]
 
     @property

@@ -17,7 +17,7 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.losses import ElementwiseLoss
-from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting_parts, supports
+from lt_runtime.kernels.mlp import Block, LossArguments, MlpBackward, MlpForward, Part, fitting_parts, supports
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
@@ -73,7 +73,7 @@ class _Network:
         Returns the loss, and the gradients times half the scale.
         """
         value, factor = vector(np.full(1, np.nan), F32), vector(np.full(1, scale), F32)
-        gradients = self.backward(host, order, None, loss, (value.address,), ((0.5, factor.address),))
+        gradients = self.backward(host, order, None, loss, (value.address,), ((LossArguments(0.5), factor.address),))
         return float(value.values()[0, 0]), gradients
 
     def backward(

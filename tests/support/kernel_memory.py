@@ -56,6 +56,7 @@ _TABLES: Final[Mapping[str, tuple[str, str]]] = {
     "optimizer": ("chunks", "OptimizerChunk"),
     "optimizer_fp8": ("tiles", "OptimizerTile"),
     "copy_rows": ("table", "Rows"),
+    "mlp_bwd": ("table", "Rows"),
     "ema": ("chunks", "EmaChunk"),
     "gradient_norm": ("chunks", "GradientChunk"),
 }
@@ -92,7 +93,7 @@ class KernelCall(NamedTuple):
         """Yields the accesses to operands whose addresses are in a table on the device, as the table is now."""
         member, kind = _TABLES.get(self.name, ("", ""))
         table = getattr(self.params, member, None)
-        count = self.grid[1] if self.name == "copy_rows" else self.grid[0]
+        count = {"copy_rows": self.grid[1], "mlp_bwd": 2}.get(self.name, self.grid[0])
         count //= _BLOCKS_OF_A_CHUNK if self.name == "optimizer" else 1
         for row in (struct(kind) * count).from_address(table) if table else ():
             for path, _, pointer in pointers(row):
