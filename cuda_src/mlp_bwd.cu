@@ -5,7 +5,8 @@
 // Compiled for the definitions that mlp.cuh lists, and
 //   INPUTS, OUTPUTS        numbers of columns of x and of the outputs, padded to multiples of 16
 //   HIDDEN                 number of hidden layers
-//   SAVED                  argument of the activation's derivative: 0 none, 1 the pre-activation, 2 the output
+//   SAVED                  what backward needs for the activation's derivative: 0 nothing, 1 the pre-activation (or the
+//                          derivative itself, see `kSharesTerms`), 2 the output
 //   ROW_WARPS, ROW_TILES   number of warps that run rows forward and backward, and of tiles of 16 rows that each of them
 //                          processes at a time
 //   SUM_WARPS              number of warps that compute the gradients of the weights
@@ -33,7 +34,7 @@
 //              x, odd chunks        4,608 |  the row warp copies its next chunk to the other
 //              output of layer 0    4,608 |  32 × 72: the right operand of layer 1's gradient
 //              output of layer 1    4,608 |  the right operand of layer 2's gradient
-//              gradient of layer 0  4,608 |  first the pre-activation (SAVED 1), then the gradient in its place
+//              gradient of layer 0  4,608 |  with SAVED 1 first the saved numbers, then the gradient
 //              gradient of layer 1  4,608 |
 //              gradient of outputs  1,536 |  32 × 24
 //   row warps 1, 2, 3: as row warp 0, 29,184 each                        sum: 138,048 bytes
@@ -70,9 +71,8 @@ static_assert(2 * ROW_WARPS < kBarriers, "more row warps than barriers");
 __device__ constexpr bool makes(int layer) { return FIRST <= layer && layer <= LAST; }
 
 // The buffers of a row warp in shared memory, see the drawing above: chunks of x, outputs of hidden layers, gradients of their
-// pre-activations, and gradients of the MLP's outputs. Where the activation's derivative needs the pre-activations,
-// these are stored first, and overwritten by their gradients. If the output of layer LAST is needed only for its
-// derivative, the layer's gradient overwrites the output.
+// pre-activations, and gradients of the MLP's outputs. With SAVED 1 a gradient's buffer first holds the saved numbers of
+// its layer. If the output of layer LAST is needed only for its derivative, the layer's gradient overwrites the output.
 struct WarpBuffers {
   SCALAR* memory;
 
@@ -224,11 +224,61 @@ __device__ inline Pair<SCALAR>::Type saved_pair(SCALAR* saved, int step, int r, 
   return *reinterpret_cast<Pair<SCALAR>::Type*>(place_of_word(saved + r * kStep * kPitch + step * kStep, kPitch, i));
 }
 
+// True for GELU and SiLU. Their output and derivative need the same exponential function and reciprocal, which cost more
+// than all other arithmetic. So the forward pass computes both, and stores the derivative instead of the pre-activation.
+// GeluErf shares as much, but its longer arithmetic then needs more registers than there are.
+template <class A>
+constexpr bool kSharesTerms = false;
+template <>
+constexpr bool kSharesTerms<Gelu> = true;
+template <>
+constexpr bool kSharesTerms<Silu> = true;
+
+// The output of the activation, and the number from which `derivative` finds its derivative.
+struct Activated {
+  float output, saved;
+};
+template <class A>
+__device__ inline Activated activated(float z, float slope) {
+  return Activated{A::forward(z, slope), z};
+}
+template <>
+__device__ inline Activated activated<Silu>(float z, float) {
+  const float s = sigmoid(z), y = z * s;
+  return Activated{y, s + (y - y * s)};
+}
+// The derivative as in `Gelu`, with the limit of the square also in the output, for which it makes no difference.
+template <>
+__device__ inline Activated activated<Gelu>(float z, float) {
+  const float square = fminf(z * z, 256.0f), s = Gelu::gate(z, square), y = z * s;
+  return Activated{y, s + (y - y * s) * (Gelu::kLinear + 3.0f * Gelu::kCubic * square)};
+}
+
 #if SAVED == 2
 __device__ inline float derivative(float saved, float) { return ACTIVATION::derivative_from_output(saved); }
 #else
-__device__ inline float derivative(float saved, float slope) { return ACTIVATION::derivative(saved, slope); }
+__device__ inline float derivative(float saved, float slope) {
+  return kSharesTerms<ACTIVATION> ? saved : ACTIVATION::derivative(saved, slope);
+}
 #endif
+
+// Activates FP32 sums, and stores the numbers that `derivative` needs.
+__device__ inline void activate_and_save(SCALAR* saved, float (&sums)[kRowTiles][kTiles][4], float slope) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float* pair = sums[r][2 * step + i / 2] + i % 2 * 2;
+        const Activated left = activated<ACTIVATION>(pair[0], slope), right = activated<ACTIVATION>(pair[1], slope);
+        SCALAR* place = place_of_word(saved + r * kStep * kPitch + step * kStep, kPitch, i);
+        *reinterpret_cast<uint32*>(place) = rounded_pair(left.saved, right.saved);
+        pair[0] = left.output, pair[1] = right.output;
+      }
+    }
+  }
+}
 
 // Multiplies the gradient of a layer's output by the activation's derivative, which is computed from the saved values.
 __device__ inline void multiply_derivative(float (&sums)[kRowTiles][kTiles][4], SCALAR* saved, float slope) {
@@ -359,16 +409,14 @@ __device__ inline void copy_x(const MlpParams& p, const Matrix& x, SCALAR* to, i
   end_copies();
 }
 
-// Activates and rounds a hidden layer's FP32 sums. Stores the output and, where the derivative needs it, the pre-activation.
+// Activates and rounds a hidden layer's FP32 sums. Stores the output and, with SAVED 1, the pre-activation or the derivative.
 __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
                                     const MlpParams& p, const WarpBuffers& own, int layer) {
-#if SAVED == 1
-  if (FIRST == 0 || layer >= FIRST) {
-    round_sums<false>(rows, sums);
-    store_words(own.gradient(layer), rows);
+  if (SAVED == 1 && (FIRST == 0 || layer >= FIRST)) {
+    activate_and_save(own.gradient(layer), sums, p.slope);
+  } else {
+    activate(sums, p.slope);
   }
-#endif
-  activate(sums, p.slope);
   clear_padding(sums, p.layers[layer].outputs);
   round_activated(rows, sums);
   if (WarpBuffers::has_output(layer)) store_words(own.output(layer), rows);
