@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -23,7 +24,10 @@ from benchmarks.steps import Setup, StepCase, contender, graph_turn, peers
 from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import built, take_turns
 
-_INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 128: (128, 10)}
+_INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 96: (48, 16), 128: (128, 10)}
+_ACTIVATIONS: Final = {"relu": "", "gelu": " GELU", "silu": " SiLU"}
+_SEED: Final = 38
+_DRAWN: Final = 8  # number of cases that are drawn at random
 _FUSED: Final = "lt_one_kernel"
 _LAYERS: Final = "lt_layers"
 _PEERS: Final = ("torch_graph_bf16", f"{MAX_AUTOTUNE}_bf16", JAX)
@@ -33,13 +37,25 @@ _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
 """The peak of dense BF16 products in the data sheet, at 1.83 GHz; small steps run at up to 1.98 GHz."""
 
 
-def _case(width: int, hidden: int, power: int) -> StepCase:
+def _case(width: int, hidden: int, power: int, activation: str = "relu") -> StepCase:
     inputs, outputs = _INPUTS_AND_OUTPUTS[width]
-    name, dims = f"{width}x{hidden} 2^{power}", (inputs, *[width] * hidden, outputs)
-    return StepCase(name, "bf16", 1 << power, dims, "relu", "mse")
+    name, dims = f"{width}x{hidden} 2^{power}{_ACTIVATIONS[activation]}", (inputs, *[width] * hidden, outputs)
+    return StepCase(name, "bf16", 1 << power, dims, activation, "mse")
 
 
-CASES: Final = tuple(
+def _drawn() -> list[StepCase]:
+    """Cases of any widths up to 128, 1 to 5 hidden layers and 2^16 to 2^18 rows, which the seed alone decides."""
+    generator, found = random.Random(_SEED), list[StepCase]()
+    for _ in range(_DRAWN):
+        hidden = [generator.randint(8, 128) for _ in range(generator.randint(1, 5))]
+        dims = generator.randint(3, 128), *hidden, generator.randint(1, 32)
+        rows, activation = generator.randint(1 << 16, 1 << 18), generator.choice([*_ACTIVATIONS])
+        name = f"drawn {'-'.join(map(str, dims))} {rows}{_ACTIVATIONS[activation]}"
+        found.append(StepCase(name, "bf16", rows, dims, activation, "mse"))
+    return found
+
+
+_RELU: Final = tuple(
     _case(*each)
     for each in sorted(
         (
@@ -48,9 +64,15 @@ CASES: Final = tuple(
             *itertools.product((16, 32, 64), (7,), (18,)),
             *itertools.product((128,), (3, 5, 7), (18,)),
             *((32, 3, 20), (64, 3, 20), (128, 2, 20)),
+            *((16, 3, 16), (64, 3, 16), (96, 3, 16), (96, 3, 18), (128, 2, 16)),
         )
     )
 )
+_OTHERS: Final = tuple(
+    _case(*shape, power, activation)
+    for shape, power, activation in itertools.product(((16, 3), (64, 3), (96, 3), (128, 2)), (16, 18), ("gelu", "silu"))
+)
+CASES: Final = (*_RELU, *_OTHERS, *_drawn())
 
 
 def least_bytes(case: StepCase) -> int:

@@ -133,10 +133,13 @@ def _draw(figure: Any) -> None:
 
 
 def _by_shape(suites: Sequence[str]) -> dict[str, list[Comparison]]:
-    """The comparisons of some suites by the label of their line; steps that are timed as script calls are left out."""
+    """The comparisons of some suites by the label of their line; steps that are timed as script calls are left out.
+
+    So are cases of an activation for which there is no marker.
+    """
     lines: dict[str, list[Comparison]] = {}
     for each in itertools.chain.from_iterable(map(comparisons, suites)):
-        if not each.what.endswith(", called"):
+        if not each.what.endswith(", called") and each.row["activation"] in _ACTIVATIONS:
             lines.setdefault(_line(each), []).append(each)
     return lines
 

@@ -20,6 +20,7 @@ from benchmarks.timing import Contender, Replay, Turn, timed_by_host
 ACTIVATIONS: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
 }
 
 

@@ -144,6 +144,8 @@ def _average(averages: list[torch.Tensor], parameters: list[torch.Tensor], decay
 
 
 def _activation(case: StepCase) -> torch.nn.Module:
+    if case.activation == "silu":
+        return torch.nn.SiLU()
     return torch.nn.ReLU() if case.activation == "relu" else torch.nn.GELU(approximate="tanh")
 
 
