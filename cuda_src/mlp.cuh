@@ -5,7 +5,8 @@
 // Compiled for:
 //   SCALAR      the type of all matrices: __half or __nv_bfloat16
 //   ACTIVATION  a struct of activations.cuh, for all layers but the last, which has no activation
-//   WIDTH       number of columns of the hidden layers, a multiple of 16; narrower layers are padded with zeros
+//   WIDTH       number of columns of the widest hidden layer, rounded up to a multiple of 16; all hidden layers are padded with
+//               zeros to it
 //
 // Inputs and outputs may have any number of columns up to kMaxWidth; they are padded to multiples of 16 as well.
 #pragma once

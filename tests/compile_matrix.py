@@ -41,6 +41,8 @@ from tests.support.register_table import TABLE, Record, read, summary
 
 _SHARED: Final = 227 << 10  # bytes of shared memory that a block may have on an H200
 _MULTIPROCESSORS: Final = 132
+_MLP_WIDTHS: Final = (16, 32, 64, 128)
+_OTHER_MLP_WIDTHS: Final = (48, 80, 96, 112)
 _MASK: Final = str(_SAVED[Saved.MASK])
 _TWIN: Final = "sm_89"
 """On this architecture all kernels but two need as many registers as on sm_86, so that the tests compile only for
@@ -208,7 +210,10 @@ def _mlp() -> list[Variant]:
     return [
         *(
             Variant("mlp_fwd.cu", mlp.forward_macros(*each))
-            for each in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS)
+            for each in (
+                *itertools.product(mlp.TYPES, ACTIVATIONS, _MLP_WIDTHS),
+                *itertools.product((DType.BFLOAT16,), ("relu", "gelu"), _OTHER_MLP_WIDTHS),
+            )
         ),
         *dict.fromkeys(_mlp_bwd()),
         *(Variant("mlp_gradients.cu", define(SCALAR=dtype)) for dtype in mlp.TYPES),
@@ -218,14 +223,16 @@ def _mlp() -> list[Variant]:
 def _mlp_bwd() -> Iterator[Variant]:
     """Variants of the kernels that train a whole narrow MLP: every type, activation, width and loss.
 
+    Widths that are no power of two are compiled for two activations in BF16 only.
     Of the models whose kernels have the same shapes of thread blocks, only the deepest is compiled.
     """
-    for dtype, name, width in itertools.product(mlp.TYPES, ACTIVATIONS, mlp.WIDTHS):
-        for hidden in (1, 2) if width == mlp.WIDTHS[-1] else (2,):
+    for dtype, name, width in itertools.product(mlp.TYPES, ACTIVATIONS, _MLP_WIDTHS):
+        for hidden in (1, 2) if width == _MLP_WIDTHS[-1] else (2,):
             yield from _backward_variants(_narrow_model(width, hidden, name, dtype))
-    for loss, name, width in itertools.product(LOSSES, ("relu", "gelu_erf"), mlp.WIDTHS):
+    for loss, name, width in itertools.product(LOSSES, ("relu", "gelu_erf"), _MLP_WIDTHS):
         yield from _backward_variants(_narrow_model(width, 1, name), loss)
-    for name, width in itertools.product(("relu", "gelu_erf"), mlp.WIDTHS):
+    kinds = (("relu", "gelu_erf"), _MLP_WIDTHS), (("relu", "gelu"), _OTHER_MLP_WIDTHS)
+    for name, width in (each for kind in kinds for each in itertools.product(*kind)):
         deepest = {}
         for hidden, rows in itertools.product(range(1, mlp.MAX_LAYERS), (1, 1 << 20)):
             problem = _narrow_model(width, hidden, name, rows=rows)

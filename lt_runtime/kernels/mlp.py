@@ -18,8 +18,6 @@ from lt_runtime.problem import DType, MLPProblem, Saved
 
 MAX_WIDTH: Final = 128
 """The largest number of columns of the inputs, of a hidden layer and of the outputs."""
-WIDTHS: Final = (16, 32, 64, MAX_WIDTH)
-"""Numbers of columns of the hidden layers for which the kernels are compiled; narrower layers are padded."""
 MAX_LAYERS: Final = 16
 TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
 # Least compute capability of a GPU that has the tensor-core instructions in mma.cuh.
@@ -256,8 +254,7 @@ def _fill(params: Struct, addresses: list[int]) -> None:
 def _sizes(problem: MLPProblem) -> list[int]:
     """Columns of the inputs, of each hidden layer and of the outputs, padded as in the kernels."""
     first, *hidden, last = problem.dims
-    inputs, outputs = (-(-columns // _STEP) * _STEP for columns in (first, last))
-    width = next(each for each in WIDTHS if each >= max(hidden))
+    inputs, width, outputs = (-(-columns // _STEP) * _STEP for columns in (first, max(hidden), last))
     return [inputs, *[width] * len(hidden), outputs]
 
 

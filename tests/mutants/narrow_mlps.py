@@ -58,6 +58,16 @@ FAULTS: Final[Table] = {
             "if (i == 0) break;",
             f"{_TESTS}::test_parts_make_what_one_launch_does",
         ),
+        "every micro-batch of a table is the first": (
+            "rows_from(p.table[0], p.first)",
+            "rows_from(p.table[0], 0)",
+            "tests/cpu/test_fake_gpu_narrow.py::test_a_graph_reads_batches_in_place[16-0-16-0-3]",
+        ),
+        "GELU's derivative is its output": (
+            "return Activated{y, s + (y - y * s) *",
+            "return Activated{y, y + (y - y * s) *",
+            f"{_TESTS}::test_activations",
+        ),
         "rows beyond the last have a loss": (
             "if (!has_row || at >= columns) left = LossTerm{};",
             "if (at >= columns) left = LossTerm{};",
