@@ -81,7 +81,8 @@ def private_stream(device: int, purpose: str, *, is_urgent: bool = False) -> int
     Neither the stream nor the default stream waits for the other.
 
     Args:
-        is_urgent: whether blocks of its kernels start before waiting blocks of other streams' kernels, also in graphs.
+        is_urgent: whether blocks of its kernels start before waiting blocks of other streams' kernels; of a captured
+            kernel only if its `Graph` keeps priorities.
     """
     flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
     if not is_urgent:

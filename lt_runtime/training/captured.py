@@ -421,7 +421,8 @@ class GpuStep:
                 table = buffers.table if buffers.in_place else 0
                 self._body.run(buffers.parts, self.tally, handle, weights=buffers.weights, table=table)
 
-            return Graph(run, captured)
+            # Sums begin before an update that is ready at the same time, whose blocks would fill the GPU until its end.
+            return Graph(run, captured, keeps_priorities=self._group is not None)
 
 
 @contextlib.contextmanager

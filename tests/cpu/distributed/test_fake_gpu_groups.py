@@ -84,8 +84,7 @@ def test_equal_batches_give_the_bits_of_one_process(
     graph: bool,
     size: int,
 ) -> None:
-    for name in ("LAST_BYTES", "MOST_BYTES"):
-        monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", 300)
+    monkeypatch.setattr("lt_runtime.distributed.buckets._BYTES", 300)
     alone = _train(gpu, _step(gpu, _model(gpu, kind), max_norm, graph=graph))
     assert _train(gpu, _step(gpu, _model(gpu, kind), max_norm, graph=graph, group=grouped(size))) == alone
 
@@ -101,12 +100,11 @@ def _nodes(gpu: FakeGpu, step: Any) -> tuple[list[Any], list[int]]:
 def test_the_graph_sums_buckets_beside_backward_and_before_the_update(
     gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch, max_norm: float | None
 ) -> None:
-    for name in ("LAST_BYTES", "MOST_BYTES"):
-        monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", 300)
+    monkeypatch.setattr("lt_runtime.distributed.buckets._BYTES", 300)
     step = _step(gpu, _model(gpu, "blocks"), max_norm, group=grouped())
     _train(gpu, step)
     nodes, sums = _nodes(gpu, step)
-    # From the last layer on, gradients have 272, 544, 64 and 416 bytes; the first bucket has those of two layers.
+    # From the last layer on, gradients have 272, 544, 64 and 416 bytes; the second bucket has those of two layers.
     assert len(sums) == 3
     ordered = [nodes[later].before >> earlier & 1 for earlier, later in itertools.pairwise(sums)]
     assert all(ordered)  # NCCL runs the operations of a communicator in one order
@@ -117,6 +115,8 @@ def test_the_graph_sums_buckets_beside_backward_and_before_the_update(
     early = [node for node in nodes[sums[-1] + 1 :] if not node.before >> sums[-1] & 1]
     assert len(early) == (max_norm is None)
     assert all(node.before >> sums[-2] & 1 for node in early)
+    # Sums have a greater priority than all other kernels, so that they begin before an update beside them.
+    assert [index for index, node in enumerate(nodes) if node.priority < 0] == sums
 
 
 def test_the_plans_of_process_0_win(gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch) -> None:
