@@ -107,8 +107,7 @@ class _Engine(groups.Alone):
 
 
 def _buckets(monkeypatch):
-    for name in ("LAST_BYTES", "MOST_BYTES"):
-        monkeypatch.setattr(buckets, name, 1)
+    monkeypatch.setattr(buckets, "_BYTES", 1)
     engine = _Engine()
     made = [lt.Parameter(np.zeros(1, np.float32), np.frombuffer(name * 4, np.float32).copy()) for name in (b"a", b"b")]
     return engine, made, buckets.Buckets(groups.Group(engine), made, None)

@@ -150,11 +150,6 @@ class _Net:
         return [host_of(self.gpu, each.grad).copy() for each in self.model.parameters()]
 
 
-def _small_buckets(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for name in ("LAST_BYTES", "MOST_BYTES"):
-        monkeypatch.setattr(f"lt_runtime.distributed.buckets.{name}", size)
-
-
 def _numbers(net: _Net, calls: list[Any]) -> list[list[int]]:
     """For each call, the numbers of the parameters whose gradients it sums."""
     addresses = [each.grad.data.ptr for each in net.model.parameters()]
@@ -164,7 +159,7 @@ def _numbers(net: _Net, calls: list[Any]) -> list[list[int]]:
 def test_gradients_are_summed_in_the_order_in_which_they_are_completed(
     gpu: FakeGpu, made: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _small_buckets(monkeypatch, 128)
+    monkeypatch.setattr("lt_runtime.distributed.buckets._BYTES", 100)
     net = _Net(gpu, made()[0])
     net.backward(gpu.stream.ptr, sums=False)
     alone, first = net.gradients(), len(gpu.nccl.calls)
@@ -175,19 +170,26 @@ def test_gradients_are_summed_in_the_order_in_which_they_are_completed(
     assert _numbers(net, gpu.nccl.calls[first:]) == 2 * [[4, 5], [2, 3], [0, 1]]
 
 
-def test_the_last_bucket_is_the_smallest() -> None:
-    mib = 1 << 20
-    sizes = [10 * mib, *[3 * mib] * 20, mib, mib]
-    made = divided(sizes)
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([16, 16], [32]),
+        ([31.75, 32], [63.75]),
+        ([117, 0.25, 117, 0.25], [117.25, 117.25]),  # a large weight and the bias that is complete with it
+        ([10, *[3] * 30], [28, 36, 36]),
+    ],
+)
+def test_buckets_are_about_equal_and_not_small(sizes: list[float], expected: list[float]) -> None:
+    """The sizes are in MiB."""
+    made = divided([int(each * 2**20) for each in sizes])
     assert [*itertools.chain(*made)] == [*range(len(sizes))]
-    totals = [sum(sizes[index] for index in each) // mib for each in made]
-    assert totals == [34, 18, 9, 6, 4, 1]
+    assert [sum(sizes[index] for index in each) for each in made] == expected
 
 
 def test_a_bucket_runs_beside_the_backward_pass_that_goes_on(
     gpu: FakeGpu, made: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _small_buckets(monkeypatch, 128)
+    monkeypatch.setattr("lt_runtime.distributed.buckets._BYTES", 100)
     net = _Net(gpu, made()[0])
     captured = _captured(net)
     kinds = [node.arguments is not None and node.arguments[0] == SUM_KERNEL for node in captured.nodes]
