@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem
+from lt_runtime.problem import LATER, Activation, BackwardProblem, Compute, DType, ForwardProblem
 
 Recipe = Literal["delayed", "current", "rowwise"]
 _MOST_STEPS = 1024
@@ -144,6 +144,8 @@ class Fp8ChainProblem:
         activations, biases: the activation of each layer, and whether it has a bias.
         dx: whether backward computes the gradient with respect to the inputs of the first layer.
         recipe: the recipe of the products in FP8.
+        written: for each layer, whether an optimizer's update writes the weight in FP8, so that forward does not cast
+            it; empty if that is so for none.
     """
 
     dtype: DType
@@ -154,6 +156,7 @@ class Fp8ChainProblem:
     biases: tuple[bool, ...]
     dx: bool
     recipe: FP8
+    written: tuple[bool, ...] = field(default=(), metadata=LATER)
 
     @property
     def fits(self) -> bool:

@@ -80,6 +80,7 @@ def _reason(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> 
     """Why layers that are decided together run in their own type; None if they run in FP8."""
     first, kind = layers[0], DType.parse("x", dtype)
     assert first.state is not None
+    written = tuple(each.state is not None and each.state.is_written for each in layers)
     problem = Fp8ChainProblem(
         kind,
         Compute.parse(first.compute, kind),
@@ -89,6 +90,7 @@ def _reason(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> 
         tuple(each.has_bias for each in layers),
         first.state.needs_dx,
         _timed(first.state.recipe),
+        written if any(written) else (),
     )
     if ranges.watchers:
         ranges.tell(problem)

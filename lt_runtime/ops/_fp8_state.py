@@ -46,6 +46,8 @@ class FP8State:
         kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
         copies: while a training step runs that keeps the weight in FP8, the weight and its transpose, which is None
             where no dx is computed; see `Fp8Weights`. Otherwise None: forward casts the weight.
+        is_written: whether the next training steps will not cast the weight, because an optimizer's update writes it in
+            FP8. The choice by `lt.FP8.fallback` depends on it.
         changes: how often the scales have been changed, or a graph's capture has recorded a change. Copies of a weight
             in FP8 are compared with it: they are stale if the scale has changed since.
 
@@ -63,6 +65,7 @@ class FP8State:
         self.fallback: str | None = None
         self.kept: Any = None
         self.copies: tuple[Any, Any] | None = None
+        self.is_written = False
         self.changes = 0
 
     def __repr__(self) -> str:

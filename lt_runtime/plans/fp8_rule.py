@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Final
 
 from lt_runtime.fp8 import UNIT, Fp8ChainProblem
@@ -36,11 +37,14 @@ def against_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
 def _slower_in_fp8(problem: Fp8ChainProblem, device: int, generation: object) -> str | None:
     """Why FP8 is slower for these layers, which may run in both types; None if it is faster.
 
+    Without a measurement, one in which forward casts all weights serves too.
+
     Results are cached by the arguments. Every measurement changes `generation`, so that older results are not used.
     """
     if problem.recipe.by_rows and (lack := lacks_scale_vectors(device)):
         return lack
-    entry = known_layer(problem, plan_store(device))
+    store = plan_store(device)
+    entry = known_layer(problem, store) or known_layer(replace(problem, written=()), store)
     if entry is None:
         return expected_slower_in_fp8(problem, device)
     if entry.strategy[IN_FP8]:
@@ -61,10 +65,13 @@ def expected_slower_in_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
         return None
     is_current, dx = problem.recipe.recipe != "delayed", problem.dx
     flops = moved = launches = 0
-    for (k, n), activation in zip(itertools.pairwise(problem.dims), problem.activations, strict=True):
+    written = problem.written or (False,) * len(problem.activations)
+    layers = zip(itertools.pairwise(problem.dims), problem.activations, written, strict=True)
+    for (k, n), activation, is_written in layers:
         flops += 2 * (2 + dx) * problem.rows * n * k
-        moved += _cast_bytes(problem, n, k, casts_dz=activation.name == "none" or problem.recipe.by_rows)
-        launches += _LAUNCHES + _CALIBRATION * is_current
+        casts_dz = activation.name == "none" or problem.recipe.by_rows
+        moved += _cast_bytes(problem, n, k, casts_w=not is_written, casts_dz=casts_dz)
+        launches += _LAUNCHES - is_written + _CALIBRATION * is_current
         dx = True
     saved_us = 1e6 * flops * (1 / (_OWN * own) - 1 / (_FP8 * fp8))
     casts_us = 1e6 * moved / (_CASTS * peaks.bytes_per_s) + _LAUNCH_US * launches
@@ -74,17 +81,19 @@ def expected_slower_in_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
     return f"{_sizes(problem)}: FP8 is expected {words}"
 
 
-def _cast_bytes(problem: Fp8ChainProblem, n: int, k: int, *, casts_dz: bool) -> int:
+def _cast_bytes(problem: Fp8ChainProblem, n: int, k: int, *, casts_w: bool, casts_dz: bool) -> int:
     """Bytes that a layer in FP8 reads and writes more than in its own type.
 
     With another recipe than "delayed", each cast first reads its tensor once more to find scales.
 
     Args:
+        casts_w: whether a pass of its own casts the weight; otherwise an optimizer's update writes it in FP8 too.
         casts_dz: whether a pass of its own casts dz. With an activation, a layer in either type needs a pass that
             computes dz from dy; if dz has one scale, this pass also casts dz.
     """
     m, size, reads_twice = problem.rows, problem.dtype.itemsize, problem.recipe.recipe != "delayed"
-    return (size + 2) * (m * k + n * k + m * n * casts_dz) + reads_twice * size * (m * k + n * k + m * n)
+    cast = m * k + n * k * casts_w + m * n * casts_dz
+    return (size + 2) * cast + 2 * n * k * (not casts_w) + reads_twice * size * (m * k + n * k + m * n)
 
 
 def _sizes(problem: Fp8ChainProblem) -> str:

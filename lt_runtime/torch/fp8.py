@@ -72,6 +72,7 @@ def _run_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: O
     x8, _, *cast_parameters = operands
     states = [vars(each).get("scales") for each in layers]
     _set_needs(states, x8.requires_grad, cast_parameters)
+    fp8_steps.layers.update([each for each, state in zip(layers, states, strict=True) if state is not None])
     weights, biases = cast_parameters[::2], cast_parameters[1::2]
     forms = zip(states, weights, biases, *options[:2], strict=True)
     _choose(x8, [_candidate(state, weight, bias, Activation.of(*form)) for state, weight, bias, *form in forms])
@@ -132,6 +133,7 @@ def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: O
     gate, _, down, *_ = cast_parameters
     if not (_trains(x8, add8, *cast_parameters) and fits(x8, gate) and fits(gate, down)):
         return gated_block(x, parameters, options, add)
+    fp8_steps.layers.update(layers)
     for each, weight, source in zip(layers, cast_parameters, (x8, x8, None), strict=False):
         each.scales.needs_dx, each.scales.needs_dw = source is None or source.requires_grad, weight.requires_grad
     for each, weight, bias in zip(layers, cast_parameters[:3], cast_parameters[3:], strict=True):
@@ -155,7 +157,6 @@ def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, 
     """Calls the FP8 autograd function that stands for an operator; errors come from that operator's `check`."""
     x, _, _, weight, *_ = operands
     weights = operands[3:6] if of is GATED else operands[3::2]
-    fp8_steps.layers.update(layers)
     try:
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
             for each in layers:

@@ -20,10 +20,10 @@ from lt_runtime.kernels.optimizer import Fp8Copy
 from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.torch.tensors import Tensor, placed
 from lt_runtime.torch.updates import is_capturing, local
-from lt_runtime.training.fp8_weights import can_write, cast_weight, entry_of
+from lt_runtime.training.fp8_weights import can_write, cast_weight, entry_of, is_suited
 
 layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""Layers that have been called in FP8."""
+"""Layers with FP8 scales that have been called in training."""
 _copies: Final[weakref.WeakKeyDictionary[Any, WeightCopy]] = weakref.WeakKeyDictionary()
 """The copies by layer."""
 _ready: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -156,7 +156,8 @@ def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[
         if id(weight) in taken or weight.grad is None or matrix is None:
             continue
         arrays = [weight, *[each for each in optimizer.state.get(weight, {}).values() if each.dim()]]
-        if can_write(layer.scales, matrix.shape, arrays):
+        layer.scales.is_written = is_suited(layer.scales, matrix.shape, arrays)
+        if layer.scales.is_written and can_write(layer.scales):
             if layer in _ready:
                 _copies[layer] = WeightCopy(layer, optimizer)
                 taken.add(id(weight))
@@ -170,7 +171,7 @@ def _layers_of(optimizer: Any) -> Iterator[Any]:
     for layer in [*layers]:
         trained = [id(each) for each in (layer.weight, layer.bias) if each is not None and each.requires_grad]
         scales: FP8State | None = layer.scales
-        if scales is not None and scales.slots is not None and (not trained or trained[0] in held):
+        if scales is not None and (not trained or trained[0] in held):
             yield layer
 
 
@@ -181,6 +182,8 @@ def update_scales(optimizer: Any) -> None:
     """
     found: Any = getattr(optimizer, "found_inf", None)
     for layer in _layers_of(optimizer) if layers else ():
+        if layer.scales.slots is None:
+            continue
         device = device_of("scales", layer.scales.slots)
         if device == HOST:
             layer.scales.update(skipped=None if found is None else np.array([bool(found)], np.uint32))

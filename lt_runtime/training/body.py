@@ -39,6 +39,8 @@ from lt_runtime.reference.fp8 import AMAX
 from lt_runtime.training.averages import EMA, Tally, scores_of
 
 if TYPE_CHECKING:
+    from lt_runtime.ops._fp8_state import FP8State
+    from lt_runtime.ops._parameters import Parameter
     from lt_runtime.training.fp8_weights import Fp8Weights
 
 LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {
@@ -335,16 +337,29 @@ class StepBody:
             if each.fallback is None:
                 each.update(skipped=self._skipped, stream=stream)
 
+    def expect_fp8_weights(self, *, graph: bool) -> None:
+        """Tells layers in FP8 whether the step's update will write their weights, as it does in a graph."""
+        for state, _ in self._suited_layers():
+            state.is_written = graph
+
     def fp8_weights(self, device: int, stream: int) -> Fp8Weights | None:
         """Makes copies in FP8 of the weights that the step has cast with delayed scales; None if there are none."""
-        if not self.scales or self.optimizer.owners:  # this process updates only some of the weights
+        layers = self._suited_layers()
+        if not layers:
             return None
+        from lt_runtime.training.fp8_weights import Fp8Weights, can_write
+
+        cast = [(state, weight) for state, weight in layers if can_write(state)]
+        return Fp8Weights(self.optimizer, cast, device, stream) if cast else None
+
+    def _suited_layers(self) -> list[tuple[FP8State, Parameter]]:
+        if not self.scales or self.optimizer.owners:  # this process updates only some of the weights
+            return []
         # imported late, because few models are in FP8
-        from lt_runtime.training.fp8_weights import Fp8Weights, copied_layers
+        from lt_runtime.training.fp8_weights import suited_layers
 
         linear = [(block.scales, block.weight) for block in self.model.blocks() if isinstance(block, Linear)]
-        layers = copied_layers(self.optimizer, linear)
-        return Fp8Weights(self.optimizer, layers, device, stream) if layers else None
+        return suited_layers(self.optimizer, linear)
 
     def split_update(self, stream: int) -> None:
         """Lets most of the update run beside the last sum of gradients, if it needs no norm of all gradients."""

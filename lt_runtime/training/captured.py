@@ -197,6 +197,7 @@ class GpuStep:
         self._current_stream = CUPY.current_stream
         self._seen: object = None
         self._group = body.group
+        body.expect_fp8_weights(graph=graph)
         engine = None if body.group is None else body.group.engine(device)
         self._note: Callable[[int], None] | None = engine.launched if isinstance(engine, NcclEngine) else None
         with activated(device):

@@ -23,15 +23,19 @@ from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 
 
-def can_write(state: FP8State, shape: Sequence[int], arrays: Sequence[Any]) -> bool:
-    """Whether an optimizer's update can write a layer's weight in FP8: the layer has cast it with a delayed scale.
+def can_write(state: FP8State) -> bool:
+    """Whether an optimizer's update can write a suited weight in FP8 now: the layer's last call has cast it."""
+    return state.fallback is None and W in state.calibrated
+
+
+def is_suited(state: FP8State, shape: Sequence[int], arrays: Sequence[Any]) -> bool:
+    """Whether an optimizer's update can write a layer's weight in FP8, if the layer is in FP8.
 
     Args:
         shape: rows and columns of the weight as it lies in memory.
         arrays: the arrays that the update reads and writes.
     """
-    casts = state.recipe.recipe == "delayed" and state.fallback is None and W in state.calibrated
-    return casts and shape[1] % FP8_COLUMNS == 0 and are_aligned(arrays)
+    return state.recipe.recipe == "delayed" and shape[1] % FP8_COLUMNS == 0 and are_aligned(arrays)
 
 
 def are_aligned(arrays: Sequence[Any]) -> bool:
@@ -68,10 +72,10 @@ class _Copied(NamedTuple):
     transposed: Any
 
 
-def copied_layers(
+def suited_layers(
     optimizer: Optimizer, layers: Sequence[tuple[FP8State | None, Parameter]]
 ) -> list[tuple[FP8State, Parameter]]:
-    """The layers whose weights in FP8 an update can write, see `can_write`.
+    """The layers whose weights an update can write in FP8, see `is_suited`.
 
     Layers that share a weight, those whose weight is not trained, and those with a number of columns or an alignment
     that the kernel does not take, go on casting it.
@@ -87,7 +91,7 @@ def copied_layers(
         if state is not None
         and id(weight) in trained
         and users[id(weight)] == 1
-        and can_write(state, weight.data.shape, _arrays(weight))
+        and is_suited(state, weight.data.shape, _arrays(weight))
     ]
 
 
@@ -104,7 +108,7 @@ class Fp8Weights:
     weight or a scale.
 
     Args:
-        layers: the state and the weight of each layer; see `copied_layers`.
+        layers: the state and the weight of each layer, for which `is_suited` and `can_write` hold.
         stream: allocates the copies.
 
     Attributes:

@@ -58,7 +58,8 @@ def describe(problem: Remembered) -> str:
     if isinstance(problem, Fp8ChainProblem):
         activations = ", ".join(dict.fromkeys(each.name for each in problem.activations))
         sizes = f"{problem.rows}x{'-'.join(map(str, problem.dims))}"
-        return f"precision {sizes} {dtype} {activations}{'' if problem.dx else ' without dx'}"
+        written = ", optimizer writes weights in FP8" if problem.written else ""
+        return f"precision {sizes} {dtype} {activations}{'' if problem.dx else ' without dx'}{written}"
     if isinstance(problem, ForwardProblem):
         added = "" if problem.addend is None else " and an addend"
         kind, out, words = "forward", problem.y, f"{problem.activation.name}{added}"

@@ -590,6 +590,20 @@ def test_layers_are_in_fp8_where_that_was_measured_to_be_faster(process: Process
         assert TUNER not in sys.modules
 
 
+def test_the_cast_of_a_weight_that_the_optimizer_writes_is_not_counted(process: Process) -> None:
+    """FP8 saves 400 µs of products; its three casts and the update of the scales take 401."""
+    with process() as gpu:
+        gpu.streams.costs_us.update({"kernel": 100.0, "matmul": 1200.0, "float8 matmul": 1000.0})
+        model, found = gpu.lt.MLP([256, 48], dtype="bfloat16", device="cuda", precision="fp8"), []
+        for _ in range(2):
+            gpu.lt.tune(model, 32, progress=False)
+            found += str(gpu.lt.explain(model, 32)[0]).splitlines()[:2]
+            gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse")
+    problem = "precision 32x256-48 bfloat16 none without dx"
+    written = f"{problem}, optimizer writes weights in FP8"
+    assert found == [problem, "  strategy  own type", written, "  strategy  products in FP8"]
+
+
 @pytest.mark.parametrize(("takes", "reason"), [(0, "refused: no algorithm"), (1, "wrong: dw is off by nan")])
 def test_fp8_that_is_refused_or_wrong_is_not_chosen(process: Process, takes: int, reason: str) -> None:
     """The layer stays in its own type if its FP8 plans lack the backward pass (wrong results), or if there are no FP8

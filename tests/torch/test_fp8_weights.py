@@ -106,6 +106,7 @@ def assert_as_cast(
 def test_updates(path: str, monkeypatch: pytest.MonkeyPatch, options: Any, of_steps: Any, casts: list[int]) -> None:
     model, optimizer = made(**options)
     train((model, optimizer))
+    assert any(each.scales.is_written for each in model.modules() if isinstance(each, ltt.Linear))
     casts.clear()
     model(torch.ones(16, 256, dtype=options.get("dtype", torch.bfloat16))).sum().backward()
     assert casts.count(WEIGHT) == (0 if options.get("kind") == "columns" else 1)

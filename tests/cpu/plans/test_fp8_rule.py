@@ -19,11 +19,13 @@ FASTER = {
     "GPT-2's first": ((8192, 3072, 768), {}),
     "GPT-2's second": ((8192, 768, 3072), {"is_linear": True, "needs_dx": True}),
     "in FP32": ((1024, 1024, 1024), {"dtype": DType.FLOAT32}),
+    "512 rows, an optimizer writes w": ((512, 4096, 4096), {"written": (True,)}),
     "unknown peaks": ((16, 16, 16), {"capability": 130}),
 }
 SLOWER = {
     "tiny": ((16, 16, 16), {}),
     "few rows": ((64, 4096, 4096), {}),
+    "512 rows": ((512, 4096, 4096), {}),
     "narrow": ((16384, 128, 4096), {}),
     "narrow, without dx": ((8192, 768, 3072), {"is_linear": True}),
     "small, current": ((2048, 2048, 2048), {"is_current": True}),
@@ -32,11 +34,11 @@ SLOWER = {
 
 def reason(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> str | None:
     given = {"needs_dx": False, "is_linear": False, "is_current": False, "capability": 90, "dtype": DType.BFLOAT16}
-    given |= options
+    given |= {"written": (), **options}
     monkeypatch.setattr(fp8_rule, "hardware", lambda _: H200._replace(capability=given["capability"]))
     recipe = FP8("current" if given["is_current"] else "delayed")
     (m, n, k), activation = shape, Activation("none" if given["is_linear"] else "gelu")
-    layer = m, (k, n), (activation,), (True,), given["needs_dx"], recipe
+    layer = m, (k, n), (activation,), (True,), given["needs_dx"], recipe, given["written"]
     return expected_slower_in_fp8(Fp8ChainProblem(given["dtype"], Compute.FLOAT32, *layer), 0)
 
 
