@@ -1,8 +1,7 @@
 """Predicts the time of a training step on many GPUs from its time on one, by the bytes and rates of its sums.
 
-As measured on two H200s, sums of gradients lengthen the step by their whole time, also where they run beside products:
-each takes up to 32 multiprocessors, and a product whose blocks fill whole waves then needs a wave more. Only the update
-hides the last sum: parameters whose gradients are in other buckets are updated beside it.
+All sums but the last run beside the rest of backward, which they lengthen by the multiprocessors that they take. The
+last one lengthens the step by its whole time, less the update of parameters in other buckets, which runs beside it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,15 @@ from lt_runtime.distributed.buckets import divided
 GPUS: Final = (2, 8, 16, 64, 256, 1024)
 PER_MACHINE: Final = 8
 _START_US: Final = 20.0
-"""Microseconds of a sum besides transfers; fitted with `_NVLINK` to sums of 19 MB in 4 calls, and of 235 MB in 2."""
+"""Microseconds of a sum besides transfers; fitted with `_NVLINK` to sums of 4 to 235 MB on two H200s."""
 _HOP_US: Final = 6.0
 """Microseconds that a message takes from one machine to another."""
-_NVLINK: Final = 285e3
-"""Bytes that a GPU sends in a microsecond while arrays are summed in a machine, measured on two H200s."""
+_NVLINK: Final = 275e3
+"""Bytes that a GPU sends in a microsecond while arrays are summed in a machine."""
+_BESIDE: Final = 0.25
+"""The part of a sum's time by which it lengthens a long product beside it, as measured on two H200s."""
+_BACKWARD: Final = 2 / 3
+"""The part of a step's time that backward takes."""
 _BYTES: Final = 2
 """Bytes of a parameter, of a gradient or of a moment in BF16."""
 _MOVED: Final = 7 * _BYTES
@@ -71,8 +74,10 @@ def step_us(dims: Sequence[int], alone_us: float, gpus: int, network: Network) -
     gradients = [_BYTES * (inputs + 1) * outputs for inputs, outputs in itertools.pairwise(dims)][::-1]
     *others, last = [sum(gradients[layer] for layer in bucket) for bucket in divided(gradients)]
     early = sum(others) / _BYTES * _MOVED / _MEMORY
+    after_first = 1 - sum(others[:1]) / sum(gradients)
     sums = [sum_us(size, gpus, network) for size in (*others, last)]
-    return alone_us + sum(sums) - min(sums[-1], early)
+    beside = min(sum(sums[:-1]), _BACKWARD * alone_us * after_first)
+    return alone_us + sum(sums) - (1 - _BESIDE) * beside - min(sums[-1], early)
 
 
 def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
