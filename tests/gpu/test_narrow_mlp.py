@@ -27,6 +27,8 @@ SHAPES = (
     ((3, *[32] * 6, 1), 4097),
     ((48, 48, 48, 40), 3333),
     ((100, 112, 7), 515),
+    ((48, 96, 96, 96, 16), 5000),
+    ((65, 75, 10), 3001),
     ((128, 128, 10), 5000),
     ((128, 128, 128, 10), 5000),
     ((128, 128, 128, 128, 10), 3000),
@@ -124,6 +126,25 @@ def _trained(graph: bool, rows: int = 3000, **options: Any) -> tuple[list[Array]
     labels = cp.asarray(generator.integers(0, 10, rows))
     losses = [float(step(x, labels)) for _ in range(12)]
     return [cp.asnumpy(each.data).astype(np.float64) for each in model.parameters()], losses
+
+
+@pytest.mark.parametrize(("columns", "begin", "width"), [(64, 0, 64), (64, 8, 80), (64, 4, 80), (20, 3, 33)])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_graph_reads_batches_in_place(columns: int, begin: int, width: int, accumulate: int) -> None:
+    """The bits are those of a step without a graph, which copies every batch first."""
+    rows, trained = 3000, []
+    for graph in (True, False):
+        generator = np.random.default_rng(5)
+        model = lt.MLP([columns, 64, 96, 10], "gelu", dtype="bfloat16", seed=2, device="cuda")
+        options: dict[str, Any] = {"loss": "mse", "graph": graph, "accumulate": accumulate, "tune": False}
+        step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=3e-3), **options)
+        for _ in range(4):
+            x = cp.asarray(generator.standard_normal((rows, width)).astype(model.dtype.numpy))
+            target = cp.asarray(generator.standard_normal((rows, 10)).astype(model.dtype.numpy))
+            step(x[:, begin : begin + columns], target)
+            x.data.memset_async(0xFF, x.nbytes)  # overwrites x with NaN on the same stream, after the step
+        trained.append([cp.asnumpy(each.data).tobytes() for each in model.parameters()])
+    assert trained[0] == trained[1]
 
 
 def test_training_follows_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
