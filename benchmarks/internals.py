@@ -161,12 +161,15 @@ def forget_plans(case: Any) -> None:
 def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     """Returns a function that launches a step's operations on a stream, as a graph; the step must have run once.
 
-    Neither this graph nor those of the compared libraries copy the batch; the step's own graph does.
+    Neither this graph nor those of the compared libraries copy the batch; the step's own graph does, or reads it in
+    place: then the graph here reads the last batch in place too, which the caller has to keep.
     """
     gpu: Any = step._gpu
+    parts = gpu._latest.parts
+    place = {"table": gpu._latest.table} if getattr(gpu._latest, "in_place", False) else {}
     with activated(gpu._device), captured._memory_from(gpu._pool):
         stream = private_stream(gpu._device, "training")
-        graph = Graph(lambda handle: gpu._body.run(gpu._latest.parts, gpu.tally, handle), stream)
+        graph = Graph(lambda handle: gpu._body.run(parts, gpu.tally, handle, **place), stream)
 
     def launch(stream: int, _held: object = step) -> None:
         graph.launch(stream)
