@@ -8,6 +8,7 @@ from dataclasses import replace
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import StreamMemory, aligned, branch
+from lt_runtime.gpu.streams import is_captured
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
 from lt_runtime.kernels.resize import ResizePass
@@ -211,7 +212,7 @@ class BackwardPlan(Plan):
             dz = copied
         self._reserve_branch(memory)
         beside: contextlib.AbstractContextManager[StreamMemory] = contextlib.nullcontext(memory)
-        if self._has_branch(memory):
+        if self._has_branch(memory) and is_captured(memory.stream):  # `branch` would check it too, but takes longer
             beside = branch(memory, reads_scratch=self._dz_bytes + self._copy_bytes > 0)
         with beside as other:
             dx_first = self._dx_first and other is not memory
