@@ -25,8 +25,8 @@ from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as KernelCall
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
-from lt_runtime.kernels.fp8 import CastGradientPass, CastPass
-from lt_runtime.layout import packed
+from lt_runtime.kernels.fp8 import CastGatedPass, CastGradientPass, CastPass
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.nn import narrow
 from lt_runtime.ops._fp8_state import arrays_of
 from lt_runtime.plans.cache import forget, make_layer_plan
@@ -121,6 +121,34 @@ def fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
     def run(z: int, dy: int, transposed: int, stream: int) -> None:
         addresses = dy, scale.data.ptr, 0, transposed, amax.data.ptr, z, sums.data.ptr, partial.data.ptr
         cast_gradient.launch(KernelCall(addresses, stream), stream_memory(DEVICE, stream))
+
+    return run
+
+
+def gated_fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
+    """Returns a function that launches SwiGLU and the cast to E4M3, or the gradients of gate and value in E5M2.
+
+    Both results are written row-major and transposed. The function takes the addresses of h = (gate, value), of the
+    output's gradient (only backward), of the result and of its transpose, and a stream.
+
+    Args:
+        shape: the output's.
+    """
+    rows, cols = shape
+    spec, silu = Spec(packed(rows, cols)), Activation("silu")
+    scale, amax = cp.ones(1, cp.float32), cp.zeros(1, cp.float32)
+    made: CastGatedPass | CastPass
+    if backward:
+        made = CastGatedPass("float8_e5m2", silu, False, spec, DEVICE)
+    else:
+        gate, turned = Spec(Layout(rows, cols, Order.ROW, 2 * cols)), Spec(packed(cols, rows))
+        made = CastPass(DType.BFLOAT16, "float8_e4m3fn", gate, spec, turned, DEVICE, silu, gated=True)
+
+    def run(h: int, *more: int) -> None:
+        *dy, out, transposed, stream = more
+        words = scale.data.ptr, amax.data.ptr
+        addresses = (*dy, h, out, transposed, *words, *words) if dy else (h, words[0], out, transposed, words[1])
+        made.launch(KernelCall(addresses, stream), stream_memory(DEVICE, stream))
 
     return run
 

@@ -249,6 +249,49 @@ def _epilogue_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders
     return {"lt": ours}
 
 
+# Case: SwiGLU and the cast, which moves six bytes an element; or its gradients and the casts, which moves ten. Each
+# result is written in both orientations.
+
+
+def gated_fp8(rows: int, cols: int, *, backward: bool = False) -> Case:
+    """Contenders for a gated activation whose result, or whose gradients, are cast to FP8."""
+    what = "gradients and E5M2" if backward else "and E4M3"
+    builders = partial(_gated_fp8, (rows, cols), backward)
+    return Case(f"cast_fp8 SwiGLU {what} {rows}×{cols}", (10 if backward else 6) * rows * cols, builders)
+
+
+def _gated_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders:
+    import lt_runtime as lt
+
+    (rows, cols), dtype = shape, np.dtype("float8_e5m2" if backward else "float8_e4m3fn")
+    wide = rows, 2 * cols
+    uncast = wide if backward else shape
+    inputs = [[normal(each, "bfloat16") for each in (wide, shape)[: 1 + backward]] for _ in range(sets)]
+    made = [(*each, _bytes(uncast, dtype), _bytes(uncast[::-1], dtype)) for each in inputs]
+
+    def ours() -> Contender:
+        from benchmarks.internals import gated_fp8_pass
+
+        addresses = [tuple(each.data.ptr for each in arrays) for arrays in made]
+        run = gated_fp8_pass(shape, backward=backward)
+        return Contender(lambda i, stream: run(*addresses[i], stream))
+
+    def with_a_cast() -> Contender:
+        rounded, contexts = normal(uncast, "bfloat16"), [lt.gated_fwd(h)[1] for h, *_ in made]
+
+        def run(i: int, stream: int) -> None:
+            h, *dy, out, transposed = made[i]
+            if dy:
+                lt.gated_bwd(*dy, contexts[i], out=rounded, stream=stream)
+            else:
+                lt.gated_fwd(h, out=rounded, stream=stream)
+            lt.cast_fp8(rounded, dtype=dtype, out=out, out_transposed=transposed, stream=stream)
+
+        return Contender(run)
+
+    return {"lt": ours, "lt_with_a_cast": with_a_cast}
+
+
 # Case: LayerNorm or RMSNorm in BF16. An element takes four bytes forward and six backward, with a residual eight.
 
 
@@ -486,6 +529,7 @@ CASES: Final[Sequence[Case]] = (
     cast_fp8(4096, 4096),
     cast_fp8(8192, 14336),
     *(epilogue_fp8(8192, 14336, backward=backward) for backward in (False, True)),
+    *(gated_fp8(8192, 14336, backward=backward) for backward in (False, True)),
     dropout("bfloat16", 8192, 8192),
     dropout("float32", 8192, 8192),
     adamw_step(GPT2_NAME, GPT2, "float32"),

@@ -1,7 +1,8 @@
 // Casts a matrix to FP8 and finds the largest absolute value of its elements, in one read of the matrix. The FP8 result
 // is written row-major, transposed or both; without either, the kernel only finds the largest absolute value. Or casts
 // it with a scale for each row, and its transpose with a scale for each column, in two reads; see fp8_rows.cuh. An
-// activation and dropout, or their derivatives, may be applied to the elements before the cast. See fp8.cuh.
+// activation and dropout, or their derivatives, may be applied to the elements before the cast. See fp8.cuh. So may a gated
+// activation such as SwiGLU, whose backward pass casts two matrices: the gradients of gate and value.
 //
 // Compiled for:
 //   SCALAR         the type of all other matrices
@@ -11,9 +12,11 @@
 //                  rows
 //   SAVED          1 where act' is computed from `saved`, the pre-activation; 0 where it is one. Always 0 if BACKWARD
 //                  is 0
+//   GATED          1 for dropout(act(x) · value); with BACKWARD, for the gradients of `saved`, the gate, and of `value`, as
+//                  gated_bwd of gated.cu computes and rounds them, from x, the gradient of that product; otherwise 0
 //   VECTORS        0 for one scale, 1 to find a scale for each row and column and write nothing else, 2 to cast by them;
-//                  always 0 with a function: ACTIVATION, DROPOUT or BACKWARD
-//   E5M2, ALIGNED  see fp8.cuh; ALIGNED is 0 only for the plain cast: ACTIVATION None, DROPOUT and BACKWARD 0
+//                  always 0 with a function: ACTIVATION, DROPOUT, BACKWARD or GATED
+//   E5M2, ALIGNED  see fp8.cuh; ALIGNED is 0 only for the plain cast, which has no function
 
 #include "activations.cuh"
 #include "column_sum.cuh"
@@ -25,7 +28,9 @@ namespace lt {
 struct CastFp8Params {
   Matrix x;
   Matrix saved;  // the tensor for the derivative; null if SAVED is 0
+  Matrix value;  // null if GATED is 0
   Fp8Output fp8;
+  Fp8Output fp8_value;  // results for the gradient of `value`, only if GATED and BACKWARD are 1
   ColumnSum<SCALAR> db;  // bias gradient, only if BACKWARD is 1: each row of blocks of the grid sums a part of the rows
   Dropout dropout;
   float slope;
@@ -37,19 +42,21 @@ template <>
 constexpr bool kIsNone<None> = true;
 
 // True if the kernel only casts 16-bit numbers by one scale, or finds scales; then a thread needs few registers.
-constexpr bool kIsLight = kIsNone<ACTIVATION> && !BACKWARD && !DROPOUT && VECTORS != 2 && sizeof(SCALAR) == 2;
+constexpr bool kIsLight = kIsNone<ACTIVATION> && !BACKWARD && !DROPOUT && !GATED && VECTORS != 2 && sizeof(SCALAR) == 2;
 // Number of rows whose loads a thread has in flight before it computes: as many as registers allow.
-constexpr int kInFlight = !ALIGNED ? 1 : DROPOUT || SAVED ? 2 : kIsLight ? 8 : 4;
+constexpr int kInFlight = !ALIGNED ? 1 : DROPOUT || SAVED || GATED ? 2 : kIsLight ? 8 : 4;
 // Launch bounds: blocks that a multiprocessor must hold, so that some compute and store while others wait for loads.
 // GeluErf needs the most registers of all activations, and so gets the fewest blocks.
 template <class T>
 constexpr int kBlocksOf = 3;
 template <>
 constexpr int kBlocksOf<GeluErf> = 2;
+// True if two matrices are cast: the gradients of gate and value.
+constexpr bool kIsPair = GATED && BACKWARD;
 constexpr int kBlocks = !ALIGNED ? 1 : kIsLight ? 4 : kBlocksOf<ACTIVATION>;
 
 #if VECTORS == 0
-using Writer = Fp8Writer;
+using Writer = Fp8Writer<>;
 #elif VECTORS == 1
 using Writer = Fp8ScaleFinder;
 #else
@@ -86,20 +93,41 @@ struct Octets {
   }
 };
 
+// Octets of the operands, as they were loaded.
+struct CastOperands {
+  Raw x, saved, value;
+};
+
+// Octets to cast; `dvalue` is used only if kIsPair.
+struct CastResults {
+  Octet y, dvalue;
+};
+
+__device__ inline Octet product(const Octet& a, const Octet& b) {
+  Octet out;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) out.v[i] = a.v[i] * b.v[i];
+  return out;
+}
+
+// Rounds to SCALAR, as gated_bwd of gated.cu does when it stores the gradients.
+__device__ inline Octet rounded(const Octet& x) { return unpack(pack<SCALAR>(x)); }
+
 // Applies the activation and dropout, or their derivatives, to an octet of x.
-__device__ inline Octet compute(const CastFp8Params& p, const Octets& at, Octet x, const Raw& saved, uint32 step, uint32 row) {
+__device__ inline CastResults compute(const CastFp8Params& p, const Octets& at, const CastOperands& read, uint32 step, uint32 row) {
   const uint64 index = static_cast<uint64>(at.existing(row)) * at.cols + at.col;
-  if (!BACKWARD) {
+  Octet x = unpack(read.x), act, slope;
+  const Octet z = SAVED ? unpack(read.saved) : x;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) x.v[i] = ACTIVATION::forward(x.v[i], p.slope);
+  for (int i = 0; i < kOctet; ++i) {
+    act.v[i] = ACTIVATION::forward(z.v[i], p.slope);
+    slope.v[i] = ACTIVATION::derivative(z.v[i], p.slope);
   }
+  if (!BACKWARD) x = GATED ? product(act, unpack(read.value)) : act;
   if (DROPOUT) apply_dropout<true>(x, p.dropout, step, index);
-  if (SAVED) {
-    const Octet z = unpack(saved);
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) x.v[i] *= ACTIVATION::derivative(z.v[i], p.slope);
-  }
-  return x;
+  if (!SAVED) return {x, x};
+  if (!GATED) return {product(x, slope), x};
+  return {rounded(product(product(x, unpack(read.value)), slope)), rounded(product(x, act))};
 }
 
 }  // namespace lt
@@ -108,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) cast_fp8(const lt
   using namespace lt;
   wait_for_predecessor();
   Writer writer(p.fp8);
+  Fp8Writer<1> dvalue(p.fp8_value);
   const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
   // Threads beyond the last row or column repeat the computation of existing elements. So no load depends on a
   // condition, and all loads are in flight together. Only existing elements are stored and added up.
@@ -117,21 +146,28 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) cast_fp8(const lt
     const uint32 row = block_row + threadIdx.y * kOctet;
 #pragma unroll 1  // If the loop were unrolled, the compiler would load all rows first, and spill registers.
     for (int first = 0; first < kOctet; first += kInFlight) {
-      Raw x[kInFlight], saved[kInFlight];
+      CastOperands read[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        x[i] = at.load_from(p.x, row + first + i);
-        if (SAVED) saved[i] = at.load_from(p.saved, row + first + i);
+        read[i].x = at.load_from(p.x, row + first + i);
+        if (SAVED) read[i].saved = at.load_from(p.saved, row + first + i);
+        if (GATED) read[i].value = at.load_from(p.value, row + first + i);
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const Octet made = compute(p, at, unpack(x[i]), saved[i], step, row + first + i);
-        writer.take(block_row, first + i, made);
-        if (BACKWARD && row + first + i < p.fp8.rows) sums += made;
+        const CastResults made = compute(p, at, read[i], step, row + first + i);
+        writer.take(block_row, first + i, made.y);
+        if (kIsPair) dvalue.take(block_row, first + i, made.dvalue);
+        if (BACKWARD && row + first + i < p.fp8.rows) sums += made.y;
       }
     }
     writer.store(block_row);
+    if (kIsPair) dvalue.store(block_row);
   }
   writer.store_amax();
-  if (BACKWARD && p.db.sum) sum_over_grid(p.db, sums, p.fp8.cols);
+  if (kIsPair) {
+    __syncthreads();
+    dvalue.store_amax();
+  }
+  if (BACKWARD && !GATED && p.db.sum) sum_over_grid(p.db, sums, p.fp8.cols);
 }

@@ -97,7 +97,7 @@ __device__ inline void transpose(const uint32 (&rows)[4], uint32 (&columns)[4]) 
 __device__ inline uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
 
 // Raises *amax to the largest `value` of a block's kTileBlock² threads, which are numbered by `self`. No value is negative.
-// Every thread of the block must call it.
+// Every thread of the block must call it, and between two calls there must be a barrier.
 __device__ inline void store_amax(float* amax, float value, int self) {
   __shared__ uint32 largest[kTileBlock * kTileBlock / kWarp];
   // Non-negative floats are ordered as their bits are, read as integers, and NaN comes last.
@@ -112,7 +112,8 @@ __device__ inline void store_amax(float* amax, float value, int self) {
 }
 
 // Converts the eight rows of a thread's patch to FP8, and stores them as they are, transposed or both. Blocks have
-// kTileBlock × kTileBlock threads.
+// kTileBlock × kTileBlock threads. Writers of different kNumber have tiles of their own in shared memory.
+template <int kNumber = 0>
 class Fp8Writer {
  public:
   __device__ explicit Fp8Writer(const Fp8Output& out)

@@ -78,9 +78,9 @@ class Fp8ScaleFinder {
 
 // Casts a tile to FP8 as `Fp8Writer` does, but with the scales of rows and columns that `Fp8ScaleFinder` has found;
 // `store_amax` does nothing.
-class Fp8RowWriter : public Fp8Writer {
+class Fp8RowWriter : public Fp8Writer<> {
  public:
-  __device__ explicit Fp8RowWriter(const Fp8Output& out) : Fp8Writer(out) {
+  __device__ explicit Fp8RowWriter(const Fp8Output& out) : Fp8Writer<>(out) {
     const int64 col = block_col_ + threadIdx.x * kOctet;
 #pragma unroll
     for (int j = 0; j < kOctet; ++j) scales_[j] = j < cols_ && out.col_scales ? reciprocal(out.col_scales[col + j]) : 0.0f;

@@ -32,7 +32,7 @@ struct LossFp8Params {
 extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) loss_fp8(const lt::LossFp8Params p) {
   using namespace lt;
   wait_for_predecessor();
-  Fp8Writer writer(p.fp8);
+  Fp8Writer<> writer(p.fp8);
   const float factor = LOSS::kFactor * p.gradient_scale;
   const float scale = p.grad_scale ? factor * *p.grad_scale : factor;
   int64 col = static_cast<int64>(blockIdx.x) * kTile + threadIdx.x * kOctet;

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from lt_runtime.nn.mlp import MLP
     from lt_runtime.nn.run import Pass
     from lt_runtime.ops._fp8_state import FP8State
+    from lt_runtime.ops._gated import GatedContext
     from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops.add import add
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
     from lt_runtime.ops.fp8 import cast_fp8, cast_fp8_rows
-    from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
+    from lt_runtime.ops.gated import gated_bwd, gated_fwd
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
     from lt_runtime.ops.matmul import matmul
@@ -67,7 +68,8 @@ _EXPORTS = {
     "ops.first_use": "tuning",
     "ops.fp8": "cast_fp8 cast_fp8_rows",
     "ops._fp8_state": "FP8State",
-    "ops.gated": "GatedContext gated_bwd gated_fwd",
+    "ops._gated": "GatedContext",
+    "ops.gated": "gated_bwd gated_fwd",
     "ops.linear": "linear linear_bwd linear_fwd",
     "ops.losses": "Loss bce_with_logits cross_entropy huber_loss mse_loss",
     "ops.matmul": "matmul",

@@ -97,10 +97,13 @@ class Prologue:
 
     Attributes:
         dropout: probability with which an element is dropped.
+        gated: whether the cast computes dropout(act(gate) · value) of the two halves of h = (gate, value), which takes
+            the place of x.
     """
 
     activation: Activation = Activation()  # noqa: RUF009  # it is frozen
     dropout: float = 0.0
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

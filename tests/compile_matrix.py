@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from lt_runtime import rules
 from lt_runtime.epilogue import Epilogue
@@ -124,7 +124,7 @@ def _epilogue_bwd() -> list[Variant]:
 
 
 def _cast_fp8() -> list[Variant]:
-    """Variants of the cast to FP8: alone, after an activation, and after a derivative, whose result may be E5M2 too."""
+    """Variants of the cast to FP8: alone, after an activation, after a gate, and after their derivatives."""
     plain = itertools.product(SCALAR, LARGEST, (False, True), range(3))
     made = [cast_macros(scalar, dtype, aligned=aligned, vectors=vectors) for scalar, dtype, aligned, vectors in plain]
     scalar = DType.BFLOAT16
@@ -134,6 +134,9 @@ def _cast_fp8() -> list[Variant]:
             made.append(cast_macros(scalar, "float8_e4m3fn", function, dropout=dropout))
         options = {"dropout": dropout, "backward": True, "saved": not is_identity}
         made += [cast_macros(scalar, dtype, function, **options) for dtype in LARGEST]
+        gated: dict[str, Any] = {"dropout": dropout, "gated": True}
+        made.append(cast_macros(scalar, "float8_e4m3fn", function, **gated))
+        made += [cast_macros(scalar, dtype, function, **gated, backward=True, saved=True) for dtype in LARGEST]
     return [Variant("cast_fp8.cu", macros) for macros in made]
 
 

@@ -50,26 +50,28 @@ def cast_macros(
     dropout: bool = False,
     backward: bool = False,
     saved: bool = False,
+    gated: bool = False,
     aligned: bool = True,
     vectors: int = 0,
 ) -> Macros:
     """The preprocessor definitions of cast_fp8.cu, which has `vectors` only for the cast without a function."""
-    is_plain = activation.name == "none" and not (dropout or backward)
+    is_plain = activation.name == "none" and not (dropout or backward or gated)
     has_function = aligned and scalar is DType.BFLOAT16 and not vectors
     assert is_plain or has_function, (scalar, activation, dropout, backward, aligned, vectors)
     function, is_e5m2 = ACTIVATION_NAMES[activation.name], dtype == "float8_e5m2"
     elementwise = define(SCALAR=scalar, ACTIVATION=function, DROPOUT=dropout, BACKWARD=backward, SAVED=saved)
-    return elementwise + define(VECTORS=vectors, E5M2=is_e5m2, ALIGNED=aligned)
+    return elementwise + define(GATED=gated, VECTORS=vectors, E5M2=is_e5m2, ALIGNED=aligned)
 
 
 class CastPass:
     """out = y · scale in FP8, and its transpose, where y = dropout(act(x)); amax = max(amax, max |y|).
 
-    An activation or dropout needs a BF16 matrix x, and layouts for which `moves_tiles` returns True.
+    A gate, an activation or dropout needs a BF16 matrix x, and layouts for which `moves_tiles` returns True.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
         out, transposed: specs of the results; None for an absent one.
+        gated: whether y = dropout(act(x) · value), where the value's columns follow those of x in each row of memory.
 
     Raises:
         GpuError: the GPU has no instructions for FP8.
@@ -88,17 +90,19 @@ class CastPass:
         activation: Activation = _IDENTITY,
         *,
         dropout: bool = False,
+        gated: bool = False,
     ) -> None:
         check_fp8(device)
         # The kernel's fast path reads rows: a column-major matrix is read as its transpose, whose results swap.
-        self._swaps = x.layout.order is Order.COLUMN and activation == _IDENTITY and not dropout
+        self._swaps = x.layout.order is Order.COLUMN and activation == _IDENTITY and not (dropout or gated)
         if self._swaps:
             x, out, transposed = x.transposed, transposed, out
         self._writes = out is not None, transposed is not None
         aligned = moves_tiles((scalar, x), out=out, transposed=transposed)
-        macros = cast_macros(scalar, dtype, activation, dropout=dropout, aligned=aligned)
+        macros = cast_macros(scalar, dtype, activation, dropout=dropout, gated=gated, aligned=aligned)
         params = CAST_FP8.params(x=Matrix.of(x), fp8=Fp8Output.of(x.layout, out, transposed))
-        params.slope = activation.negative_slope
+        params.value, params.slope = Matrix.of(x if gated else None), activation.negative_slope
+        self._to_value = x.layout.cols * scalar.itemsize if gated else None
         self._launches = Launches(CAST_FP8, macros, device, square_tiles(x.layout), params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
@@ -113,6 +117,8 @@ class CastPass:
         if self._swaps:
             out, transposed = transposed, out
         params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
+        if self._to_value is not None:
+            params.value.data = call.addresses[0] + self._to_value
         if call.dropouts[0] is not None:
             params.dropout = call.dropouts[0].block()
         launch()
@@ -206,7 +212,8 @@ class CastGradientPass:
         tiling = square_tiles(dy.layout, _MOST_PARTS)
         (columns, parts), (x, _) = tiling
         self.partial_bytes = 4 * parts * columns * x * OCTET if self._sums and parts > 1 else 0
-        params = CAST_FP8.params(Matrix.of(dy), Matrix.of(saved), Fp8Output.of(dy.layout, out, transposed))
+        fp8 = Fp8Output.of(dy.layout, out, transposed)
+        params = CAST_FP8.params(Matrix.of(dy), Matrix.of(saved), fp8=fp8)
         params.db.accumulate, params.slope = accumulate, derivative.activation.negative_slope
         self._launches = Launches(CAST_FP8, macros, device, tiling, params)
 
@@ -224,6 +231,54 @@ class CastGradientPass:
         if self._sums:
             sums = params.db
             sums.sum, sums.partial, sums.tickets = db, partial, memory.tickets
+        if call.dropouts[0] is not None:
+            params.dropout = call.dropouts[0].block()
+        launch()
+
+
+class CastGatedPass:
+    """dh · scale in FP8, and its transpose: the gradient dh[M,2F] of h = (gate, value), from dy[M,F] and h[M,2F].
+
+    The gradient of the gate and that of the value each have a scale and a largest magnitude of their own. All matrices
+    are packed, h and dy are BF16, and `moves_tiles` holds for them.
+
+    Args:
+        dtype: name of the FP8 type, see `FP8_TYPES`.
+        drops: whether y, of which dy is the gradient, went through dropout.
+
+    Raises:
+        GpuError: the GPU has no instructions for FP8.
+    """
+
+    scratch_bytes = 0
+
+    def __init__(self, dtype: str, activation: Activation, drops: bool, dy: Spec, device: int) -> None:
+        check_fp8(device)
+        scalar, (rows, cols) = DType.BFLOAT16, dy.layout.shape
+        half, transposed = Spec(Layout(rows, cols, Order.ROW, 2 * cols)), Spec(packed(cols, rows))
+        aligned = moves_tiles((scalar, dy), (scalar, half), out=half, transposed=transposed)
+        macros = cast_macros(
+            scalar, dtype, activation, dropout=drops, backward=True, saved=True, gated=True, aligned=aligned
+        )
+        dh = Fp8Output.of(dy.layout, half, transposed)
+        matrices = map(Matrix.of, (dy, half, half))
+        params = CAST_FP8.params(*matrices, dh, dh, slope=activation.negative_slope)
+        self._shape = rows, cols
+        self._launches = Launches(CAST_FP8, macros, device, square_tiles(dy.layout), params)
+
+    def launch(self, call: Call, memory: StreamMemory) -> None:
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
+
+        Args:
+            call: its addresses are those of dy, h, dh in FP8, its transpose, the scale and the largest magnitude of the
+                gate's gradient, and those of the value's. Its first mask is that of the dropout.
+        """
+        params, launch = self._launches[memory.stream]
+        params.x.data, gate, out, transposed, *of_gate, scale, amax = call.addresses
+        rows, cols = self._shape
+        params.saved.data, params.value.data = gate, gate + 2 * cols
+        params.fp8.point_at(of_gate[0], out, transposed, of_gate[1])
+        params.fp8_value.point_at(scale, out + cols, transposed + rows * cols, amax)
         if call.dropouts[0] is not None:
             params.dropout = call.dropouts[0].block()
         launch()

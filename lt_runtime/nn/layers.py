@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -15,10 +15,14 @@ from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import Linear, Maker, backward_layers, forward_layers, seed_of, size_of
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops import norm
+from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.dropout import dropout
-from lt_runtime.ops.gated import gated_bwd, gated_fwd
+from lt_runtime.ops.gated import gated_bwd
 from lt_runtime.problem import ActivationName, Chosen, ComputeName, DType, DTypeLike, activation_of, probability
+
+if TYPE_CHECKING:
+    from lt_runtime.ops._fp8_state import FP8State
 
 
 class _Norm(Block):
@@ -171,11 +175,19 @@ class Gated(Block):
     def forward(self, x: Any, run: Pass, add: Any = None) -> Any:
         """See `Block`. Adds `add` to y."""
         h, rng = self.up.forward(x, run), run.rng(self.seed)
-        options: dict[str, Any] = {"activation": self.activation, "dropout": self.dropout if rng else 0.0, "rng": rng}
-        y, context = gated_fwd(h, **options, stream=run.stream)
-        run.keep(context)
+        gate = GatedContext(h, self.activation, self.dropout if rng else 0.0, rng if self.dropout else None)
+        run.keep(gate, self._scales_for_gate(h) if rng else None)
         # If backward recomputes y, the layer keeps half of h in y's place, which has y's shape and is kept anyway.
-        return forward_layers([self.down], y, run, add=add, stand_in=h[..., : y.shape[-1]] if self.recompute else None)
+        stand_in = h[..., : self.down.inputs] if self.recompute else None
+        return forward_layers([self.down], h, run, add=add, stand_in=stand_in, gate=gate)
+
+    def _scales_for_gate(self, h: Any) -> FP8State | None:
+        """The scales with which backward casts the gradients of gate and value to FP8; None if it does not."""
+        if self.up.scales is None or self.up.bias is not None:
+            return None
+        from lt_runtime.ops._fp8_gated import casts_gate  # imported late: few models use FP8
+
+        return self.up.scales if casts_gate(h, self.up.scales) else None
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """See `Block`."""
@@ -183,9 +195,13 @@ class Gated(Block):
         del dy  # `held` has the only reference, so that the array is freed after its last reader
 
         def through_gate(gradient: Any) -> Any:
-            context = run.take()
+            (context, scales), cast = run.take(), None
+            if scales is not None:
+                from lt_runtime.ops._fp8_gated import gated_bwd_in_fp8  # imported late: few models use FP8
+
+                cast = gated_bwd_in_fp8(gradient, context, scales, stream=run.stream)
             options: dict[str, Any] = {"remake_y": self.recompute, "out": context.h, "stream": run.stream}
-            dh.append(gated_bwd(gradient, context, **options))
+            dh.append(gated_bwd(gradient, context, **options) if cast is None else cast)
             return gradient
 
         if self.recompute:

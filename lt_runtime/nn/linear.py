@@ -20,9 +20,11 @@ from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.run import Pass
+from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.add import add as sum_of
+from lt_runtime.ops.gated import gated_fwd
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import (
     Activation,
@@ -156,7 +158,13 @@ class Linear(Block):
 
 
 def forward_layers(
-    layers: Sequence[Linear], x: Any, run: Pass, add: Any = None, stand_in: Any = None, out: Any = None
+    layers: Sequence[Linear],
+    x: Any,
+    run: Pass,
+    add: Any = None,
+    stand_in: Any = None,
+    out: Any = None,
+    gate: GatedContext | None = None,
 ) -> Any:
     """Runs layers one after the other; in training, `run` keeps the list of their contexts for `backward_layers`.
 
@@ -164,15 +172,19 @@ def forward_layers(
         add: an array to add to the outputs of the last layer.
         out: a buffer for the outputs of the last layer.
         stand_in: an array of x's shape and type that is kept instead of x; see `remake` of `backward_layers`.
+        gate: a gate whose outputs the first layer reads; x is then the gate's h. If the first layer is in FP8, its cast
+            computes these outputs.
     """
     needs_dx, contexts, met = run.needs_gradient(x), list[LinearContext](), run.met
-    below: LinearContext | None = None
+    below: LinearContext | GatedContext | None = None
     start = len(met.problems) if met else 0
     _set_needs(layers, run, needs_dx=needs_dx)
     if run.trains and any(layer.scales for layer in layers):
         from lt_runtime.ops._fp8_choice import choose  # imported late: few models use FP8
 
         choose(x, [layer.candidate for layer in layers])
+    if gate is not None:
+        x, below = _through_gate(gate, layers[0], run)
     for i, layer in enumerate(layers, 1):
         bias, rng = layer.bias and layer.bias.data, run.rng(layer.seed)
         options: dict[str, Any] = {"activation": layer.activation, "compute": layer.compute, "stream": run.stream}
@@ -202,6 +214,17 @@ def forward_layers(
     # The tuner tunes FP8 layers as single products, not as a chain.
     run.keep(contexts, needs_dx, met.taken(start) if met and not _are_in_fp8(contexts) else [])
     return x
+
+
+def _through_gate(gate: GatedContext, layer: Linear, run: Pass) -> tuple[Any, GatedContext | None]:
+    """The outputs of a gate and None; or h and the gate if the layer that reads the outputs computes them itself."""
+    if run.trains and layer.scales is not None:
+        from lt_runtime.ops._fp8_linear import applies_prologue  # imported late: few models use FP8
+
+        if applies_prologue(layer.scales, gate.h):
+            return gate.h, gate
+    options: dict[str, Any] = {"activation": gate.activation, "dropout": gate.dropout, "rng": gate.rng}
+    return gated_fwd(gate.h, **options, stream=run.stream)[0], None
 
 
 def _set_needs(layers: Sequence[Linear], run: Pass, *, needs_dx: bool) -> None:

@@ -19,6 +19,7 @@ from lt_runtime.fp8 import UNIT, Fp8Problem, Needs, Precision, Prologue
 from lt_runtime.layout import packed
 from lt_runtime.ops._fp8_choice import Candidate, choose
 from lt_runtime.ops._fp8_state import FP8State, arrays_of, precision_of
+from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import (
     FORWARD,
     BackwardOptions,
@@ -86,9 +87,12 @@ def _exact(transposed: NDArray[Any], scales: NDArray[Any], precision: Precision)
 
 
 def _through(prologue: Prologue, x: NDArray[Any], rng: Philox | None) -> NDArray[Any]:
-    """dropout(act(x)), rounded to FP32."""
-    y = reference.activate(x.astype(np.float64), prologue.activation)
-    factors = reference.dropout_factors(x.shape, prologue.dropout, rng)
+    """dropout(act(x)), or dropout(act(gate) · value) with x = (gate, value), rounded to FP32."""
+    if prologue.gated:
+        y = reference.gated_fwd(x, prologue.activation)
+    else:
+        y = reference.activate(x.astype(np.float64), prologue.activation)
+    factors = reference.dropout_factors(y.shape, prologue.dropout, rng)
     return (y if factors is None else y * factors).astype(np.float32)
 
 
@@ -123,8 +127,10 @@ class Fp8Forward(LinearForward):
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
         *of_layer, precision, prologue, needs, defers = options
-        request = super().read(operands[:_SLOTS], of_layer, scalars)
         x, _, _, y, z, _ = operands[:_SLOTS]
+        if prologue.gated:
+            x = replace(x, shape=(*x.shape[:-1], x.shape[-1] // 2))  # the gate, the left half of each row
+        request = super().read((x, *operands[1:_SLOTS]), of_layer, scalars)
         _check_products(y, z)
         (m, n, k), new, layer = request.detail.shape, {**request.new}, request.problem
         if layer.backward:
@@ -182,7 +188,7 @@ class Fp8Forward(LinearForward):
         for array, values in kept:
             if array is not None:
                 array[...] = values
-        of_layer = exact[0].reshape(x.shape), exact[1], bias, y, z, add
+        of_layer = exact[0].reshape(*x.shape[:-1], -1), exact[1], bias, y, z, add
         done = replace(request.detail, activation=problem.activation, dropout=request.detail.dropout * drops)
         super().on_host(request._replace(problem=problem, detail=done), of_layer, scalars)
 
@@ -251,7 +257,7 @@ class Fp8Backward(LinearBackward):
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        dy, cast_slots, x8, w8, saved, dx, dw, db, dz, slots, history = arrays
+        dy, cast_slots, x8, w8, saved, dx, dw, db, dz, _, _ = arrays
         options, problem, precision = request.detail, request.problem.layer, request.problem.precision
         exact = rows_of(dy).astype(np.float64)
         if not (options.before_activation or problem.output_derivative.is_identity):
@@ -262,7 +268,7 @@ class Fp8Backward(LinearBackward):
         results = {"db": (db, exact.sum(axis=0)), "dz": (dz, rounded)}
         if dx is not None or dw is not None:
             source = exact.astype(np.float32) if casts_dz(problem, precision) else rounded
-            cast, transposed, scales = _cast_on_host(source, DY, precision, slots, history)
+            cast, transposed, scales = self.cast_on_host(source, precision, arrays)
             turned = _exact(transposed, scales, precision)
             for name, out, left, kept, row in (("dx", dx, cast, w8, W), ("dw", dw, turned, x8, X)):
                 if out is not None:
@@ -271,6 +277,10 @@ class Fp8Backward(LinearBackward):
             if out is not None:
                 adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"
                 out[...] = (values.reshape(out.shape) + (out.astype(np.float64) if adds else 0.0)).astype(out.dtype)
+
+    def cast_on_host(self, dz: NDArray[Any], precision: Precision, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """dz as `_cast_on_host` returns it, for a call with these arrays."""
+        return _cast_on_host(dz, DY, precision, *arrays[-2:])
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients:
         """See `Operation`."""
@@ -304,6 +314,11 @@ class Fp8CastBackward(Fp8Backward):
         """See `Operation`."""
         problem = request.problem
         return _measured(lambda: Fp8BackwardPlan(problem.layer, problem.precision, device, is_cast=True), device)
+
+    def cast_on_host(self, dz: NDArray[Any], precision: Precision, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """See `Fp8Backward`."""
+        slot, transposed = arrays[-2][DY], arrays[_FIRST - 1]
+        return transposed.T.astype(np.float64) * slot[INVERSE], transposed, slot
 
 
 def _measured(make: Callable[[], Plan], device: int) -> Plan:
@@ -353,7 +368,10 @@ def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
 
 
 def forward_of_several(
-    state: FP8State | None, following: FP8State | None, given: LinearCall, below: LinearContext | None = None
+    state: FP8State | None,
+    following: FP8State | None,
+    given: LinearCall,
+    below: LinearContext | GatedContext | None = None,
 ) -> tuple[Any, LinearContext, LinearContext | None]:
     """One of consecutive layers for which `choose` has been called: y and the context.
 
@@ -363,27 +381,34 @@ def forward_of_several(
     Args:
         following: the state of the layer that alone reads y; None if there is none. `given` has neither a buffer for y
             nor an addend if there is one.
-        below: the third result of this function for the layer before; None for the first layer.
+        below: the third result of this function for the layer before; or, if `applies_prologue` is True, a gate whose
+            outputs the layer reads; None otherwise. With a gate, x is the gate's operand h.
 
     Returns:
         y; the context; and the context again if y is the pre-activation, otherwise None.
     """
     if state is None or state.fallback is not None:
         return *perform(FORWARD, given.arrays, given.options, (given.rng, None), given.stream), None
-    defers = following is not None and following.fallback is None and not following.recipe.by_rows
-    defers = defers and type_name(given.arrays[0].dtype) == "bfloat16"
+    defers = applies_prologue(following, given.arrays[0])
     y, context = forward_in_fp8(state, given, below=below, defers=defers)
     return y, context, context if defers else None
 
 
+def applies_prologue(state: FP8State | None, x: Any) -> bool:
+    """Whether a layer for which `choose` has been called can apply an activation to its inputs when it casts them."""
+    is_possible = state is not None and state.fallback is None and not state.recipe.by_rows
+    return is_possible and type_name(x.dtype) == "bfloat16"
+
+
 def forward_in_fp8(
-    state: FP8State, given: LinearCall, *, below: LinearContext | None = None, defers: bool = False
+    state: FP8State, given: LinearCall, *, below: LinearContext | GatedContext | None = None, defers: bool = False
 ) -> tuple[Any, LinearContext]:
     """y and the context of a layer whose product is computed in FP8.
 
     Args:
-        below: the context of the layer below if that layer has deferred its activation and dropout: x is then its
-            pre-activation, and the cast of x applies both. This saves writing and reading the layer's output.
+        below: the context of the layer or gate below if it has deferred its activation and dropout: x is then the
+            layer's pre-activation or the gate's h, and the cast of x applies both. This saves writing and reading the
+            output of the layer or gate.
         defers: whether to leave activation and dropout to the next layer, as `below`.
     """
     precision, w8, w8_transposed = precision_of(state, X, W), None, None
@@ -397,7 +422,9 @@ def forward_in_fp8(
         precision = replace(precision, has_x8=True)
         x8_transposed, x8, slots_of_x = given.same_x.x, given.same_x.x8, given.same_x.state.slots
     arrays = *given.arrays, *arrays_of(state, given.arrays[0]), x8_transposed, w8_transposed, None, w8, x8, slots_of_x
-    prologue = Prologue() if below is None else Prologue(below.layer.activation, below.layer.dropout)
+    prologue = Prologue()
+    if below is not None:
+        prologue = Prologue(below.activation, below.dropout, isinstance(below, GatedContext))
     how = precision, prologue, Needs(state.needs_dx, state.needs_dw, given.keeps_x8), defers
     rngs = given.rng, below and below.rng
     y, context = perform(_FORWARD, arrays, (*given.options, *how), rngs, given.stream)

@@ -92,6 +92,11 @@ class LinearContext:
         return self.layer.shape
 
     @property
+    def activation(self) -> Activation:
+        """The layer's activation."""
+        return self.layer.activation
+
+    @property
     def dropout(self) -> float:
         """Probability of dropout in the layer."""
         return self.layer.dropout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.fp8 import Needs, Precision, Prologue
@@ -46,6 +46,7 @@ class Cast:
             the bias gradient; see `CastGradientPass`. The source is then dy.
         accumulate: whether the bias gradient is added to the present values of its buffer.
         prologue: the activation and dropout that are applied to the source before the cast; only without a derivative.
+            If it is gated, the source is the left half of h.
 
     Attributes:
         spec, transposed: the specs of the tensor in FP8 and of its transpose.
@@ -74,11 +75,11 @@ class Cast:
         self._cast: CastPass | CastGradientPass
         self._amax: CastPass | CastGradientPass | None = None
         if derivative is None:
-            function, drops = prologue.activation, prologue.dropout > 0
-            self._cast = CastPass(dtype, name, source, *results, device, function, dropout=drops)
+            options: dict[str, Any] = {"dropout": prologue.dropout > 0, "gated": prologue.gated}
+            self._cast = CastPass(dtype, name, source, *results, device, prologue.activation, **options)
             self.partial_bytes = 0
             if precision.calibrates:
-                self._amax = CastPass(dtype, name, source, None, None, device, function, dropout=drops)
+                self._amax = CastPass(dtype, name, source, None, None, device, prologue.activation, **options)
         else:
             fused = CastGradientPass(dtype, name, derivative, source, *results, device, accumulate=accumulate)
             self._cast, self.partial_bytes = fused, fused.partial_bytes
@@ -289,8 +290,9 @@ class Fp8BackwardPlan(Plan):
 
     Args:
         problem: the layer's gradients, without an `input_derivative`; its x and w are not read.
-        is_cast: whether dy is dz, and is in FP8 already. A call then has the address of dy in FP8 in the place of dy,
-            and that of the transpose in the place of the saved tensor; the plan makes no bias gradient.
+        is_cast: whether dy is dz, and is in FP8 already; its rows may have gaps. A call then has the address of dy in
+            FP8 in the place of dy, and that of the transpose in the place of the saved tensor; the plan makes no bias
+            gradient.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
@@ -319,7 +321,7 @@ class Fp8BackwardPlan(Plan):
             self._cast = Cast(*of_dz, out=needs_dx, transposed=needs_dw, derivative=derived, accumulate=accumulate)
         _, kind, gradient = recipe.dtypes
         (m, k), n = problem.x.layout.shape, problem.w.layout.rows
-        out, transposed = Spec(packed(m, n)), Spec(packed(n, m))
+        out, transposed = problem.dy if is_cast else Spec(packed(m, n)), Spec(packed(n, m))
         kinds, is_fast = (gradient, kind), recipe.fast_accumulation == "always"
         w, x = Spec(packed(k, n)).transposed, Spec(packed(k, m)).transposed
         found = {}

@@ -15,11 +15,13 @@ from lt_runtime.errors import LtError
 from lt_runtime.fp8 import FP8
 from lt_runtime.nn.linear import scales_of
 from lt_runtime.ops._fp8_choice import Candidate, choose, fits
-from lt_runtime.ops._fp8_linear import LinearCall, forward_of_several
+from lt_runtime.ops._fp8_gated import casts_gate, gated_bwd_in_fp8, halves
+from lt_runtime.ops._fp8_linear import LinearCall, applies_prologue, forward_of_several
 from lt_runtime.ops._fp8_state import FP8State
+from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import Layer, LinearContext
 from lt_runtime.ops.first_use import is_tuning
-from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
+from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.problem import Activation
 from lt_runtime.torch import fp8_steps
@@ -263,11 +265,18 @@ class _Fp8Gated(torch.autograd.Function):
             ctx.records.append(record)
             kept += saved
         del source, made  # frees x in FP8, which nothing reads any more
-        a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
+        masks, below, a = masks_of(p, 0, keys), None, h
+        if applies_prologue(scales[2], h):
+            below = GatedContext(h, Activation.of(activation, slope), p, masks)
+        else:
+            a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks)
         arrays = a, *placed((down, biases[2])), None, None, add
-        y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common))
+        y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common), below)
         record, saved = _record(made, scales[2], down)
         ctx.records.append(record)
+        # The gradients in FP8 lack what biases and weights with other strides need.
+        is_plain = biases[0] is None and biases[1] is None and gate.is_contiguous() and up.is_contiguous()
+        ctx.casts = is_plain and casts_gate(h, *scales[:2])
         ctx.options, ctx.is_tuning = options, is_tuning()
         ctx.save_for_backward(*kept, *saved)
         return as_tensor(y)
@@ -278,15 +287,17 @@ class _Fp8Gated(torch.autograd.Function):
         begin_backward("gated", ctx)
         _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
         like, key, h, *kept = placed([dy, *ctx.saved_tensors])
-        (activation, slope, p), (gate, up, down), width = ctx.options, ctx.records, h.shape[-1] // 2
+        (activation, slope, p), (gate, up, down) = ctx.options, ctx.records
         of_hidden = of_x or True in (*needs[:2], *needs[3:5])
         da, ddown, ddown_bias = _backward(like, down, kept[8:], key, (of_hidden, needs[2], needs[5]))
         dx = dgate = dgate_bias = dup = dup_bias = None
         if of_hidden:
-            dh = gated_bwd(da, GatedContext(h, Activation.of(activation, slope), p, masks_of(p, 0, key)))
-            dx, dgate, dgate_bias = _backward(dh[..., :width], gate, kept[:4], key, (of_x, needs[0], needs[3]))
+            context = GatedContext(h, Activation.of(activation, slope), p, masks_of(p, 0, key))
+            cast = gated_bwd_in_fp8(da, context, gate[1], up[1]) if ctx.casts else None
+            of_gate, of_up = halves(gated_bwd(da, context) if cast is None else cast, h.shape[-1] // 2)
+            dx, dgate, dgate_bias = _backward(of_gate, gate, kept[:4], key, (of_x, needs[0], needs[3]))
             adds: Any = {"out_dx": dx, "accumulate_dx": True} if of_x else {}
-            _, dup, dup_bias = _backward(dh[..., width:], up, kept[4:8], key, (of_x, needs[1], needs[4]), **adds)
+            _, dup, dup_bias = _backward(of_up, up, kept[4:8], key, (of_x, needs[1], needs[4]), **adds)
         dx, *of_layers = as_tensors((dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias))
         return None, None, dx, dy if of_add else None, None, *of_layers
 

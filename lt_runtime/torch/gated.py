@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from lt_runtime.errors import ShapeError
-from lt_runtime.ops.gated import GatedContext, gated_bwd, gated_fwd
+from lt_runtime.ops._gated import GatedContext
+from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear, linear_bwd
 from lt_runtime.problem import Activation, probability
 from lt_runtime.torch.linear import compute_of, masks_of, plain_context

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+import lt_runtime.ops._fp8_gated as lt_gated
 import lt_runtime.ops._fp8_linear as lt_operations
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._fp8_state import arrays_of
 from tests.support.fake_gpu import FakeGpu
-from tests.support.fp8_layers import BF16, CASES, FP16, Fp8Case, Fp8Layer, K, M, N, decibels
+from tests.support.fp8_layers import BF16, CASES, FP16, Fp8Case, Fp8Layer, GatedLayers, K, M, N, decibels
 from tests.support.over_fake_gpu import own
 
 GROWING = (1.0, 4.0, 16.0)
@@ -310,3 +311,16 @@ def test_a_refused_call_calibrates_nothing() -> None:
     assert state.calibrated == set()
     lt.linear_fwd(X, W, precision=state)
     assert state.calibrated == {0, 1}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("on", ["NumPy arrays", "a GPU"])
+def test_gradients_of_a_gate_are_cast_for_two_layers(request: pytest.FixtureRequest, on: str, dropout: float) -> None:
+    layers = GatedLayers(lt, lt_gated, dropout)
+    if on == "a GPU":
+        gpu: FakeGpu = request.getfixturevalue("gpu")
+        layers = GatedLayers(gpu.lt, own("ops._fp8_gated"), dropout, gpu)
+    for step in range(3):
+        found, expected = layers.step(step)
+        assert (found is None) == (step == 0)  # the first step finds the scales
+        assert found in (None, expected)

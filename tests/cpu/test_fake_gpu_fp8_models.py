@@ -120,6 +120,65 @@ def test_gate_and_up_projection_share_a_cast(gpu: FakeGpu, device: str) -> None:
         assert decibels(ours.astype(np.float64), wanted.astype(np.float64)) > 18.0
 
 
+_CURRENT = ["cast_fp8", "fp8_scales", "cast_fp8"]
+GATES = {
+    "delayed": ({}, "delayed", ["cast_fp8"] * 4, ["cast_fp8"] * 2),
+    "dropout": ({"dropout": 0.25}, "delayed", ["cast_fp8"] * 4, ["cast_fp8"] * 2),
+    "biases": ({"bias": True}, "delayed", ["cast_fp8"] * 4, ["cast_fp8", "gated_bwd", "cast_fp8"]),
+    "current": ({}, "current", _CURRENT * 4, [*_CURRENT, "gated_bwd", *_CURRENT]),
+    "rowwise": (
+        {}, "rowwise", [*["cast_fp8"] * 4, "gated_fwd", *["cast_fp8"] * 4],
+        [*["cast_fp8"] * 2, "gated_bwd", *["cast_fp8"] * 2],
+    ),
+    "float16": (
+        {"dtype": "float16"}, "delayed", ["cast_fp8", "cast_fp8", "gated_fwd", "cast_fp8", "cast_fp8"],
+        ["cast_fp8", "gated_bwd", "cast_fp8"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("options", "recipe", "forward", "backward"), GATES.values(), ids=GATES)
+def test_a_gated_block_computes_what_its_parts_compute(
+    gpu: FakeGpu, device: str, options: Any, recipe: Any, forward: list[str], backward: list[str]
+) -> None:
+    """In BF16 one kernel computes and casts the gated values, and one the gradients of gate and value."""
+    options = {"dtype": "bfloat16", "seed": 4, "precision": gpu.lt.FP8(recipe=recipe), **options}
+    block = gpu.lt.SwiGLU(32, 48, device=device, **options)
+    states = [gpu.lt.FP8State(options["precision"]) for _ in range(2)]
+    up, down = ([block.device.to_host(each.data) for each in layer.parameters()] for layer in (block.up, block.down))
+
+    def by_parts(x: Any, dy: Any, step: int) -> list[Any]:
+        """Runs the operations of the block on NumPy arrays; returns y, dx and the gradients of the parameters."""
+        h, of_up = gpu.lt.linear_fwd(x, *up, precision=states[0])
+        a, gate = gpu.lt.gated_fwd(h, dropout=block.dropout, rng=gpu.lt.Philox(4, 1, step))
+        y, of_down = gpu.lt.linear_fwd(a, *down, precision=states[1])
+        da, *of_second = gpu.lt.linear_bwd(dy, of_down)
+        dx, *of_first = gpu.lt.linear_bwd(gpu.lt.gated_bwd(da, gate), of_up)
+        return [y, dx, *of_first, *of_second]
+
+    for step, (x, _) in enumerate(batches(3)):
+        x = (2**step * x).astype(block.up.weight.data.dtype)
+        dy, run, launched = x[:, ::-1].copy(), gpu.lt.Pass(step), []
+        for way, given in ((block.forward, x), (block.backward, dy)):
+            gpu.kernels.launched.clear()
+            made = way(block.device.asarray(given), run)
+            gpu.synchronize_all()
+            launched.append((made, [*gpu.kernels.launched]))
+        expected = [each for each in by_parts(x, dy, step) if each is not None]
+        for each in (*states, block.up.scales, block.down.scales):
+            each.update()
+        gpu.synchronize_all()
+        found = [*(each for each, _ in launched), *(each.grad for each in block.parameters())]
+        for ours, theirs in zip(found, expected, strict=True):
+            # More than 27 dB: only a few of the FP8 numbers differ.
+            assert decibels(block.device.to_host(ours).astype(np.float64), theirs.astype(np.float64)) > 27.0
+    if device == "cuda":
+        assert [each for _, each in launched] == [forward, backward]
+    scales = [[each.scales for each in owners] for owners in (states, (block.up.scales, block.down.scales))]
+    assert scales[0] == scales[1]
+
+
 def test_a_gated_block_that_recomputes_has_no_precision() -> None:
     with pytest.raises(lt.errors.ArgumentError, match="recompute is True, which excludes a precision"):
         lt.SwiGLU(32, 48, recompute=True, device="cpu", precision="fp8")
@@ -144,10 +203,18 @@ def test_layers_say_how_they_are_computed() -> None:
     assert lt.Linear(16, 16, device="cpu", precision=lt.FP8(history=4)).scales.recipe.history == 4
 
 
-def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, recipe: Any = "delayed", **options: Any) -> list[bytes]:
+def train(
+    gpu: FakeGpu, *, graph: bool, parts: int = 1, recipe: Any = "delayed", gated: bool = False, **options: Any
+) -> list[bytes]:
     """Trains for five steps; returns the bytes of parameters, losses and FP8 scales after each step."""
-    options |= {"dtype": "bfloat16", "seed": 4, "device": "cuda", "precision": gpu.lt.FP8(recipe=recipe)}
-    model = gpu.lt.MLP(DIMS, "gelu", **options)
+    common = {"dtype": "bfloat16", "seed": 4, "device": "cuda", "precision": gpu.lt.FP8(recipe=recipe)}
+    if gated:
+        norm = gpu.lt.RMSNorm(DIMS[0], dtype="bfloat16", device="cuda")
+        block = gpu.lt.Residual(gpu.lt.Chain(norm, gpu.lt.SwiGLU(DIMS[0], 48, **options, **common)))
+        model = gpu.lt.Chain(block, gpu.lt.Linear(DIMS[0], DIMS[-1], **common))
+    else:
+        model = gpu.lt.MLP(DIMS, "gelu", **options, **common)
+    layers = [each for each in model.blocks() if isinstance(each, gpu.lt.Linear)]
     optimizer = gpu.lt.AdamW(model.parameters(), lr=1e-2)
     step = gpu.lt.TrainStep(
         model, optimizer, loss="cross_entropy", batch_size=ROWS * parts, accumulate=parts, graph=graph, tune=False
@@ -158,14 +225,17 @@ def train(gpu: FakeGpu, *, graph: bool, parts: int = 1, recipe: Any = "delayed",
         xs, labels = zip(*given[number * parts : (number + 1) * parts], strict=True)
         loss = step(gpu.cp.asarray(np.concatenate(xs)), gpu.cp.asarray(np.concatenate(labels)))
         gpu.synchronize_all()
-        states = [array for layer in model.layers[:2] for array in (layer.scales.slots, layer.scales.history)]
+        states = [array for layer in layers[:2] for array in (layer.scales.slots, layer.scales.history)]
         arrays = [loss, *(each.data for each in model.parameters()), *states]
         made.append(b"".join(gpu.host_of(each).tobytes() for each in arrays))
-    assert model.layers[2].scales.slots is None
+    assert layers[2].scales.slots is None
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.25}, {"parts": 2}, {"recipe": "rowwise"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout": 0.25}, {"parts": 2}, {"recipe": "rowwise"}, {"gated": True, "dropout": 0.25, "parts": 2}],
+)
 def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: FakeGpu, options: Any) -> None:
     """Both as a graph and eagerly, the first step computes the FP8 scales from its own batch."""
     assert train(gpu, graph=True, **options) == train(gpu, graph=False, **options)

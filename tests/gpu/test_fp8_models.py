@@ -16,11 +16,23 @@ DIMS, ROWS = [256, 512, 256, 64], 512
 
 
 def train(
-    gpu: Any, steps: int, *, precision: Any, graph: bool = True, tune: bool = False, weights: tuple[Any, ...] = ()
+    gpu: Any,
+    steps: int,
+    *,
+    precision: Any,
+    graph: bool = True,
+    tune: bool = False,
+    weights: tuple[Any, ...] = (),
+    gated: bool = False,
 ) -> tuple[list[float], bytes]:
     """Trains a model to imitate a random one; returns the losses, and the final bytes of parameters and scales."""
     teacher = lt.MLP(DIMS, "gelu", dtype="float32", seed=9, device="cpu")
-    model = lt.MLP(DIMS, "gelu", dtype="bfloat16", seed=4, device="cuda", precision=precision)
+    options: dict[str, Any] = {"dtype": "bfloat16", "seed": 4, "device": "cuda", "precision": precision}
+    model: Any = lt.MLP(DIMS, "gelu", **options)
+    if gated:
+        block = lt.Residual(lt.SwiGLU(DIMS[0], DIMS[1], dropout=0.1, **options))
+        model = lt.Chain(lt.Linear(DIMS[0], DIMS[0], **options), block, lt.Linear(DIMS[0], DIMS[-1], **options))
+    layers = [each for each in model.blocks() if isinstance(each, lt.Linear)]
     step = lt.TrainStep(
         model, lt.AdamW(model.parameters(), lr=2e-3), loss="mse", batch_size=ROWS, graph=graph, tune=tune
     )
@@ -31,7 +43,7 @@ def train(
         losses.append(float(step(*batch, *weights)))
     gpu.cp.cuda.Device().synchronize()
     arrays = [gpu.host_of(each.data) for each in model.parameters()]
-    for layer in model.layers:
+    for layer in layers:
         if layer.scales is not None:
             slots = layer.scales.state_dict()["slots"]
             slots[1, 2] = 0  # the largest magnitude of w, which a graph's update finds one step earlier than forward
@@ -39,10 +51,11 @@ def train(
     return losses, b"".join(each.tobytes() for each in arrays)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: Any, recipe: Any) -> None:
-    precision = lt.FP8(recipe=recipe)
-    assert train(gpu, 10, precision=precision) == train(gpu, 10, precision=precision, graph=False)
+def test_a_graph_trains_bit_for_bit_as_eager_steps(gpu: Any, recipe: Any, gated: bool) -> None:
+    options: Any = {"precision": lt.FP8(recipe=recipe), "gated": gated}
+    assert train(gpu, 10, **options) == train(gpu, 10, **options, graph=False)
 
 
 def test_the_loss_casts_as_the_last_layer_does(gpu: Any) -> None:
@@ -53,11 +66,12 @@ def test_the_loss_casts_as_the_last_layer_does(gpu: Any) -> None:
     assert losses == pytest.approx(others, rel=1e-5)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("precision", [lt.FP8(), lt.FP8(recipe="current"), lt.FP8(gradients="e4m3")])
-def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any) -> None:
+def test_training_reaches_the_loss_of_bfloat16(gpu: Any, precision: Any, gated: bool) -> None:
     """Compares mean losses of the last 40 of 400 steps; FP8's noise in the forward pass may raise its loss by 15 %."""
-    in_fp8, _ = train(gpu, 400, precision=precision, tune=True)
-    in_bf16, _ = train(gpu, 400, precision=None)
+    in_fp8, _ = train(gpu, 400, precision=precision, tune=True, gated=gated)
+    in_bf16, _ = train(gpu, 400, precision=None, gated=gated)
     assert np.mean(in_fp8[-40:]) < 1.15 * np.mean(in_bf16[-40:]) < 0.5 * in_bf16[0]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lt_runtime.kernels import fp8
 from lt_runtime.kernels.call import Call, DropoutState
-from lt_runtime.kernels.fp8 import CastGradientPass, CastPass, CastRowsPass
+from lt_runtime.kernels.fp8 import CastGatedPass, CastGradientPass, CastPass, CastRowsPass
+from lt_runtime.kernels.gated import GatedPass
 from lt_runtime.kernels.tiling import Tiling
 from lt_runtime.problem import Activation, ActivationName, Derivative, DType, Philox, Saved, keep_threshold
 from lt_runtime.reference import activate, amax_of, cast_fp8, derivative, dropout_scale
@@ -186,15 +187,19 @@ class Function:
     to: str
     dropout: bool
     backward: bool
+    gated: bool = False
 
     def __str__(self) -> str:
-        options = "backward" if self.backward else "forward", "dropout" if self.dropout else "whole"
+        way = "gated" if self.gated else "backward" if self.backward else "forward"
+        options = way, "dropout" if self.dropout else "whole"
         return "-".join([self.dtype.value, self.activation, self.to, *options])
 
 
 FUNCTIONS = (
     Function(BF16, "gelu", "float8_e4m3fn", dropout=False, backward=False),
     Function(BF16, "sigmoid", "float8_e4m3fn", dropout=True, backward=False),
+    Function(BF16, "gelu_erf", "float8_e4m3fn", dropout=False, backward=False, gated=True),
+    Function(BF16, "silu", "float8_e4m3fn", dropout=True, backward=False, gated=True),
     Function(BF16, "none", "float8_e5m2", dropout=False, backward=True),
     Function(BF16, "gelu", "float8_e5m2", dropout=False, backward=True),
     Function(BF16, "silu", "float8_e4m3fn", dropout=True, backward=True),
@@ -212,7 +217,11 @@ def test_functions(host: HostKernels, function: Function, case: Case, accumulate
     case, dtype, philox = replace(case, aligned=True), function.dtype, Philox(case.seed, 3, 5)
     rows, cols = shape = -(-case.shape[0] // 16) * 16, -(-case.shape[1] // 16) * 16
     generator, activation = np.random.default_rng(case.seed), Activation(function.activation)
-    x, saved = (Guarded(numbers(generator, shape, dtype), _suited(case, place, cols, 2)) for place in case.places[:2])
+    read = cols * (1 + function.gated)  # with a gate, x is the left half of a matrix
+    x, saved = (
+        Guarded(numbers(generator, (rows, width), dtype), _suited(case, place, width, 2))
+        for place, width in zip(case.places, (read, cols), strict=False)
+    )
     out, transposed = (
         Guarded(np.zeros(each, FP8_TYPES[function.to]), _suited(case, case.places[2], each[1], 1))
         for each in (shape, shape[::-1])
@@ -233,12 +242,18 @@ def test_functions(host: HostKernels, function: Function, case: Case, accumulate
             pointers = x.address, *fp8_addresses, saved.address, db.address, memory.workspace
             back.launch(Call(pointers, 0, dropouts=(dropout, None)), memory)  # type: ignore[arg-type]
         else:
-            made = CastPass(dtype, function.to, spec_of(x), *specs, 0, activation, dropout=function.dropout)
+            of_x = spec_of(x)
+            of_x = replace(of_x, layout=replace(of_x.layout, cols=cols))
+            options = {"dropout": function.dropout, "gated": function.gated}
+            made = CastPass(dtype, function.to, of_x, *specs, 0, activation, **options)
             memory = Memory()
             made.launch(Call((x.address, *fp8_addresses), 0, dropouts=(dropout, None)), memory)  # type: ignore[arg-type]
     memory.check()
     values = x.array.astype(np.float64)
-    if function.backward:
+    if function.gated:
+        gate, value = np.split(values, 2, axis=1)
+        exact, error = activate(gate, activation) * value, (1 + np.abs(gate)) * np.abs(value)
+    elif function.backward:
         exact, error = values * derivative(saved.array.astype(np.float64), activation), np.abs(values)
     else:
         exact, error = activate(values, activation), 1 + np.abs(values)
@@ -257,3 +272,37 @@ def test_functions(host: HostKernels, function: Function, case: Case, accumulate
         sums = exact.sum(0) + 0.5 * accumulate
         bound = rounding(dtype, sums) + error.sum(0) + rows * EPS32 * np.abs(exact).sum(0)
         assert_close("db", db.values()[0], sums, bound)
+
+
+@pytest.mark.parametrize("to", FP8_TYPES)
+@pytest.mark.parametrize(("activation", "drops"), [("none", False), ("silu", True), ("gelu_erf", False)])
+@FEW
+@given(case=cases)
+@example(case=_TWO_TILES)
+def test_gradients_of_a_gate(host: HostKernels, activation: ActivationName, drops: bool, to: str, case: Case) -> None:
+    """The gradients of gate and value are NumPy's casts of the gradients that gated_bwd writes, bit for bit."""
+    shape = rows, cols = -(-case.shape[0] // 16) * 16, -(-case.shape[1] // 16) * 16
+    wide, generator = (rows, 2 * cols), np.random.default_rng(case.seed)
+    dy, h, dh = (Guarded(numbers(generator, each, BF16), FLAT) for each in (shape, wide, wide))
+    out, transposed = (Guarded(np.zeros(each, FP8_TYPES[to])) for each in (wide, wide[::-1]))
+    scales, amax = np.float32([case.scale, 2 * case.scale]), np.float32([0.5, 0.25])
+    words = [each.ctypes.data + 4 * i for i in range(2) for each in (scales, amax)]
+    dropout = DropoutState(keep_threshold(_P), Philox(case.seed, 3, 5)) if drops else None
+    with pytest.MonkeyPatch.context() as patch, host.in_order(case.order):
+        patch.setattr(fp8, "check_fp8", lambda _: None)
+        if case.short:
+            patch.setattr(fp8, "square_tiles", lambda layout: Tiling((-(-layout.cols // 128), 1), (16, 16)))
+        specs = [spec_of(each) for each in (h, dy, dh)]
+        plain = GatedPass(BF16, Activation(activation), drops, specs, False, 0)
+        cast = CastGatedPass(to, Activation(activation), drops, spec_of(dy), 0)
+        for made, results in ((plain, (dh.address,)), (cast, (out.address, transposed.address, *words))):
+            memory = Memory()
+            addresses = dy.address, h.address, *results
+            made.launch(Call(addresses, 0, dropouts=(dropout, None)), memory)  # type: ignore[arg-type]
+    halves = np.split(dh.values().astype(BF16.numpy), 2, axis=1)
+    expected = np.concatenate([cast_fp8(each, scale, to) for each, scale in zip(halves, scales, strict=True)], axis=1)
+    np.testing.assert_array_equal(out.values(), expected.astype(np.float64))
+    np.testing.assert_array_equal(transposed.values(), expected.T.astype(np.float64))
+    np.testing.assert_array_equal(amax, [max(0.5, amax_of(halves[0])), max(0.25, amax_of(halves[1]))])
+    h.assert_unchanged()
+    dy.assert_unchanged()

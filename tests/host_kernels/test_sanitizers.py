@@ -48,6 +48,7 @@ WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {
     "test_tally.py::test_rows_are_counted": (BF16,),
     "test_fp8.py::test_casts": ("bfloat16-float8_e4m3fn", "float32-float8_e5m2"),
     "test_fp8.py::test_functions": ("bfloat16-silu-float8_e4m3fn-backward-dropout",),
+    "test_fp8.py::test_gradients_of_a_gate": ("silu-True-float8_e4m3fn",),
     "test_norm.py::test_norms": ("float32-float32-layer", "bfloat16-float32-layer", "float16-float16-rms"),
     "test_norm.py::test_wide_rows": ("True-bfloat16-bfloat16-layer-shape2", "False-float32-float32-layer-shape3"),
     "test_verify.py::test_expected_results": ("shape1",),

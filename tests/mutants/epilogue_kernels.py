@@ -135,6 +135,8 @@ FAULTS: Final[Table] = {
             "options, (Philox(ctx.rng.seed + 1) if ctx.rng else None, None)",
             "tests/cpu/ops/test_gated.py::test_the_step_may_advance_in_place",
         ),
+    },
+    "lt_runtime/ops/_gated.py": {
         "a call without elements is launched": (
             "Request(None if is_empty else problem, written",
             "Request(problem, written",

@@ -111,6 +111,51 @@ class Fp8Layer:
         return made | {"slots": self.get(self.state.slots), "history": self.get(self.state.history)}
 
 
+class GatedLayers:
+    """The layers of a gate and its value, with scales of their own, on the host or on a GPU.
+
+    Args:
+        gated: the package's module `ops._fp8_gated`.
+    """
+
+    def __init__(self, package: Any, gated: Any, dropout: float, gpu: Any = None) -> None:
+        self.lt, self._gated, self._dropout, self._gpu = package, gated, dropout, gpu
+        self._states = [package.FP8State() for _ in range(2)]
+
+    def step(self, number: int) -> tuple[Any, list[bytes]]:
+        """The bytes of the layers' gradients and scales, with gradients of the gate that one kernel casts.
+
+        Also returns those with gradients that `gated_bwd` writes and each layer casts. The first are None if the layers
+        have not found their scales.
+        """
+        generator, states = np.random.default_rng(number), self._states
+
+        def draw(size: float, *shape: int) -> Any:
+            values = (size * generator.standard_normal(shape)).astype(BF16)
+            return values if self._gpu is None else placed(self._gpu, values)
+
+        x, dy, h = draw(1, 2, M // 2, K), draw(1e-3, 2, M // 2, N), draw(1, 2, M // 2, 2 * N)
+        contexts = [
+            self.lt.linear_fwd(x, draw(size, N, K), precision=state, out=part)[1]
+            for size, state, part in zip((0.1, 1), states, (h[..., :N], h[..., N:]), strict=True)
+        ]
+        assert self._gated.casts_gate(h, *states)
+        _, gate = self.lt.gated_fwd(h, dropout=self._dropout, rng=self.lt.Philox(1, 2, number))
+        cast, made = self._gated.gated_bwd_in_fp8(dy, gate, *states), []
+        for dh in (cast, self.lt.gated_bwd(dy, gate)):
+            parts = [] if dh is None else zip(self._gated.halves(dh, N), contexts, strict=True)
+            found = [each for part, ctx in parts for each in self.lt.linear_bwd(part, ctx)[:2]]
+            if self._gpu is not None:
+                self._gpu.synchronize()
+            arrays = [] if dh is None else [*found, *(state.slots for state in states)]
+            made.append([(each if self._gpu is None else host_of(self._gpu, each)).tobytes() for each in arrays])
+        for state in states:
+            state.update()
+        if self._gpu is not None:
+            self._gpu.synchronize()
+        return made[0] or None, made[1]
+
+
 def decibels(found: NDArray[Any], wanted: NDArray[Any]) -> float:
     """The ratio of signal to error, in dB."""
     noise = float(((found - wanted) ** 2).sum())

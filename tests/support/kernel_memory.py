@@ -111,7 +111,7 @@ class KernelCall(NamedTuple):
         p, field = getattr(self.params, "fp8", self.params), path.rpartition(".")[2]
         operand, kinds = getattr(owner, field), (self.macros.get("SCALAR", "float"), self.macros.get("PRODUCT"))
         item = 4 if "float" in kinds else 2
-        if path.startswith("fp8."):
+        if path.startswith("fp8"):
             item = 1
         if not isinstance(operand, Matrix):
             return item * min(p.rows, p.cols) if field in _VECTORS else None

@@ -40,8 +40,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
         Whether each backward call of an eager linear layer makes dx, dw and db.
     """
     torch = pytest.importorskip("torch")
+    from lt_runtime.ops._gated import GatedContext
     from lt_runtime.ops._linear import BACKWARD, LinearContext
-    from lt_runtime.ops.gated import GatedContext
     from lt_runtime.ops.norm import NormContext
     from lt_runtime.problem import Philox
     from lt_runtime.torch import gated, linear, norms

@@ -248,6 +248,36 @@ def test_a_gated_block_is_that_of_dequantised_operands() -> None:
         assert (got - each).norm() < 0.1 * each.norm()
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_gated_block_in_bfloat16_casts_hidden_values_and_their_gradients_at_once(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any
+) -> None:
+    """The hidden values are not rounded to BF16 before their cast; their gradients are, as those of separate layers."""
+    found = {}
+    for way in ("at once", "no gradients", "neither"):
+        if way == "no gradients":
+            monkeypatch.setattr("lt_runtime.torch.fp8.casts_gate", lambda *_: False)
+        if way == "neither":
+            monkeypatch.setattr("lt_runtime.torch.fp8.applies_prologue", lambda *_: False)
+        torch.manual_seed(0)
+        precision = lt.FP8(recipe=recipe)
+        options: Any = {"gated": True, "bias": False, "dropout": 0.25, "dtype": torch.bfloat16, "precision": precision}
+        block = ltt.FeedForward(32, 48, "silu", **options)
+        optimizer, made = ltt.AdamW(block.parameters(), lr=1e-3), []
+        for _ in range(3):
+            x = torch.randn(2, 16, 32).bfloat16().requires_grad_()
+            y = block(x)
+            y.backward(torch.randn(2, 16, 32).bfloat16())
+            made += [y.detach(), x.grad, *(each.grad for each in block.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        found[way] = made, [each.scales.scales for each in (block.gate, block.up, block.down)]
+    assert all(map(torch.equal, found["at once"][0], found["no gradients"][0]))
+    assert found["at once"][1] == found["no gradients"][1] == found["neither"][1]
+    differ = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(made, found["at once"][0], strict=True)]
+    assert 0 < max(differ) < 0.1
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("trained", ["x", "up.weight", "up.bias", "down.weight"])
 def test_a_gradient_of_a_block_alone_equals_that_among_all(trained: str, gated: bool) -> None:

@@ -147,6 +147,8 @@ def test_bytes_and_operations_are_those_counted_by_hand() -> None:
     assert kernels.epilogue_forward(8192, 3072, 0.1).bytes == 4 * 8192 * 3072
     assert kernels.gated(8192, 4096, 0.1).bytes == 3 * 2 * 8192 * 4096
     assert kernels.gated(8192, 4096, backward=True).bytes == 5 * 2 * 8192 * 4096
+    assert kernels.gated_fp8(8192, 4096).bytes == (4 + 2) * 8192 * 4096
+    assert kernels.gated_fp8(8192, 4096, backward=True).bytes == (6 + 4) * 8192 * 4096
     assert kernels.norm("rms_norm", 8192, 4096, backward=True).bytes == 3 * 2 * 8192 * 4096
     assert kernels.norm("rms_norm", 8192, 4096, adds=True).bytes == 4 * 2 * 8192 * 4096
     assert kernels.dropout("bfloat16", 8192, 8192).bytes == 2 * 4 * 2**26

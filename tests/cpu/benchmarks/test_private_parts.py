@@ -72,6 +72,23 @@ def test_the_epilogues_in_fp8_run_alone(gpu: FakeGpu, internals: ModuleType) -> 
         assert (gpu.host_of(found).astype(np.float32) == value).all()
 
 
+def test_gated_activations_in_fp8_run_alone(gpu: FakeGpu, internals: ModuleType) -> None:
+    h, dy = (gpu.cp.ones((16, cols), np.dtype("bfloat16")) for cols in (64, 32))
+    y, dh = (
+        [gpu.cp.ones(each, np.uint8).view(dtype) for each in (shape, shape[::-1])]
+        for shape, dtype in (((16, 32), "float8_e4m3fn"), ((16, 64), "float8_e5m2"))
+    )
+    for given, results in (((h,), y), ((h, dy), dh)):
+        run = internals.gated_fp8_pass((16, 32), backward=len(given) > 1)
+        run(*(each.data.ptr for each in (*given, *results)), 0)
+    gpu.synchronize_all()
+    # SiLU(1) = 0.731 and SiLU'(1) = 0.928, rounded
+    assert all((gpu.host_of(each).astype(np.float32) == 0.75).all() for each in y)
+    rows, turned = (gpu.host_of(each).astype(np.float32) for each in dh)
+    assert (rows == turned.T).all()
+    assert [{*each.flat} for each in (rows[:, :32], rows[:, 32:])] == [{0.875}, {0.75}]
+
+
 def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) -> None:
     process = internals.SecondProcess()
     process.build(import_module("benchmarks.layers").Block("test", 16, 24, 8, "bf16", "gelu"))

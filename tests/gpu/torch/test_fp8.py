@@ -67,7 +67,7 @@ def trained(precision: Any, steps: int, *, captured: bool, gated: bool = False) 
     torch.manual_seed(0)
     options: dict[str, Any] = {"precision": precision, "device": "cuda", "dtype": torch.bfloat16}
     if gated:
-        model: Any = ltt.FeedForward(256, 512, "silu", gated=True, **options)
+        model: Any = ltt.FeedForward(256, 512, "silu", gated=True, bias=False, **options)
     else:
         model = ltt.MLP([256, 512, 256], "gelu", **options)
     teacher = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) / 16
@@ -99,9 +99,10 @@ def test_a_captured_model_learns_as_in_bf16(gated: bool) -> None:
     assert all((each.scales.state_dict()["history"] > 0).all() for each in layers)  # each replay updates the scales
 
 
-def test_captured_steps_equal_eager_ones() -> None:
-    captured, losses = trained(lt.FP8(), 12, captured=True)
-    eager, expected = trained(lt.FP8(), 12, captured=False)
+@pytest.mark.parametrize("gated", [False, True])
+def test_captured_steps_equal_eager_ones(gated: bool) -> None:
+    captured, losses = trained(lt.FP8(), 12, captured=True, gated=gated)
+    eager, expected = trained(lt.FP8(), 12, captured=False, gated=gated)
     assert losses == expected
     found = captured.state_dict()
     assert all(torch.equal(found[name], each) for name, each in eager.state_dict().items())
