@@ -26,8 +26,6 @@ layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Layers with FP8 scales that have been called in training."""
 _copies: Final[weakref.WeakKeyDictionary[Any, WeightCopy]] = weakref.WeakKeyDictionary()
 """The copies by layer."""
-_ready: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""Layers whose weight an earlier step of `AdamW` could have written in FP8."""
 _followed: Final[list[Any]] = []
 """The optimizers whose copies may be read by the present capture."""
 
@@ -38,6 +36,7 @@ class WeightCopy:
     Attributes:
         owner: weak reference to the optimizer.
         out, transposed: the weight as it lies in memory, and its transpose, in FP8.
+        entry: the entry of the update's table.
     """
 
     def __init__(self, layer: Any, owner: Any) -> None:
@@ -45,6 +44,7 @@ class WeightCopy:
         self.out = torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=device)
         self.transposed = torch.empty((cols, rows), dtype=torch.float8_e4m3fn, device=device)
         self.owner, self._slots = weakref.ref(owner), layer.scales.slots
+        self.entry: Fp8Copy = entry_of(layer.scales, *placed([self.out, self.transposed]))
         self._made_of: tuple[int, ...] = ()
 
     def suits(self, layer: Any) -> bool:
@@ -69,10 +69,6 @@ class WeightCopy:
         # A backward pass that would read the copy's former values raises PyTorch's error for saved tensors.
         torch.autograd.graph.increment_version([self.out, self.transposed])
         self._made_of = _version(layer)
-
-    def entry(self, layer: Any) -> Fp8Copy:
-        """The entry of the update's table."""
-        return entry_of(layer.scales, *placed([self.out, self.transposed]))
 
 
 def _version(layer: Any) -> tuple[int, ...]:
@@ -140,8 +136,8 @@ def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[
     A step in a graph that `lt_runtime.torch.capture` does not capture writes no copies. From then on all copies are
     stale, because nothing tells when the graph has been launched.
 
-    A weight gets its copy in the second step in which its layer is in FP8: after the first one, tuning may find that
-    the layer's own type is faster.
+    A weight gets its copy in the second step or later: after the first one, tuning may find that the layer's own type
+    is faster.
 
     Args:
         captures: whether the step is being captured.
@@ -152,16 +148,15 @@ def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[
         return []
     taken = {id(layer.weight) for layer, _ in _present()}
     for layer in () if is_fixed else _layers_of(optimizer):
-        weight, matrix = layer.weight, _matrix(layer.weight)
-        if id(weight) in taken or weight.grad is None or matrix is None:
+        weight = layer.weight
+        if id(weight) in taken or weight.grad is None or (matrix := _matrix(weight)) is None:
             continue
         arrays = [weight, *[each for each in optimizer.state.get(weight, {}).values() if each.dim()]]
+        was_suited = layer.scales.is_written
         layer.scales.is_written = is_suited(layer.scales, matrix.shape, arrays)
-        if layer.scales.is_written and can_write(layer.scales):
-            if layer in _ready:
-                _copies[layer] = WeightCopy(layer, optimizer)
-                taken.add(id(weight))
-            _ready.add(layer)
+        if was_suited and layer.scales.is_written and can_write(layer.scales):
+            _copies[layer] = WeightCopy(layer, optimizer)
+            taken.add(id(weight))
     return [(layer, copy) for layer, copy in _present() if copy.owner() is optimizer]
 
 
@@ -181,9 +176,7 @@ def update_scales(optimizer: Any) -> None:
     If `GradScaler` sets the optimizer's flag `found_inf`, the scales stay as they are.
     """
     found: Any = getattr(optimizer, "found_inf", None)
-    for layer in _layers_of(optimizer) if layers else ():
-        if layer.scales.slots is None:
-            continue
+    for layer in [each for each in _layers_of(optimizer) if each.scales.slots is not None]:
         device = device_of("scales", layer.scales.slots)
         if device == HOST:
             layer.scales.update(skipped=None if found is None else np.array([bool(found)], np.uint32))

@@ -165,10 +165,8 @@ class AdamW(torch.optim.AdamW):
             return loss
         captures = updates.is_capturing(parameters[0])
         copies = fp8_steps.copies_for(self, captures=captures, is_fixed=captures or bool(self._captured))
-        updated, tiles = {*parameters}, dict[Tensor, Any]()
-        for layer, copy in copies:
-            if layer.weight in updated and are_aligned([layer.weight.grad]):
-                tiles[layer.weight] = copy.entry(layer)
+        entries, updated = {layer.weight: copy.entry for layer, copy in copies}, {*parameters}
+        tiles = {each: entries[each] for each in entries.keys() & updated if are_aligned([each.grad])}
         prepared = self._prepared.get(self._key(parameters, tiles)) or self._prepare(parameters, tiles)
         fp8_steps.update_scales(self)
         for bucket in prepared.buckets:

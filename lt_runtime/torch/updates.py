@@ -167,8 +167,7 @@ class Bucket:
             else:
                 macros, params.tickets = kernels.update_macros(**options), start + len(_STATE) * size
                 made = Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
-            present = {each: old for each, old in self._launches.items() if each[:2] == key[:2]}
-            self._launches = present | {key: made}
+            remember(self._launches, key, made)
         return self._launches[key]
 
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
@@ -251,14 +250,6 @@ class HostStep:
                 parameter.copy_(state["master"])
 
 
-class _Update(NamedTuple):
-    """A launch that updates some parameters of a bucket, and also writes them in FP8 if `in_fp8`."""
-
-    bucket: Bucket
-    parameters: list[Tensor]
-    in_fp8: bool
-
-
 class GpuStep(HostStep):
     """Updates the parameters of some buckets on a GPU.
 
@@ -271,22 +262,22 @@ class GpuStep(HostStep):
         self.tiles = tiles
         self._like = buckets[0].words
         self._device = self._like.device.index or 0
-        self._updates, self._tables = list[_Update](), list[NDArray[Any]]()
+        # A launch each: a bucket, the parameters of the bucket that it updates, and whether it also writes them in FP8.
+        self._updates, self._tables = list[tuple[Bucket, list[Tensor], bool]](), list[NDArray[Any]]()
         for bucket in buckets:
-            rows, of_fp8 = bucket.rows(), [each for each in bucket.states if each in tiles]
+            rows = bucket.rows()
             numbered = enumerate(zip(bucket.states, rows, strict=True), bucket.first)
             tiled = {number: (row, tiles[each]) for number, (each, row) in numbered if each in tiles}
-            if tiled:
-                self._updates.append(_Update(bucket, of_fp8, True))
-                self._tables.append(kernels.fp8_table(tiled))
-            self._updates.append(_Update(bucket, [each for each in bucket.states if each not in tiles], False))
-            self._tables.append(kernels.update_table(rows, bucket.first, tiled))
+            for in_fp8 in (True, False) if tiled else (False,):
+                self._updates.append((bucket, [each for each in bucket.states if (each in tiles) == in_fp8], in_fp8))
+                table = kernels.fp8_table(tiled) if in_fp8 else kernels.update_table(rows, bucket.first, tiled)
+                self._tables.append(table)
         self._norms: list[tuple[Tensor, Launches]] = []
         self._uploaded: dict[Any, list[Tensor]] = {}
         self._places: dict[int, collections.deque[list[Tensor]]] = {}
         with activated(self._device):
-            for update, table in zip(self._updates, self._tables, strict=True):
-                update.bucket.launches(len(table), self._device, in_fp8=update.in_fp8)
+            for (bucket, _, in_fp8), table in zip(self._updates, self._tables, strict=True):
+                bucket.launches(len(table), self._device, in_fp8=in_fp8)
             for clipped in self.clipped:
                 table = kernels.norm_table([row for each in clipped for row in each.rows()])
                 self._tables.append(table)
@@ -336,7 +327,7 @@ class GpuStep(HostStep):
 
     def _tables_on(self, stream: int) -> list[Tensor]:
         """The kernels' tables on the GPU with the gradients' present addresses, for work on the given stream."""
-        addresses = [_gradients(each.parameters) for each in self._updates]
+        addresses = [_gradients(parameters) for _, parameters, _ in self._updates]
         key = stream, *addresses
         if key not in self._uploaded:
             of_norms = [_gradients([each for bucket in clipped for each in bucket.states]) for clipped in self.clipped]
@@ -364,9 +355,9 @@ class GpuStep(HostStep):
 
 def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
     """A copy of a kernel's table that replaces the gradients' address 0 by the addresses of non-empty gradients."""
-    made, names = table.copy(), table.dtype.names or ()
-    rows = made["chunk"] if "chunk" in names else made
-    column = "data" if "data" in names else "gradient"
+    made = table.copy()
+    rows: Any = made["chunk"] if "chunk" in (made.dtype.names or ()) else made
+    column = "gradient" if "gradient" in rows.dtype.names else "data"
     # A tensor has one row for each of its chunks; the row whose address is 0 is its first.
     starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]
     rows[column] += starts
