@@ -1,7 +1,7 @@
 """Predicts the time of a training step on many GPUs from its time on one, by the bytes and rates of its sums.
 
 All sums but the last run beside the rest of backward, which they lengthen by the multiprocessors that they take. The
-last one lengthens the step by its whole time, less the update of parameters in other buckets, which runs beside it.
+last one lengthens the step by its whole time: the update of other parameters, which could run beside it, fills the GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ _BESIDE: Final = 0.25
 _BACKWARD: Final = 2 / 3
 """The part of a step's time that backward takes."""
 _BYTES: Final = 2
-"""Bytes of a parameter, of a gradient or of a moment in BF16."""
-_MOVED: Final = 7 * _BYTES
-"""Bytes that an update moves for each parameter: it reads four arrays, and writes three."""
-_MEMORY: Final = 4.2e6
-"""Bytes that a GPU's memory moves in a microsecond."""
+"""Bytes of a gradient in BF16."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +69,10 @@ def step_us(dims: Sequence[int], alone_us: float, gpus: int, network: Network) -
     """
     gradients = [_BYTES * (inputs + 1) * outputs for inputs, outputs in itertools.pairwise(dims)][::-1]
     *others, last = [sum(gradients[layer] for layer in bucket) for bucket in divided(gradients)]
-    early = sum(others) / _BYTES * _MOVED / _MEMORY
     after_first = 1 - sum(others[:1]) / sum(gradients)
     sums = [sum_us(size, gpus, network) for size in (*others, last)]
     beside = min(sum(sums[:-1]), _BACKWARD * alone_us * after_first)
-    return alone_us + sum(sums) - (1 - _BESIDE) * beside - min(sums[-1], early)
+    return alone_us + sum(sums) - (1 - _BESIDE) * beside
 
 
 def predictions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

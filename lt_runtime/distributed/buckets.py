@@ -126,7 +126,7 @@ class Buckets:
     def _branch(self) -> int:
         """The handle of the stream on which gradients of the present stream are summed."""
         assert self._device is not None
-        return private_stream(self._device, f"sums of {self._stream:#x}", is_urgent=True)
+        return private_stream(self._device, f"sums of {self._stream:#x}")
 
     def _divide(self) -> None:
         """Divides the gradients into buckets in the order of their last writes in process 0."""

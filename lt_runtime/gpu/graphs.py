@@ -36,7 +36,6 @@ _INVALIDATED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
 _UNSUPPORTED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
 """Status of a call that CUDA forbids during a capture, so that capturing again would fail in the same way."""
 _ACTIVE: Final = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-_USE_NODE_PRIORITY: Final = int(driver.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY)
 
 
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
@@ -217,8 +216,6 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
         run: function that launches the work on the stream whose handle it gets. It is called again if another thread
             invalidates the capture.
         stream: handle of the stream to capture from; not the default stream, which cannot be captured.
-        keeps_priorities: whether kernels keep the priorities of the streams that they were captured from; if not, all
-            have the priority of the stream on which the graph is launched.
 
     Attributes:
         executable: handle of the instantiated graph.
@@ -230,13 +227,13 @@ class Graph(contextlib.AbstractContextManager["Graph"]):
         Whatever `run` raises; the capture is ended all the same.
     """
 
-    def __init__(self, run: Callable[[int], object], stream: int, *, keeps_priorities: bool = False) -> None:
+    def __init__(self, run: Callable[[int], object], stream: int) -> None:
         nodes = CapturedNodes(stream)
         with listening(nodes):
             graph = _capture(run, stream)
         self.ranges, self.template = nodes.paths, 0
         try:
-            self.executable = int(call("cuGraphInstantiate", graph, _USE_NODE_PRIORITY if keeps_priorities else 0))
+            self.executable = int(call("cuGraphInstantiate", graph, 0))
             if self.ranges:
                 self.template = int(graph)
                 _with_ranges.add(self)

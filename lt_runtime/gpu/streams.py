@@ -75,20 +75,12 @@ def _check_place(stream: Any, handle: int, device: int) -> None:
 
 
 @functools.cache
-def private_stream(device: int, purpose: str, *, is_urgent: bool = False) -> int:
+def private_stream(device: int, purpose: str) -> int:
     """The handle of a non-blocking stream of the current device, one for each purpose; the first call creates it.
 
     Neither the stream nor the default stream waits for the other.
-
-    Args:
-        is_urgent: whether blocks of its kernels start before waiting blocks of other streams' kernels; of a captured
-            kernel only if its `Graph` keeps priorities.
     """
-    flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-    if not is_urgent:
-        return int(call("cuStreamCreate", flags))
-    _, greatest = call("cuCtxGetStreamPriorityRange")
-    return int(call("cuStreamCreateWithPriority", flags, greatest))
+    return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
 def is_captured(stream: int) -> bool:

@@ -422,8 +422,7 @@ class GpuStep:
                 table = buffers.table if buffers.in_place else 0
                 self._body.run(buffers.parts, self.tally, handle, weights=buffers.weights, table=table)
 
-            # Sums begin before an update that is ready at the same time, whose blocks would fill the GPU until its end.
-            return Graph(run, captured, keeps_priorities=self._group is not None)
+            return Graph(run, captured)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ _CONTEXT: Final = 1
 _NEEDS_CONTEXT: Final = ("cuCtxSynchronize", "cuEvent", "cuGraph", "cuLaunch", "cuMem", "cuProfiler", "cuStream")
 """Prefixes of the names of driver functions that fail in a thread without a context."""
 _ATTRIBUTE = driver.CUdevice_attribute
-_USE_NODE_PRIORITY: Final = int(driver.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY)
 H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
@@ -304,14 +303,6 @@ class FakeDriver:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         return self.elsewhere.get(stream, 0)
 
-    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
-        return 0, -5
-
-    def cuStreamCreateWithPriority(self, _: Any, priority: int) -> int:
-        handle = next(self._handles)
-        self._streams.priorities[handle] = priority
-        return handle
-
     def cuStreamCreate(self, _: Any) -> int:
         return next(self._handles)
 
@@ -430,12 +421,9 @@ class FakeDriver:
         places = ((graph, index) for graph in self._graphs.values() for index, each in enumerate(graph.nodes))
         return next((graph, index) for graph, index in places if graph.nodes[index].handle == node)
 
-    def cuGraphInstantiate(self, graph: int, flags: int) -> int:
+    def cuGraphInstantiate(self, graph: int, _: int) -> int:
         handle = next(self._handles)
         nodes = [copy.copy(node) for node in self._graphs[graph].nodes]
-        if not flags & _USE_NODE_PRIORITY:
-            for node in nodes:
-                node.priority = 0
         self._graphs[handle] = dataclasses.replace(self._graphs[graph], nodes=nodes)
         self._streams.observer.instantiated(self._graphs[graph].handle, handle)
         return handle

@@ -43,7 +43,6 @@ class Node:
         arguments: function and argument block of one of our kernels.
         value: the value that a memset writes.
         ends: the addresses that a copy writes to and reads from.
-        priority: that of the stream from which the node was captured; less is more urgent.
     """
 
     kind: Any
@@ -53,7 +52,6 @@ class Node:
     arguments: tuple[int, Any] | None = None
     value: int = 0
     ends: tuple[int, int] = (0, 0)
-    priority: int = 0
     handle: int = field(default_factory=lambda: next(_node_handles))
 
     def __int__(self) -> int:
@@ -170,7 +168,6 @@ class Streams:
 
     Attributes:
         captures: the capture that a stream takes part in, by stream.
-        priorities: the priorities of streams that were created with one.
         log: names of the work that each stream was given, including captured work.
         costs_us: microseconds of each kind of work; 1 for kinds that are not named, 0 for events in graphs.
         now_us: the time, which is the sum of the costs of all work so far.
@@ -181,7 +178,6 @@ class Streams:
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
         self.captures: dict[int, Capture] = {}
-        self.priorities: dict[int, int] = {}
         self.log: dict[int, list[str]] = {}
         self.costs_us: dict[str, float] = {}
         self.now_us = 0.0
@@ -230,7 +226,6 @@ class Streams:
 
         if capture is not None:
             capture.add(stream, kind, work)
-            capture.nodes[-1].priority = self.priorities.get(stream, 0)
             return
         self._give(stream, work)
 
