@@ -9,13 +9,19 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from lt_runtime.problem import Activation, DType
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer
 from tests.support.matmul_checks import Product
-from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
+from tests.support.rounding_checks import (
+    BIAS_OVER_C,
+    RoundedLayer,
+    RoundedProduct,
+    sixteen_bit_layers,
+    sixteen_bit_products,
+)
 from tests.support.strategies import COMPILING, LinearCase, MatmulCase, linear_cases, matmul_cases
 
 _EXAMPLES, _FEWER = settings(COMPILING, max_examples=60), settings(COMPILING, max_examples=25)
@@ -65,6 +71,7 @@ def test_layers_are_rounded_once(gpu: FakeGpu, case: LinearCase, examples: Count
 
 
 @_FEWER
+@example(case=BIAS_OVER_C)
 @given(case=sixteen_bit_products().map(_product))
 def test_products_are_rounded_once(gpu: FakeGpu, case: MatmulCase, examples: Counter[str]) -> None:
     RoundedProduct(gpu, case, gpu.stream).check()

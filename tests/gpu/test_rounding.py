@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import DType
-from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
+from tests.support.rounding_checks import (
+    BIAS_OVER_C,
+    RoundedLayer,
+    RoundedProduct,
+    sixteen_bit_layers,
+    sixteen_bit_products,
+)
 from tests.support.strategies import LinearCase, MatmulCase, Placement
 
 _EXAMPLES = settings(
@@ -28,6 +35,8 @@ def test_layers(gpu: Any, case: LinearCase, examples: Counter[str]) -> None:
 
 
 @_EXAMPLES
+@example(case=BIAS_OVER_C)
+@example(case=replace(BIAS_OVER_C, m=64, n=64, k=64, dtype=DType.BFLOAT16, d_dtype=DType.BFLOAT16))
 @given(case=sixteen_bit_products())
 def test_products(gpu: Any, case: MatmulCase, examples: Counter[str]) -> None:
     RoundedProduct(gpu, case).check()

@@ -451,6 +451,8 @@ class FakeCublasLt:
             )
             if c is not None and (scale := beta()) != 0:
                 product = product + scale * c.astype(np.float64)
+            if c is not None and call.c == call.d and desc.epilogue == Epilogue.BIAS and d.itemsize == 2:
+                product = product.astype(d.dtype).astype(np.float64)  # as cuBLASLt rounds it on an H200
             result = _finish(desc, product, vector, aux, (a, b))
             if amax is not None:
                 amax[0] = np.abs(result).max()
