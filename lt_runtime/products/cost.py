@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import tile_matmul
-from lt_runtime.kernels.tiling import OCTET, are_whole
+from lt_runtime.kernels.tiling import OCTET, VECTOR_BYTES, are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem
 from lt_runtime.products.matmul import rounds_before_epilogue
@@ -45,6 +45,9 @@ _WHOLE_16_BITS: Final = _Rates(2.2, 570e6, 3.2e6)
 _RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 2.2e6)
 _RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
 """Rates for ragged products with a short K, which cuBLASLt does not split among blocks; see `most_promising`."""
+_PAIRED_16_BITS: Final = _Rates(8.0, 150e6, 4.4e6)
+_PAIRED_16_BITS_SHORT_K: Final = _Rates(3.4, 90e6, 2.6e6)
+"""Rates for ragged products whose rows all begin at multiples of 4 bytes, so that cuBLASLt loads elements in pairs."""
 _WHOLE_TF32: Final = _Rates(5.2, 150e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
 _RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
@@ -128,13 +131,22 @@ def _goes_over_rows(problem: MatmulProblem) -> bool:
     return problem.a.layout.order is Order.COLUMN
 
 
+def _begin_at_multiples(problem: MatmulProblem, size: int) -> bool:
+    """Whether all rows (or columns, if column-major) of A, B and D begin and end at multiples of `size` bytes."""
+    numbers = size // problem.dtype.itemsize
+    specs = problem.a, problem.b, problem.d
+    lengths = [each.layout.cols if each.layout.order is Order.ROW else each.layout.rows for each in specs]
+    pitches = [each.layout.leading_dimension for each in specs]
+    return all(each % numbers == 0 for each in lengths + pitches) and all(each.alignment >= size for each in specs)
+
+
 def library_us(problem: MatmulProblem) -> float:
     """Estimated microseconds by cuBLASLt on operands that are not copied; 0 in FP64 and FP8: no method competes."""
     if not on_tensor_cores(problem):
         rates = _FP32_OVER_ROWS if _goes_over_rows(problem) else _FP32
         return rates.us(problem) if problem.dtype is DType.FLOAT32 else 0.0
-    specs, is_16_bits = (problem.a, problem.b, problem.d), problem.dtype.itemsize == 2
-    if are_whole(problem.dtype, *specs):
+    is_16_bits = problem.dtype.itemsize == 2
+    if _begin_at_multiples(problem, VECTOR_BYTES):
         if is_16_bits:
             return _WHOLE_16_BITS.us(problem)
         lies_along_k = (problem.a.layout.order, problem.b.layout.order) == (Order.ROW, Order.COLUMN)
@@ -142,7 +154,10 @@ def library_us(problem: MatmulProblem) -> float:
     if not is_16_bits:
         plain = _RAGGED_TF32_LONG_K if problem.k > _LONG_K else _RAGGED_TF32
         return (_RAGGED_TF32_OVER_ROWS if _goes_over_rows(problem) else plain).us(problem)
-    us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
+    of_long_k, of_short_k = _RAGGED_16_BITS, _RAGGED_16_BITS_SHORT_K
+    if _begin_at_multiples(problem, 2 * problem.dtype.itemsize):
+        of_long_k, of_short_k = _PAIRED_16_BITS, _PAIRED_16_BITS_SHORT_K
+    us = (of_short_k if problem.k <= SHORT_K else of_long_k).us(problem)
     if problem.epilogue.sums_operand:
         us += problem.k / _RAGGED_SUMMED
     # cuBLASLt would round the product before the epilogue. So the product is written in FP32, and a pass of ours

@@ -4,7 +4,8 @@ The heuristic's first algorithm is used, except in these cases, which the heuris
 
 - cuBLASLt's kernels for Hopper compute D in rounds, with one tile on each multiprocessor. A round takes as long as the
   loads of a tile or its multiplications, whichever is longer, plus a constant; with an epilogue, tiles of more than 64
-  rows take longer to finish. Another algorithm is used if it is estimated to be faster by a tenth.
+  rows take longer to finish. No product takes less time than reading its operands from memory. Another algorithm is
+  used if it is estimated to be faster by a tenth.
 - Algorithms with the ids (CONFIG_ID) 20, 41 and 42 are hardly ever the fastest. In the median they take 5 times (id 20,
   334 TF32 products), 24 times (41, 146 BF16 products) and 42 times (42, 281 BF16 products) as long as the fastest other
   kernel.
@@ -73,6 +74,8 @@ _GRADIENT_MULTIPLIED: Final = {_HOPPER_TF32: 1e6, _OLDER_TF32: 0.7e6}
 """Multiply-adds of a multiprocessor in a microsecond in a gradient's product in TF32, by the id of the kernel."""
 _GRADIENT_LOADED: Final = 14e3
 """Numbers that a multiprocessor loads in a microsecond in a gradient's product in TF32."""
+_READ: Final = 4.2e6
+"""Bytes that the GPU reads from its memory in a microsecond."""
 _WRITTEN: Final = 12e3
 """Elements of D that a multiprocessor writes per microsecond if K is short, including elements of a tile beyond D's
 edge, which take as long.
@@ -175,7 +178,7 @@ def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
     us = _ROUND_US + max((rows + cols) * terms / _LOADED, rows * cols * terms / _MULTIPLIED)
     if problem.epilogue is not Epilogue.NONE and rows > _ROWS:
         us += _EPILOGUE_US
-    return _LAUNCH_US + math.ceil(offered.waves) * us
+    return max(_LAUNCH_US + math.ceil(offered.waves) * us, (problem.m + problem.n) * terms / _READ)
 
 
 def _gradient_us(problem: MatmulProblem, offered: Offered) -> float:

@@ -53,6 +53,8 @@ def offers(*entries: Entry) -> list[Offered]:
         # Measured: the first algorithm takes 12.8 µs, the second 16.2 µs.
         (forward(131072, 48, 40), [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)], 0),
         (forward(25, 64, 64), [((8, 64), 0.061), ((64, 8), 0.03)], 0),
+        # Both read the weight at the speed of memory, 111 µs, although the second reads x less often: 117 µs.
+        (forward(24, 28672, 8192, Epilogue.GELU_BIAS), [((128, 24), 1.7), ((256, 24), 0.85)], 0),
     ],
 )
 def test_the_tiles_that_were_measured_to_be_fast(problem: MatmulProblem, entries: list[Entry], best: int) -> None:
@@ -75,7 +77,7 @@ def test_a_little_does_not_count() -> None:
     """If two tiles take equally many waves, the smaller one saves only some loads, less than a tenth of the time."""
     larger, smaller = offers(((64, 128), 2.0), ((64, 64), 2.0))
     assert most_promising(forward(65536, 24, 16), [larger, smaller]) == 0
-    assert most_promising(forward(65536, 24, 4096), [larger, smaller]) == 1
+    assert most_promising(forward(8192, 24, 4096), [larger, smaller]) == 1
 
 
 def test_tiles_as_large_are_kept_where_the_tensor_cores_are_busy() -> None:
