@@ -427,7 +427,10 @@ class StepBody:
         return self.loss.elementwise is not None and len(part) == 2 and self._narrow(part[0], None, 0) is not None
 
     def _narrow(self, x: Any, met: Met | None, table: int) -> NarrowPasses | None:
-        """The fused passes of a narrow MLP, if they are used for inputs x; they are the only ones that read a table."""
+        """The fused passes of a narrow MLP; None if they are not used for inputs x.
+
+        With a table they are used in any case, because nothing else reads it.
+        """
         model = self.model
         if not isinstance(model, MLP) or met is not None:
             return None
