@@ -112,13 +112,14 @@ def read_copies(called: Sequence[Any], weights: Sequence[Tensor]) -> None:
 def followed(optimizers: Sequence[Any]) -> Iterator[None]:
     """A `with` block for a capture whose graph reads the copies of the given optimizers.
 
-    The caller calls `refresh` before each launch of the graph.
+    The caller calls their `apply_settings` before each launch of the graph.
     """
     _followed.extend(optimizers)
     try:
         yield
         for each in optimizers:  # the captured step may have written weights after the optimizer's step
-            refresh(each)
+            if hasattr(each, "is_recorded"):
+                each.refresh()
     finally:
         _followed.clear()
 

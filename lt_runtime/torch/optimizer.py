@@ -137,6 +137,12 @@ class AdamW(torch.optim.AdamW):
         """
         for bucket in {*self._bucket_of.values()}:
             bucket.apply_settings()
+        self.refresh()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def refresh(self) -> None:
+        """Writes values that were written into parameters also into their master copies and their copies in FP8."""
+        for bucket in {*self._bucket_of.values()}:
             bucket.refresh_masters()
             bucket.note_versions()
         fp8_steps.refresh(self)

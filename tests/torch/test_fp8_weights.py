@@ -206,3 +206,18 @@ def test_after_a_graph_of_others_holds_a_step_forward_sees_all_values(monkeypatc
         y.append(model(x))
         model[0].weight.data.zero_()  # stands for a launch of the graph, which PyTorch does not notice
     assert not torch.equal(*y)
+
+
+def test_values_that_a_captured_step_writes_at_its_end_reach_masters_and_copies() -> None:
+    model, optimizer = made(masters=True)
+    train((model, optimizer))
+    weight = model[0].weight
+    with fp8_steps.followed([optimizer]), torch.no_grad():
+        weight.zero_()
+    assert not optimizer.state[weight]["master"].any()
+    weight.data.fill_(1)  # PyTorch does not notice this write: the copy in FP8 is that of zeros
+    x = torch.ones(16, 256, dtype=weight.dtype)
+    y = model(x)
+    with torch.no_grad():
+        weight.zero_()
+    assert torch.equal(y, model(x))
