@@ -114,6 +114,11 @@ class StreamMemory:
             self._branch = own
         return self._branch
 
+    @property
+    def is_branched(self) -> bool:
+        """Whether the stream is being captured, and has had a branch in this capture."""
+        return self._branch is not None and is_captured(self._branch.stream)
+
     def free(self) -> None:
         """Frees all memory of the stream and of its branch, under the conditions of `release`."""
         while self._allocated:
@@ -197,22 +202,22 @@ def deferred_joins(memory: StreamMemory) -> Iterator[None]:
     """Within the `with` block the stream does not wait at the end of a branch, but goes on with its next operations.
 
     The stream waits for the branch at the end of the next such block, in `join`, or at the end of a branch outside of
-    such blocks. Such a branch must be open already, so that the graph waits for everything in the end.
+    such blocks. The caller makes sure of one of the latter two, so that the graph waits for everything in the end.
     """
-    captured = is_captured(memory.stream)
-    with end_of(memory.branch.stream) if captured else contextlib.nullcontext() as earlier:
+    branched = memory.is_branched
+    with end_of(memory.branch.stream) if branched else contextlib.nullcontext() as earlier:
         memory.defers = True
         try:
             yield
         finally:
             memory.defers = False
-        if captured:
+        if branched:
             call("cuStreamWaitEvent", memory.stream, earlier, 0)
 
 
 def join(memory: StreamMemory) -> None:
     """Makes the stream wait for all branches that `deferred_joins` has left running."""
-    if is_captured(memory.stream):
+    if memory.is_branched:
         order_after(memory.stream, memory.branch.stream)
 
 

@@ -194,12 +194,11 @@ def test_a_stream_waits_for_a_branch_one_block_later(gpu: FakeGpu, fresh: Any) -
                 put(beside)
                 put(view)
 
-        with memory.branch(view):
-            for options in {}, {}, {"reads_scratch": True}, {}:
-                with memory.deferred_joins(view):
-                    both(**options)
-            memory.join(view)
-            put(view)
+        for options in {}, {}, {"reads_scratch": True}, {}:
+            with memory.deferred_joins(view):
+                both(**options)
+        memory.join(view)
+        put(view)
         edges.extend(sorted(node.after) for node in gpu.streams.captures[stream].nodes)
 
     fresh.scratch(16), fresh.branch.scratch(16)
