@@ -90,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
   const bool counts = cols > 0 && !(p.ignores && label == p.ignore_index);
   const float averaged = count_by_threads(p, counts, label, scratch);
   const float weight = counts ? weight_of(p, row, label) : 0.0f, scale = p.gradient_scale * factor / averaged;
+  const bool is_right = p.tally.state && counts && is_first_largest(classes, cols, label);
   float loss = to_gradient(p, classes, cols, label, kWeighted ? weight * scale : scale);
   if (kWeighted) loss *= weight;
   if (!counts) {
@@ -97,7 +98,11 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
     loss = 0.0f;
   }
   classes.store(p.gradient, row, cols);
-  if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / averaged;
+  if (p.tally.state) {
+    const int rows = __syncthreads_count(counts), correct = __syncthreads_count(is_right);
+    if (threadIdx.x == 0) add_rows(p.tally, rows, correct);
+  }
+  if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) store_loss(p.loss, loss / averaged, p.tally);
 }
 
 // Counts the rows that are not ignored, or adds up the class weights of their labels. It is a separate launch, because

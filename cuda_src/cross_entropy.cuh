@@ -7,6 +7,7 @@
 
 #include "instructions.cuh"
 #include "reduce.cuh"
+#include "tally.cuh"
 
 namespace lt {
 
@@ -32,6 +33,7 @@ struct CrossEntropyParams {
   uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
   uint32 held;      // number of packets for which each thread has shared memory
   int streams;      // whether rows are streamed (see stream_rows.cuh): they are whole packets, aligned to 16 bytes
+  Tally tally;      // read by cross_entropy_few only
 };
 
 constexpr uint32 kRowThreads = ROW_THREADS;

@@ -3,6 +3,7 @@
 
 #include "losses.cuh"
 #include "reduce.cuh"
+#include "tally.cuh"
 
 namespace lt {
 
@@ -34,6 +35,7 @@ struct ElementwiseLossParams {
   float gradient_scale;  // 1 / size, times the caller's gradient factor
   float size;            // rows · cols
   float delta;
+  Tally tally;
 };
 
 // Position of octet number `index` in a matrix: its first element, and how many of its columns exist (0 beyond the last
@@ -237,5 +239,5 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) elementwise_loss(
   const float factor = LOSS::kFactor * p.gradient_scale;
   const float scale = p.grad_scale ? factor * *p.grad_scale : factor;
   float sum = all_whole(p) ? sum_losses<Whole>(p, scale) : sum_losses<EachAsItLies>(p, scale);
-  if (sum_over_grid(sum, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = sum / p.size;
+  if (sum_over_grid(sum, p.partial, p.ticket, scratch) && threadIdx.x == 0) store_loss(p.loss, sum / p.size, p.tally);
 }

@@ -39,6 +39,14 @@ struct FewClasses {
     return out;
   }
 
+  // The logit of a class, or 0 if `place` is negative; a loop, because registers have no addresses.
+  __device__ float at(int place) const {
+    float picked = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kFewClasses; ++i) picked = i == place ? v[i] : picked;
+    return picked;
+  }
+
   __device__ void store(const Matrix& m, int64 row, int cols) const {
     SCALAR* const to = element<SCALAR>(m, row, 0);
     if (in_pairs(m, cols)) {
@@ -89,13 +97,25 @@ __device__ inline float count_by_threads(const CrossEntropyParams& p, bool count
   return static_cast<float>(__syncthreads_count(counts));
 }
 
+// The class of a label, or -1 if the label is out of range.
+__device__ inline int place_of(int64 label, int cols) {
+  return label >= 0 && label < cols ? static_cast<int>(label) : -1;
+}
+
+// True if the label is the first of the row's largest logits, and no logit is NaN.
+__device__ inline bool is_first_largest(const FewClasses& row, int cols, int64 label) {
+  const int place = place_of(label, cols);
+  const float picked = row.at(place);
+  bool beaten = place < 0;
+#pragma unroll
+  for (int i = 0; i < kFewClasses; ++i) beaten |= i < place ? !(row.v[i] < picked) : !(row.v[i] <= picked);
+  return !beaten;
+}
+
 // Replaces a row's logits by its gradient, and returns its loss.
 __device__ inline float to_gradient(const CrossEntropyParams& p, FewClasses& row, int cols, int64 label, float scale) {
-  const int place = label >= 0 && label < cols ? static_cast<int>(label) : -1;
-  float picked = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kFewClasses; ++i) picked = i == place ? row.v[i] : picked;
-  const Target target(p, label, picked, Smoothing(p));
+  const int place = place_of(label, cols);
+  const Target target(p, label, row.at(place), Smoothing(p));
   const Softmax softmax = softmax_of(p, row, cols);
   const Slope slope = target.slope(softmax, scale);
 #pragma unroll

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "column_sum.cuh"
+#include "tally.cuh"
 
 namespace lt {
 
@@ -9,6 +10,7 @@ struct LossMean {
   float* partial;  // one sum of losses for each block
   float* loss;
   float size;  // number of elements
+  Tally tally;
 };
 
 // The sum over a block; every thread gets it. Both sides of the block are powers of two.
@@ -34,7 +36,7 @@ __device__ inline void store_mean(const LossMean& mean, uint32* tickets, float l
   float sum = 0.0f;
   for (uint32 part = self; part < blocks; part += blockDim.x * blockDim.y) sum += __ldcg(mean.partial + part);
   sum = sum_over_threads(sum);
-  if (self == 0) *mean.loss = sum / mean.size;
+  if (self == 0) store_loss(mean.loss, sum / mean.size, mean.tally);
 }
 
 }  // namespace lt

@@ -1,33 +1,22 @@
-// Adds a step's loss, and the number of rows that were classified correctly, to sums that stay on the device until the
-// host asks for them. Compiled for one SCALAR type.
+// Adds a loss to a tally, and the number of rows that were classified correctly; for losses whose own kernels do not.
+// Compiled for one SCALAR type.
 
 #include "instructions.cuh"
 #include "reduce.cuh"
+#include "tally.cuh"
 
 namespace lt {
-
-// Sums that the kernel accumulates from step to step; the host sets them to zero at the beginning.
-struct TallyState {
-  float loss;  // the sum of the losses of all steps
-  float rest;  // the part of `loss` that rounding has cut off (Kahan summation)
-  uint64 steps;
-  uint64 rows;  // number of rows whose label is not ignored
-  uint64 correct;
-};
 
 struct TallyParams {
   Matrix logits;
   const void* labels;
   const float* loss;
-  float* mean;  // the step's loss so far, to which this launch adds: the sum of its parts' losses times their weights
-  TallyState* state;
   int64 rows;  // 0 for a loss without classes
   int64 cols;
   int64 ignore_index;
-  float weight;
-  int first;  // whether this is the first part of a step
   int wide_labels;
   int ignores;
+  Tally tally;
 };
 
 // True if the label is the first of the row's largest logits, and no logit is NaN. All lanes of a warp must call it.
@@ -43,15 +32,6 @@ __device__ inline bool is_first_largest(const TallyParams& p, int64 row, int64 l
 #pragma unroll 1
   for (int step = kWarp / 2; step > 0; step /= 2) beaten |= __shfl_xor_sync(0xFFFFFFFF, beaten, step);
   return !beaten;
-}
-
-__device__ inline void add_loss(const TallyParams& p) {
-  const float part = p.weight * *p.loss;
-  *p.mean = p.first ? part : *p.mean + part;
-  const float term = part - p.state->rest, sum = p.state->loss + term;
-  p.state->rest = (sum - p.state->loss) - term;
-  p.state->loss = sum;
-  p.state->steps += p.first;
 }
 
 }  // namespace lt
@@ -73,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(256) tally(const lt::TallyParams p)
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (counted != 0) atomicAdd(&p.state->rows, static_cast<uint64>(counted));
-  if (correct != 0) atomicAdd(&p.state->correct, static_cast<uint64>(correct));
-  if (blockIdx.x == 0) add_loss(p);
+  add_rows(p.tally, counted, correct);
+  if (blockIdx.x == 0) add_loss(p.tally, *p.loss);
 }

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from lt_runtime.arrays.operand import read_step
-from lt_runtime.kernels.kernel import Dropout
+from lt_runtime.kernels.kernel import Dropout, Tally
 from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 from lt_runtime.reference.philox import round_keys
 
 _ROUNDS: Final = 10  # rounds of Philox4x32
+_NO_TALLY: Final = Tally()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,6 +66,7 @@ class Call:
         scalars: for a product, α and β: numbers, or device addresses if the problem has `device_scalars`. For a loss, a
             number by which its gradient is multiplied, and the address of an FP32 number that is a second factor, or 0.
         dropouts: state of the layer's dropout and, in a backward pass, of the layer below; None without dropout.
+        tally: the tally to which a loss is added; its address is 0 if there is none.
         computed: a plan, a stream's memory, and the launch arguments that the plan has computed from this call for that
             memory; a repeated call reuses them.
     """
@@ -73,4 +75,20 @@ class Call:
     stream: int
     scalars: tuple[Any, Any] = (1.0, 0.0)
     dropouts: tuple[DropoutState | None, DropoutState | None] = (None, None)
+    tally: Tally = field(default=_NO_TALLY, compare=False, repr=False)
     computed: tuple[Any, ...] = field(default=(None, None), compare=False, repr=False)
+
+    @classmethod
+    def of_loss(
+        cls, addresses: tuple[int, ...], stream: int, scalars: tuple[float, bool], scale: int, state: int
+    ) -> Self:
+        """Makes the call of a loss.
+
+        Args:
+            scalars: a number by which the gradient is multiplied, and whether the loss is that of a step's first part.
+            scale: address of an FP32 number that is a second factor of the gradient, or 0.
+            state: address of the `TallyState` to which the loss, times the first factor, is added; or 0.
+        """
+        if not state:
+            return cls(addresses, stream, (scalars[0], scale))
+        return cls(addresses, stream, (scalars[0], scale), tally=Tally(state, *scalars))

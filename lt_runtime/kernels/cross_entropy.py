@@ -16,6 +16,12 @@ from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, WARP, Tiling, next_
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
 
+FEW_CLASSES: Final = 16
+"""Number of classes up to which one thread keeps a row in registers; few_classes.cuh has the same number.
+
+Only the kernel for so few classes adds to a tally.
+"""
+
 # The constants below were chosen by measurement. Further ones are in the CUDA sources: launch bounds, and the number of
 # loads that a thread issues before it waits. All of them decide the order of sums, and so the last bits of results. If
 # rows are streamed (copied to shared memory ahead of their computation), the last bits of the loss also depend on the
@@ -39,8 +45,6 @@ _BATCH: Final = 4
 _KEPT_BATCHES: Final = 1
 # Value of the macro WEIGHTS if labels are smoothed and classes have weights.
 _SPREAD: Final = 2
-# Number of classes up to which one thread keeps a row in registers; few_classes.cuh has the same number.
-_FEW_CLASSES: Final = 16
 # Largest number of rows that a single block computes if there are few classes, with one thread for each row. A single
 # block counts the labels itself, and waits for no other block.
 _ROWS_OF_ONE_BLOCK: Final = 1024
@@ -209,7 +213,7 @@ class CrossEntropyPass:
         weights = weighting.mode
         self._rows = logits.rows
         self._sharing = sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD)
-        few = logits.cols <= _FEW_CLASSES
+        few = logits.cols <= FEW_CLASSES
         held = sharing.held_packets(device) if logits.order is Order.ROW and not few else 0
         self._streams = self._can_stream(dtype, [each for each in (logits, gradient) if each], held)
         tiling = self._tiling(few, device)
@@ -276,6 +280,7 @@ class CrossEntropyPass:
         params.labels, params.counted = labels, counted
         params.row_weights, params.class_weights = row_weights, class_weights
         params.gradient_scale, params.grad_scale = call.scalars
+        params.tally = call.tally
         params.partial, params.loss = scratch + 4, loss
         params.ticket, params.claimed = tickets, tickets + 4
         params.streams = self._streams and (logits | gradient) % VECTOR_BYTES == 0

@@ -342,6 +342,7 @@ class LossCastPass:
         params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
         params.fp8.point_at(scale, out, transposed, amax)
         number, params.grad_scale = call.scalars
+        mean.tally = call.tally
         db.partial, db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
         mean.partial = db.partial + self._sums_bytes
         params.gradient_scale = number / self._size

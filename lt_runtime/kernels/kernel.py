@@ -110,6 +110,11 @@ class Dropout(Struct):
     """The C++ struct `lt::Dropout`: the state of the random numbers, and the threshold and scale of a dropout mask."""
 
 
+@declared
+class Tally(Struct):
+    """The C++ struct `lt::Tally`: a part of a training step whose loss is added to sums over steps."""
+
+
 class Entry(NamedTuple):
     """A kernel of `cuda_src`: its name, and the file that defines it."""
 

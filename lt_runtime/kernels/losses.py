@@ -14,7 +14,7 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import Labels
-from lt_runtime.kernels.kernel import Entry, Launches, Matrix, define, struct
+from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Tally, define, struct
 from lt_runtime.kernels.tiling import OCTET, THREADS, WARP, Access, Tiling, are_aligned, reduction, wave_of
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, Spec
@@ -86,6 +86,7 @@ class ElementwiseLossPass:
         prediction, target, gradient, params.loss, params.row_weights, params.pos_weight = call.addresses
         params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
         number, params.grad_scale = call.scalars
+        params.tally = call.tally
         params.partial, params.ticket = memory.scratch(self.scratch_bytes), memory.tickets
         params.gradient_scale = number / self._size
         launch()
@@ -163,6 +164,7 @@ class SummedLossPass:
         prediction, target, gradient, mean.loss, db.sum = call.addresses
         params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
         number, params.grad_scale = call.scalars
+        mean.tally = call.tally
         db.partial, db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
         mean.partial = db.partial + self._sums_bytes
         params.gradient_scale = number / self._size
@@ -190,7 +192,7 @@ def launch_scale(
 
 TALLY: Final = Entry("tally", "tally.cu")
 TallyState: Final = struct("TallyState")
-"""The C++ struct of a tally on the device: sums of losses and counts of rows over steps."""
+"""The C++ struct of a tally on the device: sums of losses and counts of rows over steps, and the last step's loss."""
 
 
 class TallyPass:
@@ -210,19 +212,14 @@ class TallyPass:
         self._launches = Launches(TALLY, define(SCALAR=dtype), device, tiling, params)
         self._lock = threading.Lock()
 
-    def launch(
-        self, logits: int, labels: int, loss: int, mean: int, state: int, *, weight: float, first: bool, stream: int
-    ) -> None:
+    def launch(self, logits: int, labels: int, loss: int, tally: Tally, stream: int) -> None:
         """Puts the pass on `stream`.
 
         Args:
-            logits, labels, loss, mean, state: addresses; `loss` and `mean` are FP32 numbers, `state` is a `TallyState`.
-            weight: the factor of the part's loss.
-            first: whether it is the step's first part.
+            logits, labels, loss: addresses; `loss` is an FP32 number.
+            tally: the tally to add to.
         """
         with self._lock:
             params, launch = self._launches[stream]
-            params.logits.data, params.labels = logits, labels
-            params.loss, params.mean, params.state = loss, mean, state
-            params.weight, params.first = weight, first
+            params.logits.data, params.labels, params.loss, params.tally = logits, labels, loss, tally
             launch()

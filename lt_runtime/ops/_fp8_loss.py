@@ -25,19 +25,19 @@ _WORD: Final = 4  # Bytes of an FP32 number.
 
 
 class CastLoss(PassOperation):
-    """See `cast_loss`. A call's scalar is the factor of the gradient, which is cast if there are slots.
+    """See `cast_loss`. A call's scalars are those of a `LossOperation`. The gradient is cast if there are slots.
 
     A call's options are the name of the FP8 type, the loss, and whether the sums are added to the values of `db`.
     """
 
-    names = ("prediction", "target", "grad_scale", "loss", "db", "gradient", "rows", "transposed", "slots")
+    names = ("prediction", "target", "grad_scale", "loss", "db", "gradient", "rows", "transposed", "slots", "tally")
     required = 2
     is_scaled = True
     make_pass = staticmethod(functools.cache(LossCastPass))
 
-    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
+    def read(self, operands: Sequence[Any], options: Any, scalars: tuple[float, bool]) -> Request:
         """See `Operation`."""
-        scores, target, *_, slots = operands
+        scores, target, *_, slots, _ = operands
         check_shape(target.name, target.shape, scores.shape, f"the shape of {scores.name}")
         check_same(scores, target)
         dtype, library, (m, n) = scores.element_type(), scores.library, scores.layout.shape
@@ -47,18 +47,19 @@ class CastLoss(PassOperation):
         else:
             cast = FP8_TYPES[options[0]], library
             new |= {_ROWS: New(scores.shape, *cast), _TRANSPOSED: New((n, m), *cast)}
-        return Request((dtype, scores.spec, target.spec, *options), tuple(range(_LOSS, _SLOTS + 1)), new)
+        return Request((dtype, scores.spec, target.spec, *options), tuple(range(_LOSS, _SLOTS + 2)), new)
 
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
-        scores, target, scale, loss, db, gradient, rows, transposed, slots = addresses
+        scores, target, scale, loss, db, gradient, rows, transposed, slots, tally = addresses
         slot = slots + _WORD * SLOT_WIDTH * DY
         of_cast = (slot + _WORD * SCALE, slot + _WORD * AMAX) if slots else (0, 0)
-        return Call((scores, target, gradient, loss, db, rows, transposed, *of_cast), stream, (scalars, scale))
+        of_pass = scores, target, gradient, loss, db, rows, transposed, *of_cast
+        return Call.of_loss(of_pass, stream, scalars, scale, tally)
 
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> tuple[Any, Any]:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> tuple[Any, Any]:
         """See `Operation`."""
-        loss, _, gradient, rows, transposed, slots = arrays[_LOSS:]
+        loss, _, gradient, rows, transposed, slots, _ = arrays[_LOSS:]
         return loss, gradient if slots is None else CastGradient(rows, transposed)
 
 
@@ -100,13 +101,15 @@ def cast_loss(
         accumulate: whether the bias gradient is added to the values in `db`.
         prediction: (..., N), BF16. target: (..., N), same type.
         share: as for `mse_loss`.
-        options: grad_scale and stream, as for `mse_loss`, but `grad_scale` is no number; others have no effect.
+        options: grad_scale and stream, as for `mse_loss`, but `grad_scale` is no number; out_loss, a `Tallied`; others
+            have no effect.
 
     Returns:
         The loss, and a `CastGradient` or an array.
     """
     slots = state.slots if DY in state.calibrated else None
-    arrays = prediction, target, options["grad_scale"], None, db, None, None, None, slots
+    tally, first = options["out_loss"]
+    arrays = prediction, target, options["grad_scale"], None, db, None, None, None, slots, tally
     how = state.recipe.dtypes[DY].value, loss, accumulate
-    made: tuple[Any, Any] = perform(_CAST_LOSS, arrays, how, share, options["stream"])
+    made: tuple[Any, Any] = perform(_CAST_LOSS, arrays, how, (share, first), options["stream"])
     return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -20,16 +20,19 @@ from lt_runtime.errors import ArgumentError, DTypeError
 from lt_runtime.gpu import driver
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
+from lt_runtime.kernels.cross_entropy import FEW_CLASSES, CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass, SummedLossPass
 from lt_runtime.ops.call import New, Operation, PassOperation, PreparedCall, Request, perform, result_spec
 from lt_runtime.problem import DType, Spec
 from lt_runtime.products.plan import Pass
 
-_GRADIENT, _LOSS = 3, 4  # indices of the gradient and the loss in `LossOperation.names`
-_RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "row_weights")
+_GRADIENT, _LOSS, _TALLY = 3, 4, 5  # indices of the gradient, the loss and the tally in `LossOperation.names`
+_RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "tally", "row_weights")
 _INT64: Final = range(-(2**63), 2**63)
 _NAN_BITS: Final = 0x7FC00000
+
+
+_Scalars: TypeAlias = tuple[float, bool]
 
 
 class Loss(NamedTuple):
@@ -44,6 +47,25 @@ class Loss(NamedTuple):
     gradient: Any
 
 
+class Tallied(NamedTuple):
+    """Passed instead of a buffer as `out_loss` by training steps: the loss is also added to sums over steps.
+
+    The factor of the loss in the sums is its `share`. Rows are counted too if the loss has labels.
+
+    Attributes:
+        state: array on the GPU that holds a `TallyState`.
+        first: whether the loss is that of a step's first part.
+    """
+
+    state: Any
+    first: bool
+
+
+def adds_to_tally(classes: int | None) -> bool:
+    """Whether a loss can be `Tallied`; `classes` is their number for cross-entropy, None for other losses."""
+    return classes is None or classes <= FEW_CLASSES
+
+
 class _NoElements:
     """The pass for empty arrays: sets the loss to NaN."""
 
@@ -55,13 +77,13 @@ class _NoElements:
 
 
 class LossOperation(PassOperation):
-    """Base of all losses. A call's scalar is a number by which the gradient is multiplied.
+    """Base of all losses. A call's scalars are a factor of the gradient, and `Tallied.first`.
 
     Unless a subclass overrides `make_pass` and `read_target`, the loss is a mean over all elements, and the target has
     the shape of the scores.
 
-    A call's arrays are the scores, the target, the gradient's scale, the gradient, the loss, the row weights and, for
-    some losses, the column weights. Its options are the loss's own.
+    A call's arrays are the scores, the target, the gradient's scale, the gradient, the loss, `Tallied.state`, the row
+    weights and, for some losses, the column weights. Its options are the loss's own.
 
     Attributes:
         exact: function that computes the loss of NumPy arrays and its gradient in float64. Its keyword arguments are
@@ -79,9 +101,9 @@ class LossOperation(PassOperation):
     exact: ClassVar[Callable[..., tuple[float, Any]]]
     own_options: ClassVar[tuple[str, ...]] = ()
 
-    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
+    def read(self, operands: Sequence[Any], options: Any, scalars: _Scalars) -> Request:
         """See `Operation`."""
-        scores, target, scale, gradient, loss, *weights = operands
+        scores, target, scale, gradient, loss, _, *weights = operands
         dtype, layout = scores.element_type(), scores.layout
         axes = (scores.shape[:-1], "row"), (scores.shape[-1:], "column")
         for each, (shape, what) in zip(weights, axes, strict=False):
@@ -95,7 +117,7 @@ class LossOperation(PassOperation):
         gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout if wanted else None
         result_spec(_LOSS, loss, (), scores, new, DType.FLOAT32)
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
-        written = (_GRADIENT, _LOSS) if wanted else (_LOSS,)
+        written = (_GRADIENT, _LOSS, _TALLY) if wanted else (_LOSS, _TALLY)
         return Request(problem, written, new, options, same=((0, _GRADIENT),))
 
     def needs_gradient(self, *options: Any) -> bool:
@@ -115,28 +137,28 @@ class LossOperation(PassOperation):
     def check_values(self, scores: Any, target: Any, *options: Any) -> None:
         """Raises `ArgumentError` if NumPy arrays hold values that the loss does not take."""
 
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: _Scalars, stream: int) -> Call:
         """See `Operation`."""
-        scores, target, scale, gradient, loss, of_rows, *of_columns = addresses
+        scores, target, scale, gradient, loss, tally, of_rows, *of_columns = addresses
         column_weights = of_columns[0] if of_columns else 0
-        return Call((scores, target, gradient, loss, of_rows, column_weights), stream, (scalars, scale))
+        return Call.of_loss((scores, target, gradient, loss, of_rows, column_weights), stream, scalars, scale, tally)
 
-    def on_host(self, request: Request, arrays: Sequence[Any], scalars: float) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: _Scalars) -> None:
         """See `Operation`."""
-        scores, target, scale, gradient, loss, *weights = arrays
+        scores, target, scale, gradient, loss, _, *weights = arrays
         options = request.detail
-        keywords = dict(zip(self.names[_LOSS + 1 :], weights, strict=True))
+        keywords = dict(zip(self.names[_TALLY + 1 :], weights, strict=True))
         for name, each in keywords.items():
             if each is not None:
                 check_not_negative(name, each)
         self.check_values(scores, target, *options)
         value, exact = self.exact(scores, target, **keywords, **dict(zip(self.own_options, options, strict=False)))
-        factor = scalars if scale is None else scalars * float(scale.reshape(()))
+        factor = scalars[0] if scale is None else scalars[0] * float(scale.reshape(()))
         loss[...] = value
         if gradient is not None:
             gradient[...] = (exact * factor).astype(gradient.dtype)
 
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Loss:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: _Scalars) -> Loss:
         """See `Operation`."""
         return Loss(arrays[_LOSS], arrays[_GRADIENT])
 
@@ -218,18 +240,18 @@ class SummedLoss(LossOperation):
     make_pass = staticmethod(functools.cache(SummedLossPass))
     on_host = Operation.on_host
 
-    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
+    def read(self, operands: Sequence[Any], options: Any, scalars: _Scalars) -> Request:
         """See `Operation`."""
-        scores, target, _, gradient, _, _ = operands
+        scores, target, _, gradient, _, _, _ = operands
         request = super().read(operands[:-1], (), scalars)
         dtype, _, layout, *_ = request.problem
         specs = scores.spec, Spec(layout) if gradient is None else gradient.spec, target.spec
         return request._replace(problem=(dtype, *specs, *options), written=(*request.written, len(operands) - 1))
 
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: _Scalars, stream: int) -> Call:
         """See `Operation`."""
-        scores, target, scale, gradient, loss, db = addresses
-        return Call((scores, target, gradient, loss, db), stream, (scalars, scale))
+        scores, target, scale, gradient, loss, tally, db = addresses
+        return Call.of_loss((scores, target, gradient, loss, db), stream, scalars, scale, tally)
 
 
 MSE: Final = MeanSquaredError()
@@ -256,7 +278,11 @@ def perform_loss(
         raise ArgumentError(f"share is {factor}; it must be above 0 and at most 1")
     if type(grad_scale) is float or is_number(grad_scale):
         factor, scale = factor * (grad_scale if type(grad_scale) is float else number("grad_scale", grad_scale)), None
-    made: Loss = perform(operation, (*operands, scale, out_gradient, out_loss, *weights), options, factor, stream)
+    state, first = None, False
+    if type(out_loss) is Tallied:
+        (state, first), out_loss = out_loss, None
+    arrays = *operands, scale, out_gradient, out_loss, state, *weights
+    made: Loss = perform(operation, arrays, options, (factor, first), stream)
     return made
 
 
@@ -272,10 +298,12 @@ def summed_loss(
         db: (N,) buffer of the sums, packed and of the prediction's type.
         accumulate: whether the sums are added to the values in `db`.
         prediction, target, share: as for `mse_loss`; the prediction has rows.
-        options: grad_scale, out_gradient and stream, as for `mse_loss`, but `grad_scale` is no number.
+        options: grad_scale, out_gradient and stream, as for `mse_loss`, but `grad_scale` is no number; and out_loss,
+            a `Tallied`.
     """
-    arrays = prediction, target, options["grad_scale"], options["out_gradient"], None, db
-    made: Loss = perform(SUMMED, arrays, (loss, accumulate), share, options["stream"])
+    state, first = options["out_loss"]
+    arrays = prediction, target, options["grad_scale"], options["out_gradient"], None, state, db
+    made: Loss = perform(SUMMED, arrays, (loss, accumulate), (share, first), options["stream"])
     return made
 
 

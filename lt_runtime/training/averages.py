@@ -17,13 +17,16 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels import optimizer as kernels
 from lt_runtime.kernels.cross_entropy import Labels
+from lt_runtime.kernels.kernel import Tally as TallyPart
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import brief
 from lt_runtime.ops._parameters import HeldArrays, write_values
+from lt_runtime.ops.losses import Tallied
 from lt_runtime.problem import DType
 
 _STATE: Final = np.dtype(TallyState)
+_MEAN: Final = TallyState.mean.offset
 _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
 
 
@@ -106,8 +109,8 @@ class GpuTally:
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._unread = device, _NOTHING
         with activated(device):
-            self.mean = CUPY.zeros((), np.dtype(np.float32), device, stream)
             self._state = CUPY.zeros((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
+            self.mean = self._state[_MEAN : _MEAN + 4].view(np.float32).reshape(())
 
     def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
         """See `HostTally.add`. Makes one kernel launch."""
@@ -118,8 +121,13 @@ class GpuTally:
                 operand, classes = read("logits", scores.logits, handle), read("labels", scores.labels, handle)
                 dtype, layout, logits = operand.element_type(), operand.layout, operand.address
                 labels, kind = classes.address, Labels(classes.dtype == "int64", scores.ignore_index)
-            addresses = logits, labels, read("loss", loss, handle).address, self.mean.data.ptr, self._state.data.ptr
-            _pass(dtype, layout, kind, self._device).launch(*addresses, weight=weight, first=first, stream=handle)
+            tally = TallyPart(self._state.data.ptr, weight, first)
+            at_loss = read("loss", loss, handle).address
+            _pass(dtype, layout, kind, self._device).launch(logits, labels, at_loss, tally, handle)
+
+    def part(self, *, first: bool) -> Tallied:
+        """The argument by which a loss's own kernel does the work of `add`, with its `share` as the weight."""
+        return Tallied(self._state, first)
 
     def read(self, stream: Any) -> Totals:
         """See `HostTally.read`. If a driver call fails, no sums are lost: the next `read` returns them."""
@@ -127,7 +135,7 @@ class GpuTally:
             handle, host = stream_handle(stream, self._device), np.zeros(1, _STATE)
             call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, handle)
             call("cuStreamSynchronize", handle)
-            call("cuMemsetD8Async", self._state.data.ptr, 0, self._state.nbytes, handle)
+            call("cuMemsetD8Async", self._state.data.ptr, 0, _MEAN, handle)
             state = host[0]
             loss = float(state["loss"]) - float(state["rest"])
             read = Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))

@@ -36,7 +36,7 @@ from lt_runtime.ops.optimizer import Optimizer, StepInParts
 from lt_runtime.problem import Activation, type_name
 from lt_runtime.ranges import range_of
 from lt_runtime.reference.fp8 import AMAX
-from lt_runtime.training.averages import EMA, Tally, scores_of
+from lt_runtime.training.averages import EMA, GpuTally, Tally, scores_of
 
 if TYPE_CHECKING:
     from lt_runtime.ops._fp8_state import FP8State
@@ -73,6 +73,11 @@ class StepLoss(NamedTuple):
     classifies: bool = False
     is_own: bool = False
     elementwise: ElementwiseLoss | None = None
+
+    def adds_to_tally(self, outputs: Any) -> bool:
+        """Whether `compute` takes a `Tallied` as `out_loss`, for these outputs on a GPU."""
+        classes = outputs.shape[-1] if self.classifies else None
+        return not self.is_own and outputs.size > 0 and losses.adds_to_tally(classes)
 
 
 def step_loss(loss: object, options: Any, model: Block) -> StepLoss:
@@ -471,22 +476,27 @@ class StepBody:
             is_read_later = loss.classifies or not (narrow or run.may_overwrite(outputs))
             scaling = {"grad_scale": scale, "share": share} | ({"row_weights": weights[0]} if weights else {})
             compute, out = self._compute(run, target, weights), None if is_read_later else outputs
-            value, gradient = compute(outputs, target, **scaling, out_gradient=out, stream=stream)
+            # The loss's own kernel adds to the tally, if it can.
+            tallied = tally.part(first=first) if isinstance(tally, GpuTally) and loss.adds_to_tally(outputs) else None
+            value, gradient = compute(outputs, target, **scaling, out_gradient=out, out_loss=tallied, stream=stream)
         scores = scores_of(outputs, target) if loss.classifies else None
         del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
         device, held = model.device.ordinal, [gradient]
         del gradient
         # No other operation reads the tally of losses, so that on a GPU a branch of the graph updates it concurrently.
         run.memory = None if device is None else stream_memory(device, stream)
-        with contextlib.nullcontext() if run.memory is None else branch(run.memory) as memory:
-            with range_of("loss"):
-                tally.add(value, scores, share, first=first, stream=memory and memory.stream)
+        beside = None if tallied else run.memory
+        with contextlib.nullcontext() if beside is None else branch(beside) as memory:
+            if tallied is None:
+                with range_of("loss"):
+                    tally.add(value, scores, share, first=first, stream=memory and memory.stream)
             with range_of("backward"):
                 if narrow is not None:
                     narrow.backward(x, held.pop(), loss=None, scale=None, arguments=None, **options)
                 else:
                     model.backward(held.pop(), run)
                     run.finish()
+                    run.join()
 
     def _compute(self, run: Pass, target: Any, weights: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
         """The function that computes the loss and its gradient.

@@ -53,6 +53,7 @@ _CASES = {
     "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160, 160]),
     # The metrics' tally reads the outputs during the backward pass; so the loss's gradient needs memory of its own.
     "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160, 32], "cross_entropy"),
+    "few classes": _Case([16, 160, 16, 160, 16], [160, 16, 160], [160, 16, 160], [16, 16, 160, 16], "cross_entropy"),
     # The derivative of the last layer's activation is computed from the outputs; the third gradient has their memory.
     "output activation": _Case(
         [32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160, 32], [32, 160], output_activation="sigmoid"
@@ -171,7 +172,11 @@ def test_the_peak_of_towers(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_same_as_by_single_calls(gpu: FakeGpu, case: _Case) -> None:
-    """A step, whose arrays share memory, gives the same bits as single calls with new arrays for every result."""
+    """A step, whose arrays share memory, gives the same bits as single calls with new arrays for every result.
+
+    The kernel of its loss also adds the loss to the step's metrics, except that of cross-entropy with many classes.
+    """
+    gpu.kernels.launched.clear()
     step, (model, optimizer) = _step(gpu, case), _trained(gpu, case)
     loss = getattr(gpu.lt, {"mse": "mse_loss"}.get(case.loss, case.loss))
     gpu.streams.synchronize_all()
@@ -196,5 +201,6 @@ def test_the_same_as_by_single_calls(gpu: FakeGpu, case: _Case) -> None:
         assert host_of(gpu, mean) == expected
         for one, other in zip(step.model.parameters(), model.parameters(), strict=True):
             assert host_of(gpu, one.data).tobytes() == host_of(gpu, other.data).tobytes(), one.name
+    assert ("tally" in gpu.kernels.launched) == (case is _CASES["classes"])
     if case.loss == "cross_entropy":
         assert step.metrics(stream=gpu.stream).accuracy == right / (3 * _ROWS)

@@ -20,17 +20,19 @@ from lt_runtime.kernels import cross_entropy as family
 from lt_runtime.kernels import fp8, losses
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
+from lt_runtime.kernels.cross_entropy import FEW_CLASSES, CrossEntropyPass, Labels, Weighting
 from lt_runtime.kernels.fp8 import LossCastPass
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.losses import ElementwiseLoss, ElementwiseLossPass, SummedLossPass
 from lt_runtime.problem import DType
 from lt_runtime.reference import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.reference.fp8 import FP8_TYPES, cast_fp8
+from lt_runtime.training.averages import HostTally, Scores
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.products import Memory, spec_of
+from tests.host_kernels.test_tally import State
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
 from tests.support.placed import COLUMNS
 from tests.support.strategies import Placement, placements
@@ -73,15 +75,26 @@ def runner(host: HostKernels) -> Iterator[Runner]:
 
 
 class LossMemory(Memory):
-    """The memory that a loss's launch needs: the stream's workspace and tickets, and the loss itself."""
+    """The memory that a loss's launch needs: the stream's workspace and tickets, the loss itself and a tally."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss = Guarded(np.full((1, 1), 7.0, np.float32))
+        self.loss, self.tally = Guarded(np.full((1, 1), 7.0, np.float32)), State()
 
-    def read(self) -> float:
+    def call(self, addresses: tuple[int, ...], scale: tuple[float, int]) -> Call:
+        """The call of a loss that is also added to the tally."""
+        return Call(addresses, 0, scale, tally=self.tally.part(0.3, first=True))
+
+    def read(self, scores: Scores | None = None) -> float:
+        """Returns the loss, after comparing the tally with NumPy's; `scores` as for `HostTally.add`."""
         self.check()
-        return float(self.loss.values()[0, 0])
+        loss, expected = self.loss.values()[0, 0].astype(np.float32), HostTally()
+        expected.add(loss, scores, 0.3, first=True, stream=None)
+        np.testing.assert_equal(self.tally.mean, float(expected.mean))
+        (steps, total, *counts), wanted = self.tally.read(), expected.read(None)
+        assert (steps, *counts) == (wanted.steps, wanted.rows, wanted.correct)
+        assert total == wanted.loss or not math.isfinite(loss)
+        return float(loss)
 
 
 def scale_of(factor: float, on_device: bool) -> tuple[tuple[float, int], NDArray[np.float32]]:
@@ -192,7 +205,7 @@ def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Eleme
     scale, _kept = scale_of(case.scale, case.scale_on_device)
     runner.order = case.order
     addresses = (prediction.address, target.address, gradient.address, memory.loss.address, *map(address_of, weights))
-    loss_pass.launch(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
+    loss_pass.launch(memory.call(addresses, scale), memory)  # type: ignore[arg-type]
 
     assert abs(memory.read() - expected) <= 60 * EPS32 * float(np.mean(magnitude**2))
     exact = expected_gradient * factor
@@ -261,7 +274,7 @@ def test_sums_of_the_gradient(
         patch.setattr(losses, "wave_of", lambda *_: wave)
         made = SummedLossPass(dtype, *specs, ElementwiseLoss(loss, 0.5), accumulate, 0)
     addresses = (prediction.address, target.address, gradient.address, memory.loss.address, sums.address)
-    made.launch(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
+    made.launch(memory.call(addresses, scale), memory)  # type: ignore[arg-type]
 
     exact = exact * case.scale / 2
     assert memory.read() == pytest.approx(expected, rel=1e-4)
@@ -286,7 +299,7 @@ def test_gradients_in_fp8(runner: Runner, shape: Shape, loss: str, order: int, k
     plain, factor = LossMemory(), (float(size), 0)
     made = ElementwiseLossPass(BF16, *[prediction.layout] * 3, options, 0)
     addresses = [prediction.address, target.address, gradients[0].address, plain.loss.address, 0, 0]
-    made.launch(Call(tuple(addresses), 0, factor), plain)  # type: ignore[arg-type]
+    made.launch(plain.call(tuple(addresses), factor), plain)  # type: ignore[arg-type]
     runner.order, found = order, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "check_fp8", lambda _: None)
@@ -297,7 +310,7 @@ def test_gradients_in_fp8(runner: Runner, shape: Shape, loss: str, order: int, k
         fixed = prediction.address, target.address, gradients[1].address * (not is_cast), memory.loss.address
         of_cast = rows.address, transposed.address, scale.ctypes.data, amax.ctypes.data
         addresses = [*fixed, sums.address, *(each * is_cast for each in of_cast)]
-        cast.launch(Call(tuple(addresses), 0, factor), memory)  # type: ignore[arg-type]
+        cast.launch(memory.call(tuple(addresses), factor), memory)  # type: ignore[arg-type]
         found.append((memory.read(), sums.values().tobytes()))
     assert found[0] == found[1]
     assert found[0][0] == pytest.approx(plain.read(), rel=1e-5)
@@ -320,7 +333,7 @@ def run_elementwise(
     loss_pass = ElementwiseLossPass(F32, layouts[0], layouts[2], layouts[1], ElementwiseLoss(loss, delta), 0)
     memory = LossMemory()
     addresses = (*(each.address for each in operands), memory.loss.address, 0, 0)
-    loss_pass.launch(Call(addresses, 0, (float(prediction.size), 0)), memory)  # type: ignore[arg-type]
+    loss_pass.launch(memory.call(addresses, (float(prediction.size), 0)), memory)  # type: ignore[arg-type]
     return memory.read(), operands[2].values()
 
 
@@ -369,8 +382,10 @@ def run_cross_entropy(
     memory = LossMemory()
     labels_at = labels.ctypes.data
     addresses = (logits.address, labels_at, gradient.address, memory.loss.address, *map(address_of, weights))
-    loss_pass.launch(Call(addresses, 0, scale), memory)  # type: ignore[arg-type]
-    return memory.read()
+    before, few = logits.array.copy(), logits.array.shape[1] <= FEW_CLASSES
+    call = memory.call(addresses, scale) if few else Call(addresses, 0, scale)
+    loss_pass.launch(call, memory)  # type: ignore[arg-type]
+    return memory.read(Scores(before, labels, ignore_index)) if few else float(memory.loss.values()[0, 0])
 
 
 def draw_labels(data: st.DataObject | None, case: LossCase) -> tuple[NDArray[Any], float, int | None]:
@@ -407,6 +422,20 @@ few_classes = st.builds(replace, cases, shape=st.tuples(few_rows, st.integers(1,
 def test_few_classes(runner: Runner, dtype: DType, data: st.DataObject | None, case: LossCase) -> None:
     check_cross_entropy(runner, dtype, case, *draw_labels(data, case))
     assert ("cross_entropy_few" in runner.launched) == (case.shape[1] <= 16)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows", [300, 2100])
+def test_equal_and_infinite_logits_of_few_classes(runner: Runner, dtype: DType, rows: int) -> None:
+    """The kernel counts as correct the rows that NumPy's tally counts, see `LossMemory.read`."""
+    generator, shape = np.random.default_rng(rows), (rows, 10)
+    values = generator.integers(-2, 3, shape).astype(np.float64)
+    special = generator.random(shape) < 0.03
+    values[special] = generator.choice([np.nan, np.inf, -np.inf], special.sum())
+    values[::50] = -np.inf
+    labels = np.where(generator.random(rows) < 0.5, values.argmax(axis=1), generator.integers(-1, 11, rows))
+    logits, gradient = Guarded(values, FLAT, dtype), Guarded(np.zeros(shape), FLAT, dtype)
+    run_cross_entropy(runner, logits, labels, gradient, ignore_index=3)
 
 
 @dataclass(frozen=True)

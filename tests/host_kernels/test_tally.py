@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lt_runtime.kernels.cross_entropy import Labels
+from lt_runtime.kernels.kernel import Tally
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.problem import DType
 from lt_runtime.training.averages import HostTally, Scores, Totals
@@ -21,13 +22,35 @@ from tests.host_kernels.variants import BF16, F32, TYPES
 from tests.support.strategies import Placement, placements
 
 
-class KernelTally:
+class State:
+    """The sums of a tally in the CPU's memory; the last step's loss is NaN before the first step."""
+
+    def __init__(self) -> None:
+        kind = np.dtype(TallyState)
+        self._words = Guarded(np.zeros((1, kind.itemsize // 8), np.uint64))
+        self._state = self._words.array.view(kind)[0]
+        self._state["mean"] = np.nan
+
+    def part(self, weight: float, *, first: bool) -> Tally:
+        return Tally(self._words.address, weight, first)
+
+    @property
+    def mean(self) -> float:
+        return float(self._state["mean"][0])
+
+    def read(self) -> Totals:
+        self._words.values()
+        (state,) = self._state
+        loss = float(state["loss"]) - float(state["rest"])
+        return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
+
+
+class KernelTally(State):
     """Stands in for `GpuTally`; the kernel runs on the CPU."""
 
     def __init__(self, host: HostKernels, dtype: DType, order: int = 0) -> None:
-        self._host, self._dtype = host, dtype
-        self._state, self._mean = Guarded(np.zeros((1, 4), np.uint64)), Guarded(np.full((1, 1), np.nan, np.float32))
-        self._order = order
+        super().__init__()
+        self._host, self._dtype, self._order = host, dtype, order
 
     def add(self, loss: float, scores: Any, weight: float, *, first: bool) -> None:
         at = vector(np.full(1, loss), F32)
@@ -38,20 +61,8 @@ class KernelTally:
             labels, kind = scores.labels.address, Labels(wide, scores.ignore_index)
         with self._host.in_order(self._order):
             made = TallyPass(self._dtype, layout, kind, 0)
-        addresses = at.address, self._mean.address, self._state.address
-        made.launch(logits, labels, *addresses, weight=weight, first=first, stream=0)
+        made.launch(logits, labels, at.address, self.part(weight, first=first), 0)
         at.assert_unchanged()
-
-    @property
-    def mean(self) -> float:
-        self._mean.values()
-        return float(self._mean.array[0, 0])
-
-    def read(self) -> Totals:
-        self._state.values()
-        (state,) = self._state.array.view(np.dtype(TallyState))[0]
-        loss = float(state["loss"]) - float(state["rest"])
-        return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
 
 
 def labels_of(values: Any, dtype: Any) -> Guarded:

@@ -212,10 +212,10 @@ FAULTS: Final[Table] = {
             "tests/gpu/test_loss.py::test_many_rows",
         ),
     },
-    "cuda_src/tally.cu": {
+    "cuda_src/tally.cuh": {
         "the part that rounding has cut off is forgotten": (
-            "p.state->rest = (sum - p.state->loss) - term;",
-            "p.state->rest = 0.0f;",
+            "state.rest = (sum - state.loss) - term;",
+            "state.rest = 0.0f;",
             f"{_TALLY}::test_a_long_sum_keeps_its_precision",
         ),
     },
