@@ -1,9 +1,10 @@
 // Softmax cross-entropy and its gradient. Each row is read once and kept in shared memory, and its gradient is written
-// once. The part of a row that does not fit into shared memory is read again, mostly from L2.
+// once. The part of a row that does not fit into shared memory is read again, mostly from L2. If no gradient is wanted,
+// nothing is kept.
 //
 // Compiled for one SCALAR type, ROW_THREADS, the threads of a block, ROW_BLOCKS, the blocks that a multiprocessor must
-// hold, ROW_LANES, the threads that share a streamed row (see stream_rows.cuh), and WEIGHTS, which cross_entropy.cuh
-// explains.
+// hold, ROW_LANES, the threads that share a streamed row (see stream_rows.cuh), and GRADIENT and WEIGHTS, which
+// cross_entropy.cuh explains.
 
 #include "few_classes.cuh"
 #include "stream_rows.cuh"
@@ -46,9 +47,9 @@ __device__ inline float do_rows(const CrossEntropyParams& p, const Group& group,
     if (base == first) mean = Mean(p, scratch);
     if (counts) {
       const float scale = kWeighted ? weight * mean.scale : mean.scale;
-      write_row(p, row, label, group, held, target.slope(softmax, scale), target);
+      if (kWrites) write_row(p, row, label, group, held, target.slope(softmax, scale), target);
       if (group.lane == 0) loss += kWeighted ? weight * target.loss(softmax) : target.loss(softmax);
-    } else if (exists) {
+    } else if (exists && kWrites) {
       clear(p, row, group);
     }
   }
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
     classes = {};
     loss = 0.0f;
   }
-  classes.store(p.gradient, row, cols);
+  if (kWrites) classes.store(p.gradient, row, cols);
   if (p.tally.state) {
     const int rows = __syncthreads_count(counts), correct = __syncthreads_count(is_right);
     if (threadIdx.x == 0) add_rows(p.tally, rows, correct);

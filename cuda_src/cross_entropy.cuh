@@ -1,6 +1,6 @@
 // How threads share a row of logits, and where they hold it. Compiled for one SCALAR type, ROW_THREADS, the threads of
-// a block, and WEIGHTS: 0 without weights; 1 with weights of rows or of classes, by which a row's loss is multiplied; 2
-// with class weights and label smoothing.
+// a block, GRADIENT, whether the gradient is wanted, and WEIGHTS: 0 without weights; 1 with weights of rows or of
+// classes, by which a row's loss is multiplied; 2 with class weights and label smoothing.
 #pragma once
 
 #include <math_constants.h>
@@ -13,7 +13,7 @@ namespace lt {
 
 struct CrossEntropyParams {
   Matrix logits;
-  Matrix gradient;  // gradient of the logits; may be the same memory as `logits`
+  Matrix gradient;  // gradient of the logits; may be the same memory as `logits`, and is it if no gradient is wanted
   const void* labels;
   const float* counted;     // divisor of the mean, from count_labels; null if each block counts the labels itself
   const float* grad_scale;  // factor of the gradient, in device memory; null means 1
@@ -39,6 +39,7 @@ struct CrossEntropyParams {
 constexpr uint32 kRowThreads = ROW_THREADS;
 constexpr bool kWeighted = WEIGHTS != 0;
 constexpr bool kSpreads = WEIGHTS == 2;
+constexpr bool kWrites = GRADIENT;  // whether the kernel writes the gradient
 
 __device__ inline int64 label_at(const void* labels, int wide, int64 row) {
   return wide ? static_cast<const int64*>(labels)[row] : static_cast<const int*>(labels)[row];

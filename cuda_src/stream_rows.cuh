@@ -5,7 +5,8 @@
 // this one is computed, and global memory is never idle. All rows are aligned alike, so that everything but a row's
 // address is computed before the first row. Compiled for one SCALAR type, ROW_THREADS, the threads of a block,
 // ROW_LANES, the threads of a group, ROW_BLOCKS, the blocks of a multiprocessor, and ROW_KEPT, the number of batches of
-// packets that a thread keeps in registers; every row has at least one batch more.
+// packets that a thread keeps in registers; every row has at least one batch more. Without a gradient there is no
+// second pass, and a batch is no longer needed once the first pass has read it.
 //
 // Shared memory is a ring buffer of batches: a new batch overwrites the oldest consumed one. Packets of a row for which
 // registers and shared memory have no room are read twice from global memory; this happens only to long rows, which
@@ -21,6 +22,8 @@ constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;
 constexpr int64 kBatchStride = kPacketStride * kPacketsInFlight;
 constexpr bool kLongRows = ROW_BLOCKS == 1;
 constexpr uint32 kKept = ROW_KEPT;
+// Number of a row's batches whose slots are freed by the first pass.
+constexpr uint32 kFreed = kWrites ? kKept : 0xFFFFFFFF;
 
 __device__ inline uint32 smaller(uint32 a, uint32 b) { return a < b ? a : b; }
 
@@ -43,9 +46,9 @@ struct Batches {
   // Number of packets that the calling thread has in a batch.
   __device__ uint32 count(uint32 batch) const { return batch < whole ? kPacketsInFlight : rest; }
   __device__ uint32 slot_after(uint32 slot) const { return slot + 1 < slots ? slot + 1 : 0; }
-  // Number of later copies that may still be in flight when `batch` has to be in shared memory. Each batch that has
-  // been moved to registers has freed a slot, into which a later batch is being copied.
-  __device__ uint32 behind(uint32 batch) const { return smaller(batch, kKept) + slots - 1 - batch; }
+  // Number of later copies that may still be in flight when the first pass needs `batch` in shared memory. Into each
+  // slot that it has freed before, a later batch is being copied.
+  __device__ uint32 behind(uint32 batch) const { return smaller(batch, kFreed) + slots - 1 - batch; }
 };
 
 // Starts to copy a batch of packets into shared memory.
@@ -79,6 +82,17 @@ struct Batch {
     for (int k = 0; k < kPacketsInFlight; ++k) {
       raw[k] = k < static_cast<int>(count) ? load_packet(from + k * kPacketStride) : nothing();
     }
+  }
+
+  // Makes the compiler keep the packets in registers rather than FP32 numbers computed from them, which take more.
+  __device__ void keep() {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int k = 0; k < kPacketsInFlight; ++k) {
+      uint4& words = raw[k].words;
+      asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+    }
+#endif
   }
 
   __device__ void write(SCALAR* to, const Slope& slope, uint32 count, int64 col) const {
@@ -142,7 +156,7 @@ __device__ inline void accumulate_batch(Softmax& softmax, const CrossEntropyPara
 
 // First pass over a row that is being copied to shared memory: adds the thread's packets to `softmax`, as
 // `read_packets` does for other rows. The first batch is in `slot`; `col` is the column of the thread's first packet.
-// Returns the slot of the first batch that is not kept in registers.
+// Returns the slot of the first batch that is not kept in registers; without a gradient that is the next row's first.
 __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams& p, const SCALAR* from, Ahead& ahead,
                                       const SharedRing& held, const Batches& batches, Batch (&own)[kKept + 1], uint32 slot,
                                       bool with_total, int64 col) {
@@ -151,6 +165,7 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
     wait_for_batches(batches.behind(batch));
     own[batch] = Batch(held, slot, kPacketsInFlight);
     accumulate_batch(softmax, p, own[batch], batch, kPacketsInFlight, with_total, col);
+    if (kKept > 1) own[batch].keep();
     ahead.refill(held, batches, slot);
     slot = batches.slot_after(slot);
   }
@@ -159,12 +174,15 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
   for (uint32 batch = kKept; batch < batches.whole_fetched(); ++batch, slot = batches.slot_after(slot)) {
     wait_for_batches(batches.behind(batch));
     accumulate_batch(softmax, p, Batch(held, slot, kPacketsInFlight), batch, kPacketsInFlight, with_total, col);
+    if (!kWrites) ahead.refill(held, batches, slot);
   }
   if (batches.whole < batches.fetched) {
     wait_for_batches(batches.behind(batches.whole));
     if (batches.rest) {
       accumulate_batch(softmax, p, Batch(held, slot, batches.rest), batches.whole, batches.rest, with_total, col);
     }
+    if (!kWrites) ahead.refill(held, batches, slot);
+    slot = batches.slot_after(slot);
   }
   if constexpr (kLongRows) {
 #pragma unroll 1
@@ -174,7 +192,7 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
       accumulate_batch(softmax, p, Batch(from + batch * kBatchStride, count), batch, count, with_total, col);
     }
   }
-  return second;
+  return kWrites ? second : slot;
 }
 
 // Second pass over a row: writes the thread's packets of the gradient from `to` on, and starts to copy packets of the
@@ -258,7 +276,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
     if (kBlockRows) __syncthreads();
     wait_for_copies<0>();
     row.gradient = element<SCALAR>(p.gradient, turn.now, 0);
-    clear(p, row, group);
+    if (kWrites) clear(p, row, group);
     if (next_exists) fetch_row(held, batches, next);
     turn = {turn.next, succession.row(), 0, Turn::label_of(p, turn.next)};
     return 0.0f;
@@ -272,19 +290,21 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
   if (single < p.cols) accumulate(softmax, p, to_float(row.logits[single]), single);
   Batch own[kKept + 1];
   const bool with_total = smoothing.share > 0.0f;
-  uint32 slot = read_fetched(softmax, p, row.logits + first, ahead, held, batches, own, turn.slot, with_total, first);
+  const uint32 slot = read_fetched(softmax, p, row.logits + first, ahead, held, batches, own, turn.slot, with_total, first);
   const Target target(p, label, to_float(picked), smoothing);
   succession.announce(group);
   softmax = reduce_row(softmax, group);
   const Slope slope = target.slope(softmax, kWeighted ? weight * scale : scale);
   row.gradient = element<SCALAR>(p.gradient, turn.now, 0);
-  turn = {turn.next, succession.row(), 0, Turn::label_of(p, turn.next)};
-  turn.slot = write_fetched(row.logits + first, row.gradient + first, ahead, held, batches, own, slot, slope, first);
-  if (single < p.cols) {
-    row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single]), single));
+  turn = {turn.next, succession.row(), slot, Turn::label_of(p, turn.next)};
+  if (kWrites) {
+    turn.slot = write_fetched(row.logits + first, row.gradient + first, ahead, held, batches, own, slot, slope, first);
+    if (single < p.cols) {
+      row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single]), single));
+    }
+    const uint32 packet = row.packet_of(label);
+    if (packet < row.packets && packet % kLanes == group.lane) row.set_gradient(p, label, target.gradient(slope));
   }
-  const uint32 packet = row.packet_of(label);
-  if (packet < row.packets && packet % kLanes == group.lane) row.set_gradient(p, label, target.gradient(slope));
   return kWeighted ? weight * target.loss(softmax) : target.loss(softmax);
 }
 

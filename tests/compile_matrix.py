@@ -19,7 +19,7 @@ from lt_runtime import rules
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import mlp, tile_matmul
 from lt_runtime.kernels.add import _ADD_BLOCKS
-from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
+from lt_runtime.kernels.cross_entropy import _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.epilogue import _DROPOUT_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks, _forward_blocks
 from lt_runtime.kernels.fp8 import cast_macros, loss_fp8_macros
 from lt_runtime.kernels.gated import blocks_of
@@ -278,12 +278,13 @@ VARIANTS: Final = (
     *_gated(),
     *(
         variant
-        for row_group, weights in itertools.product(RowGroup, (0, 1, 2))
-        for kept in ((0,) if row_group is RowGroup.WARP or weights == _SPREAD else (0, _KEPT_BATCHES))
+        for row_group, weights, writes in itertools.product(RowGroup, (0, 1, 2), (True, False))
+        if writes or row_group is not RowGroup.MULTIPROCESSOR
+        for kept in ({0, row_group.kept} if writes and weights != _SPREAD else {0})
         for variant in over(
             "cross_entropy.cu",
             SCALAR=SCALAR.values(),
-            **{name: [value] for name, value in row_macros(row_group, kept, weights)},
+            **{name: [value] for name, value in row_macros(row_group, kept, weights, writes=writes)},
         )
     ),
     *over("elementwise_loss.cu", SCALAR=SCALAR.values(), LOSS=LOSSES.values(), WEIGHTED="01"),

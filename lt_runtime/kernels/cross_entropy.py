@@ -41,8 +41,6 @@ _COLUMNS_PER_LANE: Final = 16
 _WARP_COLUMNS: Final = 2048
 # Packets of 16 bytes that a thread loads before it waits; softmax_rows.cuh has the same number.
 _BATCH: Final = 4
-# Number of batches of packets that a thread keeps in registers if a whole block shares a row.
-_KEPT_BATCHES: Final = 1
 # Value of the macro WEIGHTS if labels are smoothed and classes have weights.
 _SPREAD: Final = 2
 # Largest number of rows that a single block computes if there are few classes, with one thread for each row. A single
@@ -92,26 +90,29 @@ class RowGroup(enum.Enum):
     Attributes:
         threads: threads of a block.
         blocks_per_multiprocessor: blocks that share the memory of a multiprocessor.
+        kept: batches of packets of a row that a thread keeps in registers from reading them to writing their gradient.
     """
 
-    WARP = "warp", _WARP_ROW_THREADS, _BLOCKS_PER_MULTIPROCESSOR
-    BLOCK = "block", _BLOCK_ROW_THREADS, _BLOCKS_PER_MULTIPROCESSOR
-    MULTIPROCESSOR = "multiprocessor", _LONG_ROW_THREADS, 1
+    WARP = "warp", _WARP_ROW_THREADS, _BLOCKS_PER_MULTIPROCESSOR, 0
+    BLOCK = "block", _BLOCK_ROW_THREADS, _BLOCKS_PER_MULTIPROCESSOR, 1
+    MULTIPROCESSOR = "multiprocessor", _LONG_ROW_THREADS, 1, 2
 
-    def __init__(self, _: str, threads: int, blocks_per_multiprocessor: int) -> None:
-        self.threads, self.blocks_per_multiprocessor = threads, blocks_per_multiprocessor
+    def __init__(self, _: str, threads: int, blocks_per_multiprocessor: int, kept: int) -> None:
+        self.threads, self.blocks_per_multiprocessor, self.kept = threads, blocks_per_multiprocessor, kept
 
 
-def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
+def row_macros(row_group: RowGroup, kept: int, weights: int = 0, *, writes: bool = True) -> Macros:
     """Preprocessor definitions of cross_entropy.cu except SCALAR.
 
     Args:
         kept: batches that stay in registers.
         weights: see `Weighting.mode`.
+        writes: whether the kernel writes the gradient.
     """
     lanes = WARP if row_group is RowGroup.WARP else row_group.threads
     threads, blocks = row_group.threads, row_group.blocks_per_multiprocessor
-    return define(ROW_THREADS=threads, ROW_LANES=lanes, WEIGHTS=weights, ROW_BLOCKS=blocks, ROW_KEPT=kept)
+    of_rows = define(ROW_THREADS=threads, ROW_LANES=lanes, ROW_BLOCKS=blocks, ROW_KEPT=kept)
+    return (*of_rows, *define(WEIGHTS=weights, GRADIENT=writes))
 
 
 class Labels(NamedTuple):
@@ -138,6 +139,7 @@ class RowSharing:
         blocks: blocks of the grid.
         packets: most packets of 16 bytes that a thread has of a row.
         spreads: whether labels are smoothed and classes have weights, so that every column has a weight of its own.
+        writes: whether the gradient is wanted. If not, no part of a row is kept.
     """
 
     row_group: RowGroup
@@ -146,20 +148,22 @@ class RowSharing:
     blocks: int
     packets: int
     spreads: bool = False
+    writes: bool = True
 
     @classmethod
-    def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False) -> RowSharing:
-        """How rows of logits of this layout are shared; for `spreads` see the attributes."""
+    def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False, writes: bool = True) -> RowSharing:
+        """How rows of logits of this layout are shared; for `spreads` and `writes` see the attributes."""
         packets, row_group = logits.cols * itemsize // VECTOR_BYTES, RowGroup.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
         elif logits.cols > _WARP_COLUMNS:
-            row_group = RowGroup.MULTIPROCESSOR if logits.cols * itemsize > _LONG_ROW else RowGroup.BLOCK
+            is_long = writes and logits.cols * itemsize > _LONG_ROW
+            row_group = RowGroup.MULTIPROCESSOR if is_long else RowGroup.BLOCK
             lanes = row_group.threads
         else:
             lanes = min(WARP, next_power_of_two((logits.cols + _COLUMNS_PER_LANE // 2) // _COLUMNS_PER_LANE))
         blocks = min(-(-logits.rows * lanes // row_group.threads), _MAX_BLOCKS)
-        return cls(row_group, itemsize, lanes, blocks, -(-packets // lanes), spreads)
+        return cls(row_group, itemsize, lanes, blocks, -(-packets // lanes), spreads, writes)
 
     @property
     def batches(self) -> int:
@@ -168,13 +172,13 @@ class RowSharing:
 
     @property
     def kept(self) -> int:
-        """Batches that a thread keeps in registers: `_KEPT_BATCHES` if a block shares a row with more, otherwise 0.
+        """Batches that a thread keeps in registers: the group's number if a row has more batches, otherwise 0.
 
         With both label smoothing and class weights the number is 0 too: then every column has a weight of its own, and
         on sm_75 the BF16 kernel would spill registers.
         """
-        has_more = self.row_group is not RowGroup.WARP and self.batches > _KEPT_BATCHES
-        return _KEPT_BATCHES if has_more and not self.spreads else 0
+        kept = self.row_group.kept
+        return kept if self.batches > kept and self.writes and not self.spreads else 0
 
     def held_packets(self, device: int) -> int:
         """Number of packets of each thread that fit into the block's share of shared memory.
@@ -199,29 +203,25 @@ class RowSharing:
 class CrossEntropyPass:
     """Softmax cross-entropy of the rows of one matrix, and its gradient.
 
-    If `gradient` is None, the kernel writes all rows of the gradient over each other into scratch memory, which stays
-    in the L2 cache. Rows lie there relative to multiples of 16 bytes as they do in the logits, so that the kernel
-    accesses whole packets all the same.
+    If `gradient` is None, the kernel computes the loss alone.
 
     Attributes:
-        scratch_bytes: bytes of scratch memory for partial sums, and for a gradient that nobody reads.
+        scratch_bytes: bytes of scratch memory for partial sums.
     """
 
     def __init__(
         self, dtype: DType, logits: Layout, gradient: Layout | None, labels: Labels, weighting: Weighting, device: int
     ) -> None:
         weights = weighting.mode
-        self._rows = logits.rows
-        self._sharing = sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD)
+        self._rows, writes = logits.rows, gradient is not None
+        self._sharing = sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD, writes=writes)
         few = logits.cols <= FEW_CLASSES
         held = sharing.held_packets(device) if logits.order is Order.ROW and not few else 0
-        self._streams = self._can_stream(dtype, [each for each in (logits, gradient) if each], held)
+        self._streams = self._can_stream(dtype, (logits, gradient or logits), held)
         tiling = self._tiling(few, device)
-        macros = (*define(SCALAR=dtype), *row_macros(sharing.row_group, sharing.kept, weights))
+        macros = (*define(SCALAR=dtype), *row_macros(sharing.row_group, sharing.kept, weights, writes=writes))
         entry, of_labels = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY, {"cols": logits.cols, **labels.fields}
-        stride = logits.strides[0] % (VECTOR_BYTES // dtype.itemsize)
-        of_gradient = Matrix.of(gradient) if gradient else Matrix(0, stride, 1)
-        params = entry.params(Matrix.of(logits), of_gradient, rows=logits.rows, **of_labels)
+        params = entry.params(Matrix.of(logits), Matrix.of(gradient or logits), rows=logits.rows, **of_labels)
         params.smoothing, params.lanes, params.held = weighting.smoothing, sharing.lanes, held
         self._launches = Launches(entry, macros, device, tiling, params, shared=held * sharing.held_bytes)
         # If there are few labels, each block counts them itself, which costs less than a separate launch.
@@ -232,21 +232,19 @@ class CrossEntropyPass:
         # The scratch memory holds the number of rows that are not ignored, then the loss of each block or of each row.
         keeps_rows = self._streams and sharing.row_group is not RowGroup.WARP
         self.scratch_bytes = 4 * (1 + max(tiling.grid[0], counting.grid[0], keeps_rows * logits.rows))
-        self._unread = VECTOR_BYTES * -(-self.scratch_bytes // VECTOR_BYTES)  # offset of a gradient that nobody reads
-        if gradient is None:
-            self.scratch_bytes = self._unread + VECTOR_BYTES + (logits.rows * stride + logits.cols) * dtype.itemsize
 
     def _can_stream(self, dtype: DType, layouts: Sequence[Layout], held: int) -> bool:
         """Whether rows can be streamed: copied to shared memory while the previous row is computed.
 
         Rows must begin at multiples of 16 bytes, and a row must fit into the registers and shared memory of the warp or
-        block that shares it; for long rows, room for one batch of packets suffices. `launch` checks the first row's
-        address, which is not known here.
+        block that shares it; for long rows, and if no row is kept, room for one batch of packets suffices. `launch`
+        checks the first row's address, which is not known here.
         """
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
         sharing = self._sharing
-        holds = held >= _BATCH and (sharing.holds_row(held) or sharing.row_group is RowGroup.MULTIPROCESSOR)
+        needs_row = sharing.writes and sharing.row_group is not RowGroup.MULTIPROCESSOR
+        holds = held >= _BATCH and (not needs_row or sharing.holds_row(held))
         return straight and even and sharing.lanes >= WARP and holds
 
     def _tiling(self, few: bool, device: int) -> Tiling:
@@ -268,7 +266,7 @@ class CrossEntropyPass:
         """
         logits, labels, gradient, loss, row_weights, class_weights = call.addresses
         scratch, tickets, counted = memory.scratch(self.scratch_bytes), memory.tickets, 0
-        gradient = gradient or scratch + self._unread + logits % VECTOR_BYTES
+        gradient = gradient or logits
         if self._counts:  # a separate launch counts the rows that are not ignored, or sums their class weights
             params, launch = self._count_launches[memory.stream]
             counted = scratch

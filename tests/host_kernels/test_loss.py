@@ -361,7 +361,7 @@ def run_cross_entropy(
     runner: Runner,
     logits: Guarded,
     labels: NDArray[Any],
-    gradient: Guarded,
+    gradient: Guarded | None,
     smoothing: float = 0.0,
     ignore_index: int | None = None,
     scale: tuple[float, int] = (1.0, 0),
@@ -372,16 +372,18 @@ def run_cross_entropy(
     """Runs the cross-entropy kernel of a case; returns the loss.
 
     Args:
+        gradient: where the gradient is written; None if it is not wanted.
         weights: weights of rows and of classes, or None.
     """
     runner.order, runner.launched = order, []
     runner.shared_memory = LITTLE_SHARED_MEMORY if little_memory else MUCH_SHARED_MEMORY
     kind = Labels(labels.dtype == np.int64, ignore_index)
     weighting = Weighting(smoothing, *(each is not None for each in weights))
-    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, kind, weighting, 0)
+    written = None if gradient is None else gradient.layout
+    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, written, kind, weighting, 0)
     memory = LossMemory()
-    labels_at = labels.ctypes.data
-    addresses = (logits.address, labels_at, gradient.address, memory.loss.address, *map(address_of, weights))
+    others = (gradient, memory.loss, *weights)
+    addresses = (logits.address, labels.ctypes.data, *map(address_of, others))
     before, few = logits.array.copy(), logits.array.shape[1] <= FEW_CLASSES
     call = memory.call(addresses, scale) if few else Call(addresses, 0, scale)
     loss_pass.launch(call, memory)  # type: ignore[arg-type]
@@ -472,6 +474,8 @@ def check_cross_entropy(
     expected, exact = cross_entropy(values, labels, row_weights=of_rows, **options)
     scale, _kept = scale_of(case.scale, case.scale_on_device)
     how = smoothing, ignore_index, scale, case.order, case.little_memory, weights
+    alone = run_cross_entropy(runner, logits, labels, None, *how)
+    logits.assert_unchanged()
     loss = run_cross_entropy(runner, logits, labels, gradient, *how)
 
     # exp turns the absolute error of a rounded difference into a relative error
@@ -482,7 +486,7 @@ def check_cross_entropy(
     # The rounding error of a weighted sum of logits is proportional to weight times logit.
     farthest = 1.0 if most == 1.0 else 1.0 + float(np.abs(values).max())
     tolerance = most * farthest * float(limits.max()) + 8 * EPS32 * abs(expected)
-    assert_close("loss", np.array([loss]), np.array([expected]), tolerance)
+    assert_close("loss", np.array([loss, alone]), np.array([expected] * 2), tolerance)
     divisor, factor = max(int((labels != ignore_index).sum()), 1), case.scale / 2
     plain = cross_entropy(values, labels, label_smoothing=smoothing, ignore_index=ignore_index)[1]
     probabilities = np.exp(values - values.max(axis=1, keepdims=True))

@@ -44,9 +44,17 @@ def test_rows_are_held_as_far_as_blocks_have_memory(
     assert sharing.holds_row(held) == holds
 
 
-@pytest.mark.parametrize(("classes", "spreads", "kept"), [(50304, False, 1), (50304, True, 0), (1000, False, 0)])
+@pytest.mark.parametrize(
+    ("classes", "spreads", "kept"), [(151936, False, 2), (50304, False, 1), (50304, True, 0), (1000, False, 0)]
+)
 def test_batches_stay_in_registers_where_these_have_room(classes: int, spreads: bool, kept: int) -> None:
     assert RowSharing.of(packed(8192, classes), 2, spreads=spreads).kept == kept
+
+
+@pytest.mark.parametrize("classes", [1000, 50304, 151936])
+def test_without_a_gradient_two_blocks_share_a_multiprocessor_and_keep_nothing(classes: int) -> None:
+    sharing = RowSharing.of(packed(8192, classes), 2, writes=False)
+    assert (sharing.row_group.blocks_per_multiprocessor, sharing.kept) == (2, 0)
 
 
 @pytest.mark.parametrize(("classes", "lanes"), [(24, 2), (257, 16), (263, 16), (264, 32), (1000, 32)])
