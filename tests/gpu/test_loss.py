@@ -17,6 +17,7 @@ from lt_runtime import reference
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.ops.losses import summed_loss
 from lt_runtime.problem import DType
+from lt_runtime.training.averages import GpuTally
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON
 from tests.support.placed import FLAT, Placed, host_of
@@ -208,9 +209,11 @@ def test_sums_of_the_gradient(gpu: Any, shape: tuple[int, int], dtype: DType) ->
     x, target = (generator.random(shape, np.float32).astype(dtype.numpy) for _ in range(2))
     options = {"grad_scale": cp.full((), 1024.0, cp.float32), "share": 1.0, "out_gradient": None, "stream": None}
     for _ in range(2):
+        tally = GpuTally(0, cp.cuda.get_current_stream().ptr)
         placed, sums = map(cp.asarray, (x, target)), cp.asarray(np.ones(shape[1], dtype.numpy))
-        loss, gradient = summed_loss(ElementwiseLoss("mse"), sums, True, *placed, **options)
-        found.append([float(loss), *(host_of(gpu, each) for each in (gradient, sums))])
+        out_loss = tally.part(first=True)
+        _, gradient = summed_loss(ElementwiseLoss("mse"), sums, True, *placed, **options, out_loss=out_loss)
+        found.append([float(tally.mean), *(host_of(gpu, each) for each in (gradient, sums))])
     (value, stored, total), again = found
     assert all(map(np.array_equal, found[0], again))
     expected, exact = reference.mse_loss(x, target)

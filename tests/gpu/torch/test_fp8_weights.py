@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("fp8_products"),
     # PyTorch's own warning, if the first work of autograd's thread is a product
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle:UserWarning"),
 ]
 
 Change = Callable[[Any], object]
@@ -119,7 +120,7 @@ def test_graphs_of_pytorch_and_eager_steps_take_turns(monkeypatch: pytest.Monkey
             found += [step(x).detach() for x in given[:3]]
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             step(static)
         for number, x in enumerate(given[3:]):
             if number == 4:

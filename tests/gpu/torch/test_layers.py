@@ -99,7 +99,7 @@ def step_of(model: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
-@pytest.mark.parametrize("loss", [ltt.cross_entropy, F.cross_entropy])
+@pytest.mark.parametrize("loss", [ltt.cross_entropy, lambda z, t: F.cross_entropy(z.float(), t)])
 def test_a_vocabulary_that_is_no_multiple_of_8_is_as_exact_as_pytorch_s(loss: Any, mode: Any) -> None:
     leaves = leaves_of((128, 96), (4099, 96), (4099,), dtype=torch.bfloat16)
     labels = torch.arange(128, device="cuda") * 32
