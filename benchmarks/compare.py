@@ -3,9 +3,9 @@
 A run is a result file or a folder of result files, and runs are paired in the order in which they were measured. A
 ratio is a new time divided by the old time of the same pair, so less than 1 is faster. Only times in all runs are
 compared. A time differs beyond its spread if it changed by more than the larger of the two distances between quartiles
-in at least two thirds of the pairs. Times of other libraries tell how much of a difference is the machine's.
+in at least two thirds of the pairs. Times of other libraries tell how much the machine alone changes.
 
-A row of lt_runtime's is slower if its ratio exceeds the limit in at least two thirds of the pairs. The exit status is 1
+A row of lt_runtime is slower if its ratio exceeds the limit in at least two thirds of the pairs. The exit status is 1
 if a row is slower, or if the geometric mean of lt_runtime's median ratios exceeds its limit.
 """
 

@@ -1,7 +1,7 @@
 """Digests of the code that suites run: a row of a result file is current as long as its suite's digest is the same.
 
 A digest covers the package, its CUDA sources, and the modules of the benchmarks and examples that the suite imports,
-directly or through others. Comments, docstrings and blank lines are left out. It needs no git where rows are measured.
+directly or through others. Comments, docstrings and blank lines are left out. The machine that measures needs no git.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGE: Final = ("lt_runtime/", "cuda_src/")
 _BESIDE: Final = ("lt_runtime/cli/", "lt_runtime/torch/")  # The rest of the package never imports these folders,
 _USING_TORCH: Final = "torch"  # and only the suite of this name imports the second.
 _STORING: Final = frozenset(f"benchmarks/{name}.py" for name in ("digests", "kept", "report"))
-"""Modules that keep and show times and take none."""
+"""Modules that store and show times and measure none; digests leave them out."""
 _SUFFIXES: Final = (".py", ".json", ".cu", ".cuh")
 _CUDA_TOKEN: Final = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL)
 """Matches a comment; or a string or character literal, which is then the only group."""
@@ -56,7 +56,7 @@ def working_files() -> dict[str, bytes]:
 
 
 def _imported(start: str, files: Files) -> set[str]:
-    """A module of the benchmarks, what runs all suites, and every module that these import from files."""
+    """The module `start`, the one that runs all suites, and every module in `files` that these import."""
     found, waiting = set[str](), [start, "benchmarks/suite.py"]
     while waiting:
         name = waiting.pop()
@@ -93,7 +93,7 @@ def _digest_of(suffix: str, content: bytes) -> str:
 
 
 def _bare_python(code: str) -> str:
-    """Python code without comments and docstrings; it is the same in every version of Python, as a tree is not."""
+    """Python code without comments and docstrings. All versions of Python give the same text, unlike syntax trees."""
     lines = code.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if token.type == tokenize.COMMENT:

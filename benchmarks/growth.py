@@ -1,4 +1,4 @@
-"""The suite `growth`: how times grow with the rows of a block, the parameters of a step, and the layers that are tuned.
+"""The suite `growth`: how times grow with a block's rows, a step's parameters, and the number of layers to tune.
 
 Blocks and steps are measured as in the suites `layers` and `steps`, against PyTorch in a graph. Networks are tuned with
 an empty plan cache: with layers of one width, most of which are the same problem, and with layers of different widths.
@@ -83,7 +83,7 @@ def measure(quantity: str, case: Any, options: argparse.Namespace, stream: Any) 
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Figures: PyTorch's time over ours, by rows and by parameters; and the most time of tuning for each layer."""
+    """Figures: PyTorch's time over ours, by rows and by parameters; and the longest time of tuning for each layer."""
     made, timed = [], [row for row in rows if "lt" in row["us"]]
     for quantity in CASES:
         found = speedups((row for row in timed if row["quantity"] == quantity), GRAPH)

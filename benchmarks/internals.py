@@ -189,8 +189,8 @@ def forget_plans(case: Any) -> None:
 def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     """Returns a function that launches a step's operations on a stream, as a graph; the step must have run once.
 
-    Neither this graph nor those of the compared libraries copy the batch; the step's own graph does, or reads it in
-    place: then the graph here reads the last batch in place too, which the caller has to keep.
+    Neither this graph nor those of the compared libraries copy the batch. The step's own graph copies the batch, or
+    reads it in place: then this graph reads the last batch in place too, and the caller must keep that batch.
     """
     gpu: Any = step._gpu
     parts = gpu._latest.parts

@@ -1,7 +1,7 @@
 """Reads the repository's result files; compares our times with the fastest other library that does the same task.
 
-A row is current if the code that its suite runs was the same when the row was measured as when `report` ran last, which
-wrote the digests of that code. Other rows are stale.
+`report` writes a digest of each suite's code. A row is current if it was measured with code of that digest; other rows
+are stale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WANTED: Final[Mapping[str, frozenset[str]]] = {
     **dict.fromkeys(("layers", "steps", "models", "narrow"), _EVERY),
     **dict.fromkeys(("host", "growth"), frozenset({"PyTorch"})),
 }
-"""The suites in which other libraries take part: the peers that a row must have for figures about the fastest peer."""
+"""For suites with other libraries: the peers that a row must have to count in figures about the fastest peer."""
 CODE: Final = "code.json"
 """The file beside the results with the commit for which `report` ran last, and the digest of each suite's code."""
 
@@ -61,12 +61,12 @@ def rows_of(suite: str) -> list[dict[str, Any]]:
 
 
 def mark(row: Json) -> str:
-    """What is written behind the name of a stale row."""
+    """The suffix of a row's name in tables; empty if the row is current."""
     return " (stale)" if row["stale"] else ""
 
 
 def peers_of(row: Json) -> list[str]:
-    """The other libraries that a row was measured against, torch.compile as one of its own."""
+    """The other libraries that a row was measured against; torch.compile counts as a library."""
     return [*dict.fromkeys(label(name).split()[0] for name in row["us"] if is_peer(name))]
 
 

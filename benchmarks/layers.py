@@ -150,7 +150,7 @@ def blocks() -> list[Block]:
 def compared() -> list[Block]:
     """The blocks that `--max-autotune` and `--jax` compare with torch.compile and JAX, which take up to a minute each.
 
-    They are three of four layers of the presets, whose types and activations take turns.
+    They are three of every four layers of the presets, each with the next pair of a type and an activation in turn.
     """
     layers = [(group, *layer) for group, members in presets()["layers"].items() for layer in members]
     some = (layer for number, layer in enumerate(layers) if number % 4 < 3)

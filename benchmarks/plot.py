@@ -77,7 +77,7 @@ def write_losses(file: Path = RESULTS / "plots" / "torch_losses.png") -> list[Pa
 
 
 def write_growth(file: Path = GROWTH) -> list[Path]:
-    """Draws the times of the suite `growth`, a panel for each quantity that grows; returns no file without a row."""
+    """Draws the times of the suite `growth`, a panel for each quantity that grows; without rows it writes no file."""
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows_of("growth"):
         for name, us in row["us"].items():

@@ -17,15 +17,15 @@ from lt_runtime.distributed.buckets import divided
 GPUS: Final = (2, 8, 16, 64, 256, 1024)
 PER_MACHINE: Final = 8
 _START_US: Final = 20.0
-"""Microseconds of a sum besides transfers; fitted with `_NVLINK` to sums of 4 to 235 MB on two H200s."""
+"""Microseconds that a sum takes besides its transfers; fitted with `_NVLINK` to sums of 4 to 235 MB on two H200s."""
 _HOP_US: Final = 6.0
 """Microseconds that a message takes from one machine to another."""
 _NVLINK: Final = 275e3
-"""Bytes that a GPU sends in a microsecond while arrays are summed in a machine."""
+"""Bytes that a GPU sends in a microsecond while the GPUs of one machine sum arrays."""
 _BESIDE: Final = 0.25
 """The part of a sum's time by which it lengthens a long product beside it, as measured on two H200s."""
 _BACKWARD: Final = 2 / 3
-"""The part of a step's time that backward takes."""
+"""Fraction of a step's time that backward takes."""
 _BYTES: Final = 2
 """Bytes of a gradient in BF16."""
 

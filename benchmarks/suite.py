@@ -137,7 +137,7 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
 
 
 def _is_done(row: Json, digest: str, options: argparse.Namespace) -> bool:
-    """Whether a row is of the present code and, unless no library is its peer, has the peers that options ask for."""
+    """Whether a row is of the present code and has either no peer at all or every peer that the options ask for."""
     tried = [name for name in (*row["us"], *row.get("left_out", ())) if is_peer(name)]
     asked = [name for option, name in _ASKED.items() if getattr(options, option)]
     has_all = all(any(name.startswith(each) for name in tried) for each in asked)

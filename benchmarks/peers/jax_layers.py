@@ -45,7 +45,7 @@ def linear(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def block(case: Block, buffers: Sequence[Arrays]) -> Contender:
-    """A compiled loop over the buffer sets, whose turns are by the wall clock, see `timed_by_host`."""
+    """A compiled loop over the buffer sets, timed by the wall clock, see `timed_by_host`."""
     check_gpu()
     sets = tuple(tuple(map(array, (at.x, at.w1, at.b1, at.w2, at.b2, at.dy))) for at in buffers)
 

@@ -33,7 +33,7 @@ class MpiWire:
 
     Each wait is a loop that looks at a nonblocking operation. A process that has waited for too long asks all others
     over a second communicator; those that wait too answer from their loops, and all others are missing. A process that
-    ends before `close` tells the others, so that one which waits for it later need not wait for the limit.
+    ends before `close` tells the others: a process that waits for it later aborts at once, not only at the limit.
     """
 
     def __init__(self, limit: float) -> None:
@@ -48,7 +48,7 @@ class MpiWire:
         self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
         self._count = 0  # number of operations so far
         self._farewells = list[Any]()
-        self._left = dict[int, int]()  # of processes that have ended, the number of operations that they took part in
+        self._left = dict[int, int]()  # by rank: in how many operations a process took part before it ended
         atexit.register(self._leave)  # runs before MPI_Finalize, which waits for the other processes
         started = max(int(os.environ.get(name) or 1) for name in _SIZES)
         if started > 1 == self.size:

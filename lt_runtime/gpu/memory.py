@@ -202,7 +202,7 @@ def deferred_joins(memory: StreamMemory) -> Iterator[None]:
     """Within the `with` block the stream does not wait at the end of a branch, but goes on with its next operations.
 
     The stream waits for the branch at the end of the next such block, in `join`, or at the end of a branch outside of
-    such blocks. The caller makes sure of one of the latter two, so that the graph waits for everything in the end.
+    such blocks. After the last block the caller uses `join` or such a branch, so that the graph waits for all branches.
     """
     branched = memory.is_branched
     with end_of(memory.branch.stream) if branched else contextlib.nullcontext() as earlier:

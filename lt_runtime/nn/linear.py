@@ -172,8 +172,8 @@ def forward_layers(
         add: an array to add to the outputs of the last layer.
         out: a buffer for the outputs of the last layer.
         stand_in: an array of x's shape and type that is kept instead of x; see `remake` of `backward_layers`.
-        gate: a gate whose outputs the first layer reads; x is then the gate's h. If the first layer is in FP8, its cast
-            computes these outputs.
+        gate: a gate whose outputs the first layer reads; x is then its operand h. If the first layer is in FP8, its
+            cast computes these outputs.
     """
     needs_dx, contexts, met = run.needs_gradient(x), list[LinearContext](), run.met
     below: LinearContext | GatedContext | None = None

@@ -105,7 +105,8 @@ class NarrowPasses:
             y: the gradient with respect to the outputs or, with a loss, the targets.
             loss: the loss that gives the gradient with respect to the outputs; None if y is this gradient.
             scale: a factor of the loss's gradient, as in `StepLoss.compute`; not used without a loss.
-            arguments: another factor, and a table that may replace the addresses of x and y; None without a loss.
+            arguments: a second factor of the loss's gradient, and a table that may replace the addresses of x and y;
+                None without a loss.
 
         Returns:
             With a loss, its value: one FP32 number on the device.

@@ -157,7 +157,7 @@ class Pass:
         # The block and parameter of each gradient buffer that was given and may not have been written yet.
         self._given: list[tuple[Surrounded | None, Parameter]] = []
         self.memory: StreamMemory | None = None
-        self._read: tuple[Any, ...] = ()  # arrays that a weight gradient which may still run is computed from
+        self._read: tuple[Any, ...] = ()  # read by a weight gradient that may still run
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []

@@ -90,17 +90,17 @@ def casts_gate(h: Any, *states: FP8State | None) -> bool:
 
 
 def gated_bwd_in_fp8(dy: Any, ctx: GatedContext, *states: FP8State, stream: Any = None) -> CastGradient | None:
-    """`gated_bwd`, with dh (..., 2F) in FP8 for the layers that have computed h; `casts_gate` must have been True.
+    """Computes `gated_bwd` with dh (..., 2F) in FP8, for the layers that have computed h.
 
-    The gradients are rounded to BF16 before they are cast, so that they are those of a layer that casts the result of
-    `gated_bwd`.
+    `casts_gate` must have been True. The gradients are rounded to BF16 before the cast, so that their bits equal those
+    of a layer that casts the result of `gated_bwd`.
 
     Args:
         dy: (..., F), BF16.
         states: as for `casts_gate`.
 
     Returns:
-        None if a layer has not found the scale of its gradients yet.
+        dh; None if a layer has not found the scale of its gradients yet.
     """
     if not all(DY in each.calibrated for each in states):
         return None

@@ -279,7 +279,7 @@ class Fp8Backward(LinearBackward):
                 out[...] = (values.reshape(out.shape) + (out.astype(np.float64) if adds else 0.0)).astype(out.dtype)
 
     def cast_on_host(self, dz: NDArray[Any], precision: Precision, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """dz as `_cast_on_host` returns it, for a call with these arrays."""
+        """Returns dz, its transpose and its scales as `_cast_on_host` does; `arrays` are those of the call."""
         return _cast_on_host(dz, DY, precision, *arrays[-2:])
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients:

@@ -101,8 +101,8 @@ def cast_loss(
         accumulate: whether the bias gradient is added to the values in `db`.
         prediction: (..., N), BF16. target: (..., N), same type.
         share: as for `mse_loss`.
-        options: grad_scale and stream, as for `mse_loss`, but `grad_scale` is no number; out_loss, a `Tallied`; others
-            have no effect.
+        options: stream, and grad_scale (None or an array, not a number), as for `mse_loss`; out_loss, a `Tallied`;
+            others have no effect.
 
     Returns:
         The loss, and a `CastGradient` or an array.

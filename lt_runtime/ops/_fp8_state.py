@@ -46,10 +46,10 @@ class FP8State:
         kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
         copies: while a training step runs that keeps the weight in FP8, the weight and its transpose, which is None
             where no dx is computed; see `Fp8Weights`. Otherwise None: forward casts the weight.
-        is_written: whether the next training steps will not cast the weight, because an optimizer's update writes it in
-            FP8. The choice by `lt.FP8.fallback` depends on it.
-        changes: how often the scales have been changed, or a graph's capture has recorded a change. Copies of a weight
-            in FP8 are compared with it: they are stale if the scale has changed since.
+        is_written: whether an optimizer's update writes the weight in FP8, so that the next training steps do not cast
+            it. The choice by `lt.FP8.fallback` depends on it.
+        changes: number of changes of the scales, and of changes that the capture of a graph has recorded. A copy of a
+            weight in FP8 is stale if this number has grown since the copy was made.
 
     Raises:
         KindError: `recipe` is no `FP8`.

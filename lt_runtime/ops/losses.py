@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class Tallied(NamedTuple):
-    """Passed instead of a buffer as `out_loss` by training steps: the loss is also added to sums over steps.
+    """Training steps pass it as `out_loss` instead of a buffer: the loss is then also added to sums over steps.
 
     The factor of the loss in the sums is its `share`. Rows are counted too if the loss has labels.
 
@@ -62,7 +62,7 @@ class Tallied(NamedTuple):
 
 
 def adds_to_tally(classes: int | None) -> bool:
-    """Whether a loss can be `Tallied`; `classes` is their number for cross-entropy, None for other losses."""
+    """Whether a loss can be `Tallied`; `classes` is cross-entropy's number of classes, None for other losses."""
     return classes is None or classes <= FEW_CLASSES
 
 
@@ -298,8 +298,8 @@ def summed_loss(
         db: (N,) buffer of the sums, packed and of the prediction's type.
         accumulate: whether the sums are added to the values in `db`.
         prediction, target, share: as for `mse_loss`; the prediction has rows.
-        options: grad_scale, out_gradient and stream, as for `mse_loss`, but `grad_scale` is no number; and out_loss,
-            a `Tallied`.
+        options: out_gradient, stream, and grad_scale (None or an array, not a number), as for `mse_loss`; out_loss, a
+            `Tallied`.
     """
     state, first = options["out_loss"]
     arrays = prediction, target, options["grad_scale"], options["out_gradient"], None, state, db

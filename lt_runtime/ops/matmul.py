@@ -312,8 +312,8 @@ def matmul(
 
     Products accumulate in FP32, float64 products in float64; D is rounded once, after the epilogue. There are two
     exceptions, seen on an H200 in dozens of shapes: cuBLASLt rounds a 16-bit product before it adds β·C if there is no
-    epilogue; and it may round the product before it multiplies by GELU's derivative. With a bias alone cuBLASLt would
-    round if C is D, so that C is copied first.
+    epilogue; and it may round the product before it multiplies by GELU's derivative. With the epilogue "bias"
+    cuBLASLt would round several times if C is `out`: C is copied first.
 
     FP8 matrices (float8_e4m3fn and float8_e5m2, of `ml_dtypes` or PyTorch) give
     D = scale_d · epilogue(scale_a · scale_b · α·A·B + β·C + bias). GPUs of compute capability 8.9 and later multiply

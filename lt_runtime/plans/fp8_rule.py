@@ -37,7 +37,7 @@ def against_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
 def _slower_in_fp8(problem: Fp8ChainProblem, device: int, generation: object) -> str | None:
     """Why FP8 is slower for these layers, which may run in both types; None if it is faster.
 
-    Without a measurement, one in which forward casts all weights serves too.
+    If these layers were not measured, a measurement of the same layers counts in which forward casts all weights.
 
     Results are cached by the arguments. Every measurement changes `generation`, so that older results are not used.
     """

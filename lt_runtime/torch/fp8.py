@@ -274,7 +274,7 @@ class _Fp8Gated(torch.autograd.Function):
         y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common), below)
         record, saved = _record(made, scales[2], down)
         ctx.records.append(record)
-        # The gradients in FP8 lack what biases and weights with other strides need.
+        # A cast to FP8 computes no bias gradient, and serves only weights that are contiguous.
         is_plain = biases[0] is None and biases[1] is None and gate.is_contiguous() and up.is_contiguous()
         ctx.casts = is_plain and casts_gate(h, *scales[:2])
         ctx.options, ctx.is_tuning = options, is_tuning()

@@ -1,7 +1,7 @@
 """The part of an optimizer's step for layers in FP8: the step sets their scales, and `AdamW` writes their weights.
 
 `AdamW` writes a weight in FP8 and its transpose from the update itself, so that the next forward does not cast it. The
-copy is the cast that this forward would make. It is made anew if the weight or the scale was changed otherwise.
+copy equals the cast that this forward would make. It is made anew if anything else has changed the weight or the scale.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WeightCopy:
 
 
 def _version(layer: Any) -> tuple[int, ...]:
-    """Changes with each write into the weight that PyTorch notices, and with each change of the scales."""
+    """Numbers that change with each write into the weight that PyTorch notices, and with each change of the scales."""
     return layer.weight._version, layer.weight.data_ptr(), layer.scales.changes
 
 
@@ -84,7 +84,7 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _present() -> list[tuple[Any, WeightCopy]]:
-    """The layers with a copy, and the copies, without those that are of no use any more."""
+    """Removes copies that do not suit their layers any more; returns the layers with a copy, and their copies."""
     for layer in [layer for layer, copy in _copies.items() if not copy.suits(layer)]:
         del _copies[layer]
     return [*_copies.items()]
@@ -162,7 +162,7 @@ def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[
 
 
 def _layers_of(optimizer: Any) -> Iterator[Any]:
-    """The layers in FP8 that an optimizer trains; also those of which no parameter is trained."""
+    """The layers in FP8 whose scales an optimizer's step sets: those it trains, and those that nothing trains."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for layer in [*layers]:
         trained = [id(each) for each in (layer.weight, layer.bias) if each is not None and each.requires_grad]

@@ -60,7 +60,7 @@ def linear(
 
     Returns:
         y (..., N), of x's type. It is contiguous, unless N is at least 4096 and no multiple of 8, x has K rows or more,
-        and nothing follows the product: y's rows then begin at multiples of 8 elements, which saves copies.
+        and there is no activation, dropout or `add`: then y's rows begin at multiples of 8 elements, to save copies.
 
     Raises:
         OperandError: shapes, types, devices or layouts that do not fit.

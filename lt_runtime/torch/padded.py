@@ -79,7 +79,7 @@ def columns_of(count: int) -> int:
 
 
 def padded(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An uninitialised tensor of another's type and device, with zeros between its padded rows."""
+    """A tensor with padded rows, of another's type and device: the padding is zero, the elements are uninitialised."""
     full = like.new_empty((*shape[:-1], columns_of(shape[-1])))
     full[..., shape[-1] :] = 0
     setattr(full.untyped_storage(), _MARK, shape[-1])
@@ -102,7 +102,7 @@ def whole_rows(matrix: Tensor) -> Tensor:
 
 
 def _with_zeros(dy: Tensor) -> Tensor:
-    """The rows of dy with the zeros behind them, which are appended in a copy unless dy's memory has them."""
+    """dy and the zeros that pad its rows: a view if dy's memory has these zeros, otherwise a copy."""
     count = dy.shape[-1]
     has_zeros = getattr(dy.untyped_storage(), _MARK, None) == count and dy.stride()[-2:] == (columns_of(count), 1)
     return _widened(dy) if has_zeros else torch.nn.functional.pad(dy, (0, columns_of(count) - count))

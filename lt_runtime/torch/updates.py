@@ -253,8 +253,8 @@ class HostStep:
 class GpuStep(HostStep):
     """Updates the parameters of some buckets on a GPU.
 
-    A step launches a kernel for each bucket, another one for its weights with a copy in FP8, one for the norm of the
-    gradients, and one for the moving averages.
+    A step launches a kernel for each bucket, a second one for a bucket's weights that have a copy in FP8, one for the
+    norm of the gradients, and one for the moving averages.
     """
 
     def __init__(self, buckets: list[Bucket], options: Options, tiles: Tiles) -> None:
@@ -262,7 +262,7 @@ class GpuStep(HostStep):
         self.tiles = tiles
         self._like = buckets[0].words
         self._device = self._like.device.index or 0
-        # A launch each: a bucket, the parameters of the bucket that it updates, and whether it also writes them in FP8.
+        # For each launch: the bucket, the parameters of it that are updated, and whether they are also written in FP8.
         self._updates, self._tables = list[tuple[Bucket, list[Tensor], bool]](), list[NDArray[Any]]()
         for bucket in buckets:
             rows = bucket.rows()

@@ -126,7 +126,7 @@ class GpuTally:
             _pass(dtype, layout, kind, self._device).launch(logits, labels, at_loss, tally, handle)
 
     def part(self, *, first: bool) -> Tallied:
-        """The argument by which a loss's own kernel does the work of `add`, with its `share` as the weight."""
+        """An `out_loss` that makes a loss's own kernel do what `add` does; the weight is the loss's `share`."""
         return Tallied(self._state, first)
 
     def read(self, stream: Any) -> Totals:

@@ -428,7 +428,7 @@ class StepBody:
         self.group.engine(self.model.device.ordinal).maximum(slots, stream)
 
     def reads_table(self, part: tuple[Any, ...]) -> bool:
-        """Whether a fused pass computes a micro-batch's loss and gradients, which can read a table of addresses."""
+        """Whether a fused pass computes a micro-batch's loss and gradients; it can read the batch through a table."""
         return self.loss.elementwise is not None and len(part) == 2 and self._narrow(part[0], None, 0) is not None
 
     def _narrow(self, x: Any, met: Met | None, table: int) -> NarrowPasses | None:

@@ -125,8 +125,8 @@ class StepBuffers:
         self._table = CUPY.zeros((TABLE_BYTES,), np.dtype(np.uint8), device, stream)
         self.table = int(self._table.data.ptr)
         self._copy = RowsCopy(targets, parts, device)
-        # For a graph that reads in place: the copy of a whole batch without gaps, where it then lies, and the alignment
-        # of inputs that need no copy. The kernel reads rows of other lengths than whole vectors element by element.
+        # For a graph that reads in place: the copy of a whole batch without gaps, the addresses of that copy, and the
+        # alignment of inputs that need no copy. Rows that are not whole vectors are read element by element.
         self._whole_copy = RowsCopy(whole, 1, device)
         self._places = tuple(each.data for each in whole), tuple(each.width for each in whole)
         self._alignment = 1 if whole[0].width % VECTOR_BYTES else VECTOR_BYTES
@@ -147,7 +147,7 @@ class StepBuffers:
     def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
         """Writes the addresses of a batch's arrays into the table, if they have changed, in order on `stream`.
 
-        First copies a batch that the graph cannot read in place; its copy's addresses are written.
+        A batch that the graph cannot read in place is copied first; the table then gets the addresses of the copy.
         """
         wanted = addresses, pitches
         if self.in_place and (addresses[0] | pitches[0]) % self._alignment:

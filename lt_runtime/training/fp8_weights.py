@@ -24,7 +24,7 @@ _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 
 
 def can_write(state: FP8State) -> bool:
-    """Whether an optimizer's update can write a suited weight in FP8 now: the layer's last call has cast it."""
+    """Whether an update can now write a suited weight in FP8: the layer's last call was in FP8, and it has a scale."""
     return state.fallback is None and W in state.calibrated
 
 
@@ -96,7 +96,7 @@ def suited_layers(
 
 
 def _arrays(weight: Parameter) -> list[Any]:
-    """The arrays of a parameter; the optimizer's moments are always aligned."""
+    """The arrays of a parameter whose alignment must be checked; the optimizer's moments are always aligned."""
     return [each for each in (weight.data, weight.grad, weight.master) if each is not None]
 
 

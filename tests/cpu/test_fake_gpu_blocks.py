@@ -124,7 +124,7 @@ def test_a_block_that_recomputes_has_its_weight_gradients_on_a_branch(gpu: FakeG
 
 @pytest.mark.parametrize("make", [_tied_chain, _in_place, _derivatives, _recomputing, _stack])
 def test_weight_gradients_that_end_later_read_what_they_shall(gpu: FakeGpu, make: Callable[[Any], Any]) -> None:
-    """The checker of races looks on while a graph computes weight gradients beside later work, which reuses memory."""
+    """The checker of races watches a graph that computes weight gradients beside later work, which reuses memory."""
     kept = list[list[bytes]]()
     for graph in False, True:
         model = make(gpu.lt)

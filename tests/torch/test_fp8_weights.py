@@ -19,7 +19,7 @@ from lt_runtime.torch import fp8_steps
 WEIGHT, AMAX = 1, 2  # indices in `FP8State.slots`: the row of w, and the column of the largest magnitude
 
 Change = Callable[[Any, Any], object]
-"""Something that a script does between two steps, given the model and its optimizer."""
+"""Type: a change that a script makes between two steps, given the model and its optimizer."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def made(dtype: Any = torch.bfloat16, kind: str = "", **options: Any) -> tuple[Any, Any]:
-    """A model with layers in FP8, of which some have weights that the kernel for FP8 takes, and its optimizer."""
+    """A model with layers in FP8, of which some have weights that its optimizer can write in FP8; and the optimizer."""
     torch.manual_seed(0)
     if kind == "gated":
         model: Any = ltt.FeedForward(256, 32, "silu", gated=True, precision=lt.FP8(), dtype=dtype)
@@ -135,7 +135,7 @@ def _load_optimizer(model: Any, optimizer: Any) -> None:
 
 
 def _descend(model: Any, optimizer: Any) -> None:
-    """Trains by another optimizer."""
+    """Trains one step with another optimizer."""
     model(torch.ones(16, 256, dtype=torch.bfloat16)).float().square().mean().backward()
     torch.optim.SGD([model[0].weight, model[1].bias], lr=0.1).step()
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Layers whose number of outputs is no multiple of 8: against float64, with losses that do and do not keep the rows."""
+"""Layers whose number of outputs is no multiple of 8, against float64; only some losses keep the padded rows."""
 
 from __future__ import annotations
 

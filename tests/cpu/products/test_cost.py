@@ -39,7 +39,7 @@ from tests.support.product_problems import TF32, forward, input_gradient, weight
         (input_gradient(625, 77, 13, **TF32), LIBRARY),  # 3.1, 4.7
         (weight_gradient(13, 77, 625), NARROW),  # 3.7, 6.3
         (forward(256, 512, 784), LIBRARY),
-        # Rows that begin at multiples of 4 bytes in BF16, of 16 bytes in TF32; the second time is by PADDED.
+        # Rows begin at multiples of 4 bytes in BF16, of 16 bytes in TF32; the second time (µs) is that of PADDED.
         (input_gradient(16384, 100, 700), LIBRARY),  # 19.6, 29.0
         (weight_gradient(700, 100, 16384), LIBRARY),  # 23.3, 34.7
         (input_gradient(16384, 700, 100), LIBRARY),  # 25.5, 33.8

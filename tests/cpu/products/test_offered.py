@@ -53,7 +53,7 @@ def offers(*entries: Entry) -> list[Offered]:
         # Measured: the first algorithm takes 12.8 µs, the second 16.2 µs.
         (forward(131072, 48, 40), [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)], 0),
         (forward(25, 64, 64), [((8, 64), 0.061), ((64, 8), 0.03)], 0),
-        # Both read the weight at the speed of memory, 111 µs, although the second reads x less often: 117 µs.
+        # Both take as long as reading the weight from memory, 111 and 117 µs, although the second reads x less often.
         (forward(24, 28672, 8192, Epilogue.GELU_BIAS), [((128, 24), 1.7), ((256, 24), 0.85)], 0),
     ],
 )
