@@ -148,7 +148,7 @@ class Fp8ChainProblem:
         dx: whether backward computes the gradient with respect to the inputs of the first layer.
         recipe: the recipe of the products in FP8.
         written: for each layer, whether an optimizer's update writes the weight in FP8, so that forward does not cast
-            it; empty if that is so for none.
+            it; empty if forward casts every weight.
     """
 
     dtype: DType

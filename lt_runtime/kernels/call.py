@@ -66,7 +66,7 @@ class Call:
         scalars: for a product, α and β: numbers, or device addresses if the problem has `device_scalars`. For a loss, a
             number by which its gradient is multiplied, and the address of an FP32 number that is a second factor, or 0.
         dropouts: state of the layer's dropout and, in a backward pass, of the layer below; None without dropout.
-        tally: the tally to which a loss is added; its address is 0 if there is none.
+        tally: the `lt::Tally` to which the pass adds its loss; its `state` is 0 if the loss is not added.
         computed: a plan, a stream's memory, and the launch arguments that the plan has computed from this call for that
             memory; a repeated call reuses them.
     """

@@ -152,7 +152,7 @@ class RowSharing:
 
     @classmethod
     def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False, writes: bool = True) -> RowSharing:
-        """How rows of logits of this layout are shared; for `spreads` and `writes` see the attributes."""
+        """Decides how threads share rows of logits of this layout; for `spreads` and `writes` see the attributes."""
         packets, row_group = logits.cols * itemsize // VECTOR_BYTES, RowGroup.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
@@ -203,7 +203,7 @@ class RowSharing:
 class CrossEntropyPass:
     """Softmax cross-entropy of the rows of one matrix, and its gradient.
 
-    If `gradient` is None, the kernel computes the loss alone.
+    If `gradient` is None, only the loss is computed.
 
     Attributes:
         scratch_bytes: bytes of scratch memory for partial sums.

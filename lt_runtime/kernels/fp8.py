@@ -66,7 +66,7 @@ def cast_macros(
 class CastPass:
     """out = y · scale in FP8, and its transpose, where y = dropout(act(x)); amax = max(amax, max |y|).
 
-    A gate, an activation or dropout needs a BF16 matrix x, and layouts for which `moves_tiles` returns True.
+    With a gate, an activation or dropout, x must be BF16, and `moves_tiles` must return True for the layouts.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
@@ -271,7 +271,7 @@ class CastGatedPass:
 
         Args:
             call: its addresses are those of dy, h, dh in FP8, its transpose, the scale and the largest magnitude of the
-                gate's gradient, and those of the value's. Its first mask is that of the dropout.
+                gate's gradient, and both of the value's gradient. Its first mask is that of the dropout.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, gate, out, transposed, *of_gate, scale, amax = call.addresses

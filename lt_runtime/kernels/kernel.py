@@ -112,7 +112,7 @@ class Dropout(Struct):
 
 @declared
 class Tally(Struct):
-    """The C++ struct `lt::Tally`: a part of a training step whose loss is added to sums over steps."""
+    """The C++ struct `lt::Tally`: sums over training steps, and the weight of the loss that is added."""
 
 
 class Entry(NamedTuple):

@@ -87,7 +87,7 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group:
             file does not depend on the number of processes, each of which may load it.
 
     Raises:
-        GroupError: process 0 could not write the file, in the other processes.
+        GroupError: in the other processes, if process 0 could not write the file.
         ArgumentError: the optimizer has other parameters, or a block of the model is not of the package: `lt.save`
             takes such models.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
@@ -198,7 +198,7 @@ def save_model(path: AnyPath, model: Block, *, optimizer: Optimizer | None = Non
         group: processes that train together, as for `save_checkpoint`.
 
     Raises:
-        GroupError: process 0 could not write the file, in the other processes.
+        GroupError: in the other processes, if process 0 could not write the file.
         ArgumentError: the model has a block that is not of the package; `lt.save` takes such models.
         OperandError: a parameter's data are not the rounding of its master copy, see `Parameter.assign`.
         FileError: the file cannot be written; it is an OSError too. An older file stays unchanged, unless it had been

@@ -125,8 +125,8 @@ class GatedLayers:
     def step(self, number: int) -> tuple[Any, list[bytes]]:
         """The bytes of the layers' gradients and scales, with gradients of the gate that one kernel casts.
 
-        Also returns those with gradients that `gated_bwd` writes and each layer casts. The first are None if the layers
-        have not found their scales.
+        Also returns those with gradients that `gated_bwd` writes and each layer casts. The first result is None if the
+        layers have not found their scales.
         """
         generator, states = np.random.default_rng(number), self._states
 

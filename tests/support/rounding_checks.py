@@ -39,7 +39,7 @@ BIAS_OVER_C: Final = MatmulCase(
     epilogue=Epilogue.BIAS, alpha=1.0, beta=1.0, with_c=True, in_place=True, device_scalars=False, a=_FLAT, b=_FLAT,
     c=_FLAT, d=_FLAT, bias_offset=0, data_seed=0,
 )  # fmt: skip
-"""A product with a bias whose C is D: on an H200 cuBLASLt rounds it up to three times."""
+"""A product with a bias whose C and D are the same memory: on an H200 cuBLASLt rounds it up to three times."""
 
 
 @st.composite
