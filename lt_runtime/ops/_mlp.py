@@ -75,6 +75,7 @@ class MlpGradients(MlpOutputs):
 
     names = ("x", "y", *_named(), *_named(".grad"), "grad_scale", "out_loss")
     required = 2
+    is_scaled = True
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""

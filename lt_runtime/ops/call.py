@@ -193,7 +193,7 @@ class Operation(ABC):
     Attributes:
         names: names of the arrays, in their order.
         required: number of leading arrays that must not be None.
-        is_scaled: whether a call's scalars are numbers, such as α and β, which a bound call stores.
+        is_scaled: whether a call has scalars, such as α and β, which a bound call stores.
         range_name: name of the profiler range around each call, such as "lt.linear_forward" for `LinearForward`.
     """
 

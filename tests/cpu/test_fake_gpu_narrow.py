@@ -204,6 +204,21 @@ def test_a_graph_reads_batches_in_place(
     assert all(np.array_equal(*pair) for pair in zip(*trained, strict=True))
 
 
+def test_a_repeated_call_does_not_keep_the_factor_of_earlier_calls(gpu: FakeGpu) -> None:
+    """A call that repeats becomes the launch of a graph, which holds the factor and the address of the table."""
+    names = "kernels.losses", "kernels.mlp", "ops._mlp", "ops.call"
+    losses, mlp, operations, calls = (importlib.import_module(f"lt_runtime.{name}") for name in names)
+    model, x, target = _model(gpu), _inputs(gpu), _inputs(gpu, columns=DIMS[-1])
+    values, gradients = (model.narrow._arrays(kind) for kind in ("data", "grad"))
+    arrays = x, target, *values, *gradients, None, gpu.cp.zeros((), np.float32)
+    options, found = (model.layers[0].activation, False, losses.ElementwiseLoss("mse")), []
+    for factor in (1.0, 1.0, 1.0, 1.0, 0.5):
+        calls.perform(operations.MLP_GRADIENTS, arrays, options, mlp.LossArguments(factor, 0, 0), gpu.stream)
+        gpu.streams.synchronize_all()
+        found.append(_values(gpu, model.parameters()[0].grad))
+    np.testing.assert_array_equal(found[-1], 0.5 * found[0])
+
+
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_batch_may_be_overwritten_after_the_step(gpu: FakeGpu, waits: bool, number: int) -> None:
