@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,12 @@ def session_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def gpu(session_gpu: FakeGpu) -> Iterator[FakeGpu]:
-    """Activates the session's pretended GPU during one test; fails if the test leaves pending work."""
+    """Activates the session's pretended GPU during one test; fails if the test leaves pending work.
+
+    Repeated calls are forgotten first: a call with the addresses of calls in earlier tests could become a graph.
+    """
     with session_gpu.active():
+        importlib.import_module("lt_runtime.plans.cache").repeats.clear()
         yield session_gpu
         if _steps_wait():
             # An error's traceback may keep training steps alive, which must be freed while the pretended GPU is active.
