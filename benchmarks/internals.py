@@ -28,7 +28,7 @@ from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
 from lt_runtime.kernels.fp8 import CastGatedPass, CastGradientPass, CastPass
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.nn import narrow
-from lt_runtime.ops._fp8_state import arrays_of
+from lt_runtime.ops.fp8.state import arrays_of
 from lt_runtime.plans.cache import forget, make_layer_plan
 from lt_runtime.problem import (
     Activation,

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from lt_runtime.nn.linear import Linear
     from lt_runtime.nn.mlp import MLP
     from lt_runtime.nn.run import Pass
-    from lt_runtime.ops._fp8_state import FP8State
     from lt_runtime.ops._gated import GatedContext
     from lt_runtime.ops._linear import LinearContext
     from lt_runtime.ops.add import add
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
-    from lt_runtime.ops.fp8 import cast_fp8, cast_fp8_rows
+    from lt_runtime.ops.fp8.casts import cast_fp8, cast_fp8_rows
+    from lt_runtime.ops.fp8.state import FP8State
     from lt_runtime.ops.gated import gated_bwd, gated_fwd
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
@@ -66,8 +66,8 @@ _EXPORTS = {
     "ops.optimizer": "AdamW Optimizer Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
-    "ops.fp8": "cast_fp8 cast_fp8_rows",
-    "ops._fp8_state": "FP8State",
+    "ops.fp8.casts": "cast_fp8 cast_fp8_rows",
+    "ops.fp8.state": "FP8State",
     "ops._gated": "GatedContext",
     "ops.gated": "gated_bwd gated_fwd",
     "ops.linear": "linear linear_bwd linear_fwd",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.kept_weight import KeptWeight, has_kept, keeps_weight
-from lt_runtime.ops._fp8_choice import fits
-from lt_runtime.ops._fp8_linear import LinearCall, forward_in_fp8
-from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops.add import add as sum_of
-from lt_runtime.ops.fp8 import cast_fp8
+from lt_runtime.ops.fp8.casts import cast_fp8
+from lt_runtime.ops.fp8.choice import fits
+from lt_runtime.ops.fp8.linear import LinearCall, forward_in_fp8
+from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.ops.linear import linear
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.plans.fp8 import W, X

@@ -11,13 +11,13 @@ from lt_runtime.arrays.operand import CUPY, HOST, Operand, read
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import is_captured
-from lt_runtime.ops.fp8 import cast_fp8
+from lt_runtime.ops.fp8.casts import cast_fp8
 from lt_runtime.plans.fp8 import W
 from lt_runtime.reference.fp8 import INVERSE, SCALE, SLOT_WIDTH
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_state import FP8State
     from lt_runtime.ops._parameters import Parameter
+    from lt_runtime.ops.fp8.state import FP8State
 
 
 class KeptWeight:

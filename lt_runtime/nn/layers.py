@@ -22,7 +22,7 @@ from lt_runtime.ops.gated import gated_bwd
 from lt_runtime.problem import ActivationName, Chosen, ComputeName, DType, DTypeLike, activation_of, probability
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_state import FP8State
+    from lt_runtime.ops.fp8.state import FP8State
 
 
 class _Norm(Block):
@@ -185,7 +185,7 @@ class Gated(Block):
         """The scales with which backward casts the gradients of gate and value to FP8; None if it does not."""
         if self.up.scales is None or self.up.bias is not None:
             return None
-        from lt_runtime.ops._fp8_gated import casts_gate  # imported late: few models use FP8
+        from lt_runtime.ops.fp8.gradients import casts_gate  # imported late: few models use FP8
 
         return self.up.scales if casts_gate(h, self.up.scales) else None
 
@@ -197,7 +197,7 @@ class Gated(Block):
         def through_gate(gradient: Any) -> Any:
             (context, scales), cast = run.take(), None
             if scales is not None:
-                from lt_runtime.ops._fp8_gated import gated_bwd_in_fp8  # imported late: few models use FP8
+                from lt_runtime.ops.fp8.gradients import gated_bwd_in_fp8  # imported late: few models use FP8
 
                 cast = gated_bwd_in_fp8(gradient, context, scales, stream=run.stream)
             options: dict[str, Any] = {"remake_y": self.recompute, "out": context.h, "stream": run.stream}

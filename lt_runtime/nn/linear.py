@@ -42,8 +42,8 @@ from lt_runtime.problem import (
 from lt_runtime.ranges import range_of
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_choice import Candidate
-    from lt_runtime.ops._fp8_state import FP8State
+    from lt_runtime.ops.fp8.choice import Candidate
+    from lt_runtime.ops.fp8.state import FP8State
     from lt_runtime.tuner.chain import LayerChain
 
 _seeds: Final = itertools.count()
@@ -147,7 +147,7 @@ class Linear(Block):
     @property
     def candidate(self) -> Candidate:
         """The layer as the choice between FP8 and its own type reads it."""
-        from lt_runtime.ops._fp8_choice import Candidate  # imported late: few models use FP8
+        from lt_runtime.ops.fp8.choice import Candidate  # imported late: few models use FP8
 
         outputs, inputs = self.weight.data.shape
         return Candidate(self.scales, outputs, inputs, self.bias is not None, self.activation, self.compute)
@@ -180,7 +180,7 @@ def forward_layers(
     start = len(met.problems) if met else 0
     _set_needs(layers, run, needs_dx=needs_dx)
     if run.trains and any(layer.scales for layer in layers):
-        from lt_runtime.ops._fp8_choice import choose  # imported late: few models use FP8
+        from lt_runtime.ops.fp8.choice import choose  # imported late: few models use FP8
 
         choose(x, [layer.candidate for layer in layers])
     if gate is not None:
@@ -197,13 +197,16 @@ def forward_layers(
             elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             elif layer.scales is not None:
-                from lt_runtime.ops import _fp8_linear  # imported late: few models use FP8
+                from lt_runtime.ops.fp8.linear import (  # imported late: few models use FP8
+                    LinearCall,
+                    forward_of_several,
+                )
 
                 following = layers[i].scales if i < len(layers) else None
                 arrays = x, layer.weight.data, bias, options.get("out"), None, options.get("add")
                 chosen = layer.activation, layer.activation.negative_slope, layer.dropout, layer.compute, False, True
-                given = _fp8_linear.LinearCall(arrays, chosen, rng, run.stream)
-                x, context, below = _fp8_linear.forward_of_several(layer.scales, following, given, below)
+                given = LinearCall(arrays, chosen, rng, run.stream)
+                x, context, below = forward_of_several(layer.scales, following, given, below)
                 contexts.append(context)
             else:
                 options |= {"dropout": layer.dropout, "rng": rng}
@@ -219,7 +222,7 @@ def forward_layers(
 def _through_gate(gate: GatedContext, layer: Linear, run: Pass) -> tuple[Any, GatedContext | None]:
     """The outputs of a gate and None; or h and the gate if the layer that reads the outputs computes them itself."""
     if run.trains and layer.scales is not None:
-        from lt_runtime.ops._fp8_linear import applies_prologue  # imported late: few models use FP8
+        from lt_runtime.ops.fp8.linear import applies_prologue  # imported late: few models use FP8
 
         if applies_prologue(layer.scales, gate.h):
             return gate.h, gate
@@ -331,7 +334,7 @@ def scales_of(precision: object) -> FP8State | None:
     """
     if precision is None:
         return None
-    from lt_runtime.ops._fp8_state import FP8State  # imported late, because few models have a precision
+    from lt_runtime.ops.fp8.state import FP8State  # imported late, because few models have a precision
 
     if isinstance(precision, Mapping) and precision.keys() == {each.name for each in fields(FP8)}:
         return FP8State(FP8(**precision))

@@ -73,7 +73,7 @@ class NarrowPasses:
         """Why each layer's products are not computed in FP8; None for a layer in FP8. Empty without `precision`."""
         if self._device is None or self._layers[0].scales is None:
             return []
-        from lt_runtime.ops._fp8_choice import reasons  # imported late, because few models have a precision
+        from lt_runtime.ops.fp8.choice import reasons  # imported late, because few models have a precision
 
         if problem.backward:
             for number, layer in enumerate(self._layers):

@@ -12,7 +12,7 @@ from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ActivationName, ComputeName, Philox
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_state import FP8State
+    from lt_runtime.ops.fp8.state import FP8State
 
 
 def linear_fwd(
@@ -78,7 +78,7 @@ def linear_fwd(
     """
     options = (activation, negative_slope, dropout, compute, propagate_nan, True)
     if precision is not None:
-        from lt_runtime.ops._fp8_linear import LinearCall, forward
+        from lt_runtime.ops.fp8.linear import LinearCall, forward
 
         return forward(precision, LinearCall((x, w, bias, out, out_z, add), options, rng, stream))
     made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z, add), options, (rng, None), stream)
@@ -231,7 +231,7 @@ def linear_bwd(
         saved = None if before_activation else ctx.saved
         outputs = out_dx if need_dx else None, out_dw if need_dw else None, out_db if need_db else None
         if ctx.state is not None:
-            from lt_runtime.ops._fp8_linear import backward
+            from lt_runtime.ops.fp8.linear import backward
 
             return backward(dy, ctx, saved, (*outputs, out_dz), options, stream)
         arrays = dy, ctx.x, ctx.w, saved, saved_below, *outputs, out_dz, out_db_below if need_db_below else None

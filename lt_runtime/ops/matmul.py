@@ -17,8 +17,8 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, KindError, LayoutError, ShapeError
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, layout_of, packed
-from lt_runtime.ops import _float8
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
+from lt_runtime.ops.fp8 import product_rules
 from lt_runtime.problem import (
     ALIGNMENT,
     SCALES,
@@ -72,8 +72,8 @@ class Matmul(Operation):
         shape = _shape_of(a, b)
         (m, n), batch = shape[-2:], shape[0] if len(shape) == 3 else 1
         scales = tuple(name for name in SCALES if name in given)
-        vectors = _float8.has_vectors(given, shape)
-        _float8.check_options(given, (dtype, b_dtype, d_dtype), epilogue, fast=fast, vectors=vectors)
+        vectors = product_rules.has_vectors(given, shape)
+        product_rules.check_options(given, (dtype, b_dtype, d_dtype), epilogue, fast=fast, vectors=vectors)
         _check_operands(given, epilogue, shape, dtype, d_dtype)
         _check_scalars(given, dtype)
         stride = m * n if batch > 1 else 0
@@ -87,7 +87,7 @@ class Matmul(Operation):
         if dtype.is_float8:
             other = None if b_dtype is dtype else b_dtype
             problem = replace(problem, b_dtype=other, scales=scales, fast_accumulation=fast, scale_vectors=vectors)
-            _float8.check_layouts(given, problem)
+            product_rules.check_layouts(given, problem)
         new = {} if "out" in given else {_D: New(shape, d_dtype.numpy, a.library)}
         written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, *self.amax, _D)
         return Request(problem, written, new, same=((_C, _D),))

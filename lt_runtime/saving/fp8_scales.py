@@ -18,7 +18,7 @@ from lt_runtime.errors import CheckpointError
 from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import Linear
-from lt_runtime.ops._fp8_state import FP8State, arrays_of
+from lt_runtime.ops.fp8.state import FP8State, arrays_of
 from lt_runtime.reference.fp8 import (
     AMAX,
     INVERSE,

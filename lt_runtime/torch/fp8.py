@@ -14,13 +14,13 @@ from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.errors import LtError
 from lt_runtime.fp8 import FP8
 from lt_runtime.nn.linear import scales_of
-from lt_runtime.ops._fp8_choice import Candidate, choose, fits
-from lt_runtime.ops._fp8_gated import casts_gate, gated_bwd_in_fp8, halves
-from lt_runtime.ops._fp8_linear import LinearCall, applies_prologue, forward_of_several
-from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import Layer, LinearContext
 from lt_runtime.ops.first_use import is_tuning
+from lt_runtime.ops.fp8.choice import Candidate, choose, fits
+from lt_runtime.ops.fp8.gradients import casts_gate, gated_bwd_in_fp8, halves
+from lt_runtime.ops.fp8.linear import LinearCall, applies_prologue, forward_of_several
+from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.problem import Activation

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lt_runtime.arrays.operand import HOST, TORCH, device_of
 from lt_runtime.kernels.optimizer import Fp8Copy
-from lt_runtime.ops._fp8_state import FP8State
+from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.torch.tensors import Tensor, placed
 from lt_runtime.torch.updates import is_capturing, local
 from lt_runtime.training.fp8_weights import can_write, cast_weight, entry_of, is_suited

@@ -39,8 +39,8 @@ from lt_runtime.reference.fp8 import AMAX
 from lt_runtime.training.averages import EMA, GpuTally, Tally, scores_of
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._fp8_state import FP8State
     from lt_runtime.ops._parameters import Parameter
+    from lt_runtime.ops.fp8.state import FP8State
     from lt_runtime.training.fp8_weights import Fp8Weights
 
 LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {
@@ -510,7 +510,7 @@ class StepBody:
         bias = layer.bias if run.trains_parameter(layer.bias) else None
         compute: Callable[..., tuple[Any, Any]] = losses.summed_loss
         if layer.scales is not None:
-            from lt_runtime.ops._fp8_loss import cast_loss, casts_loss  # imported late: few models use FP8
+            from lt_runtime.ops.fp8.gradients import cast_loss, casts_loss  # imported late: few models use FP8
 
             if not casts_loss(layer.scales, target):
                 return self.loss.compute

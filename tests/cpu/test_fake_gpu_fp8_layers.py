@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-import lt_runtime.ops._fp8_gated as lt_gated
-import lt_runtime.ops._fp8_linear as lt_operations
+import lt_runtime.ops.fp8.gradients as lt_gated
+import lt_runtime.ops.fp8.linear as lt_operations
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.ops._fp8_state import arrays_of
+from lt_runtime.ops.fp8.state import arrays_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fp8_layers import BF16, CASES, FP16, Fp8Case, Fp8Layer, GatedLayers, K, M, N, decibels
 from tests.support.over_fake_gpu import own
@@ -182,7 +182,7 @@ def test_a_restored_state_continues_bit_for_bit(make: Make) -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_layers_with_the_same_inputs_can_share_their_cast(gpu: FakeGpu, recipe: Any, on_gpu: bool) -> None:
     """Results and scales equal those of layers that cast x themselves."""
-    operations = own("ops._fp8_linear") if on_gpu else lt_operations
+    operations = own("ops.fp8.linear") if on_gpu else lt_operations
     package, put, host = (gpu.lt, gpu.cp.asarray, gpu.host_of) if on_gpu else (lt, np.copy, np.array)
     generator = np.random.default_rng(0)
     x, *ws = (put(generator.standard_normal((n, 32)).astype(BF16)) for n in (48, 64, 64))
@@ -319,7 +319,7 @@ def test_gradients_of_a_gate_are_cast_for_two_layers(request: pytest.FixtureRequ
     layers = GatedLayers(lt, lt_gated, dropout)
     if on == "a GPU":
         gpu: FakeGpu = request.getfixturevalue("gpu")
-        layers = GatedLayers(gpu.lt, own("ops._fp8_gated"), dropout, gpu)
+        layers = GatedLayers(gpu.lt, own("ops.fp8.gradients"), dropout, gpu)
     for step in range(3):
         found, expected = layers.step(step)
         assert (found is None) == (step == 0)  # the first step finds the scales

@@ -42,8 +42,8 @@ NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 LIKE_A_USER = {"cli", "__main__"}
 """Rooms that may import the package's public names, as a user does, because they are built on them."""
 
-SHARED_BY_OPERATIONS = {"call", "first_use"}
-"""Modules of `ops` that several operations share; other helpers have names that begin with an underscore."""
+SHARED_BY_OPERATIONS = {"call", "first_use", "fp8"}
+"""Modules and folders of `ops` that operations share; other helpers have names that begin with an underscore."""
 
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}
 KNOWS_CTYPES_BESIDES = ("lt_runtime", "profiling", "cupti", "library")
@@ -158,6 +158,8 @@ def test_the_rule_of_floors(importer: str, source: str, allowed: bool):
         ("lt_runtime.raw", "from lt_runtime.ops.linear import linear_fwd", True),
         ("lt_runtime.ops.linear", "from lt_runtime.ops._checks import check", False),
         ("lt_runtime.ops", "from lt_runtime.ops.linear import linear_fwd", False),
+        ("lt_runtime.ops.linear", "from lt_runtime.ops.fp8.linear import forward", False),
+        ("lt_runtime.ops.fp8.linear", "from lt_runtime.ops.linear import linear_fwd", True),
     ],
 )
 def test_the_rule_of_operations(importer: str, source: str, joined: bool):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.ops import _fp8_gated
+from lt_runtime.ops.fp8 import gradients
 from tests.support.float8_products import host_of, placed
 from tests.support.fp8_layers import BF16, CASES, Fp8Case, Fp8Layer, GatedLayers, K, M, N, decibels
 
@@ -29,7 +29,7 @@ def test_as_on_numpy_arrays(gpu: Any, case: Fp8Case) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_gradients_of_a_gate_are_cast_for_two_layers(gpu: Any, dropout: float) -> None:
     """All bits are those of gradients in BF16 that each layer casts."""
-    layers = GatedLayers(lt, _fp8_gated, dropout, gpu)
+    layers = GatedLayers(lt, gradients, dropout, gpu)
     for step in range(3):
         found, expected = layers.step(step)
         assert found in (None, expected)

@@ -47,7 +47,7 @@ FAULTS: Final[Table] = {
             f"{_CHANGES}[_assign]",
         ),
     },
-    "lt_runtime/ops/_fp8_state.py": {
+    "lt_runtime/ops/fp8/state.py": {
         "a caller's update of scales loses the magnitude of w": (
             "            writes.latest = None\n            arrays",
             "            arrays",

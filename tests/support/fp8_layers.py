@@ -115,7 +115,7 @@ class GatedLayers:
     """The layers of a gate and its value, with scales of their own, on the host or on a GPU.
 
     Args:
-        gated: the package's module `ops._fp8_gated`.
+        gated: the package's module `ops.fp8.gradients`.
     """
 
     def __init__(self, package: Any, gated: Any, dropout: float, gpu: Any = None) -> None:

@@ -108,7 +108,7 @@ def test_other_sizes_and_calls_without_gradients_stay_in_their_own_type(rows: in
 def test_layers_that_would_be_slower_have_the_results_of_their_own_type(
     monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:
-    monkeypatch.setattr("lt_runtime.ops._fp8_choice.reasons", lambda layers, *_: ["it would be slower"] * len(layers))
+    monkeypatch.setattr("lt_runtime.ops.fp8.choice.reasons", lambda layers, *_: ["it would be slower"] * len(layers))
     made, x = [make("fp8"), make(None)], torch.randn(32, 64)
     made[1].load_state_dict(made[0].state_dict())
     results = []

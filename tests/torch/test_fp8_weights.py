@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import lt_runtime as lt
 import lt_runtime.torch as ltt
-from lt_runtime.ops import _fp8_linear
+from lt_runtime.ops.fp8 import linear as fp8_linear
 from lt_runtime.torch import fp8_steps
 
 WEIGHT, AMAX = 1, 2  # indices in `FP8State.slots`: the row of w, and the column of the largest magnitude
@@ -25,8 +25,8 @@ Change = Callable[[Any, Any], object]
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The row in `FP8State.slots` of each tensor that forward and backward have cast."""
-    made, cast = list[int](), _fp8_linear._cast_on_host
-    monkeypatch.setattr(_fp8_linear, "_cast_on_host", lambda x, row, *more: made.append(row) or cast(x, row, *more))
+    made, cast = list[int](), fp8_linear._cast_on_host
+    monkeypatch.setattr(fp8_linear, "_cast_on_host", lambda x, row, *more: made.append(row) or cast(x, row, *more))
     return made
 
 

@@ -17,8 +17,6 @@ from lt_runtime.arrays.transfer import writes
 from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError
 from lt_runtime.fp8 import UNIT, Fp8Problem, Needs, Precision, Prologue
 from lt_runtime.layout import packed
-from lt_runtime.ops._fp8_choice import Candidate, choose
-from lt_runtime.ops._fp8_state import FP8State, arrays_of, precision_of
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import (
     FORWARD,
@@ -33,6 +31,9 @@ from lt_runtime.ops._linear import (
 )
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
 from lt_runtime.ops.first_use import before_first_use
+from lt_runtime.ops.fp8.choice import Candidate, choose
+from lt_runtime.ops.fp8.gradients import CastGradient
+from lt_runtime.ops.fp8.state import FP8State, arrays_of, precision_of
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Philox, Saved, Spec, type_name
@@ -285,17 +286,6 @@ class Fp8Backward(LinearBackward):
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients:
         """See `Operation`."""
         return LinearGradients(*arrays[_FIRST : _FIRST + 3])
-
-
-class CastGradient(NamedTuple):
-    """The gradient of a layer's outputs, cast to FP8 with the scale of the layer's state.
-
-    Attributes:
-        rows: the gradient (..., N). transposed: its transpose (N, M).
-    """
-
-    rows: Any
-    transposed: Any
 
 
 class Fp8CastBackward(Fp8Backward):

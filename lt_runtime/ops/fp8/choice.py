@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 from lt_runtime import ranges
 from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.fp8 import FP8, Fp8ChainProblem, are_multiples
-from lt_runtime.ops._fp8_state import FP8State
 from lt_runtime.ops.first_use import before_first_use
+from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.plans.fp8_rule import NO_MULTIPLE, against_fp8
 from lt_runtime.problem import Compute, DType, activation_of
 
