@@ -117,7 +117,7 @@ def test_the_graph_sums_buckets_beside_backward_and_before_the_update(
     assert all(node.before >> sums[-2] & 1 for node in early)
 
 
-def test_the_plans_of_process_0_win(gpu: FakeGpu, grouped: Grouped, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plans_of_process_0_win(gpu: FakeGpu, grouped: Grouped) -> None:
     cache, document, entries, keys, stores = (
         importlib.import_module(f"lt_runtime.{name}")
         for name in ("plans.cache", "store.document", "store.entries", "store.keys", "store.plan_store")
@@ -125,8 +125,6 @@ def test_the_plans_of_process_0_win(gpu: FakeGpu, grouped: Grouped, monkeypatch:
     cache.forget([each for each, _ in cache._plans], 0)
     _train(gpu, _step(gpu, _model(gpu, "blocks")))
     store = stores.plan_store(0)
-    monkeypatch.setattr(store, "_document", store._document)
-    monkeypatch.setattr(store, "_paused_until", store._paused_until)
     problem, own = next(
         (problem, plan)
         for (problem, _), plan in cache._plans.items()
