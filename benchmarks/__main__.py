@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final
 
-from benchmarks import report, suite
+from benchmarks import report, runner
 
 SUITES: Final = (
     "kernels",
@@ -79,11 +79,29 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no row after this time")
     told = "keep the file's rows, and measure those that are missing, stale or lack a peer that is asked for"
     made.add_argument("--resume", action="store_true", help=told)
+    told = (
+        "with --resume: measure only the I-th of N parts, so that N processes share a suite, each on a GPU of its own"
+    )
+    made.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help=told)
+    told = "measure nothing: list the cases that would be measured, with the seconds that each took the last time"
+    made.add_argument("--dry-run", action="store_true", help=told)
     told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
     made.add_argument("--out", metavar="DIR", help=told)
     for name, (suites, told, how) in _SPECIAL.items():
         made.add_argument(f"--{name}", help=f"{', '.join(suites)}: {told}", **how)
     return made
+
+
+def part(text: str) -> tuple[int, int]:
+    """Parses I/N, the I-th of N parts.
+
+    Raises:
+        ValueError: the text has another form, or I is not from 1 to N.
+    """
+    number, parts = map(int, text.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError
+    return number, parts
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -97,6 +115,8 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.suites if name not in SUITES]
     if unknown or not (options.suites or options.list):
         made.error(f"name a suite of {', '.join(SUITES)}" + (f", not {', '.join(unknown)}" if unknown else ""))
+    if options.part[1] > 1 and not options.resume:
+        made.error("--part needs --resume, because the other parts write into the same file")
     for name, (suites, _, _) in _SPECIAL.items():
         if getattr(options, name.replace("-", "_")) and not set(suites) & set(options.suites):
             made.error(f"--{name} is an option of {' and '.join(suites)}")
@@ -115,9 +135,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print((import_module(f"benchmarks.{name}").__doc__ or "").partition("\n")[0])
         return
     for name in options.suites:
-        module = import_module(f"benchmarks.{name}")
-        of_suite = argparse.Namespace(**vars(options) | {"rounds": options.rounds or module.SUITE.rounds})
-        suite.run(name, module.SUITE, of_suite)
+        made = import_module(f"benchmarks.{name}").SUITE
+        foreign = {each.replace("-", "_"): None for each, (suites, _, _) in _SPECIAL.items() if name not in suites}
+        of_suite = argparse.Namespace(**vars(options) | foreign | {"rounds": options.rounds or made.rounds})
+        runner.run(name, made, of_suite)
 
 
 if __name__ == "__main__":

@@ -295,6 +295,9 @@ def _gated_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders:
 # Case: LayerNorm or RMSNorm in BF16. An element takes four bytes forward and six backward, with a residual eight.
 
 
+_NORMS: Final = {"layer_norm": ("layer_norm_fwd", "layer_norm_bwd"), "rms_norm": ("rms_norm_fwd", "rms_norm_bwd")}
+
+
 def norm(kind: str, rows: int, cols: int, *, backward: bool = False, adds: bool = False) -> Case:
     """Contenders for a norm with weight and, in LayerNorm, bias; backward makes all gradients.
 
@@ -322,7 +325,7 @@ def _norm_forward(kind: str, shape: tuple[int, int], adds: bool, sets: int) -> B
         def run(i: int, stream: int) -> None:
             x, y, *residual = made[i]
             more = dict(zip(("add", "out_sum"), residual, strict=False))
-            getattr(lt, f"{kind}_fwd")(x, *vectors, out=y, **more, **statistics, stream=stream)
+            getattr(lt, _NORMS[kind][0])(x, *vectors, out=y, **more, **statistics, stream=stream)
 
         return Contender(run)
 
@@ -336,13 +339,13 @@ def _norm_backward(kind: str, shape: tuple[int, int], adds: bool, sets: int) -> 
     def ours() -> Contender:
         import lt_runtime as lt
 
-        contexts = [getattr(lt, f"{kind}_fwd")(x, *vectors)[1] for x, *_ in made]
+        contexts = [getattr(lt, _NORMS[kind][0])(x, *vectors)[1] for x, *_ in made]
         names, results = ("out_dweight", "out_dbias"), [normal(shape[1:], "bfloat16") for _ in vectors]
 
         def run(i: int, stream: int) -> None:
             _, dy, dx, *add = made[i]
             more = dict(zip((*names[: len(results)], "add"), (*results, *add), strict=False))
-            getattr(lt, f"{kind}_bwd")(dy, contexts[i], out_dx=dx, **more, stream=stream)
+            getattr(lt, _NORMS[kind][1])(dy, contexts[i], out_dx=dx, **more, stream=stream)
 
         return Contender(run)
 

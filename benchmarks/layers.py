@@ -233,15 +233,9 @@ def tune(case: Any) -> Tuned:
     import lt_runtime as lt
 
     start = time.perf_counter()
-    made = lt.tune(
-        case.dims,
-        case.rows,
-        activation=case.activation,
-        dtype=case.dtype,
-        compute=case.compute,
-        input_gradient=case.input_gradient,
-        progress=False,
-    )
+    how = {"dtype": case.dtype, "compute": case.compute, "input_gradient": case.input_gradient}
+    with timing.stopwatch("tuning"):
+        made = lt.tune(case.dims, case.rows, activation=case.activation, progress=False, **how)
     return Tuned(time.perf_counter() - start, made)
 
 

@@ -235,9 +235,10 @@ def console() -> Console:
 # Functions that write result files.
 
 
-def write(file: Path, rows: Iterable[Json], **more: Any) -> None:
-    """Writes a result file: machine, commit, date, `more`, and the rows."""
-    write_json(file, {"machine": machine(), "commit": commit(), "when": now(), **more, "rows": list(rows)})
+def write(file: Path, rows: Iterable[Json], origin: Json | None = None, **more: Any) -> None:
+    """Writes a result file: its origin (by default the present machine, commit and date), `more`, and the rows."""
+    origin = origin or {"machine": machine(), "commit": commit(), "when": now()}
+    write_json(file, {**origin, **more, "rows": list(rows)})
 
 
 def write_json(file: Path, content: Json) -> None:

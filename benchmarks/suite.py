@@ -1,7 +1,4 @@
-"""Runs suites.
-
-A suite's result file is written after each row, so that a run can end at any time and continue later.
-"""
+"""A benchmark suite, and the conditions under which its rows are measured: plan caches, variables, other processes."""
 
 from __future__ import annotations
 
@@ -12,32 +9,22 @@ import os
 import re
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from benchmarks import digests, report
-from benchmarks.kept import is_peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.timing import has_gpu, release
 
 MAX_AUTOTUNE: Final = "torch_max_autotune"
 TORCH_COMPILE: Final = "torch_compile"
 JAX: Final = "jax"
-_ASKED: Final = {"max_autotune": MAX_AUTOTUNE, "torch_compile": TORCH_COMPILE, "jax": JAX}
-"""For each option that adds a peer, the beginning of the peer's names."""
 CACHE_VARIABLE: Final = "LT_RUNTIME_CACHE_DIR"
 UNTUNED: Final = ("LT_RUNTIME_TUNE", "off")
 """The environment variable that switches measuring off in training steps, and its value: suites tune explicitly."""
 _ROOT: Final = Path(__file__).parents[1]
 
-Rows = dict[str, dict[str, Any]]
-"""Type: the rows of a result file, by case."""
 Job = Callable[[Any], Row]
 """Type: a function that measures a row on the given CuPy stream, which can be captured."""
 
@@ -66,108 +53,26 @@ class Suite:
     facts: Callable[[Sequence[Json]], Json] = _nothing
     has_context: bool = True
 
+    @classmethod
+    def of(cls, measure: Callable[..., Row], cases: Sequence[Any], **attributes: Any) -> Self:
+        """A suite of cases, each of which has a `name` and is measured by `measure(case, options, stream)`."""
 
-def kept_rows(file: Path | None) -> Rows:
-    """Reads the rows of a file that hold times, with the commit of each measurement; returns no rows without a file."""
-    if file is None or not file.exists():
-        return {}
-    result = json.loads(file.read_text())
-    done = [row for row in result["rows"] if row["us"] and "error" not in row]
-    return {row["case"]: {**row, "commit": row.get("commit", result["commit"])} for row in done}
+        def jobs(options: argparse.Namespace) -> dict[str, Job]:
+            return {case.name: partial(measure, case, options) for case in cases}
 
-
-def matches(pattern: str | None, name: str) -> bool:
-    """Whether a regular expression is found in a name, ignoring case; None matches every name."""
-    return re.search(pattern or "", name, re.IGNORECASE) is not None
+        return cls(order=[case.name for case in cases], jobs=jobs, **attributes)
 
 
-def file_of(name: str, options: argparse.Namespace) -> Path | None:
-    """The result file; None if only a part is measured and neither `--out` nor `--resume` is given."""
-    if options.out is not None:
-        return Path(options.out) / f"{name}.json"
-    narrowed = options.only or options.dtype or options.activation or options.ours
-    return None if narrowed and not options.resume else report.RESULTS / f"{name}.json"
-
-
-def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
-    """Measures the rows of a command line, prints them, and writes them if there is a result file.
-
-    A row that fails holds the error instead of times, and the run continues. With `--resume` a row of older code, or
-    without a peer that the options ask for, stays in the file until it is measured anew.
-
-    Raises:
-        SystemExit: there is no GPU, or the result file has rows of another one.
-    """
-    if not has_gpu():
-        raise SystemExit(f"the suite {name} needs an NVIDIA GPU")
-    file = file_of(name, options)
-    rows = kept_rows(file) if options.resume else {}
-    if rows and (gpu := json.loads(Path(str(file)).read_text())["machine"]["gpu"]) != report.machine()["gpu"]:
-        raise SystemExit(f"{file} has rows of another GPU, {gpu}: name another folder by --out")
-    origin = {"digest": digests.digest(name, digests.working_files()), "commit": report.commit()}
-    done = {case for case, row in rows.items() if _is_done(row, origin["digest"], options)}
-    wanted = {case: job for case, job in suite.jobs(options).items() if matches(options.only, case)}
-    jobs, console = {case: job for case, job in wanted.items() if case not in done}, report.console()
-    stream, start = None, time.monotonic()
-    if suite.has_context:
+@contextlib.contextmanager
+def ready(*, has_context: bool) -> Iterator[Any]:
+    """Prepares this process for the jobs of a suite; yields their stream, or None for a suite without a context."""
+    stream = None
+    if has_context:
         import cupy as cp
 
         stream = cp.cuda.Stream(non_blocking=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    # The progress bar has no thread that refreshes it: beside other threads, the package captures no repeated call.
-    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-    with progress, variable(*UNTUNED):
-        task = progress.add_task(name, total=len(jobs))
-        for case, job in jobs.items():
-            if time.monotonic() - start > 60 * options.minutes:
-                break
-            progress.update(task, description=case, refresh=True)
-            made = _measured(case, job, stream, console)
-            if made["us"] or case not in rows:
-                rows[case] = made | origin
-            if suite.has_context:
-                release()
-            save(suite, rows, file, origin["digest"])
-            progress.advance(task)
-    if found := suite.findings(_of_digest(rows.values(), origin["digest"])):
-        console.print(report.findings_table(found))
-    if file is not None:
-        console.print(f"written to {file}")
-    return rows
-
-
-def _is_done(row: Json, digest: str, options: argparse.Namespace) -> bool:
-    """Whether a row is of the present code and has either no peer at all or every peer that the options ask for."""
-    tried = [name for name in (*row["us"], *row.get("left_out", ())) if is_peer(name)]
-    asked = [name for option, name in _ASKED.items() if getattr(options, option)]
-    has_all = all(any(name.startswith(each) for name in tried) for each in asked)
-    return row.get("digest") == digest and (has_all or not tried)
-
-
-def _measured(case: str, job: Job, stream: Any, console: Console) -> dict[str, Any]:
-    try:
-        row = job(stream)
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        Console(stderr=True).print(f"{case}: {why}", markup=False)
-        return {"case": case, "us": {}, "spread": {}, "error": why}
-    console.print(report.table([row]))
-    return {**row.as_json(), "when": report.now()}
-
-
-def _of_digest(rows: Iterable[dict[str, Any]], digest: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row.get("digest") == digest]
-
-
-def save(suite: Suite, rows: Rows, file: Path | None, digest: str) -> None:
-    """Writes the rows in the order of the suite, and figures over those with the digest; needs a file and rows."""
-    if file is None or not rows:
-        return
-    places = {name: place for place, name in enumerate(suite.order)}
-    ordered = sorted(rows.values(), key=lambda row: places.get(row["case"], len(places)))
-    found = suite.findings(_of_digest(ordered, digest))
-    summary = {"summary": [each.as_json() for each in found]} if found else {}
-    report.write(file, ordered, **suite.facts(ordered), **summary)
+    with variable(*UNTUNED):
+        yield stream
 
 
 @contextlib.contextmanager
@@ -206,6 +111,11 @@ def variable(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+def matches(pattern: str | None, name: str) -> bool:
+    """Whether a regular expression is found in a name, ignoring case; None matches every name."""
+    return re.search(pattern or "", name, re.IGNORECASE) is not None
 
 
 def last_line(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:

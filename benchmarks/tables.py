@@ -1,22 +1,27 @@
-"""Writes the tables of the pages, and the plots, from the kept results: `python -m benchmarks report`.
+"""Writes the tables of the pages, and the plots, from the kept results: `python -m benchmarks report [DIR...]`.
+
+Each DIR is the folder of another run on the same GPU, which `--out` named. The command first puts the rows of its
+result files into the kept results, where they are newer.
 
 A table of a page stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of
 `TABLES`. The table's commit, its dates and the peers stand above it. A ratio is a peer's time divided by ours; it is
 bold where we are slower.
 
-The command first compares the present code with the code of each row. Rows that were measured with other code are
+The command compares the present code with the code of each row. Rows that were measured with other code are
 stale: tables mark them, and leave them out of their means.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import digests, fp8, kept, plot, report, scaling_cost, torch, tuning
+from benchmarks import digests, fp8, kept, plot, report, runner, scaling_cost, torch, tuning
 from benchmarks import growth as grown
 from benchmarks.__main__ import SUITES
 from benchmarks.kept import (
@@ -444,13 +449,12 @@ def rendered(text: str) -> str:
     return _BLOCK.sub(lambda block: f"{block[1]} -->\n\n{table(block[1])}\n\n", text)
 
 
-def note_code() -> None:
-    """Writes the digests of the present code and its commit beside the results.
+def note_code(found: Mapping[str, str]) -> None:
+    """Writes the digests of the present code, by suite, and its commit beside the results.
 
     Rows that were measured with this code on a machine without git are given the commit.
     """
-    files, commit = digests.working_files(), report.clean_commit(digests.SOURCES)
-    found = {suite: digests.digest(suite, files) for suite in SUITES}
+    commit = report.clean_commit(digests.SOURCES)
     report.write_json(kept.RESULTS / kept.CODE, {"commit": commit, "digests": found})
     for suite in filter(rows_of, SUITES):
         content, own = result(suite), {"digest": found[suite], "commit": report.UNKNOWN}
@@ -460,9 +464,26 @@ def note_code() -> None:
             report.write_json(kept.RESULTS / f"{suite}.json", content)
 
 
-def main(_: Sequence[str]) -> None:
-    """Notes the present code, and writes the tables of all pages, and the plots."""
-    note_code()
+def main(argv: Sequence[str]) -> None:
+    """Takes over the rows of other runs, notes the present code, and writes the tables of all pages, and the plots.
+
+    Raises:
+        SystemExit: a folder has no result file, or rows of another GPU.
+    """
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("runs", nargs="*", type=Path, metavar="DIR", help="the folder of another run")
+    files = digests.working_files()
+    found = {suite: digests.digest(suite, files) for suite in SUITES}
+    for folder in made.parse_args(argv).runs:
+        suites = [suite for suite in SUITES if (folder / f"{suite}.json").exists()]
+        if not suites:
+            made.error(f"{folder} has no result file of a suite")
+        for suite in suites:
+            count = runner.merge(suite, import_module(f"benchmarks.{suite}").SUITE, folder, found[suite])
+            print(f"{count} newer rows of {suite} from {folder}")
+    note_code(found)
     for page in PAGES:
         page.write_text(rendered(page.read_text()))
     for file in (*PAGES, plot.write(), *plot.write_losses(), *plot.write_growth()):

@@ -36,6 +36,20 @@ class Timing(NamedTuple):
     spread: float
 
 
+spent: Final[dict[str, float]] = {}
+"""The seconds that parts of the present row took: building each contender, tuning, and all turns."""
+
+
+@contextlib.contextmanager
+def stopwatch(part: str) -> Iterator[None]:
+    """Adds the time in a `with` block to the seconds of a part of the present row."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        spent[part] = spent.get(part, 0.0) + time.monotonic() - start
+
+
 def summarise(samples: Sequence[float]) -> Timing:
     """The median of the samples and their interquartile range, which is 0 for a single sample."""
     if len(samples) == 1:
@@ -51,11 +65,12 @@ def take_turns(turns: Mapping[str, Turn], rounds: int, warm_up: int = WARM_UP) -
     follows the same one. The first `warm_up` rounds do not count.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(-warm_up, rounds):
-        for name in list(turns)[:: -1 if number % 2 else 1]:
-            sample = turns[name]()
-            if number >= 0:
-                samples[name].append(sample)
+    with stopwatch("turns"):
+        for number in range(-warm_up, rounds):
+            for name in list(turns)[:: -1 if number % 2 else 1]:
+                sample = turns[name]()
+                if number >= 0:
+                    samples[name].append(sample)
     return {name: summarise(each) for name, each in samples.items()}
 
 
@@ -76,7 +91,8 @@ def built(builders: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], di
     made, left_out = {}, {}
     for name, build in builders.items():
         try:
-            made[name] = build()
+            with stopwatch(str(name)):
+                made[name] = build()
         except Exception as error:
             left_out[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return made, left_out

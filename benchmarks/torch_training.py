@@ -103,6 +103,9 @@ class Way(NamedTuple):
     library: str
     mode: str | None = None
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def name(self) -> str:
         """The beginning of the contenders' names."""

@@ -189,7 +189,7 @@ def test_rows_of_the_present_code_are_current_and_get_its_commit(
     row = {"us": {"lt": 1.0}, "commit": "unknown"}
     results("cold", {**row, "case": "a", "digest": present}, {**row, "case": "b", "digest": "before"})
     monkeypatch.setattr(report, "clean_commit", lambda folders: COMMIT)
-    tables.note_code()
+    tables.note_code({"cold": present})
     assert [(each["stale"], each["commit"]) for each in kept.rows_of("cold")] == [(False, COMMIT), (True, "unknown")]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cold, digests, report, suite
+from benchmarks import cold, digests, report, runner, timing
 from benchmarks.__main__ import SUITES, main, options_of
 from benchmarks.report import Finding, Row
 from benchmarks.suite import Suite, plan_cache
@@ -27,7 +27,7 @@ STREAM = object()
 
 @pytest.mark.parametrize("name", SUITES)
 def test_without_a_gpu_a_suite_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(suite, "has_gpu", lambda: False)
+    monkeypatch.setattr(runner, "has_gpu", lambda: False)
     with pytest.raises(SystemExit, match=f"the suite {name} needs an NVIDIA GPU"):
         main([name])
 
@@ -36,7 +36,7 @@ def test_without_a_gpu_a_suite_says_so(monkeypatch: pytest.MonkeyPatch, name: st
 def test_rows_have_different_names_which_are_those_of_the_kept_results(name: str) -> None:
     order = import_module(f"benchmarks.{name}").SUITE.order
     assert len(set(order)) == len(order)
-    assert {*suite.kept_rows(report.RESULTS / f"{name}.json")} <= set(order)
+    assert {*runner.kept_rows(report.RESULTS / f"{name}.json")} <= set(order)
 
 
 def test_every_suite_is_listed_without_loading_a_gpu_library() -> None:
@@ -53,6 +53,8 @@ def test_every_suite_is_listed_without_loading_a_gpu_library() -> None:
         (["host", "--prefetch"], "--prefetch is an option of steps"),
         (["hosts"], "name a suite of kernels.*, not hosts"),
         ([], "name a suite"),
+        (["steps", "--part", "1/2"], "--part needs --resume"),
+        (["steps", "--resume", "--part", "3/2"], "invalid part value: '3/2'"),
     ],
 )
 def test_wrong_commands(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +68,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Pretends a machine with a GPU; no test runs anything on it."""
     fake = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda **_: STREAM))
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(suite, "has_gpu", lambda: True)
-    monkeypatch.setattr(suite, "release", lambda: None)
+    monkeypatch.setattr(runner, "has_gpu", lambda: True)
+    monkeypatch.setattr(runner, "release", lambda: None)
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("GIT_COMMIT", "abc")
@@ -109,14 +111,14 @@ def test_a_run_continues_and_its_file_is_whole_after_errors_and_interruptions(
 
     cut_off = suite_of("one", "two", "three", "four", two=two, three=interrupted)
     with pytest.raises(KeyboardInterrupt):
-        suite.run("some", cut_off, asked("--out", str(tmp_path)))
+        runner.run("some", cut_off, asked("--out", str(tmp_path)))
     rows = json.loads(file.read_text())["rows"]
     assert [row["case"] for row in rows] == ["one", "two"]
     assert rows[1]["error"] == "ValueError: [not] this time"
     assert "two: ValueError: [not] this time" in capsys.readouterr().err
 
     monkeypatch.setenv("GIT_COMMIT", "later")
-    suite.run("some", suite_of("one", "two", "three", two=two), asked("--out", str(tmp_path), "--resume"))
+    runner.run("some", suite_of("one", "two", "three", two=two), asked("--out", str(tmp_path), "--resume"))
     written = json.loads(file.read_text())
     assert done == ["two", "two"]
     assert (written["machine"], written["commit"], written["first"]) == ({"gpu": "a GPU"}, "later", "one")
@@ -131,22 +133,22 @@ def test_a_resumed_run_measures_stale_rows_anew_on_the_same_gpu(
     machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resumed, both = asked("--out", str(tmp_path), "--resume"), suite_of("one", "two")
-    first = suite.run("some", both, asked("--out", str(tmp_path)))
+    first = runner.run("some", both, asked("--out", str(tmp_path)))
     monkeypatch.setattr(digests, "digest", lambda *_: "later")
-    one = suite.run("some", both, asked("--out", str(tmp_path), "--resume", "--only", "one"))
+    one = runner.run("some", both, asked("--out", str(tmp_path), "--resume", "--only", "one"))
     assert [each["digest"] for each in one.values()] == ["later", first["two"]["digest"]]
     summary = json.loads((tmp_path / "some.json").read_text())["summary"]
     assert summary[0]["value"] == 1, "figures are over current rows"
-    assert {each["digest"] for each in suite.run("some", both, resumed).values()} == {"later"}
+    assert {each["digest"] for each in runner.run("some", both, resumed).values()} == {"later"}
     file, asked_for = tmp_path / "some.json", asked("--out", str(tmp_path), "--resume", "--jax")
     written = json.loads(file.read_text())
     for row, peers in zip(written["rows"], ({"torch": 2.0}, {"torch": 2.0, "jax": 3.0}), strict=True):
         row["us"] |= peers
     file.write_text(json.dumps(written))
-    assert [{*each["us"]} for each in suite.run("some", both, asked_for).values()] == [{"lt"}, {"lt", "torch", "jax"}]
+    assert [{*each["us"]} for each in runner.run("some", both, asked_for).values()] == [{"lt"}, {"lt", "torch", "jax"}]
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "another GPU"})
     with pytest.raises(SystemExit, match="rows of another GPU, a GPU: name another folder"):
-        suite.run("some", both, resumed)
+        runner.run("some", both, resumed)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +163,66 @@ def test_a_resumed_run_measures_stale_rows_anew_on_the_same_gpu(
     ],
 )
 def test_a_part_of_a_suite_is_not_kept(machine: None, options: tuple[str, ...], rows: Any, is_written: bool) -> None:
-    assert [*suite.run("some", suite_of("one", "two"), asked(*options))] == rows
+    assert [*runner.run("some", suite_of("one", "two"), asked(*options))] == rows
     assert (report.RESULTS / "some.json").exists() is is_written
+
+
+def test_seconds_are_kept_and_tell_how_long_the_next_run_takes(
+    machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(stream: Any) -> Row:
+        with timing.stopwatch("jax"):
+            clock[0] += 20.0
+        return measured("two")
+
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: clock[0])
+    both = suite_of("one", "two", "three", two=slow)
+    run = runner.run("some", both, asked("--out", str(tmp_path), "--only", "one|two"))
+    assert [row["seconds"] for row in run.values()] == [{"whole": 0.0}, {"whole": 20.0, "jax": 20.0}]
+    assert ["two", "20.0", "jax", "20.0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    monkeypatch.setattr(runner, "has_gpu", lambda: False)
+    for stale in (False, True):
+        monkeypatch.setattr(digests, "digest", lambda *_, stale=stale: "later" if stale else run["one"]["digest"])
+        runner.run("some", both, asked("--out", str(tmp_path), "--resume", "--dry-run"))
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert lines[0][:5] == f"some: {3 if stale else 1} cases, 1 of".split()
+        assert lines[-1] == ["all", "20" if stale else "0"]
+
+
+def test_processes_share_a_suite_and_rows_of_other_runs_are_merged(machine: None, tmp_path: Path) -> None:
+    three, kept = suite_of("one", "two", "three"), report.RESULTS / "some.json"
+
+    def second(stream: Any) -> Row:
+        runner.run("some", three, asked("--resume", "--part", "2/2"))
+        return measured("three")
+
+    runner.run("some", suite_of("one", "two", "three", three=second), asked("--resume", "--part", "1/2"))
+    assert [row["case"] for row in json.loads(kept.read_text())["rows"]] == ["one", "two", "three"]
+    runner.run("some", three, asked("--out", str(tmp_path), "--only", "tw"))
+    content = json.loads((tmp_path / "some.json").read_text())
+    content["rows"][0] |= {"when": "2999-01-01T00:00:00Z", "us": {"lt": 9.0}}
+    (tmp_path / "some.json").write_text(json.dumps({**content, "commit": "theirs"}))
+    assert [runner.merge("some", three, tmp_path, "now") for _ in range(2)] == [1, 0]
+    merged = json.loads(kept.read_text())
+    assert merged["commit"] == "theirs"
+    assert [row["us"]["lt"] for row in merged["rows"]] == [1.0, 9.0, 1.0]
+    content["rows"][0]["when"] = "2999-01-02T00:00:00Z"
+    (tmp_path / "some.json").write_text(json.dumps(content | {"machine": {"gpu": "another"}}))
+    with pytest.raises(SystemExit, match=r"rows of another, and .* of a GPU: rows of two GPUs are not merged"):
+        runner.merge("some", three, tmp_path, "now")
+
+
+def test_a_row_without_contenders_is_resumed_with_all_of_them(machine: None) -> None:
+    made = list[str]()
+
+    def one(stream: Any) -> Row:
+        made.append("one")
+        return measured("one")
+
+    for number, options in enumerate((("--contenders", "graph"), ("--contenders", "graph"), (), (), ("--no-compile",))):
+        runner.run("some", suite_of("one", one=one), options_of(["torch", "--resume", *options]))
+        assert len(made) == (1, 1, 2, 2, 2)[number]
 
 
 def test_another_plan_cache_shares_only_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
